@@ -1,0 +1,1 @@
+"""Say the batch you want; memfit fits the training into the memory you have, with the same gradients."""

@@ -1,0 +1,66 @@
+"""Bytes and seconds to words and back. Inside memfit memory is an `int` of bytes and time a `float` of seconds."""
+
+from __future__ import annotations
+
+import re
+
+from memfit._errors import UsageError
+
+KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+
+_UNITS = {
+    "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in a size such as "6GiB", "800 MiB" or "24GB" (binary units with an i, decimal ones without).
+
+    Raises UsageError for anything else, a bare number included: its unit would be a guess.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise UsageError(
+            f"a size of {text!r}",
+            found="it is not a number followed by a unit",
+            next_move="write it like '6GiB', '800MiB' or '24GB'",
+        )
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def format_bytes(count: int | float) -> str:
+    """A size for people: three significant digits in binary units ("34.1 GiB")."""
+    sign, size = ("-" if count < 0 else ""), abs(count)
+    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if size >= unit * 0.9995:
+            return f"{sign}{_three_digits(size / unit)} {name}"
+    return f"{sign}{int(size)} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: "4.10 s", "38.0 ms", "12 min 5 s"."""
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    if seconds >= 120:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    if seconds >= 1:
+        return f"{_three_digits(seconds)} s"
+    if seconds >= 1e-3:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds * 1e6)} us"
+
+
+def format_count(count: int | float) -> str:
+    """A count for people: "124 M", "8.03 B", "950"."""
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if abs(count) >= unit:
+            return f"{_three_digits(count / unit)} {name}"
+    return f"{count:g}"
+
+
+def _three_digits(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -1,0 +1,184 @@
+"""Where the samples lie in a batch, and cutting it into micro-batches.
+
+Not covered: samples of different sizes concatenated without a batch dimension (packed sequences, graphs); they are refused
+with the way out, `split=`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import Any
+
+import torch
+
+from memfit._errors import Refused
+from memfit.batches.tree import Path, is_column, leaves, path_name, rebuild
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The dimension of a tensor along which samples lie: its size is `outer * samples * inner`.
+
+    A plain batch dimension has outer = inner = 1; a flattened [batch, time] has inner = time, a flattened
+    [time, batch] has outer = time.
+    """
+
+    dim: int
+    """Which dimension, counted from the front."""
+    outer: int = 1
+    """Entries per sample that vary slower than the sample (time, when time comes first)."""
+    inner: int = 1
+    """Entries per sample that vary faster than the sample (time, when the batch comes first)."""
+
+    def samples(self, size: int) -> int:
+        """Samples in a dimension of `size` entries."""
+        return size // (self.outer * self.inner)
+
+    def size(self, samples: int) -> int:
+        """Entries in the dimension for that many samples."""
+        return self.outer * samples * self.inner
+
+    def narrow(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The samples `start:stop` of `tensor`: a view where the layout allows one, else a copy."""
+        if self.outer == 1:
+            return tensor.narrow(self.dim, start * self.inner, (stop - start) * self.inner)
+        whole = tensor.shape[self.dim] // (self.outer * self.inner)
+        parts = tensor.unflatten(self.dim, (self.outer, whole, self.inner))
+        return parts.narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 2)
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The pieces of `narrow` put together again."""
+        if self.outer == 1:
+            return torch.cat(list(parts), self.dim)
+        open_parts = [part.unflatten(self.dim, (self.outer, -1, self.inner)) for part in parts]
+        return torch.cat(open_parts, self.dim + 1).flatten(self.dim, self.dim + 2)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """For every leaf of a batch: the axis of its samples, or None for what every micro-batch receives whole."""
+
+    axes: tuple[Axis | None, ...]
+    """One entry per leaf, in the order of `tree.leaves`."""
+    samples: int
+    """Samples in the batch this layout was found on."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether any leaf is cut at all."""
+        return any(axis is not None for axis in self.axes)
+
+
+def cut(tree: Any, layout: Layout, start: int, stop: int) -> Any:
+    """The samples `start:stop` of a batch: the same nesting, tensors narrowed (views), the rest as it is."""
+    found = [leaf for _, leaf in leaves(tree)]
+    return rebuild(tree, (_narrow(leaf, axis, start, stop) for leaf, axis in zip(found, layout.axes)))
+
+
+def sizes(samples: int, largest: int) -> tuple[int, ...]:
+    """`samples` in as few pieces of at most `largest` as possible, as equal as possible: 10 with room for 4 is 4, 3, 3."""
+    pieces = -(-samples // max(1, min(largest, samples)))
+    small, extra = divmod(samples, pieces)
+    return (small + 1,) * extra + (small,) * (pieces - extra)
+
+
+def equal_sizes(samples: int, largest: int) -> tuple[int, ...]:
+    """At most two different sizes: pieces of `largest` and one remainder (compiled models are built once per size)."""
+    full, rest = divmod(samples, min(largest, samples))
+    return (min(largest, samples),) * full + ((rest,) if rest else ())
+
+
+def bounds(pieces: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each piece."""
+    start = 0
+    for piece in pieces:
+        yield start, start + piece
+        start += piece
+
+
+def layout_from_two(small: Any, few: int, large: Any, many: int) -> Layout:
+    """The layout of batches from one batch of `few` and one of `many` equal samples: what grew is the batch dimension.
+
+    Raises Refused where a leaf changed in a way that has no batch dimension.
+    """
+    first, second = list(leaves(small)), list(leaves(large))
+    if [path for path, _ in first] != [path for path, _ in second]:
+        raise uncuttable("its structure depends on the number of samples")
+    axes = tuple(_grown(path, a, few, b, many) for (path, a), (_, b) in zip(first, second))
+    return Layout(axes, samples=many)
+
+
+def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layout]:
+    """Layouts by which `tree` could be a batch of `samples`, the likeliest first; each has to be proven on the model."""
+    choices = [_dims_of_size(leaf, samples) for _, leaf in leaves(tree)]
+    if not any(dims != [None] for dims in choices):
+        return
+    seen = set()
+    ordered = islice(product(*choices), 4096)
+    # Layouts in which all tensors agree on the dimension come first: [batch, ...] everywhere, then [time, batch, ...].
+    for axes in sorted(ordered, key=lambda axes: (_disagreement(axes), [_rank(axis) for axis in axes])):
+        if axes not in seen and len(seen) < limit and any(axis is not None for axis in axes):
+            seen.add(axes)
+            yield Layout(axes, samples)
+
+
+def shared_samples(tree: Any) -> int | None:
+    """The size of the first dimension that all tensors with more than one element share, or None."""
+    found = {
+        leaf.shape[0] for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.numel() > 1
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def uncuttable(reason: str) -> Refused:
+    """The error for a batch that cannot be cut, with the way out."""
+    return Refused(
+        "cutting the batch into micro-batches",
+        found=reason,
+        next_move="pass split=, a function (batch, sizes) -> list of batches with that many samples each",
+    )
+
+
+def _narrow(leaf: Any, axis: Axis | None, start: int, stop: int) -> Any:
+    if axis is None:
+        return leaf
+    if isinstance(leaf, torch.Tensor):
+        return axis.narrow(leaf, start, stop)
+    return leaf[start:stop]
+
+
+def _grown(path: Path, small: Any, few: int, large: Any, many: int) -> Axis | None:
+    if is_column(small) and is_column(large):
+        return Axis(0) if len(small) == few and len(large) == many else None
+    if not (isinstance(small, torch.Tensor) and isinstance(large, torch.Tensor)):
+        return None
+    if small.shape == large.shape:
+        return None
+    if small.dim() == large.dim():
+        changed = [dim for dim in range(small.dim()) if small.shape[dim] != large.shape[dim]]
+        if len(changed) == 1:
+            dim = changed[0]
+            per_sample, rest = divmod(small.shape[dim], few)
+            if rest == 0 and large.shape[dim] == per_sample * many:
+                return Axis(dim, inner=per_sample)
+    shapes = f"{tuple(small.shape)} for {few} samples and {tuple(large.shape)} for {many}"
+    raise uncuttable(f"{path_name(path)} has the shape {shapes}: no dimension is the batch")
+
+
+def _dims_of_size(leaf: Any, samples: int) -> list[Axis | None]:
+    if is_column(leaf):
+        return [Axis(0)] if len(leaf) == samples else [None]
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return [None]
+    dims: list[Axis | None] = [Axis(dim) for dim, size in enumerate(leaf.shape) if size == samples]
+    return dims or [None]
+
+
+def _disagreement(axes: tuple[Axis | None, ...]) -> int:
+    return len({axis.dim for axis in axes if axis is not None})
+
+
+def _rank(axis: Axis | None) -> int:
+    return 99 if axis is None else axis.dim

@@ -1,0 +1,106 @@
+"""One effective batch as samples that are not collated yet.
+
+Step mode cuts between samples, so that each micro-batch is collated by itself and padded only to its own longest. Not
+covered: a batch whose samples share state. A collate function that writes into a sample's *tensors* meets its own
+writes when the sample is collated again; keys it pops and items it appends are undone, because containers are copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
+from typing import Any, overload
+
+import torch
+
+Collate = Callable[[list[Any]], Any]
+Drawing = Callable[[int], AbstractContextManager[Any]]
+
+
+def _as_it_comes(first: int) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+class SampleBatch(Sequence[Any]):
+    """One effective batch: `batch[i]` is a sample, `batch.collate()` what the script's collate function makes of them.
+
+    `samples` may unpack lazily: only what is asked for is read, one sample at a time. `drawing` is entered around each
+    collation with the index of its first sample; a loader gives one that fixes the random draws of that collation, so
+    that an effective batch that is tried again is collated the same way.
+    """
+
+    def __init__(self, samples: Sequence[Any], collate_fn: Collate, *, drawing: Drawing = _as_it_comes) -> None:
+        self._samples = samples
+        self._collate_fn = collate_fn
+        self._drawing = drawing
+        self._sizes: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not Sequence's own: that one takes an IndexError raised inside a sample for the end.
+        return map(self._samples.__getitem__, range(len(self)))
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self._samples[i] for i in range(*index.indices(len(self)))]
+        return self._samples[index]
+
+    def collate(self, indices: Sequence[int] | None = None) -> Any:
+        """What the script's collate function makes of the samples at `indices`, in that order (None: all of them).
+
+        Raises whatever the collate function raises, as itself.
+        """
+        chosen = range(len(self)) if indices is None else indices
+        with self._drawing(chosen[0] if len(chosen) else 0):
+            return self._collate_fn([_with_own_containers(self._samples[i]) for i in chosen])
+
+    def sizes(self) -> list[int]:
+        """Per sample the elements in it (`count_elements`): what samples are ordered by. Looked at once, then kept."""
+        if self._sizes is None:
+            self._sizes = [count_elements(sample) for sample in self]
+        return list(self._sizes)
+
+
+def count_elements(sample: Any) -> int:
+    """Elements of tensors, arrays and images, characters of texts, and one for each number, in any nesting."""
+    if isinstance(sample, torch.Tensor):
+        return sample.numel()
+    if isinstance(sample, (str, bytes, bytearray)):
+        return len(sample)
+    if isinstance(sample, (list, tuple, Set)):
+        # Token lists are long: numbers are counted without a call each.
+        return sum(1 if type(item) in (int, float, bool) else count_elements(item) for item in sample)
+    if isinstance(sample, Mapping):
+        return sum(count_elements(value) for value in sample.values())
+    if is_dataclass(sample) and not isinstance(sample, type):
+        return sum(count_elements(getattr(sample, field.name, None)) for field in fields(sample))
+    return _count_opaque(sample)
+
+
+def _count_opaque(sample: Any) -> int:
+    size = getattr(sample, "size", None)
+    if isinstance(size, int):  # NumPy
+        return size
+    if isinstance(size, tuple) and all(isinstance(side, int) for side in size):  # images: width and height
+        return math.prod(size)
+    return 1
+
+
+def _with_own_containers(sample: Any) -> Any:
+    # Many collate functions pop labels off their samples; a sample may be collated more than once.
+    if type(sample) is dict:
+        return {key: _with_own_containers(value) for key, value in sample.items()}
+    if type(sample) is tuple:
+        return tuple(_with_own_containers(item) for item in sample)
+    if type(sample) is list or isinstance(sample, MutableMapping):
+        return copy.copy(sample)
+    return sample

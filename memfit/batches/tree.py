@@ -1,0 +1,102 @@
+"""Nested batches and outputs as a flat list of leaves, and back.
+
+Understood: tuples, named tuples, lists, mappings (also `UserDict`s such as transformers' BatchEncoding and
+`ModelOutput`s), dataclasses. Everything else is a leaf. Not covered: objects that keep tensors in attributes of their own
+kind (graph batches, caches); they are leaves, and cutting refuses leaves it does not know.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+Path = tuple[str | int, ...]
+
+
+def children(node: Any) -> list[tuple[str | int, Any]] | None:
+    """The named parts of a container, or None for a leaf."""
+    if isinstance(node, torch.Tensor) or is_column(node):
+        return None
+    if isinstance(node, (tuple, list)):
+        return list(enumerate(node))
+    if isinstance(node, (Mapping, UserDict)):
+        return list(node.items())
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [
+            (field.name, getattr(node, field.name)) for field in dataclasses.fields(node) if hasattr(node, field.name)
+        ]
+    return None
+
+
+def is_column(node: Any) -> bool:
+    """Whether `node` is a list of texts, one per sample, as collating strings gives it: one leaf, cut by slicing."""
+    return type(node) in (list, tuple) and bool(node) and all(isinstance(item, (str, bytes)) for item in node)
+
+
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every leaf of `tree` with the path to it, depth first in the containers' own order."""
+    parts = children(tree)
+    if parts is None:
+        yield path, tree
+        return
+    for name, part in parts:
+        yield from leaves(part, (*path, name))
+
+
+def rebuild(tree: Any, values: Iterator[Any]) -> Any:
+    """A copy of `tree`'s containers whose leaves are taken from `values`, in the order `leaves` gives them."""
+    parts = children(tree)
+    if parts is None:
+        return next(values)
+    return _with_parts(tree, [rebuild(part, values) for _, part in parts], [name for name, _ in parts])
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with `function` applied to every leaf; containers keep their types."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    return rebuild(tree, iter([function(leaf) for _, leaf in leaves(tree)]))
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves."""
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def path_name(path: Path, root: str = "batch") -> str:
+    """A path as it would be typed: batch['labels'][0]."""
+    return root + "".join(f"[{name!r}]" for name in path)
+
+
+def _with_parts(node: Any, parts: list[Any], names: list[str | int]) -> Any:
+    if isinstance(node, tuple):
+        return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
+    if isinstance(node, list):
+        return parts if type(node) is list else type(node)(parts)
+    if type(node) is dict:
+        return dict(zip(names, parts))
+    if dataclasses.is_dataclass(node):
+        return _with_fields(node, dict(zip(names, parts)))
+    return _with_items(node, dict(zip(names, parts)))
+
+
+def _with_fields(node: Any, values: dict[Any, Any]) -> Any:
+    twin = copy.copy(node)
+    for name, value in values.items():
+        # ModelOutput keeps its items both as attributes and as dictionary entries and fills one from the other.
+        object.__setattr__(twin, name, value)
+        if isinstance(twin, Mapping):
+            dict.__setitem__(twin, name, value)  # type: ignore[arg-type]
+    return twin
+
+
+def _with_items(node: Any, values: dict[Any, Any]) -> Any:
+    twin = copy.copy(node)
+    for name, value in values.items():
+        twin[name] = value
+    return twin

@@ -1,0 +1,131 @@
+"""What the known losses of torch.nn.functional divide by, so that parts can be weighted by their true share.
+
+A mean over a batch equals the sum of its parts' means times their denominators, over the sum of the denominators: samples,
+valid labels, class weights or elements, whichever that loss counts. Not covered: losses with the deprecated
+`size_average`/`reduce` arguments, and reductions other than "mean" and "sum"; they take the general path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Count = int | torch.Tensor
+Bound = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class KnownLoss:
+    """One loss of torch.nn.functional whose reduction is understood."""
+
+    names: tuple[str, ...]
+    """Its parameters in order."""
+    defaults: dict[str, Any]
+    """Their defaults, as torch documents them."""
+    denominator: Callable[[Bound], Count]
+    """From the bound arguments to what reduction="mean" divides by; stays on the arguments' device."""
+    cut_with_input: tuple[str, ...] = ("target",)
+    """Arguments that have one entry per sample."""
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
+        """All arguments by name, or None where this call is not understood."""
+        bound = {**self.defaults, **dict(zip(self.names, args)), **kwargs}
+        if bound.get("size_average") is not None or bound.get("reduce") is not None:
+            return None
+        if bound["reduction"] not in ("mean", "sum") or "input" not in bound or "target" not in bound:
+            return None
+        return bound
+
+
+def known_loss(function: Any) -> KnownLoss | None:
+    """The entry for a function of torch.nn.functional, or None."""
+    return _KNOWN.get(function)
+
+
+def entries_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, int, Count]:
+    """(sum over valid entries / all entries, all entries, what the true mean divides by), for one part of a batch.
+
+    All entries are known on the host and never zero, so a part without valid entries gives zero and not NaN, and nothing
+    waits for the device; parts are weighted by their entries and the total is divided by the true counts at the end.
+    """
+    entries = max(1, _entries(bound))
+    count = _KNOWN[function].denominator(bound)
+    return function(**{**bound, "reduction": "sum"}) / entries, entries, count
+
+
+def valid_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, Count]:
+    """(the true mean over one part, what it divides by); a part without valid entries gives zero, not NaN."""
+    count = _KNOWN[function].denominator(bound)
+    total = function(**{**bound, "reduction": "sum"})
+    if isinstance(count, int):
+        return total / max(count, 1), count
+    divisor = torch.where(count == 0, torch.ones_like(count), count)
+    return total / divisor.to(total.dtype), count
+
+
+def _entries(bound: Bound) -> int:
+    target = bound["target"]
+    if target.is_floating_point():
+        return torch.broadcast_shapes(bound["input"].shape, target.shape).numel()
+    return target.numel()
+
+
+def _class_count(bound: Bound) -> Count:
+    scores, target, weight = bound["input"], bound["target"], bound["weight"]
+    if target.is_floating_point():  # probabilities: torch divides by samples times positions, weighted or not
+        return scores.numel() // max(1, scores.shape[1] if scores.dim() > 1 else scores.shape[0])
+    valid = target != bound["ignore_index"]
+    if weight is None:
+        return valid.sum()
+    chosen = weight[torch.where(valid, target, torch.zeros_like(target))]
+    return (chosen * valid).sum()
+
+
+def _element_count(bound: Bound) -> Count:
+    return torch.broadcast_shapes(bound["input"].shape, bound["target"].shape).numel()
+
+
+def _weighted_element_count(bound: Bound) -> Count:
+    weight = bound["weight"]
+    return _element_count(bound) if weight is None else weight.sum()
+
+
+_OLD = {"size_average": None, "reduce": None, "reduction": "mean"}
+_CLASSES = {"weight": None, "ignore_index": -100, **_OLD}
+_OLD_NAMES = ("size_average", "reduce", "reduction")
+
+_KNOWN: dict[Any, KnownLoss] = {
+    F.cross_entropy: KnownLoss(
+        ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
+        {**_CLASSES, "label_smoothing": 0.0},
+        _class_count,
+    ),
+    F.nll_loss: KnownLoss(
+        ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"), _CLASSES, _class_count
+    ),
+    F.mse_loss: KnownLoss(
+        ("input", "target", *_OLD_NAMES, "weight"),
+        {**_OLD, "weight": None},
+        _weighted_element_count,
+        ("target", "weight"),
+    ),
+    F.l1_loss: KnownLoss(
+        ("input", "target", *_OLD_NAMES, "weight"),
+        {**_OLD, "weight": None},
+        _weighted_element_count,
+        ("target", "weight"),
+    ),
+    F.binary_cross_entropy: KnownLoss(
+        ("input", "target", "weight", *_OLD_NAMES), {"weight": None, **_OLD}, _element_count, ("target", "weight")
+    ),
+    F.binary_cross_entropy_with_logits: KnownLoss(
+        ("input", "target", "weight", *_OLD_NAMES, "pos_weight"),
+        {"weight": None, **_OLD, "pos_weight": None},
+        _element_count,
+        ("target", "weight"),
+    ),
+}

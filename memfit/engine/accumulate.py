@@ -1,0 +1,227 @@
+"""Accumulating an effective batch: forward and backward per micro-batch, weighted by what its loss divides by.
+
+The same function runs for real, on fake tensors while profiling, and on small samples while proving and verifying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from memfit._errors import UsageError
+from memfit.batches.cut import bounds
+from memfit.batches.weights import Count
+from memfit.engine.context import autocast_off, autocasting
+from memfit.engine.handover import Total
+from memfit.engine.staged import Staging
+from memfit.engine.terms import Term, Terms, is_only_term
+
+CountOf = Callable[[Any], Count]
+
+
+class Work(Protocol):
+    """What a micro-batch of an effective batch does. Implemented by step mode, script mode and profiling samples."""
+
+    samples: int
+    """Samples in the effective batch."""
+    device: torch.device
+    """Where the model computes."""
+
+    def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:
+        """The samples `start:stop` cut or collated, on the device; with `count`, also what it says of them."""
+        ...
+
+    def loss(self, inputs: Any) -> torch.Tensor:
+        """Their loss in the script's own arithmetic, under the script's own autocast."""
+        ...
+
+    def extra_receivers(self) -> Sequence[torch.Tensor]:
+        """Differentiable tensors besides parameters that receive gradients (inputs that require them)."""
+        ...
+
+    def extra_gradients(self) -> list[torch.Tensor | None]:
+        """What they received, in the same order, moved out."""
+        ...
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """How the losses of micro-batches make the loss of the whole."""
+
+    kind: Literal["samples", "sum", "term", "count"]
+    """samples: by their number. sum: each counts 1. term: by the denominator of the one known mean the loss consists of.
+    count: by `count` of the micro-batch."""
+    label: str
+    """In words, for the report."""
+    count: CountOf | None = None
+    """For "count": from a micro-batch to its weight."""
+    watch: bool = False
+    """Whether known means stand beside other terms: their denominators then have to be proportional to the samples, which
+    is looked at before the gradients are handed over."""
+
+
+class WeightsChanged(Exception):
+    """The loss no longer has the form its weighting was proven for. Nothing was handed over."""
+
+
+class SharesDiffer(Exception):
+    """Known means beside other terms had denominators that are not proportional to the samples; `shares[i][k]` is what
+    mean k of micro-batch i has to be multiplied by for the sample weighting to be exact. Nothing was handed over."""
+
+    def __init__(self, shares: list[list[float]]) -> None:
+        super().__init__("denominators are not proportional to samples")
+        self.shares = shares
+
+
+def accumulate(
+    work: Work,
+    pieces: Sequence[int],
+    staging: Staging,
+    weighting: Weighting,
+    *,
+    scale: float = 1.0,
+    shares: Sequence[Sequence[float]] | None = None,
+    after_micro: Callable[[int], None] | None = None,
+) -> Total:
+    """Run all micro-batches and return the loss and gradients of the effective batch.
+
+    `pieces` are the micro-batches' sizes in samples, `scale` the loss scale while gathering (float16), `shares` the
+    correction of watched means where known already; `after_micro(i)` is called after each micro-batch.
+    Raises WeightsChanged or SharesDiffer where the weighting does not hold for this batch. The caller discards what was
+    staged when an exception leaves.
+    """
+    receivers = [*staging.parameters(), *work.extra_receivers()]
+    gathered = _Pass(work, staging, weighting, scale)
+    with staging.swapped():
+        for index, (start, stop) in enumerate(bounds(pieces)):
+            gathered.micro_batch(start, stop, None if shares is None else shares[index])
+            if after_micro is not None:
+                after_micro(index)
+        if weighting.watch and shares is None:
+            _check_shares(gathered.terms, pieces)
+    return gathered.total(receivers)
+
+
+class _Pass:
+    """The running sums of one pass over an effective batch."""
+
+    def __init__(self, work: Work, staging: Staging, weighting: Weighting, scale: float) -> None:
+        self.terms: list[list[Term]] = []
+        self._work, self._staging, self._weighting, self._scale = work, staging, weighting, scale
+        self._losses: list[torch.Tensor] = []
+        self._weights: list[Count | float] = []
+        self._counts: list[Count] = []
+        self._unit = 0.0
+
+    def micro_batch(self, start: int, stop: int, shares: Sequence[float] | None) -> None:
+        inputs, count = self._work.inputs(start, stop, self._weighting.count)
+        if isinstance(count, int) and count == 0:
+            return  # nothing valid in it: its own mean would be 0/0, and 0 * NaN is NaN
+        loss, weight = self._loss(inputs, stop - start, count, shares)
+        del inputs
+        self._losses.append(loss.detach())
+        self._weights.append(weight)
+        gradient = torch.as_tensor(weight * self._scale, dtype=loss.dtype, device=loss.device)
+        with autocasting(autocast_off((self._work.device.type, "cpu"))):
+            torch.autograd.backward(loss, gradient)
+
+    def total(self, receivers: Sequence[torch.Tensor]) -> Total:
+        parameters = len(receivers) - len(self._work.extra_receivers())
+        gradients = [*self._staging.take(receivers[:parameters]), *self._work.extra_gradients()]
+        if not self._losses:  # no micro-batch had anything valid: the whole would give 0/0 as well
+            return Total(torch.full((), float("nan"), device=self._work.device), receivers, gradients)
+        first = self._losses[0]
+        exact = wide(first.device)
+        weights = [torch.as_tensor(w, dtype=exact, device=first.device) for w in self._weights]
+        value = torch.stack(self._losses).to(exact) @ torch.stack(weights)
+        if not self._counts:
+            return Total(value.to(first.dtype), receivers, gradients, 1.0 / self._scale)
+        share = _sum(self._counts, first.device).to(exact).reciprocal() * self._unit
+        return Total((value * share).to(first.dtype), receivers, gradients, share / self._scale)
+
+    def _loss(
+        self, inputs: Any, samples: int, count: Count | None, shares: Sequence[float] | None
+    ) -> tuple[torch.Tensor, Count | float]:
+        """The micro-batch's loss and its weight; weights are of the order of its part of the whole."""
+        part = samples / self._work.samples
+        if self._weighting.kind == "term":
+            return self._term(inputs, part)
+        if self._weighting.watch:
+            with Terms(alone=False, shares=shares) as terms:
+                loss = checked_loss(self._work.loss(inputs))
+            self.terms.append([Term(term.mean.detach(), term.entries, term.count) for term in terms.found])
+            return loss, part
+        loss = checked_loss(self._work.loss(inputs))
+        if self._weighting.kind == "count" and count is not None:
+            return loss, self._deferred(count, count, part)
+        return loss, part if self._weighting.kind == "samples" else 1.0
+
+    def _term(self, inputs: Any, part: float) -> tuple[torch.Tensor, Count | float]:
+        with Terms(alone=True) as terms:
+            loss = checked_loss(self._work.loss(inputs))
+        if len(terms.found) != 1 or not is_only_term(loss, terms.found[0]):
+            raise WeightsChanged(f"{len(terms.found)} known means in a loss that was one")
+        term = terms.found[0]
+        return loss, self._deferred(term.count, term.entries, part)
+
+    def _deferred(self, count: Count, entries: Count, part: float) -> Count | float:
+        # The true total is known only at the end; until then weights are relative to an estimate, so that float16
+        # gradients keep their usual size.
+        if not self._counts:
+            self._unit = entries / part
+        self._counts.append(count)
+        return entries / self._unit
+
+
+def checked_loss(loss: Any) -> torch.Tensor:
+    """`loss` if it is a scalar with a graph; UsageError naming what it is otherwise."""
+    if not isinstance(loss, torch.Tensor):
+        raise _not_a_loss(
+            f"it is of type {type(loss).__name__}", "return a tensor of one element that depends on the model"
+        )
+    if loss.numel() != 1:
+        raise _not_a_loss(f"its shape is {tuple(loss.shape)}", "reduce it to one number, for example with .mean()")
+    if not loss.requires_grad:
+        raise _not_a_loss(
+            "it does not depend on any parameter that requires a gradient",
+            "compute it from the model's output without .detach(), .item() or torch.no_grad()",
+        )
+    return loss if loss.dim() == 0 else loss.reshape(())
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """The widest floating point type the device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _sum(counts: Sequence[Count], device: torch.device) -> torch.Tensor:
+    on_host = sum(count for count in counts if isinstance(count, int))
+    on_device = [count for count in counts if isinstance(count, torch.Tensor)]
+    return (
+        torch.stack([*on_device, torch.as_tensor(on_host, dtype=on_device[0].dtype, device=device)]).sum()
+        if on_device
+        else (torch.as_tensor(on_host, device=device))
+    )
+
+
+def _not_a_loss(found: str, next_move: str) -> UsageError:
+    return UsageError("a loss to run backward from", found=found, next_move=next_move)
+
+
+def _check_shares(terms: list[list[Term]], pieces: Sequence[int]) -> None:
+    if not terms or not terms[0]:
+        return
+    if len({len(found) for found in terms}) != 1:
+        raise WeightsChanged("the number of known means differs between micro-batches")
+    counts = torch.stack(
+        [torch.stack([torch.as_tensor(t.count, dtype=torch.float64) for t in found]) for found in terms]
+    )
+    samples = torch.tensor(pieces, dtype=torch.float64)[:, None]
+    expected = samples / samples.sum()
+    actual = counts / counts.sum(0)
+    # The one host read of this path; only losses that mix known means with other terms come here.
+    if not torch.allclose(actual, expected.expand_as(actual), rtol=1e-9, atol=0):
+        raise SharesDiffer((actual / expected).tolist())

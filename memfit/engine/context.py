@@ -1,0 +1,108 @@
+"""The circumstances of a call (autocast, train/eval modes, random state), captured when it is made and restored when it
+is run or run again. Not covered: torch function modes and backend flags that a script switches between call and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """One device type's autocast state."""
+
+    device_type: str
+    """"cpu", "cuda", ..."""
+    enabled: bool
+    """Whether operations are cast."""
+    dtype: torch.dtype
+    """To which precision."""
+    cache: bool
+    """Whether casts of weights are kept for the length of the region."""
+
+    def entered(self) -> torch.autocast:
+        """A context in which exactly this state holds."""
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache)
+
+
+def autocast_now(device_types: Iterable[str]) -> tuple[Autocast, ...]:
+    """The autocast states in force for these device types."""
+    cache = torch.is_autocast_cache_enabled()
+    return tuple(
+        Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache)
+        for kind in dict.fromkeys(device_types)
+    )
+
+
+def autocast_off(device_types: Iterable[str]) -> tuple[Autocast, ...]:
+    """States with autocast off, for inner backward passes."""
+    return tuple(Autocast(kind, False, torch.get_autocast_dtype(kind), True) for kind in dict.fromkeys(device_types))
+
+
+@contextmanager
+def autocasting(states: Iterable[Autocast]) -> Iterator[None]:
+    """Exactly these autocast states; nothing is entered where they hold already (each entry clears the weight cache)."""
+    with ExitStack() as stack:
+        for state in states:
+            if state.enabled or torch.is_autocast_enabled(state.device_type):
+                stack.enter_context(state.entered())
+        yield
+
+
+@contextmanager
+def modes_as(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """The modules' train/eval flags as captured by `modes_of`; those in force come back afterwards."""
+    changed = [(module, module.training) for module, training in modes if module.training != training]
+    for module, training in modes:
+        module.training = training
+    try:
+        yield
+    finally:
+        for module, training in changed:
+            module.training = training
+
+
+def modes_of(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Every module's train/eval flag."""
+    return [(module, module.training) for module in model.modules()]
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of the random generators a forward on one device draws from."""
+
+    cpu: torch.Tensor
+    """The CPU generator's state."""
+    device: torch.Tensor | None
+    """The accelerator generator's state, or None on the CPU."""
+
+    @staticmethod
+    def capture(device: torch.device) -> RandomState:
+        """The states now."""
+        if device.type == "cpu":
+            return RandomState(torch.get_rng_state(), None)
+        module = torch.get_device_module(device)
+        state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+        return RandomState(torch.get_rng_state(), state)
+
+    def restore(self, device: torch.device) -> None:
+        """Put the states back."""
+        torch.set_rng_state(self.cpu)
+        if self.device is not None:
+            module = torch.get_device_module(device)
+            module.set_rng_state(self.device) if device.type == "mps" else module.set_rng_state(self.device, device)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """The random state after the block is the one before it."""
+    before = RandomState.capture(device)
+    try:
+        yield
+    finally:
+        before.restore(device)

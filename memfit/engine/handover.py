@@ -1,0 +1,98 @@
+"""Handing a finished total over to autograd: the user's backward receives the staged gradients, times whatever factor
+arrives (a division, a GradScaler's scale, a sum of losses), moved and not copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit._errors import Refused
+
+Factor = float | torch.Tensor
+
+
+@dataclass
+class Total:
+    """The loss and gradients of an effective batch, on their way to the user's backward."""
+
+    value: torch.Tensor
+    """The loss, 0-dim, detached."""
+    receivers: Sequence[torch.Tensor]
+    """The parameters (and differentiable inputs) the gradients belong to."""
+    gradients: list[torch.Tensor | None]
+    """One per receiver; None where no micro-batch reached it. Emptied when handed over."""
+    factor: Factor = 1.0
+    """What every gradient still has to be multiplied by (one over the total weight, one over the loss scale)."""
+    on_handover: Callable[[torch.Tensor], None] = field(default=lambda incoming: None)
+    """Called with the incoming gradient of the loss before anything is handed over."""
+
+
+def hand_over(total: Total) -> torch.Tensor:
+    """The loss as a tensor whose backward gives the staged gradients to the receivers."""
+    with torch.enable_grad():
+        return _HandOver.apply(total, total.value, *total.receivers)  # type: ignore[no-any-return]
+
+
+class _HandOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Total, value: torch.Tensor, *receivers: torch.Tensor) -> torch.Tensor:
+        ctx.total = total
+        # A saved tensor makes autograd itself raise its own error on a second backward through a freed graph.
+        ctx.save_for_backward(value)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        _ = ctx.saved_tensors
+        refuse_create_graph()
+        total: Total = ctx.total
+        total.on_handover(incoming)
+        given = give(total, _times(total.factor, incoming), keep=graph_is_kept())
+        needed = ctx.needs_input_grad[2:]
+        return (None, None, *(gradient if need else None for gradient, need in zip(given, needed)))
+
+
+def give(total: Total, factor: Factor, *, keep: bool) -> list[torch.Tensor | None]:
+    """The gradients times `factor`, in the receivers' precision; copies if they are to be kept, else moved out."""
+    given: list[torch.Tensor | None] = []
+    pending, total.gradients = total.gradients, list(total.gradients) if keep else []
+    pending.reverse()
+    for receiver in total.receivers:
+        # One at a time and popped, so that nothing else holds a gradient when autograd takes it: then it is not copied.
+        gradient = pending.pop()
+        given.append(None if gradient is None else _scaled(gradient, factor, receiver.dtype, keep))
+    return given
+
+
+def refuse_create_graph() -> None:
+    """Raise Refused when backward runs with create_graph=True: staged gradients have no graph of their own."""
+    if torch.is_grad_enabled():
+        raise Refused(
+            "backward with create_graph=True through a batch that memfit cuts",
+            found="the gradients of micro-batches are gathered without a graph, so they cannot be differentiated again",
+            next_move="run this part with memfit.wrap(..., enabled=False), or with a batch that fits whole",
+        )
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that is running was called with retain_graph=True."""
+    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if query is None else bool(query())  # older torch cannot tell: copy, to be right
+
+
+def _scaled(gradient: torch.Tensor, factor: Factor, dtype: torch.dtype, keep: bool) -> torch.Tensor:
+    if isinstance(factor, float) and factor == 1.0:
+        result = gradient.clone() if keep else gradient
+    elif keep or gradient.is_sparse:
+        result = gradient * factor
+    else:
+        result = gradient.mul_(factor)
+    return result.to(dtype)
+
+
+def _times(factor: Factor, incoming: torch.Tensor) -> Factor:
+    return incoming if isinstance(factor, float) and factor == 1.0 else incoming * factor

@@ -1,0 +1,101 @@
+"""Standing in for a module's `forward` without changing what the module is.
+
+The stand-in is an instance attribute, so type, state_dict, submodules and attributes stay as they were; copying or pickling
+the module gives the plain one. Calls under functorch, torch.jit and torch.export go straight through.
+Not covered: methods other than `forward` called from outside.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Interception:
+    """An instance's `forward`, answered by `handler(plain, args, kwargs)`; `plain` runs the module as it was."""
+
+    def __init__(self, module: nn.Module, handler: Callable[..., Any]) -> None:
+        self.__signature__ = inspect.signature(module.forward)
+        self._module = module
+        self._handler = handler
+        self._had_own = "forward" in module.__dict__
+        self._own_forward = module.__dict__.get("forward")
+        self._compiled_call = getattr(module, "_compiled_call_impl", None)
+        self._opaque: Callable[..., Any] | None = None
+
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The module's computation without the interception (compiled, where the module was compiled in place)."""
+        if self._compiled_call is not None:
+            return self._run_compiled
+        return self._own_forward if self._had_own else self._class_forward()  # type: ignore[return-value]
+
+    def install(self) -> None:
+        """Put the stand-in into its place."""
+        self._module.forward = self  # type: ignore[method-assign]
+        if self._compiled_call is not None:
+            # A compiled call would trace through the stand-in; the compiled code is kept and called from inside.
+            self._module._compiled_call_impl = None  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        """Give the module its own forward back; does nothing if somebody replaced the stand-in meanwhile."""
+        if self._module.__dict__.get("forward") is not self:
+            return
+        if self._had_own:
+            self._module.forward = self._own_forward  # type: ignore[method-assign]
+        else:
+            del self._module.__dict__["forward"]
+        if self._compiled_call is not None:
+            self._module._compiled_call_impl = self._compiled_call  # type: ignore[assignment]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._opaque is None and "torch._dynamo" in sys.modules:
+            # Compiled callers break their graph here. Importing dynamo costs a second: only once somebody else has.
+            self._opaque = torch._dynamo.disable(self._answer)
+        return (self._opaque or self._answer)(args, kwargs)
+
+    def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _goes_through():
+            return self.plain(*args, **kwargs)
+        return self._handler(self.plain, args, kwargs)
+
+    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        # The compiled code looks `forward` up on the module, so the stand-in steps aside while it runs.
+        self.remove()
+        try:
+            return self._compiled_call(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.install()
+
+    def _class_forward(self) -> Callable[..., Any]:
+        return functools.partial(type(self._module).forward, self._module)
+
+    def __reduce__(self) -> Any:
+        if self._had_own:
+            return _itself, (self._own_forward,)
+        return getattr, (self._module, "forward")
+
+
+def interception_of(module: nn.Module) -> Interception | None:
+    """The interception in force on `module`, if there is one."""
+    found = module.__dict__.get("forward")
+    return found if isinstance(found, Interception) else None
+
+
+def _goes_through() -> bool:
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None  # vmap, grad, jvp: their own rules apply
+        or torch.jit.is_tracing()
+        or torch.jit.is_scripting()
+        or torch.compiler.is_exporting()
+    )
+
+
+def _itself(value: Any) -> Any:
+    return value

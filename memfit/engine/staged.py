@@ -1,0 +1,191 @@
+"""Staged gradients: the gradients of an effective batch before the user's backward receives them.
+
+For the duration of an effective batch the module holds *aliases* of its parameters (same storage, own `.grad`), so that
+micro-batches accumulate layer by layer without a second set of gradients and without any hook of the user's firing.
+Autograd then receives the total through `hand_over`. Not covered: parameters that a forward reads from anywhere but the
+module that owns them (closures, plain lists); `check_nothing_escaped` finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit._errors import Refused
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place in a module that holds a parameter (tied weights have several)."""
+
+    module: nn.Module
+    """The module that owns the entry."""
+    name: str
+    """The parameter's name within that module."""
+
+
+class Staging:
+    """The aliases of one model's parameters and the gradients that gather in them.
+
+    `outside` are parameters the optimizer trains that live in no module of the model (a loss's own weights); they are
+    staged by setting their `.grad` aside meanwhile.
+    """
+
+    def __init__(self, model: nn.Module, outside: Iterable[torch.Tensor] = ()) -> None:
+        self.model = model
+        self.outside = list(outside)
+        self._aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._wide: dict[int, torch.Tensor] = {}
+        self._depth = 0
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that receive gradients now, each once: the model's, then the outside ones."""
+        found = {id(p): p for module in self.model.modules() for p in module._parameters.values() if _trains(p)}
+        found.update({id(p): p for p in self.outside if _trains(p)})
+        return list(found.values())  # type: ignore[arg-type]
+
+    def holds_only(self, known: dict[int, Any]) -> bool:
+        """Whether every parameter in the model is one of `known` (ids): False inside `functional_call`."""
+        modules = self.model.modules()
+        return all(p is None or id(p) in known for module in modules for p in module._parameters.values())
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The model with aliases in the places of its parameters; re-entrant; the originals come back in any case."""
+        if self._depth:
+            yield
+            return
+        changed: list[tuple[dict[str, Any], str, Any]] = []
+        set_aside = [(p, p.grad) for p in self.outside]
+        self._depth += 1
+        try:
+            for p in self.outside:
+                p.grad = None
+            self._put_aliases(changed)
+            yield
+        finally:
+            self._depth -= 1
+            for entries, name, original in reversed(changed):
+                entries[name] = original
+            refresh_flat_weights(self.model)
+            for p, grad in set_aside:
+                self._gather_outside(p)
+                p.grad = grad
+
+    def alias(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The tensor that stands for `parameter` in the module: same storage, own gradient."""
+        known = self._aliases.get(id(parameter))
+        if known is not None and _still_stands_for(known[1], parameter):
+            return known[1]
+        alias = _make_alias(parameter)
+        self._aliases[id(parameter)] = (parameter, alias)
+        return alias
+
+    def accumulate_in_float32(self) -> None:
+        """From now until `take`, gradients of half precision parameters gather in float32 buffers beside them."""
+        for p in self.parameters():
+            if p.dtype in (torch.float16, torch.bfloat16) and not self._is_outside(p):
+                alias = self.alias(p)
+                if not hasattr(alias, "_memfit_widens"):
+                    alias._memfit_widens = alias.register_post_accumulate_grad_hook(self._widen)  # type: ignore[attr-defined]
+
+    def take(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gathered gradients in the order of `parameters`, moved out of here; None where no micro-batch reached."""
+        return [self._take_one(p) for p in parameters]
+
+    def discard(self) -> None:
+        """Drop everything gathered so far."""
+        for p, alias in self._aliases.values():
+            alias.grad = None
+        self._wide.clear()
+
+    def staged_bytes(self) -> int:
+        """Bytes the gathered gradients hold now."""
+        grads = [alias.grad for _, alias in self._aliases.values() if alias.grad is not None]
+        return sum(g.untyped_storage().nbytes() for g in (*grads, *self._wide.values()))
+
+    def _put_aliases(self, changed: list[tuple[dict[str, Any], str, Any]]) -> None:
+        for module in self.model.modules():
+            entries = module._parameters
+            for name, original in entries.items():
+                if original is not None and original.requires_grad:
+                    changed.append((entries, name, original))
+                    entries[name] = self.alias(original)
+        refresh_flat_weights(self.model)
+        if len(self._aliases) > len(changed):  # parameters that were replaced since: do not keep the old ones alive
+            used = {id(original) for _, _, original in changed}
+            self._aliases = {key: pair for key, pair in self._aliases.items() if key in used}
+
+    def _is_outside(self, parameter: torch.Tensor) -> bool:
+        return any(parameter is p for p in self.outside)
+
+    def _widen(self, alias: torch.Tensor) -> None:
+        grad, alias.grad = alias.grad, None
+        if grad is None:
+            return
+        wide = self._wide.get(id(alias))
+        if wide is None:
+            self._wide[id(alias)] = grad.float()
+        else:
+            wide.add_(grad)
+
+    def _gather_outside(self, outside: torch.Tensor) -> None:
+        if outside.grad is not None:
+            gathered = self._wide.pop(id(outside), None)
+            self._wide[id(outside)] = outside.grad if gathered is None else gathered.add_(outside.grad)
+
+    def _take_one(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        known = self._aliases.get(id(parameter))
+        alias = parameter if known is None else known[1]
+        wide = self._wide.pop(id(alias), None)
+        if wide is not None or known is None:
+            return wide
+        grad, alias.grad = alias.grad, None
+        return grad
+
+
+def check_nothing_escaped(
+    parameters: Sequence[torch.Tensor], before: Sequence[torch.Tensor | None], model: nn.Module
+) -> None:
+    """Raise Refused if a real parameter received a gradient while its alias stood in the module."""
+    for p, grad in zip(parameters, before):
+        if p.grad is not grad:
+            name = next((name for name, q in model.named_parameters() if q is p), "a parameter")
+            raise Refused(
+                "staging the gradients of micro-batches",
+                found=f"{name} is used by the forward through a reference outside the module that owns it",
+                next_move="read it as an attribute of its module (self.weight) instead of keeping it in a list or closure",
+            )
+
+
+def _trains(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad
+
+
+def _make_alias(tensor: torch.Tensor) -> torch.Tensor:
+    twin = tensor.detach()
+    alias = nn.Parameter(twin) if type(tensor) is nn.Parameter else twin.requires_grad_()
+    alias.__dict__.update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_memfit")})
+    return alias
+
+
+def _still_stands_for(alias: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return (
+        alias.untyped_storage()._cdata == parameter.untyped_storage()._cdata
+        and alias.dtype == parameter.dtype
+        and alias.shape == parameter.shape
+        and alias.storage_offset() == parameter.storage_offset()
+    )
+
+
+def refresh_flat_weights(model: nn.Module) -> None:
+    """Let RNN modules, which keep a second list of references to their parameters, see those now in place."""
+    for module in model.modules():
+        names = getattr(module, "_flat_weights_names", None)
+        if names is not None:
+            module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment]

@@ -1,0 +1,167 @@
+"""How much memory the training may have: what the user allows, held against what the machine can give.
+
+Not covered: memory that other processes take after the probe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import TYPE_CHECKING
+
+from memfit._errors import UsageError
+from memfit._units import MiB, format_bytes, parse_bytes
+from memfit.hardware.device import Device, default_device, photograph
+from memfit.hardware.nvml import load_nvml
+
+if TYPE_CHECKING:
+    import torch
+
+SMALLEST = 1 * MiB  # an int below this was not meant in bytes
+
+# Under a real limit on the CPU the kernel's peak followed the prediction to about 11 MiB (glibc's trimmed heap,
+# Python's own objects); 1 % covers what grows with the size.
+CPU_MARGIN = 16 * MiB
+# Kernels and library handles that load after the probe: 100-200 MiB in the driver's figure on models of 0.1-0.35 B
+# parameters.
+ACCELERATOR_MARGIN = 256 * MiB
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The memory one process may use on one device."""
+
+    limit: int
+    """Most bytes the process may hold, on the scale of `held`."""
+    held: int
+    """Bytes it holds already and cannot reuse (cached allocator blocks are not among them)."""
+    margin: int
+    """Bytes kept free for what cannot be predicted."""
+    source: str
+    """Where `limit` comes from, in words."""
+    device: Device
+    """The device as it was found."""
+    notes: tuple[str, ...] = ()
+    """What the reader should know about these numbers."""
+
+    @property
+    def room(self) -> int:
+        """Bytes left for training: limit - held - margin. Negative if nothing fits."""
+        return self.limit - self.held - self.margin
+
+    def with_held(self, held: int) -> Budget:
+        """The same budget with `held` bytes counted as held already."""
+        return replace(self, held=held)
+
+    def __str__(self) -> str:
+        lines = [f"budget on {self.device}, {self.source}"]
+        for word, size in (("limit", self.limit), ("held", self.held), ("margin", self.margin), ("room", self.room)):
+            lines.append(f"  {word:<8}{format_bytes(size):>10}")
+        lines += [f"  {'note':<8}{note}" for note in (*self.notes, *self.device.notes)]
+        return "\n".join(lines)
+
+
+def probe(*, budget: int | float | str | None = None, device: torch.device | str | None = None) -> Budget:
+    """How much memory your training may use: asks the machine, or holds your `budget` against what it can give.
+
+    `budget` is the most memory this process may hold on the device:
+
+    - None: all it can get now (what it holds plus what is free);
+    - an int: bytes;
+    - a str: a size such as "6GiB", "800 MiB" or "24GB";
+    - a float in (0, 1]: that share of the device's total.
+
+    On CUDA the driver's figure counts (allocator, context and libraries). On the CPU an explicit budget counts what
+    the training itself takes, not the interpreter around it: `held` is 0 until `Budget.with_held` says what the model
+    holds. Without an explicit budget `held` is this process's anonymous memory. A budget larger than what is there is
+    lowered to that, with a note.
+
+    `device` defaults to the current accelerator if torch has one, else the CPU. An accelerator not used yet gets its
+    context; nothing is allocated.
+
+    Raises UsageError if `budget` cannot be meant as it stands (6, 6.0, True, "6") or torch cannot use the device.
+
+    >>> memfit.probe(budget="6GiB", device="cpu").room
+    6361249219
+    """
+    chosen = _device(device)
+    return budget_for(photograph(chosen, nvml=load_nvml() if chosen.type == "cuda" else None), budget)
+
+
+def budget_for(device: Device, asked: int | float | str | None = None) -> Budget:
+    """`probe` over a photograph: values in, a value out."""
+    if asked is None:
+        limit = device.in_use + device.free
+        source = f"probed ({device.limits[0].name})" if device.limits else "probed"
+        return Budget(limit, device.in_use, margin_for(device.kind, limit), source, device)
+    wanted = asked_bytes(asked, device.total)
+    held = 0 if device.kind == "cpu" else device.in_use
+    limit = min(wanted, held + device.free)
+    notes = tuple(_notes(device, wanted, limit))
+    return Budget(limit, held, margin_for(device.kind, limit), f"as asked: {asked!r}", device, notes)
+
+
+def margin_for(kind: str, limit: int) -> int:
+    """Bytes to keep free under `limit` on a device of this kind."""
+    if kind == "cpu":
+        return CPU_MARGIN + limit // 100
+    return min(ACCELERATOR_MARGIN + limit // 100, limit // 10)
+
+
+def asked_bytes(asked: int | float | str, total: int) -> int:
+    """The bytes that a budget of `asked` means on a device of `total` bytes. UsageError if it has none."""
+    if isinstance(asked, str):
+        return _positive(parse_bytes(asked), asked)
+    if isinstance(asked, bool) or not isinstance(asked, (Integral, float)):
+        raise UsageError(f"budget={asked!r}", found=f"it is a {type(asked).__name__}", next_move=_FORMS)
+    if isinstance(asked, float):
+        return _share(asked, total)
+    if _positive(int(asked), asked) < SMALLEST:
+        raise UsageError(f"budget={asked}", found=f"that is {asked} bytes", next_move=_meant(asked))
+    return int(asked)
+
+
+_FORMS = "give a size like '6GiB', bytes as an int, or a share of the device in (0, 1] like 0.9"
+
+
+def _share(asked: float, total: int) -> int:
+    if math.isfinite(asked) and 0 < asked <= 1:
+        return int(asked * total)
+    if math.isfinite(asked) and asked > 1:
+        found = "a float is a share of the device's memory, at most 1.0"
+        raise UsageError(f"budget={asked!r}", found=found, next_move=_meant(asked))
+    found = "a share of the device's memory lies between 0 and 1"
+    raise UsageError(f"budget={asked!r}", found=found, next_move=_FORMS)
+
+
+def _positive(size: int, asked: object) -> int:
+    if size <= 0:
+        raise UsageError(f"budget={asked!r}", found=f"that is {size} bytes", next_move=_FORMS)
+    return size
+
+
+def _meant(number: int | float) -> str:
+    """The reader's own number with the unit that was probably in mind."""
+    if number >= SMALLEST:
+        return f"did you mean {int(number)} (bytes, an int)?"
+    return f"did you mean '{number:g}GiB'?" if number < 1024 else f"did you mean '{number:.10g}MiB'?"
+
+
+def _notes(device: Device, wanted: int, limit: int) -> Iterator[str]:
+    if limit < wanted:
+        bound = f" ({device.limits[0].name})" if device.limits else ""
+        yield f"asked for {format_bytes(wanted)}, {format_bytes(limit)} are there{bound}: the smaller one counts"
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    import torch
+
+    if device is None:
+        return default_device()
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        found = str(error).partition("\n")[0]
+        raise UsageError(f"device={device!r}", found=found, next_move="write it like 'cuda:0' or 'cpu'") from None

@@ -1,0 +1,185 @@
+"""How many bytes this process holds on a device, now and at most since a given moment. Cheap enough for every step.
+
+Not covered: pages of this process that were swapped out, memory shared with other processes, two meters on the same
+host memory at once (the kernel keeps one record per process). The kernel counts in batches per core: on machines with
+many cores its figure can be off by some MiB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from memfit.hardware.driver import numbered, read_driver
+from memfit.hardware.limits import read_status
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Level:
+    """One reading of a counter that also keeps a record."""
+
+    held: int
+    """Bytes this process holds."""
+    counted: int
+    """Bytes the record counts: `held` and what cannot be told from it in the record (file pages in RAM)."""
+    record: int | None
+    """Most bytes ever counted, or since the record was cleared; None where no record is kept."""
+    freed: int | None = None
+    """Bytes given back so far in all; None where nobody counts them."""
+
+
+class Meter:
+    """Reads the bytes this process holds on one device; never synchronises it and never resets torch's statistics.
+
+    On the CPU under Linux these are the anonymous pages in RAM; under macOS the resident and under Windows the
+    committed bytes. On CUDA they are what the allocator has reserved, plus context and libraries as of the last
+    `refresh()`. On XPU they are the reserved bytes, on MPS all that Metal allocated for this process.
+
+    `proc` is the root of the proc file system, `nvml` a module like pynvml (without it context and libraries on CUDA
+    are estimated).
+    """
+
+    def __init__(self, device: torch.device, *, proc: str = "/proc", nvml: Any | None = None) -> None:
+        device = numbered(device) if device.type in ("cuda", "xpu") else device
+        self._read = _reader(device, proc)
+        self._clear = partial(_clear_record, proc) if device.type == "cpu" else _nothing
+        self._measure_beyond = _beyond_reader(device, nvml)
+        self.refresh()
+        self.reset_peak()
+
+    def held(self) -> int:
+        """Bytes this process holds now."""
+        return self._read().held + self._beyond
+
+    def reset_peak(self) -> None:
+        """Start counting the peak anew. On Linux this clears VmHWM of this process where the kernel allows it."""
+        self._clear()
+        self._start = self._read()
+
+    def peak(self) -> int | None:
+        """Most bytes held since `reset_peak()` or construction; None where the platform cannot tell."""
+        most = peak_between(self._start, self._read())
+        return None if most is None else most + self._beyond
+
+    def refresh(self) -> None:
+        """Ask the driver again what lies beyond the allocator (it grows as kernels load). Slow: not for every step."""
+        self._beyond = self._measure_beyond()
+
+
+def peak_between(start: Level, now: Level) -> int | None:
+    """Most bytes held between two readings, or None if the record cannot tell.
+
+    Three cases are certain: nothing was given back in between (then `now` is the most); the record has been broken
+    since `start`; or `start` stood at the record, which then is the most. File pages that came or went since the peak
+    go wrong in the difference, so the result is at least what was held at either end.
+    """
+    if now.freed is not None and now.freed == start.freed:
+        return max(start.held, now.held)
+    if now.record is None or start.record is None or now.record < start.record:
+        return None
+    if now.record > start.record or start.counted >= start.record:
+        return max(now.record - (now.counted - now.held), now.held, start.held)
+    return None
+
+
+# ---- readers
+
+
+def host_level(proc: str = "/proc") -> Level:
+    """This process's anonymous memory as the platform counts it."""
+    status = read_status(proc)
+    if "VmRSS" in status:
+        held = status.get("RssAnon", status["VmRSS"])
+        file = status.get("RssFile", 0) + status.get("RssShmem", 0)
+        return Level(held, held + file, status.get("VmHWM"))
+    if sys.platform == "win32":
+        return windows_level(ctypes.WinDLL("kernel32"))
+    return _unix_level()
+
+
+def allocator_level(statistics: dict[str, Any]) -> Level:
+    """A reading from the nested statistics of torch's caching allocator (empty before the device was first used)."""
+    reserved = statistics.get("reserved_bytes", {}).get("all", {})
+    held, most = reserved.get("current", 0), reserved.get("peak", 0)
+    return Level(held, held, most, reserved.get("freed", 0))
+
+
+class _ProcessMemoryCounters(ctypes.Structure):
+    """PROCESS_MEMORY_COUNTERS of the Windows API."""
+
+    _fields_ = [("size", ctypes.c_uint32), ("faults", ctypes.c_uint32)] + [
+        (name, ctypes.c_size_t)
+        for name in ("rss_peak", "rss", "paged_peak", "paged", "pool_peak", "pool", "committed", "committed_peak")
+    ]
+
+
+def windows_level(kernel32: Any) -> Level:
+    """The committed bytes of this process from K32GetProcessMemoryInfo of `kernel32`: what Windows bounds."""
+    counters = _ProcessMemoryCounters(size=ctypes.sizeof(_ProcessMemoryCounters))
+    this_process = ctypes.c_void_p(-1)
+    if not kernel32.K32GetProcessMemoryInfo(this_process, ctypes.byref(counters), counters.size):
+        return Level(0, 0, None)
+    return Level(counters.committed, counters.committed, counters.committed_peak)
+
+
+def mac_resident(libc: Any) -> int | None:
+    """The resident bytes of this process from proc_pid_rusage of `libc`; None if it refuses."""
+    usage = (ctypes.c_uint64 * 12)()  # struct rusage_info_v0: 16 bytes of uuid, then ten counters of 8 bytes
+    failed = libc.proc_pid_rusage(os.getpid(), 0, ctypes.byref(usage))
+    return None if failed else usage[8]
+
+
+def _unix_level() -> Level:
+    """Where there is no /proc (macOS, BSD): resident bytes, and the record that getrusage keeps."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    record = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    resident = mac_resident(ctypes.CDLL(None)) if sys.platform == "darwin" else None
+    held = record if resident is None else resident
+    return Level(held, held, record)
+
+
+def _metal_level() -> Level:
+    import torch
+
+    held = torch.mps.driver_allocated_memory()
+    return Level(held, held, None)
+
+
+def _reader(device: torch.device, proc: str) -> Callable[[], Level]:
+    import torch
+
+    if device.type == "cpu":
+        return partial(host_level, proc)
+    if device.type == "mps":
+        return _metal_level
+    # The flat statistics that torch.cuda.memory_reserved() goes through take several times as long.
+    statistics = getattr(torch, device.type).memory_stats_as_nested_dict
+    return lambda: allocator_level(statistics(device))
+
+
+def _beyond_reader(device: torch.device, nvml: Any | None) -> Callable[[], int]:
+    if device.type != "cuda":
+        return _nothing
+    return lambda: read_driver(device, nvml).beyond
+
+
+def _clear_record(proc: str) -> None:
+    try:
+        with open(f"{proc}/self/clear_refs", "w") as file:
+            file.write("5")  # since Linux 4.0: set VmHWM to what is resident now
+    except OSError:
+        pass  # not ours to clear, or no Linux: peak_between() then goes by the record as it stands
+
+
+def _nothing() -> int:
+    return 0

@@ -1,0 +1,253 @@
+"""Running a model on fake tensors: shapes and operators without memory or arithmetic.
+
+Where a forward reads a *value* (a mask's, a length's), it is answered from the real tensor as long as it follows from small
+inputs and constants alone; otherwise a stated guess is given and counted in `guesses`.
+Not covered: operators without shape functions, and output shapes that depend on computed values; those traces fail.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from memfit.engine.staged import refresh_flat_weights
+
+_SMALL = 1 << 16
+"""Elements up to which the real value of a tensor is followed; masks and index tensors are smaller."""
+
+
+class FakeWorld:
+    """Fake twins of real tensors, and a place where they can be computed with."""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self.mode = FakeTensorMode()
+        self.values = _Values(self.mode)
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake that stands for `tensor`: same shape, strides, dtype, device, aliasing and requires_grad."""
+        fake = self.mode.from_tensor(tensor)
+        if not tensor.requires_grad or tensor.dtype in (torch.bool, torch.int64, torch.int32):
+            self.values.remember(fake, tensor)
+        return fake
+
+    def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake for a parameter: again a leaf with its own gradient."""
+        fake = self.mode.from_tensor(tensor.detach())
+        twin = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        twin.__dict__.update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_memfit")})
+        return twin
+
+    @property
+    def guesses(self) -> list[str]:
+        """The operations whose values were guessed."""
+        return self.values.guesses
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, operations on fakes are computed on shapes alone."""
+        with self.mode, self.values, _not_looking_traced():
+            yield
+
+    @contextmanager
+    def replacing(self, model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
+        """`model` with fakes in the places of parameters and buffers; yields the fakes by the id of their original."""
+        twins: dict[int, torch.Tensor] = {}
+        changed: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for module in model.modules():
+                for entries in (module._parameters, module._buffers):
+                    for name, original in entries.items():
+                        if original is not None:
+                            changed.append((entries, name, original))
+                            entries[name] = self._twin_of(original, twins)
+            refresh_flat_weights(model)
+            yield twins
+        finally:
+            for entries, name, original in reversed(changed):
+                entries[name] = original
+            refresh_flat_weights(model)
+
+    def _twin_of(self, original: torch.Tensor, twins: dict[int, torch.Tensor]) -> torch.Tensor:
+        if id(original) not in twins:
+            is_parameter = isinstance(original, nn.Parameter)
+            twins[id(original)] = self.parameter(original) if is_parameter else self.twin(original)
+        return twins[id(original)]
+
+
+class _Values(TorchDispatchMode):
+    """Follows the real values of small tensors that depend on inputs and constants alone, to answer value reads."""
+
+    def __init__(self, fakes: Any) -> None:
+        super().__init__()
+        self.guesses: list[str] = []
+        self._fakes = fakes
+        self._fake_type = _fake_tensor_type()
+        self._real = WeakTensorKeyDictionary()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports dynamo, which takes a second, to keep it away from this class
+
+    def remember(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        if real.numel() <= _SMALL and real.layout is torch.strided and not real.is_meta:
+            with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+                self._real[fake] = real.detach().to("cpu", copy=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ABOUT:
+            return func(*args, **(kwargs or {}))
+        args, kwargs = _map_tensors(self._twin, args), _map_tensors(self._twin, kwargs or {})
+        known = self._known(func, args, kwargs)
+        if func in _READS:
+            return self._read(func, known)
+        if func in _UNCACHED:
+            return self._without_cache(func, args, kwargs)
+        if known is None:
+            return self._forget_written(func, args, func(*args, **kwargs))
+        real = _run_for_real(func, *known)
+        out = self._shaped_by_value(real) if torch.Tag.dynamic_output_shape in func.tags else func(*args, **kwargs)
+        self._remember_all(out, real)
+        return out
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, self._fake_type):
+            return tensor
+        fake = self._fakes.from_tensor(tensor)
+        self.remember(fake, tensor)
+        return fake
+
+    def _known(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The arguments with real values for the fakes, or None if any is unknown or the operation is random."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        given = _tensors_in(args) + _tensors_in(tuple(kwargs.values()))
+        if not given:
+            return None if _elements_asked(args) > _SMALL else (args, _on_cpu(kwargs))
+        if any(t not in self._real for t in given):
+            return None
+        real = self._real.__getitem__
+        return _map_tensors(real, args), _on_cpu(_map_tensors(real, kwargs))
+
+    def _read(self, func: Any, known: tuple[Any, Any] | None) -> Any:
+        if known is not None:
+            return _run_for_real(func, *known)
+        self.guesses.append(str(func))
+        return False if func is not torch.ops.aten._local_scalar_dense.default else 1
+
+    def _without_cache(self, func: Any, args: Any, kwargs: Any) -> Any:
+        enabled, self._fakes.cache_enabled = self._fakes.cache_enabled, False
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._fakes.cache_enabled = enabled
+
+    def _remember_all(self, out: Any, real: Any) -> None:
+        for fake, value in zip(_flat(out), _flat(real)):
+            if isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor) and value.numel() <= _SMALL:
+                self._real[fake] = value
+
+    def _forget_written(self, func: Any, args: Any, out: Any) -> Any:
+        if func._schema.is_mutable and args:
+            for written in _flat(args[0]):
+                if isinstance(written, torch.Tensor):
+                    self._real.pop(written, None)
+        return out
+
+    def _shaped_by_value(self, real: Any) -> Any:
+        return torch.utils._pytree.tree_map_only(torch.Tensor, self._fakes.from_tensor, real)
+
+
+_LOOKING = (("transformers.masking_utils", "is_tracing"),)
+"""Functions by which guests recognise fake tensors and then take another path than the real run would."""
+
+
+@contextmanager
+def _not_looking_traced() -> Iterator[None]:
+    changed = []
+    try:
+        for module_name, name in _LOOKING:
+            module = sys.modules.get(module_name)
+            if module is not None and hasattr(module, name):
+                changed.append((module, name, getattr(module, name)))
+                setattr(module, name, lambda *args, **kwargs: False)
+        yield
+    finally:
+        for module, name, original in changed:
+            setattr(module, name, original)
+
+
+_ABOUT = (torch.ops.prim.device.default, torch.ops.prim.layout.default)
+"""Questions about a tensor that torch asks through the dispatcher; they compute nothing."""
+
+_UNCACHED = (torch.ops.aten.mkldnn_rnn_layer_backward.default,)
+"""Operators that return one tensor twice: fake mode's cache would make two of it from the second call on."""
+
+_READS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.allclose.default,
+)
+
+
+def _fake_tensor_type() -> type:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def _run_for_real(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        return func(*args, **kwargs)
+
+
+def _flat(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _tensors_in(args: Any) -> list[torch.Tensor]:
+    found = []
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            found.append(a)
+        elif isinstance(a, (list, tuple)):
+            found.extend(item for item in a if isinstance(item, torch.Tensor))
+    return found
+
+
+def _map_tensors(function: Any, tree: Any) -> Any:
+    """`tree` with `function` applied to its tensors: operator arguments are nested one level deep at most."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: _map_tensors(function, value) for key, value in tree.items()} if tree else tree
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(
+            _map_tensors(function, item) if isinstance(item, (torch.Tensor, list, tuple)) else item for item in tree
+        )
+    return tree
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
+
+
+def _elements_asked(args: Any) -> int:
+    """An upper bound of the elements a factory function with these arguments makes."""
+    product = 1
+    for a in args:
+        for item in a if isinstance(a, (list, tuple)) else (a,):
+            if isinstance(item, int) and not isinstance(item, bool) and item > 0:
+                product *= item
+    return product

@@ -1,0 +1,193 @@
+"""A dispatch-level ledger: every storage that is born and dies while it is active, on fake tensors or real ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.profiling.timeline import CATEGORIES, Phase, Timeline
+
+
+class Ledger(TorchDispatchMode):
+    """Records births and deaths of storages, in order, with the module at work and the phase of the step.
+
+    `present(tensors, category)` enters what exists already, `phase(name)` begins a stretch, `timeline()` reads it out.
+    Only storages on `device` count. They are followed by weak reference; the ledger keeps nothing alive.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device.type
+        self._index: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._references: dict[int, Any] = {}
+        self._bytes: list[int] = []
+        self._category: list[str | None] = []
+        self._born_in: list[str] = []
+        self._died_in: dict[int, str] = {}
+        self._owner: list[int] = []
+        self._event: list[int] = []
+        self._birth: list[bool] = []
+        self._phases: list[Phase] = [Phase("present", 0)]
+        self._windows: list[int] = []
+        self._owners: dict[str, int] = {"": 0}
+        self._stack: list[str] = []
+        self._node_owner: dict[int, str] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports dynamo, which takes a second, to keep it away from this class
+
+    def present(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """Enter the storages of `tensors`, or give those already known their category."""
+        for tensor in tensors:
+            index = self._see(tensor)
+            if index is not None:
+                self._category[index] = category
+
+    def phase(self, name: str) -> None:
+        """Begin a stretch of the step."""
+        self._phases.append(Phase(name, len(self._event)))
+
+    def window(self) -> None:
+        """Mark the beginning of a micro-batch."""
+        self._windows.append(len(self._event))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self._see(out)
+        elif isinstance(out, (tuple, list)):
+            for item in out:
+                if isinstance(item, torch.Tensor):
+                    self._see(item)
+        return out
+
+    @contextmanager
+    def naming(self, model: nn.Module) -> Iterator[None]:
+        """Attribute what is allocated meanwhile to the modules of `model`, by name."""
+        names = {module: name for name, module in model.named_modules()}
+        before = nn.modules.module.register_module_forward_pre_hook(lambda m, args: self._enter(names.get(m)))
+        after = nn.modules.module.register_module_forward_hook(
+            lambda m, args, out: self._leave(names.get(m)), always_call=True
+        )
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+            self._stack.clear()
+
+    def restart(self) -> None:
+        """Forget the course so far: what is alive now is what the recording begins with."""
+        alive = sorted(self._references)
+        self._event, self._birth = list(alive), [True] * len(alive)
+        self._phases, self._windows = [Phase("present", 0)], []
+
+    def timeline(self) -> Timeline:
+        """What was recorded, with all bytes as `fixed`."""
+        used = sorted(set(self._event))
+        position = {index: i for i, index in enumerate(used)}
+        return Timeline(
+            fixed=np.array([self._bytes[i] for i in used], dtype=np.float64),
+            per_sample=np.zeros(len(used)),
+            category=np.array([CATEGORIES.index(self._category_of(i)) for i in used], dtype=np.int8),
+            owner=np.array([self._owner[i] for i in used], dtype=np.int32),
+            event=np.array([position[i] for i in self._event], dtype=np.int32),
+            birth=np.array(self._birth, dtype=bool),
+            owners=tuple(self._owners),
+            phases=tuple(self._phases),
+            window=tuple(self._windows),
+        )
+
+    def _see(self, tensor: torch.Tensor) -> int | None:
+        # A fake tensor's `.device` is a dispatched operation; its `fake_device` is an attribute.
+        device = getattr(tensor, "fake_device", None) or tensor.device
+        if device.type != self._device:
+            return None
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors: their parts have storages of their own
+            return self._see_parts(tensor)
+        index = self._index.get(storage)
+        if index is None:
+            index = self._enter_storage(storage)
+        elif storage.nbytes() != self._bytes[index]:
+            self._resized(index, storage)
+        return index
+
+    def _see_parts(self, tensor: torch.Tensor) -> int | None:
+        if tensor.layout is torch.sparse_coo:
+            self._see(tensor._indices())
+            return self._see(tensor._values())
+        return None
+
+    def _enter_storage(self, storage: Any) -> int:
+        index = len(self._bytes)
+        self._bytes.append(storage.nbytes())
+        self._category.append(None)
+        self._born_in.append(self._phases[-1].name)
+        self._owner.append(self._owner_now())
+        self._event.append(index)
+        self._birth.append(True)
+        self._index[storage] = index
+        self._references[index] = weakref.ref(storage, lambda _, i=index: self._gone(i))
+        return index
+
+    def _resized(self, index: int, storage: Any) -> None:
+        self._gone(index)
+        self._references.pop(index, None)
+        del self._index[storage]
+        self._enter_storage(storage)
+
+    def _gone(self, index: int) -> None:
+        self._references.pop(index, None)
+        self._died_in[index] = self._phases[-1].name
+        self._event.append(index)
+        self._birth.append(False)
+
+    def _enter(self, name: str | None) -> None:
+        if name is not None:
+            self._stack.append(name)
+
+    def _leave(self, name: str | None) -> None:
+        if name is not None and self._stack:
+            self._stack.pop()
+
+    def _owner_now(self) -> int:
+        if self._stack:
+            name = self._stack[-1]
+            self._node_owner[_sequence_number()] = name
+        else:
+            node = torch._C._current_autograd_node()
+            name = "" if node is None else self._owner_of_node(node._sequence_nr())
+        return self._owners.setdefault(name, len(self._owners))
+
+    def _owner_of_node(self, sequence: int) -> str:
+        # Nodes are numbered as forward creates them; a node belongs to the module that was at work at its number.
+        return self._node_owner.get(sequence + 1, self._node_owner.get(sequence, ""))
+
+    def _category_of(self, index: int) -> str:
+        named = self._category[index]
+        if named is not None:
+            return named
+        born, died = self._born_in[index], self._died_in.get(index)
+        if born == "input":
+            return "input"
+        if born == "forward" and died != "forward":
+            return "kept"
+        if born == "optimizer" and died is None:
+            return "optimizer"
+        return "transient"
+
+
+def _sequence_number() -> int:
+    return torch.autograd._get_sequence_nr()

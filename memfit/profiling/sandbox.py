@@ -1,0 +1,89 @@
+"""Leave no trace: what planning touches is put back bit for bit, also when it fails or is interrupted.
+
+Covered: random state of every device in use, buffers, gradients, train/eval modes, attributes that a forward writes on
+modules (one level of lists, dicts and sets inside them too). Parameters and optimizer state are never written by planning.
+Not covered: state that a forward keeps outside its modules.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.engine.context import modes_as, modes_of, random_state_kept
+
+
+@contextmanager
+def leave_no_trace(model: nn.Module, device: torch.device, *, buffers: bool = True) -> Iterator[None]:
+    """Everything listed above is afterwards as it was. `buffers=False` where fake ones stand in their places meanwhile."""
+    gradients = [(p, p.grad) for p in model.parameters()]
+    with _python_random_kept(), random_state_kept(device), attributes_kept(model), modes_as(modes_of(model)):
+        copies = [(b, b.detach().clone()) for b in model.buffers()] if buffers else []
+        try:
+            yield
+        finally:
+            restore_tensors(copies)
+            for p, gradient in gradients:
+                p.grad = gradient
+
+
+def restore_tensors(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write each copy back into its original, where anything changed."""
+    with torch.no_grad():
+        for original, copy in copies:
+            # Writing would count as a modification of a tensor that a pending backward may have saved.
+            if original.shape != copy.shape or not _same_bits(original, copy):
+                original.set_(copy) if original.shape != copy.shape else original.copy_(copy)
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Attributes of all modules are afterwards the objects they were, simple containers with the same contents."""
+    before = [(module, dict(module.__dict__), _contents(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            for name in module.__dict__.keys() - attributes.keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+            for container, items in contents:
+                _refill(container, items)
+
+
+def _contents(attributes: dict[str, Any]) -> list[tuple[Any, Any]]:
+    return [(value, value.copy()) for value in attributes.values() if isinstance(value, (list, dict, set))]
+
+
+def _refill(container: Any, items: Any) -> None:
+    if isinstance(container, list):
+        if len(container) != len(items) or any(a is not b for a, b in zip(container, items)):
+            container[:] = items
+    elif isinstance(container, dict):
+        if list(container) != list(items) or any(container[key] is not items[key] for key in items):
+            container.clear()
+            container.update(items)
+    elif container != items:
+        container.clear()
+        container.update(items)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+@contextmanager
+def _python_random_kept() -> Iterator[None]:
+    import numpy
+
+    state, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        numpy.random.set_state(numpy_state)

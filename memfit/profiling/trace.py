@@ -1,0 +1,214 @@
+"""Tracing one optimizer step in steady state on fake tensors: a Timeline for one micro-batch size.
+
+A first step brings the optimizer's state into being; the second is what is recorded: two micro-batches (so that staged
+gradients meet activations), the hand-over and the optimizer's step. Not covered: what the script does between backward and
+step (clipping allocates a few scalars), and evaluation.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit.batches.tree import tensors
+from memfit.engine.accumulate import Weighting, Work, accumulate
+from memfit.engine.handover import hand_over
+from memfit.engine.staged import Staging
+from memfit.profiling.fake import FakeWorld
+from memfit.profiling.ledger import Ledger
+from memfit.profiling.sandbox import leave_no_trace
+from memfit.profiling.timeline import Timeline
+
+MakeWork = Callable[[Callable[[torch.Tensor], torch.Tensor], int], Work]
+"""From a function that gives a tensor's twin, and a number of samples, to the work on that many twin samples."""
+
+
+class TraceFailed(Exception):
+    """The step cannot be run on fake tensors; `reason` is the first line of what stood in the way."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What tracing found."""
+
+    timelines: tuple[Timeline, ...]
+    """One for each of the sizes asked for, with all bytes as `fixed`."""
+    guesses: tuple[str, ...]
+    """Operations whose values were guessed, each once."""
+
+
+def trace_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    make_work: MakeWork,
+    sizes: Sequence[int],
+    weighting: Weighting,
+    device: torch.device,
+    *,
+    levers: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Trace:
+    """Trace a step with micro-batches of each of `sizes` samples.
+
+    `levers` gives a context in which the model runs with the levers under test. Leaves no trace.
+    Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
+    """
+    world = FakeWorld()
+    ledger = Ledger(device)
+    timelines = []
+    with ExitStack() as stack:
+        stack.enter_context(leave_no_trace(model, device, buffers=False))
+        stack.enter_context(_collected_by_hand())
+        stack.enter_context(_telling_failures())
+        twins = stack.enter_context(world.replacing(model))
+        stack.enter_context(levers())
+        stepping = _Stepping(model, optimizer, world, ledger, twins, weighting)
+        # Built outside fake mode: collating touches real samples.
+        works = [make_work(world.twin, samples) for samples in (sizes[0], *sizes)]
+        stack.enter_context(world.entered())
+        stack.enter_context(ledger)
+        stack.enter_context(ledger.naming(model))
+        stepping.begin()
+        stepping.run(works.pop(0), (sizes[0],))
+        for samples in sizes:
+            timelines.append(stepping.recorded(works.pop(0), (samples, samples)))
+    return Trace(tuple(timelines), tuple(dict.fromkeys(world.guesses)))
+
+
+class _Stepping:
+    """Optimizer steps on fakes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        world: FakeWorld,
+        ledger: Ledger,
+        twins: dict[int, torch.Tensor],
+        weighting: Weighting,
+    ) -> None:
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        self._outside = {id(p): world.parameter(p) for p in trained if id(p) not in twins}
+        everything = {**self._outside, **twins}
+        self._optimizer = shadow_optimizer(optimizer, lambda t: everything.get(id(t)), world.twin)
+        self._model, self._ledger, self._weighting = model, ledger, weighting
+        self._staging = Staging(model, self._outside.values())
+        self._staging.accumulate_in_float32()
+
+    def begin(self) -> None:
+        self._ledger.present(self._model.parameters(), "parameters")
+        self._ledger.present(self._outside.values(), "parameters")
+        self._ledger.present(self._model.buffers(), "buffers")
+
+    def run(self, work: Work, pieces: Sequence[int]) -> None:
+        """One step; afterwards the gradients are gone and the optimizer's state is there."""
+        ledger = self._ledger
+        total = accumulate(_Watched(work, ledger), pieces, self._staging, self._weighting)
+        ledger.present([g for g in total.gradients if g is not None], "gradients")
+        ledger.phase("hand over")
+        hand_over(total).backward()
+        del total
+        ledger.phase("optimizer")
+        self._optimizer.step()
+        ledger.present(_state_tensors(self._optimizer), "optimizer")
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def recorded(self, work: Work, pieces: Sequence[int]) -> Timeline:
+        """The same, read out."""
+        self._ledger.restart()
+        self.run(work, pieces)
+        return self._ledger.timeline()
+
+
+class _Watched:
+    """A work that tells the ledger where it stands."""
+
+    def __init__(self, work: Work, ledger: Ledger) -> None:
+        self._work, self._ledger = work, ledger
+        self.samples, self.device = work.samples, work.device
+        self.extra_receivers, self.extra_gradients = work.extra_receivers, work.extra_gradients
+
+    def inputs(self, start: int, stop: int, count: Any) -> Any:
+        self._ledger.window()
+        self._ledger.phase("input")
+        # Every micro-batch of the trace has the same samples: tracing two needs no more real ones.
+        inputs, counted = self._work.inputs(0, stop - start, count)
+        self._ledger.present(tensors(inputs), "input")
+        return inputs, counted
+
+    def loss(self, inputs: Any) -> torch.Tensor:
+        self._ledger.phase("forward")
+        loss = self._work.loss(inputs)
+        self._ledger.phase("backward")
+        return loss
+
+
+def shadow_optimizer(
+    optimizer: Optimizer,
+    parameter: Callable[[torch.Tensor], torch.Tensor | None],
+    twin: Callable[[torch.Tensor], torch.Tensor],
+) -> Optimizer:
+    """An optimizer with the same settings over the twins of the parameters; hooks and patched methods are left behind."""
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    shadow.__dict__.pop("step", None)  # schedulers put their counting step on the instance
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        shadow.__dict__[name] = OrderedDict()
+    shadow.param_groups = [
+        {k: twin(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        | {"params": [q for q in map(parameter, group["params"]) if q is not None]}
+        for group in optimizer.param_groups
+    ]
+    shadow.state = defaultdict(dict)
+    for p, state in optimizer.state.items():
+        owner = parameter(p) if isinstance(p, torch.Tensor) else p
+        if owner is not None:
+            shadow.state[owner] = {k: twin(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    return shadow
+
+
+def _state_tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        for value in state.values() if isinstance(state, dict) else ():
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+@contextmanager
+def _collected_by_hand() -> Iterator[None]:
+    """No garbage collection at chance moments: two traces of the same step free in the same order."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _telling_failures() -> Iterator[None]:
+    from torch._subclasses import fake_tensor as fakes
+
+    kinds = (
+        fakes.UnsupportedFakeTensorException,
+        fakes.DataDependentOutputException,
+        fakes.DynamicOutputShapeException,
+        NotImplementedError,
+    )
+    try:
+        yield
+    except kinds as error:
+        raise TraceFailed(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error

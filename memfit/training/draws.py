@@ -1,0 +1,117 @@
+"""The random draws behind a loader: whose they are, and how the loader keeps its own apart from everybody else's.
+
+The first epoch draws from the global generator exactly as the script's own loader would. Every later epoch draws from
+streams derived from a seed remembered from the first, so that its order does not depend on how many dropout masks were
+drawn meanwhile. Not covered: samplers that draw while they are under way rather than before their first index, or from
+NumPy or `random`; those draws come from the global generators, as without memfit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def peek_seed(generator: torch.Generator | None) -> int:
+    """The seed `generator` (None: the global one) would give next, without taking it."""
+    twin = torch.Generator()
+    twin.set_state(torch.get_rng_state() if generator is None else generator.get_state())
+    return draw_seed(twin)
+
+
+def draw_seed(generator: torch.Generator) -> int:
+    """A seed drawn from `generator`, as torch's own loaders and samplers draw theirs."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
+
+
+def mixed(seed: int, *numbers: int) -> int:
+    """A seed of its own for each combination of `seed` and `numbers` (which are not negative)."""
+    return int(np.random.SeedSequence([seed % 2**64, *numbers]).generate_state(1, np.uint64)[0] >> 1)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """The CPU generators of torch, NumPy and `random` are afterwards as they were, whatever the block draws."""
+    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Like `preserved`, with all three generators seeded inside the block."""
+    with preserved():
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the devices too
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        yield
+
+
+class Stream:
+    """A private stream in the place of torch's global CPU generator, for as long as a `with` block runs."""
+
+    def __init__(self, seed: int) -> None:
+        self._inside = torch.Generator().manual_seed(seed).get_state()
+        self._outside = self._inside
+
+    def __enter__(self) -> None:
+        self._outside = torch.get_rng_state()
+        torch.set_rng_state(self._inside)
+
+    def __exit__(self, *_: object) -> None:
+        self._inside = torch.get_rng_state()
+        torch.set_rng_state(self._outside)
+
+
+class Order:
+    """The script's sampler, whose order is drawn from `stream` instead of the global generator (None: left alone).
+
+    The stream is in place only while the sampler's iterator is created and first advanced: that is when samplers draw.
+    """
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler = sampler
+        self.stream: Stream | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.stream is None:
+            return iter(self.sampler)
+        with self.stream:
+            indices = iter(self.sampler)
+        return _advanced(indices, self.stream)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sampler" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
+
+
+def _advanced(indices: Iterator[Any], stream: Stream) -> Iterator[Any]:
+    with stream:
+        try:
+            first = next(indices)
+        except StopIteration:
+            return
+    yield first
+    yield from indices
+
+
+def keeps_own_order(sampler: Any) -> bool:
+    """Whether the sampler, or one it draws from, has its own generator or is told the epoch by the script."""
+    for _ in range(8):  # samplers nest through `.sampler`; a handful of levels at most
+        if getattr(sampler, "generator", None) is not None or hasattr(sampler, "set_epoch"):
+            return True
+        sampler = getattr(sampler, "sampler", None)
+    return False

@@ -1,0 +1,99 @@
+"""The longest samples of a dataset, found before training: the batch that needs most room is made of them.
+
+Not covered: datasets without indices (`IterableDataset`) and datasets that cannot be copied, of which nothing is seen;
+what a collate function makes of the samples; files opened lazily by anything in the dataset but datasets.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from memfit.batches.samples import count_elements
+from memfit.training.draws import preserved
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What a look through a dataset found."""
+
+    samples: list[Any]
+    """The longest samples seen, longest first."""
+    sizes: tuple[int, ...]
+    """Elements of every sample seen, in the order they were seen."""
+    complete: bool
+    """Whether every sample of the dataset was seen."""
+    seen: int
+    """How many were seen."""
+
+
+def longest_samples(dataset: Any, count: int, seconds: float = 0.5) -> Scan:
+    """The `count` samples with the most elements, among those that can be read within `seconds`.
+
+    Samples are read in a random order, always the same, with all random generators preserved, from a shallow copy of
+    the dataset: a file that it opens lazily is opened by the copy and not inherited by workers that are forked later.
+    Raises whatever the dataset raises, as itself.
+    """
+    length = _length(dataset)
+    try:
+        own = _own_copy(dataset, {}) if length else None
+    except (TypeError, copy.Error):
+        own = None
+    if own is None:
+        return Scan([], (), complete=False, seen=0)
+    sizes: list[int] = []
+    longest: list[tuple[int, int, Any]] = []  # a heap; the second number decides ties, so samples are never compared
+    with preserved():
+        stop = time.perf_counter() + seconds
+        for i in _shuffled(length):
+            sample = own[i]
+            sizes.append(count_elements(sample))
+            heapq.heappush(longest, (sizes[-1], -len(sizes), sample))
+            if len(longest) > count:
+                heapq.heappop(longest)
+            if time.perf_counter() >= stop:
+                break
+    ordered = [sample for _, _, sample in sorted(longest, key=lambda entry: entry[:2], reverse=True)]
+    return Scan(ordered, tuple(sizes), complete=len(sizes) == length, seen=len(sizes))
+
+
+def _length(dataset: Any) -> int:
+    """How many indices the dataset has; 0 if it has none or does not say."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return 0
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return 0
+
+
+def _own_copy(dataset: Any, known: dict[int, Any]) -> Any:
+    """A shallow copy, also of the datasets inside it (subsets, concatenations): they are what opens the files."""
+    if id(dataset) in known:
+        return known[id(dataset)]
+    own = known[id(dataset)] = copy.copy(dataset)
+    for name, value in list(getattr(own, "__dict__", {}).items()):
+        if isinstance(value, Dataset):
+            vars(own)[name] = _own_copy(value, known)
+        elif type(value) in (list, tuple) and any(isinstance(item, Dataset) for item in value):
+            vars(own)[name] = type(value)(
+                _own_copy(item, known) if isinstance(item, Dataset) else item for item in value
+            )
+    return own
+
+
+def _shuffled(length: int) -> Iterator[int]:
+    """All indices in a random order, drawn as they are needed: a permutation of a large dataset would take room."""
+    draw = random.Random(0)
+    moved: dict[int, int] = {}
+    for i in range(length):
+        j = draw.randrange(i, length)
+        yield moved.get(j, j)
+        moved[j] = moved.pop(i, i)
