@@ -77,27 +77,6 @@ def cut(tree: Any, layout: Layout, start: int, stop: int) -> Any:
     return rebuild(tree, (_narrow(leaf, axis, start, stop) for leaf, axis in zip(found, layout.axes)))
 
 
-def sizes(samples: int, largest: int) -> tuple[int, ...]:
-    """`samples` in as few pieces of at most `largest` as possible, as equal as possible: 10 with room for 4 is 4, 3, 3."""
-    pieces = -(-samples // max(1, min(largest, samples)))
-    small, extra = divmod(samples, pieces)
-    return (small + 1,) * extra + (small,) * (pieces - extra)
-
-
-def equal_sizes(samples: int, largest: int) -> tuple[int, ...]:
-    """At most two different sizes: pieces of `largest` and one remainder (compiled models are built once per size)."""
-    full, rest = divmod(samples, min(largest, samples))
-    return (min(largest, samples),) * full + ((rest,) if rest else ())
-
-
-def bounds(pieces: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each piece."""
-    start = 0
-    for piece in pieces:
-        yield start, start + piece
-        start += piece
-
-
 def layout_from_two(small: Any, few: int, large: Any, many: int) -> Layout:
     """The layout of batches from one batch of `few` and one of `many` equal samples: what grew is the batch dimension.
 

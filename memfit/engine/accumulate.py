@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from memfit._errors import UsageError
-from memfit.batches.cut import bounds
+from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
 from memfit.engine.context import autocast_off, autocasting
 from memfit.engine.handover import Total
@@ -34,8 +34,12 @@ class Work(Protocol):
         """The samples `start:stop` cut or collated, on the device; with `count`, also what it says of them."""
         ...
 
-    def loss(self, inputs: Any) -> torch.Tensor:
-        """Their loss in the script's own arithmetic, under the script's own autocast."""
+    def forward(self, inputs: Any) -> Any:
+        """What the loss is computed from: the model's output where the loss is known apart from it, else the inputs."""
+        ...
+
+    def loss(self, outputs: Any) -> torch.Tensor:
+        """The loss in the script's own arithmetic, under the script's own autocast; known means are looked for here."""
         ...
 
     def extra_receivers(self) -> Sequence[torch.Tensor]:
@@ -61,6 +65,9 @@ class Weighting:
     watch: bool = False
     """Whether known means stand beside other terms: their denominators then have to be proportional to the samples, which
     is looked at before the gradients are handed over."""
+    rivals: tuple[CountOf, ...] = ()
+    """For "samples": counts that could not be told apart from samples when this was proven; a batch in which they are not
+    proportional to the samples has to be proven again."""
 
 
 class WeightsChanged(Exception):
@@ -94,7 +101,7 @@ def accumulate(
     staged when an exception leaves.
     """
     receivers = [*staging.parameters(), *work.extra_receivers()]
-    gathered = _Pass(work, staging, weighting, scale)
+    gathered = Pass(work, staging, weighting, scale)
     with staging.swapped():
         for index, (start, stop) in enumerate(bounds(pieces)):
             gathered.micro_batch(start, stop, None if shares is None else shares[index])
@@ -102,10 +109,11 @@ def accumulate(
                 after_micro(index)
         if weighting.watch and shares is None:
             _check_shares(gathered.terms, pieces)
+        _check_rivals(gathered.rivals, pieces)
     return gathered.total(receivers)
 
 
-class _Pass:
+class Pass:
     """The running sums of one pass over an effective batch."""
 
     def __init__(self, work: Work, staging: Staging, weighting: Weighting, scale: float) -> None:
@@ -115,18 +123,31 @@ class _Pass:
         self._weights: list[Count | float] = []
         self._counts: list[Count] = []
         self._unit = 0.0
+        self.rivals: list[tuple[Count, ...]] = []
 
-    def micro_batch(self, start: int, stop: int, shares: Sequence[float] | None) -> None:
-        inputs, count = self._work.inputs(start, stop, self._weighting.count)
-        if isinstance(count, int) and count == 0:
+    def micro_batch(self, start: int, stop: int, shares: Sequence[float] | None = None) -> None:
+        inputs, count = self._work.inputs(start, stop, self._counting())
+        if isinstance(count, (int, float)) and count == 0:
             return  # nothing valid in it: its own mean would be 0/0, and 0 * NaN is NaN
-        loss, weight = self._loss(inputs, stop - start, count, shares)
+        outputs = self._work.forward(inputs)
         del inputs
+        loss, weight = self._loss(outputs, stop - start, count, shares)
+        del outputs
         self._losses.append(loss.detach())
         self._weights.append(weight)
         gradient = torch.as_tensor(weight * self._scale, dtype=loss.dtype, device=loss.device)
         with autocasting(autocast_off((self._work.device.type, "cpu"))):
             torch.autograd.backward(loss, gradient)
+
+    def _counting(self) -> CountOf | None:
+        if not self._weighting.rivals:
+            return self._weighting.count
+
+        def count(inputs: Any) -> Count:
+            self.rivals.append(tuple(rival(inputs) for rival in self._weighting.rivals))
+            return 1
+
+        return count
 
     def total(self, receivers: Sequence[torch.Tensor]) -> Total:
         parameters = len(receivers) - len(self._work.extra_receivers())
@@ -143,25 +164,25 @@ class _Pass:
         return Total((value * share).to(first.dtype), receivers, gradients, share / self._scale)
 
     def _loss(
-        self, inputs: Any, samples: int, count: Count | None, shares: Sequence[float] | None
+        self, outputs: Any, samples: int, count: Count | None, shares: Sequence[float] | None
     ) -> tuple[torch.Tensor, Count | float]:
         """The micro-batch's loss and its weight; weights are of the order of its part of the whole."""
         part = samples / self._work.samples
         if self._weighting.kind == "term":
-            return self._term(inputs, part)
+            return self._term(outputs, part)
         if self._weighting.watch:
             with Terms(alone=False, shares=shares) as terms:
-                loss = checked_loss(self._work.loss(inputs))
+                loss = checked_loss(self._work.loss(outputs))
             self.terms.append([Term(term.mean.detach(), term.entries, term.count) for term in terms.found])
             return loss, part
-        loss = checked_loss(self._work.loss(inputs))
+        loss = checked_loss(self._work.loss(outputs))
         if self._weighting.kind == "count" and count is not None:
             return loss, self._deferred(count, count, part)
         return loss, part if self._weighting.kind == "samples" else 1.0
 
-    def _term(self, inputs: Any, part: float) -> tuple[torch.Tensor, Count | float]:
+    def _term(self, outputs: Any, part: float) -> tuple[torch.Tensor, Count | float]:
         with Terms(alone=True) as terms:
-            loss = checked_loss(self._work.loss(inputs))
+            loss = checked_loss(self._work.loss(outputs))
         if len(terms.found) != 1 or not is_only_term(loss, terms.found[0]):
             raise WeightsChanged(f"{len(terms.found)} known means in a loss that was one")
         term = terms.found[0]
@@ -209,6 +230,13 @@ def _sum(counts: Sequence[Count], device: torch.device) -> torch.Tensor:
 
 def _not_a_loss(found: str, next_move: str) -> UsageError:
     return UsageError("a loss to run backward from", found=found, next_move=next_move)
+
+
+def _check_rivals(rivals: list[tuple[Count, ...]], pieces: Sequence[int]) -> None:
+    for counts in zip(*rivals):
+        known = [c for c in counts if isinstance(c, int)]
+        if len(known) == len(pieces) and any(c * pieces[0] != known[0] * n for c, n in zip(known, pieces)):
+            raise WeightsChanged("a count that was proportional to the samples no longer is")
 
 
 def _check_shares(terms: list[list[Term]], pieces: Sequence[int]) -> None:

@@ -18,9 +18,13 @@ from torch import nn
 
 
 class Interception:
-    """An instance's `forward`, answered by `handler(plain, args, kwargs)`; `plain` runs the module as it was."""
+    """An instance's `forward`, answered by `handler(plain, args, kwargs)`; `plain` runs the module as it was.
 
-    def __init__(self, module: nn.Module, handler: Callable[..., Any]) -> None:
+    `owner` is whoever has to be asked before the module is intercepted again.
+    """
+
+    def __init__(self, module: nn.Module, handler: Callable[..., Any], owner: Any = None) -> None:
+        self.owner = owner
         self.__signature__ = inspect.signature(module.forward)
         self._module = module
         self._handler = handler

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.profiling.timeline import CATEGORIES, Phase, Timeline
+from memfit.batches.tree import tensors
+from memfit.profiling.timeline import CATEGORIES, Phase, Timeline, Visit
 
 
 class Ledger(TorchDispatchMode):
@@ -39,6 +42,9 @@ class Ledger(TorchDispatchMode):
         self._owners: dict[str, int] = {"": 0}
         self._stack: list[str] = []
         self._node_owner: dict[int, str] = {}
+        self._borrowed: set[int] = set()
+        self._open: list[tuple[str, int, tuple[int, ...]]] = []
+        self._visits: list[Visit] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -50,6 +56,14 @@ class Ledger(TorchDispatchMode):
             index = self._see(tensor)
             if index is not None:
                 self._category[index] = category
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The storages of `tensors` stand for memory that is counted elsewhere: they take no bytes."""
+        for tensor in tensors:
+            index = self._see(tensor)
+            if index is not None:
+                self._bytes[index] = 0
+                self._borrowed.add(index)
 
     def phase(self, name: str) -> None:
         """Begin a stretch of the step."""
@@ -72,25 +86,30 @@ class Ledger(TorchDispatchMode):
         return out
 
     @contextmanager
-    def naming(self, model: nn.Module) -> Iterator[None]:
-        """Attribute what is allocated meanwhile to the modules of `model`, by name."""
+    def naming(self, model: nn.Module, blocks: Iterable[str] = ()) -> Iterator[None]:
+        """Attribute what is allocated meanwhile to the modules of `model`, by name, and note the runs through `blocks`."""
         names = {module: name for name, module in model.named_modules()}
-        before = nn.modules.module.register_module_forward_pre_hook(lambda m, args: self._enter(names.get(m)))
-        after = nn.modules.module.register_module_forward_hook(
-            lambda m, args, out: self._leave(names.get(m)), always_call=True
-        )
+        hooks = [
+            nn.modules.module.register_module_forward_pre_hook(lambda m, args: self._enter(names.get(m))),
+            nn.modules.module.register_module_forward_hook(lambda m, args, out: self._leave(names.get(m)), always_call=True),
+        ]
+        for name in blocks:
+            block = model.get_submodule(name)
+            hooks.append(block.register_forward_pre_hook(partial(self._begin_visit, name), with_kwargs=True))
+            hooks.append(block.register_forward_hook(partial(self._end_visit, name), with_kwargs=True))
         try:
             yield
         finally:
-            before.remove()
-            after.remove()
+            for hook in hooks:
+                hook.remove()
             self._stack.clear()
+            self._open.clear()
 
     def restart(self) -> None:
         """Forget the course so far: what is alive now is what the recording begins with."""
         alive = sorted(self._references)
         self._event, self._birth = list(alive), [True] * len(alive)
-        self._phases, self._windows = [Phase("present", 0)], []
+        self._phases, self._windows, self._visits = [Phase("present", 0)], [], []
 
     def timeline(self) -> Timeline:
         """What was recorded, with all bytes as `fixed`."""
@@ -106,6 +125,14 @@ class Ledger(TorchDispatchMode):
             owners=tuple(self._owners),
             phases=tuple(self._phases),
             window=tuple(self._windows),
+            visits=tuple(
+                replace(
+                    v,
+                    inputs=tuple(position[i] for i in v.inputs if i in position),
+                    outputs=tuple(position[i] for i in v.outputs if i in position),
+                )
+                for v in self._visits
+            ),
         )
 
     def _see(self, tensor: torch.Tensor) -> int | None:
@@ -120,7 +147,7 @@ class Ledger(TorchDispatchMode):
         index = self._index.get(storage)
         if index is None:
             index = self._enter_storage(storage)
-        elif storage.nbytes() != self._bytes[index]:
+        elif storage.nbytes() != self._bytes[index] and index not in self._borrowed:
             self._resized(index, storage)
         return index
 
@@ -161,6 +188,22 @@ class Ledger(TorchDispatchMode):
     def _leave(self, name: str | None) -> None:
         if name is not None and self._stack:
             self._stack.pop()
+
+    def _begin_visit(self, block: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._open.append((block, len(self._event), self._known((args, kwargs))))
+
+    def _end_visit(self, block: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        while self._open:
+            name, start, inputs = self._open.pop()
+            if name == block:
+                phase = self._phases[-1].name
+                self._visits.append(Visit(block, start, len(self._event), phase, inputs, self._known(out)))
+                return
+
+    def _known(self, tree: Any) -> tuple[int, ...]:
+        """The allocations of a tree's tensors."""
+        found = (self._index.get(t.untyped_storage()) for t in tensors(tree) if t.layout is torch.strided)
+        return tuple(dict.fromkeys(i for i in found if i is not None))
 
     def _owner_now(self) -> int:
         if self._stack:

@@ -25,6 +25,24 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Visit:
+    """One run through a block's forward."""
+
+    block: str
+    """The block's name."""
+    start: int
+    """The event it begins with."""
+    stop: int
+    """One past its last event."""
+    phase: str
+    """forward; or backward, where the script's own checkpointing recomputes."""
+    inputs: tuple[int, ...]
+    """Allocations that come in."""
+    outputs: tuple[int, ...]
+    """Allocations that go out."""
+
+
+@dataclass(frozen=True)
 class Timeline:
     """Allocations and the order of their births and deaths over one optimizer step in steady state."""
 
@@ -45,7 +63,9 @@ class Timeline:
     phases: tuple[Phase, ...]
     """In order; the first starts at event 0 with what exists before the step."""
     window: tuple[int, ...] = ()
-    """Events at which each traced micro-batch begins, for reading one of them."""
+    """Events at which each traced micro-batch begins."""
+    visits: tuple[Visit, ...] = ()
+    """Runs through blocks, in order."""
 
     def sizes(self, samples: int) -> np.ndarray:
         """Bytes of each allocation at a micro-batch of `samples`."""
@@ -91,6 +111,17 @@ class Timeline:
                 return phase.start, end
         return None
 
+    def recomputed(self) -> tuple[str, ...]:
+        """Blocks whose forward runs again in backward: the script checkpoints them itself."""
+        return tuple(dict.fromkeys(v.block for v in self.visits if v.phase == "backward"))
+
+    def growth(self, samples: int) -> int:
+        """Most bytes alive during the last traced micro-batch beyond what was alive before it."""
+        curve = self.curve(samples)
+        start = self.window[-1]
+        over = next((p.start for p in self.phases if p.name == "hand over"), len(curve))
+        return int(curve[start:over].max(initial=0.0) - (curve[start - 1] if start else 0.0))
+
     def lifetimes(self) -> tuple[np.ndarray, np.ndarray]:
         """(birth event, death event) of each allocation; the death of what survives is the number of events."""
         born = np.full(len(self.fixed), len(self.event))
@@ -99,21 +130,6 @@ class Timeline:
         born[self.event[self.birth]] = order[self.birth]
         died[self.event[~self.birth]] = order[~self.birth]
         return born, died
-
-    def plus(self, size: int, category: str) -> Timeline:
-        """The same step with `size` more bytes present from the start to the end."""
-        index = len(self.fixed)
-        return replace(
-            self,
-            fixed=np.append(self.fixed, float(size)),
-            per_sample=np.append(self.per_sample, 0.0),
-            category=np.append(self.category, np.int8(CATEGORIES.index(category))),
-            owner=np.append(self.owner, np.int32(0)),
-            event=np.insert(self.event, 0, index),
-            birth=np.insert(self.birth, 0, True),
-            phases=tuple(p if p.start == 0 else replace(p, start=p.start + 1) for p in self.phases),
-            window=tuple(start + 1 for start in self.window),
-        )
 
 
 def fit(small: Timeline, few: int, large: Timeline, many: int) -> Timeline | None:

@@ -47,6 +47,8 @@ class Trace:
     """One for each of the sizes asked for, with all bytes as `fixed`."""
     guesses: tuple[str, ...]
     """Operations whose values were guessed, each once."""
+    written: tuple[str, ...]
+    """Names of the buffers that a training forward writes."""
 
 
 def trace_step(
@@ -57,11 +59,12 @@ def trace_step(
     weighting: Weighting,
     device: torch.device,
     *,
+    blocks: Sequence[str] = (),
     levers: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Trace:
     """Trace a step with micro-batches of each of `sizes` samples.
 
-    `levers` gives a context in which the model runs with the levers under test. Leaves no trace.
+    Runs through `blocks` are noted. `levers` gives a context in which the model runs with the levers under test. Leaves no trace.
     Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
     """
     world = FakeWorld()
@@ -70,7 +73,7 @@ def trace_step(
     with ExitStack() as stack:
         stack.enter_context(leave_no_trace(model, device, buffers=False))
         stack.enter_context(_collected_by_hand())
-        stack.enter_context(_telling_failures())
+        stack.enter_context(telling_failures())
         twins = stack.enter_context(world.replacing(model))
         stack.enter_context(levers())
         stepping = _Stepping(model, optimizer, world, ledger, twins, weighting)
@@ -78,12 +81,13 @@ def trace_step(
         works = [make_work(world.twin, samples) for samples in (sizes[0], *sizes)]
         stack.enter_context(world.entered())
         stack.enter_context(ledger)
-        stack.enter_context(ledger.naming(model))
+        stack.enter_context(ledger.naming(model, blocks))
         stepping.begin()
         stepping.run(works.pop(0), (sizes[0],))
         for samples in sizes:
             timelines.append(stepping.recorded(works.pop(0), (samples, samples)))
-    return Trace(tuple(timelines), tuple(dict.fromkeys(world.guesses)))
+        written = stepping.written_buffers()
+    return Trace(tuple(timelines), tuple(dict.fromkeys(world.guesses)), written)
 
 
 class _Stepping:
@@ -103,6 +107,7 @@ class _Stepping:
         everything = {**self._outside, **twins}
         self._optimizer = shadow_optimizer(optimizer, lambda t: everything.get(id(t)), world.twin)
         self._model, self._ledger, self._weighting = model, ledger, weighting
+        self._buffers = {name: (b, b._version) for name, b in model.named_buffers()}
         self._staging = Staging(model, self._outside.values())
         self._staging.accumulate_in_float32()
 
@@ -110,6 +115,18 @@ class _Stepping:
         self._ledger.present(self._model.parameters(), "parameters")
         self._ledger.present(self._outside.values(), "parameters")
         self._ledger.present(self._model.buffers(), "buffers")
+
+    def written_buffers(self) -> tuple[str, ...]:
+        """Buffers that were written or replaced so far; batch norm writes its statistics without counting a version."""
+        norms = {
+            f"{name}.{key}" if name else key
+            for name, module in self._model.named_modules()
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
+            for key in module._buffers
+        }
+        now = dict(self._model.named_buffers())
+        changed = {n for n, (b, version) in self._buffers.items() if now.get(n) is not b or b._version != version}
+        return tuple(sorted((norms | changed) & self._buffers.keys()))
 
     def run(self, work: Work, pieces: Sequence[int]) -> None:
         """One step; afterwards the gradients are gone and the optimizer's state is there."""
@@ -144,12 +161,16 @@ class _Watched:
         self._ledger.phase("input")
         # Every micro-batch of the trace has the same samples: tracing two needs no more real ones.
         inputs, counted = self._work.inputs(0, stop - start, count)
+        self._ledger.ignore(getattr(self._work, "borrowed", ()))
         self._ledger.present(tensors(inputs), "input")
         return inputs, counted
 
-    def loss(self, inputs: Any) -> torch.Tensor:
+    def forward(self, inputs: Any) -> Any:
         self._ledger.phase("forward")
-        loss = self._work.loss(inputs)
+        return self._work.forward(inputs)
+
+    def loss(self, outputs: Any) -> torch.Tensor:
+        loss = self._work.loss(outputs)
         self._ledger.phase("backward")
         return loss
 
@@ -199,7 +220,8 @@ def _collected_by_hand() -> Iterator[None]:
 
 
 @contextmanager
-def _telling_failures() -> Iterator[None]:
+def telling_failures() -> Iterator[None]:
+    """Fake mode's own ways of saying that it needs real data, as TraceFailed."""
     from torch._subclasses import fake_tensor as fakes
 
     kinds = (

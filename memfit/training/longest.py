@@ -43,7 +43,7 @@ def longest_samples(dataset: Any, count: int, seconds: float = 0.5) -> Scan:
     """
     length = _length(dataset)
     try:
-        own = _own_copy(dataset, {}) if length else None
+        own = own_copy(dataset, {}) if length else None
     except (TypeError, copy.Error):
         own = None
     if own is None:
@@ -74,17 +74,17 @@ def _length(dataset: Any) -> int:
         return 0
 
 
-def _own_copy(dataset: Any, known: dict[int, Any]) -> Any:
+def own_copy(dataset: Any, known: dict[int, Any]) -> Any:
     """A shallow copy, also of the datasets inside it (subsets, concatenations): they are what opens the files."""
     if id(dataset) in known:
         return known[id(dataset)]
     own = known[id(dataset)] = copy.copy(dataset)
     for name, value in list(getattr(own, "__dict__", {}).items()):
         if isinstance(value, Dataset):
-            vars(own)[name] = _own_copy(value, known)
+            vars(own)[name] = own_copy(value, known)
         elif type(value) in (list, tuple) and any(isinstance(item, Dataset) for item in value):
             vars(own)[name] = type(value)(
-                _own_copy(item, known) if isinstance(item, Dataset) else item for item in value
+                own_copy(item, known) if isinstance(item, Dataset) else item for item in value
             )
     return own
 

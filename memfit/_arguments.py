@@ -1,0 +1,334 @@
+"""Checking what the user passes, before anything is touched. Every refusal says what was asked, found, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils.data import DataLoader, IterableDataset
+
+from memfit._errors import Refused, UsageError
+from memfit.hardware.world import world
+from memfit.levers.checkpoint import candidate_blocks
+from memfit.levers.precision import parse_precision
+from memfit.planning.plan import Plan
+from memfit.training.settings import Settings
+
+
+def check_world() -> None:
+    """One process, for now."""
+    here = world()
+    if here.size > 1:
+        raise Refused(
+            f"running as process {here.rank} of {here.size} ({here.launcher})",
+            found="this version of memfit trains in one process",
+            next_move="start one process, or pass enabled=False to run without memfit",
+        )
+
+
+def check_model(model: Any) -> torch.device:
+    """The one device the model's parameters are on. Raises for anything memfit cannot train as it stands."""
+    if isinstance(model, (list, tuple)):
+        raise Refused(
+            f"wrapping {len(model)} models at once",
+            found="this version of memfit wraps one model",
+            next_move="wrap the largest one; the others run as they are",
+        )
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "memfit.wrap(model, optimizer, loader)",
+            found=f"the model is of type {type(model).__name__}",
+            next_move="pass the torch.nn.Module first, then its optimizer, then the loader",
+        )
+    _check_wrappers(model)
+    parameters = list(model.parameters())
+    if any(isinstance(p, UninitializedTensorMixin) for p in parameters):
+        raise UsageError("wrapping a lazy model", found="its parameters have no shape yet", next_move="run one forward first")
+    _check_trainable(model, parameters)
+    return _one_device(model, parameters)
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """An optimizer that trains parameters of the model, with a step that needs no closure."""
+    if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
+        raise UsageError(
+            "memfit.wrap(model, optimizer, loader)",
+            found=f"the optimizer is of type {type(optimizer).__name__}, without param_groups and step()",
+            next_move="pass the torch.optim.Optimizer second",
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Refused(
+            "wrapping torch.optim.LBFGS",
+            found="its step calls a closure several times per batch, and memfit's effective batch runs once",
+            next_move="use an optimizer whose step() takes no closure, or enabled=False",
+        )
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in trained for p in model.parameters()):
+        raise UsageError(
+            f"training {type(model).__name__} with {type(optimizer).__name__}",
+            found="the optimizer holds none of the model's parameters",
+            next_move="build it from this model's parameters(), after the model was moved or converted",
+        )
+    _check_backward_hooks(model)
+
+
+def check_loader(loader: Any, target_batch: int | None, loss_fn: Any) -> None:
+    """A loader that can be iterated and, with a target, regrouped."""
+    if loader is None:
+        return
+    if isinstance(loader, DataLoader):
+        _check_length(loader, target_batch)
+        return
+    if not isinstance(loader, Iterable):
+        raise UsageError(
+            "memfit.wrap(model, optimizer, loader)",
+            found=f"the loader is of type {type(loader).__name__}, which cannot be iterated",
+            next_move="pass a torch.utils.data.DataLoader, any iterable of batches, or None",
+        )
+    if target_batch is not None:
+        raise UsageError(
+            f"target_batch={target_batch} with a loader of type {type(loader).__name__}",
+            found="its batches are whole already, and memfit regroups those of a torch.utils.data.DataLoader only",
+            next_move="leave target_batch away (its batches are then the effective batches, and cut), or pass the DataLoader",
+        )
+
+
+def settings_from(
+    model: nn.Module,
+    *,
+    target_batch: Any,
+    loss_fn: Any,
+    before_step: Any,
+    micro_batch: Any,
+    precision: Any,
+    checkpoint: Any,
+    shard: Any,
+    offload: Any,
+    script_accumulation: Any,
+    weight: Any,
+    split: Any,
+    methods: Any,
+    allow_inexact: Any,
+    batchnorm: Any,
+    accumulate_in: Any,
+) -> Settings:
+    """The arguments as Settings. Raises UsageError for what cannot be meant."""
+    if target_batch is not None:
+        _check_count("target_batch", target_batch)
+    _check_count("script_accumulation", script_accumulation)
+    if target_batch is not None and target_batch % script_accumulation:
+        raise UsageError(
+            f"target_batch={target_batch} with script_accumulation={script_accumulation}",
+            found="the target does not divide evenly into the iterations of one step",
+            next_move=f"use a target that is a multiple of {script_accumulation}",
+        )
+    _check_functions(loss_fn, before_step, weight, split)
+    _check_later(shard, offload, methods, batchnorm)
+    if accumulate_in not in ("float32", "param"):
+        raise _choice("accumulate_in", accumulate_in, ("float32", "param"))
+    micro, whole = _micro_batch(micro_batch)
+    blocks, every = _blocks(checkpoint, model)
+    return Settings(
+        target_batch=target_batch,
+        micro_batch=micro,
+        whole=whole,
+        precision=parse_precision(precision) if isinstance(precision, str) else _bad_precision(precision),
+        checkpoint=blocks,
+        all_blocks=every,
+        script_accumulation=script_accumulation,
+        accumulate_in=accumulate_in,
+        allow_inexact=tuple(allow_inexact),
+        weight=weight,
+        split=split,
+    )
+
+
+def check_plan(plan: Any, fingerprint: str, model: nn.Module) -> Plan | None:
+    """A plan given as such or as a file, for this model."""
+    if plan is None:
+        return None
+    if isinstance(plan, (str, Path)):
+        plan = Plan.load(plan)
+    if not isinstance(plan, Plan):
+        raise UsageError(
+            "plan=", found=f"it is of type {type(plan).__name__}", next_move="pass a memfit.Plan or the path of a saved one"
+        )
+    if plan.fingerprint != fingerprint:
+        from memfit._errors import PlanFileError
+
+        raise PlanFileError(
+            f"using a plan for {plan.model} with {plan.optimizer}",
+            found=f"it was made for another model or optimizer than this {type(model).__name__} (other parameters, or frozen "
+            "otherwise)",
+            next_move="plan again for this one",
+        )
+    unknown = [name for name in plan.checkpoint if name not in dict(model.named_modules())]
+    if unknown:
+        raise UsageError("using a plan", found=f"the model has no block {unknown[0]!r}", next_move="plan again")
+    return plan
+
+
+# ---- parts
+
+
+def _check_wrappers(model: nn.Module) -> None:
+    name = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        raise Refused(
+            "wrapping a scripted model",
+            found="torch.jit does not let its forward be intercepted",
+            next_move="wrap the Python module it was scripted from",
+        )
+    if name in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"):
+        raise Refused(
+            f"wrapping a model inside {name}",
+            found="this version of memfit trains in one process and holds the model itself",
+            next_move="pass the module inside it (model.module)",
+        )
+
+
+def _check_trainable(model: nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+    if not any(p.requires_grad for p in parameters):
+        raise UsageError(
+            f"training {type(model).__name__}",
+            found="none of its parameters requires a gradient",
+            next_move="unfreeze what is to be trained (requires_grad_()) before wrapping",
+        )
+
+
+def _one_device(model: nn.Module, parameters: Sequence[torch.Tensor]) -> torch.device:
+    devices = sorted({str(p.device) for p in parameters})
+    if "meta" in devices:
+        name = next(name for name, p in model.named_parameters() if p.is_meta)
+        raise UsageError(
+            f"training {type(model).__name__}",
+            found=f"{name} is on the meta device: it has a shape but no values",
+            next_move="load the weights first; memfit.profile and memfit.plan take such models as they are",
+        )
+    if len(devices) > 1:
+        raise Refused(
+            f"training {type(model).__name__} on several devices",
+            found=f"its parameters are on {' and '.join(devices)}",
+            next_move="move the whole model to one device with model.to(...)",
+        )
+    return parameters[0].device
+
+
+def _check_backward_hooks(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
+        if hasattr(p, "_in_backward_optimizers") or any(_holds_optimizer(hook) for hook in hooks.values()):
+            raise Refused(
+                "an optimizer that steps inside backward",
+                found=f"{name} has a hook that updates it as soon as its gradient is there",
+                next_move="remove those hooks and step the optimizer in the loop; memfit hands the total gradient over once",
+            )
+
+
+def _holds_optimizer(hook: Any) -> bool:
+    closure = getattr(hook, "__closure__", None) or ()
+    held = [cell.cell_contents for cell in closure] + [getattr(hook, "__self__", None)]
+    for value in held:
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        if any(isinstance(v, torch.optim.Optimizer) for v in values):
+            return True
+    return False
+
+
+def _check_length(loader: DataLoader[Any], target_batch: int | None) -> None:
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        return
+    length = len(loader.dataset)  # type: ignore[arg-type]
+    if length == 0:
+        raise UsageError("training from this loader", found="its data set is empty", next_move="pass one with samples")
+    drops = loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
+    if target_batch is not None and target_batch > length and drops:
+        raise UsageError(
+            f"target_batch={target_batch} with drop_last=True",
+            found=f"the data set has {length} samples, so every epoch would be dropped",
+            next_move=f"use a target of at most {length}, or drop_last=False (one batch of {length} per epoch)",
+        )
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(
+            f"{name}={value!r}",
+            found=f"it is of type {type(value).__name__}",
+            next_move=f"pass a whole number, for example {name}=256",
+        )
+    if value < 1:
+        raise UsageError(f"{name}={value}", found="it has to be at least 1", next_move=f"pass, for example, {name}=256")
+
+
+def _check_functions(loss_fn: Any, before_step: Any, weight: Any, split: Any) -> None:
+    for name, value in (("loss_fn", loss_fn), ("before_step", before_step), ("weight", weight), ("split", split)):
+        if value is not None and not callable(value):
+            raise UsageError(f"{name}=", found=f"it is of type {type(value).__name__}", next_move="pass a function")
+    if loss_fn is None and (before_step is not None or weight is not None):
+        name = "before_step" if before_step is not None else "weight"
+        raise UsageError(
+            f"{name}= without loss_fn=",
+            found="in script mode the loop, and with it the step, is the script's own",
+            next_move="pass loss_fn= and call run.step(batch), or do it in the loop",
+        )
+
+
+def _check_later(shard: Any, offload: Any, methods: Any, batchnorm: Any) -> None:
+    for name, value in (("shard", shard), ("offload", offload)):
+        if value not in ("auto", "off"):
+            raise UsageError(f"{name}={value!r}", found="in one process it is always off", next_move=f"leave {name}= away")
+    if tuple(methods):
+        raise UsageError(
+            f"methods={tuple(methods)!r}", found="this version cuts calls of forward only", next_move="leave methods= away"
+        )
+    if batchnorm != "micro":
+        raise _choice("batchnorm", batchnorm, ("micro",))
+
+
+def _micro_batch(value: Any) -> tuple[int | None, bool]:
+    if value == "auto":
+        return None, False
+    if value == "off":
+        return None, True
+    if isinstance(value, str):
+        raise _choice("micro_batch", value, ("auto", "off", "a whole number"))
+    _check_count("micro_batch", value)
+    return value, False
+
+
+def _blocks(value: Any, model: nn.Module) -> tuple[tuple[str, ...] | None, bool]:
+    if value == "auto":
+        return None, False
+    if value == "off":
+        return (), False
+    if value == "all":
+        return candidate_blocks(model), True
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise _choice("checkpoint", value, ("auto", "off", "all", "a list of block names"))
+    names = tuple(value)
+    known = dict(model.named_modules())
+    unknown = [name for name in names if not isinstance(name, str) or name not in known or not name]
+    if unknown:
+        raise UsageError(
+            f"checkpoint={list(names)!r}",
+            found=f"the model has no block {unknown[0]!r}",
+            next_move=f"use names such as {', '.join(candidate_blocks(model)[:3]) or 'those of its submodules'}",
+        )
+    return names, False
+
+
+def _bad_precision(value: Any) -> str:
+    raise UsageError(
+        f"precision={value!r}",
+        found=f"it is of type {type(value).__name__}",
+        next_move='pass a name: "auto", "off", "fast", "float32", "bfloat16" or "float16"',
+    )
+
+
+def _choice(name: str, value: Any, allowed: Sequence[str]) -> UsageError:
+    return UsageError(f"{name}={value!r}", found="memfit does not know it", next_move=f"use {', '.join(allowed)}")

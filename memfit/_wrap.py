@@ -1,0 +1,186 @@
+"""The one line: probe, profile, plan, apply, run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from memfit._arguments import check_loader, check_model, check_optimizer, check_plan, check_world, settings_from
+from memfit.engine.intercept import interception_of
+from memfit.hardware.budget import probe
+from memfit.planning.plan import Plan
+from memfit.profiling.build import model_facts
+from memfit.training.core import Core, is_compiled
+from memfit.training.guard import AccumulationGuard
+from memfit.training.iterate import PassedThrough
+from memfit.training.loader import EffectiveLoader
+from memfit.training.pool import planning_pool
+from memfit.training.run import Run
+from memfit.training.script import Script
+from memfit.training.step import Stepper
+from memfit.training.works import LossFn
+
+
+def wrap(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Any = None,
+    *,
+    target_batch: int | None = None,
+    loss_fn: LossFn | None = None,
+    sample: Any = None,
+    budget: int | float | str | None = None,
+    micro_batch: int | str = "auto",
+    precision: str = "auto",
+    checkpoint: str | Sequence[str] = "auto",
+    shard: str = "auto",
+    offload: str = "auto",
+    plan: Plan | str | Path | None = None,
+    enabled: bool = True,
+    before_step: Callable[[], Any] | None = None,
+    script_accumulation: int = 1,
+    weight: Callable[[Any], float] | None = None,
+    split: Callable[[Any, Any], Any] | None = None,
+    methods: Sequence[str] = (),
+    allow_inexact: Sequence[str] = (),
+    batchnorm: str = "micro",
+    accumulate_in: str = "float32",
+) -> Run:
+    """Fit the training of `model` into memory, with the gradients it would have had.
+
+    Without `loss_fn` (script mode) the loop below stays as it was: one iteration of the returned loader is one optimizer
+    step over one whole effective batch, and the plan is made inside the first training call. With
+    `loss_fn(model, batch) -> scalar` (step mode) call `run.step(batch)`; the plan is made here.
+
+    Arguments:
+        model: the module to train; it stays the same object.
+        optimizer: a torch optimizer over (some of) its parameters; it stays the same object.
+        loader: a DataLoader, any iterable of whole batches, or None for scripts that fetch batches themselves.
+        target_batch: samples per optimizer step; None: the script's own batches, only cut.
+        loss_fn: the loss of a batch, for step mode.
+        sample: one batch as the loader would yield it, to plan with `loss_fn` where there is no loader.
+        budget: most device memory this process may hold: bytes (int), "6GiB" (str), a fraction of the device (float in
+            (0, 1]), or None to take what is free.
+        micro_batch: samples per forward: "auto", "off" (the whole share) or a number.
+        precision: "auto" (lower only if nothing else fits), "off", "fast" (lower for speed), or a precision.
+        checkpoint: "auto", "off", "all" or block names.
+        shard, offload: "auto" or "off" in one process.
+        plan: a Plan or the path of a saved one, used instead of planning.
+        enabled: False runs plain, as if this line were not there; so does MEMFIT=off in the environment.
+        before_step: step mode: called once per step on the total gradient, before the optimizer's step (clip there).
+        script_accumulation: iterations that the script itself adds up per optimizer step.
+        weight: step mode: the weight of a micro-batch, where memfit cannot infer it.
+        split: (batch, sizes) -> batches of those sizes, where memfit cannot cut it; in script mode `batch` is (args, kwargs).
+        allow_inexact: names of modules whose mixing of samples is accepted, and reported.
+        accumulate_in: "float32" or "param": precision in which half precision gradients gather.
+
+    Raises UsageError (a ValueError) for arguments that cannot be meant, DoesNotFit (a ValueError) if no plan fits, Refused
+    (a RuntimeError) for training that cannot be cut and stay the same, PlanFileError (a ValueError). Nothing is changed then.
+    """
+    if not enabled or os.environ.get("MEMFIT", "").lower() == "off":
+        run = Run(model, optimizer, loader, core=None)
+        run.plainly(loss_fn, before_step)
+        return run
+    check_world()
+    device = check_model(model)
+    _undo_earlier(model)
+    check_optimizer(optimizer, model)
+    loader = loader.source if isinstance(loader, (EffectiveLoader, PassedThrough)) else loader
+    check_loader(loader, target_batch, loss_fn)
+    settings = settings_from(
+        model,
+        target_batch=target_batch,
+        loss_fn=loss_fn,
+        before_step=before_step,
+        micro_batch=micro_batch,
+        precision=precision,
+        checkpoint=checkpoint,
+        shard=shard,
+        offload=offload,
+        script_accumulation=script_accumulation,
+        weight=weight,
+        split=split,
+        methods=methods,
+        allow_inexact=allow_inexact,
+        batchnorm=batchnorm,
+        accumulate_in=accumulate_in,
+    )
+    given = check_plan(plan, model_facts(model, optimizer).fingerprint, model)
+    core = Core(model, optimizer, device, probe(budget=budget, device=device), settings, compiled=is_compiled(model))
+    run = Run(model, optimizer, None, core=core)
+    core.owner = run
+    run.loader = _effective(loader, settings.share, loss_fn, run)
+    guard = AccumulationGuard(target_batch, script_accumulation) if target_batch is not None and loader is not None else None
+    script = Script(core, lambda: run.batch_samples, lambda: run.batches, guard if loss_fn is None else None)
+    if given is not None:
+        core.fix(given)
+    try:
+        if loss_fn is not None:
+            stepper = Stepper(core, loss_fn, run.whole_loss(loss_fn, script))
+            _prepare(stepper, core, loader, sample, settings.share)
+            run.take_steps(stepper, before_step)
+        else:
+            run.intercept(script)
+    except BaseException:
+        run.undo()
+        raise
+    run.follow(guard, script)
+    _say(run, loader)
+    return run
+
+
+def _undo_earlier(model: nn.Module) -> None:
+    """Wrapping again plans again: what an earlier wrap left on the model goes first."""
+    for module in model.modules():
+        interception = interception_of(module)
+        if interception is not None and isinstance(interception.owner, Run):
+            interception.owner.undo()
+
+
+def _effective(loader: Any, share: int | None, loss_fn: LossFn | None, run: Run) -> Any:
+    if loader is None:
+        return None
+    if isinstance(loader, DataLoader):
+        return EffectiveLoader(loader, share=share, collated=loss_fn is None, on_batch=run.on_batch)
+    return PassedThrough(loader, run.on_batch)
+
+
+def _prepare(stepper: Stepper, core: Core, loader: Any, sample: Any, share: int | None) -> None:
+    """Plan for step mode now, if there is something to plan with; else at the first step."""
+    if sample is not None:
+        stepper.prepare(stepper.ordered(sample), share)
+        return
+    found = planning_pool(loader) if isinstance(loader, DataLoader) else None
+    if found is None:
+        return
+    pool, said = found
+    ordered = stepper.ordered(pool)
+    if ordered.ragged:
+        core.note("note", f"samples differ in size: {said}")
+    stepper.prepare(ordered, share or loader.batch_size)
+
+
+def _say(run: Run, loader: Any) -> None:
+    """One line on stderr; people parse what their scripts print on stdout."""
+    lines = [f"memfit: {run.plan.summary() if run.plan is not None else 'planning at the first training call'}"]
+    before, now = _length(loader), _length(run.loader)
+    if before is not None and now is not None and before != now:
+        lines.append(
+            f"memfit: the loader has {now} iterations per epoch now, not {before}; schedulers built before were sized by the "
+            "old number"
+        )
+    print("\n".join(lines), file=sys.stderr)
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

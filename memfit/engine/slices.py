@@ -1,0 +1,128 @@
+"""Handing the random draws of a whole batch out to its parts by slice, so that parts and whole differ by mixing alone.
+
+A whole run records every draw in order; each part then receives, for its k-th draw, the rows of the whole's k-th.
+Not covered: operators that draw inside a fused kernel (attention with dropout on accelerators, RNN dropout inside cuDNN);
+`unsliced` names those that were met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Draws:
+    """The random draws of one whole run.
+
+    With `by_operations`, attention runs as single operations, whose dropout can be sliced; without, as it would run.
+    """
+
+    def __init__(self, *, by_operations: bool = False) -> None:
+        self.recorded: list[torch.Tensor] = []
+        self.unsliced: list[str] = []
+        self._by_operations = by_operations
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Run the whole: draws are real, and remembered."""
+        with self._attention(), _Recording(self):
+            yield
+
+    @contextmanager
+    def sliced(self, start: int, stop: int, whole: int) -> Iterator[None]:
+        """Run the part `start:stop` of `whole` samples with the rows of the whole's draws."""
+        with self._attention(), _Slicing(self, start, stop, whole):
+            yield
+
+
+    def _attention(self) -> AbstractContextManager[None]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        return sdpa_kernel(SDPBackend.MATH) if self._by_operations else nullcontext()
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports dynamo, which takes a second, to keep it away from this class
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _draws(func, args, kwargs):
+            if "attention" in str(func):
+                self._draws.unsliced.append(str(func))
+            elif func is _DROPOUT:
+                self._draws.recorded.append(out[1].clone())
+            elif isinstance(out, torch.Tensor):
+                self._draws.recorded.append(out.detach().clone())
+            else:
+                self._draws.unsliced.append(str(func))
+        return out
+
+
+class _Slicing(TorchDispatchMode):
+    def __init__(self, draws: Draws, start: int, stop: int, whole: int) -> None:
+        super().__init__()
+        self._draws, self._start, self._stop, self._whole = draws, start, stop, whole
+        self._next = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        if "attention" in str(func):
+            return func(*args, **kwargs)
+        if func is _DROPOUT:
+            x, p = args[0], args[1]
+            mask = self._take(x.shape)
+            if mask is None:
+                return func(*args, **kwargs)
+            return x * mask * (0.0 if p >= 1.0 else 1.0 / (1.0 - p)), mask
+        out = func(*args, **kwargs)
+        drawn = self._take(out.shape) if isinstance(out, torch.Tensor) else None
+        if drawn is not None:
+            out.copy_(drawn)
+        return out
+
+    def _take(self, shape: torch.Size) -> torch.Tensor | None:
+        """The rows of the next recorded draw that belong to a tensor of this shape; None where they cannot be told."""
+        if self._next >= len(self._draws.recorded):
+            return None
+        whole = self._draws.recorded[self._next]
+        self._next += 1
+        if whole.shape == shape:
+            return whole
+        part = self._stop - self._start
+        for dim, (big, small) in enumerate(zip(whole.shape, shape)):
+            if big != small and big * part == small * self._whole:
+                inner = big // self._whole
+                return whole.narrow(dim, self._start * inner, small)
+        return None
+
+
+_DROPOUT = torch.ops.aten.native_dropout.default
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    # Attention kernels carry the tag whether or not they drop anything.
+    return "attention" not in str(func) or _dropout_of(func, args, kwargs or {}) > 0.0
+
+
+def _dropout_of(func: Any, args: Any, kwargs: Any) -> float:
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    return float(given.get("dropout_p", 0.0))

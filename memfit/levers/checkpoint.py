@@ -1,0 +1,115 @@
+"""The checkpoint lever: a block's activations are dropped after its forward and computed again in backward.
+
+Blocks keep their names, types and state_dict keys: only the instance's `forward` is stood in for. Recomputation is torch's
+non-reentrant one, with the random state preserved and buffers (batch statistics) written by the first forward only.
+Not covered: recomputing part of a block; blocks that are called more than once per forward are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memfit._errors import UsageError
+from memfit.engine.intercept import Interception
+
+
+def candidate_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Names of the submodules that can be checkpointed: entries with parameters of the outermost lists and sequences."""
+    found: list[str] = []
+    _descend(model, "", found)
+    return tuple(found)
+
+
+def checkpoint_blocks(model: nn.Module, names: Iterable[str], owner: Any = None) -> Callable[[], None]:
+    """Checkpoint the named blocks from now on; returns the function that undoes it. Raises UsageError for unknown names."""
+    names = tuple(names)
+    modules = dict(model.named_modules())
+    unknown = [name for name in names if name not in modules or not name]
+    if unknown:
+        raise UsageError(
+            f"checkpoint={names!r}",
+            found=f"the model has no block called {unknown[0]!r}",
+            next_move=f"use names such as {', '.join(candidate_blocks(model)[:3]) or 'those of its submodules'}",
+        )
+    installed = [Interception(modules[name], _Checkpointed(modules[name]), owner) for name in names]
+    for interception in installed:
+        interception.install()
+
+    def undo() -> None:
+        for interception in reversed(installed):
+            interception.remove()
+
+    return undo
+
+
+@contextmanager
+def checkpointed(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """The named blocks checkpointed for the length of the context."""
+    undo = checkpoint_blocks(model, tuple(names))
+    try:
+        yield
+    finally:
+        undo()
+
+
+class _Checkpointed:
+    """Answers a block's forward with a checkpointed one while gradients are recorded."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+
+    def __call__(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        return checkpoint(plain, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> tuple[Any, Any]:
+        return _nothing(), _buffers_kept(self._block)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _buffers_kept(block: nn.Module) -> Iterator[None]:
+    copies = [(b, b.detach().clone()) for b in _written_buffers(block)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, copy in copies:
+                buffer.data.copy_(copy)
+
+
+def _written_buffers(block: nn.Module) -> Iterator[torch.Tensor]:
+    for module in block.modules():
+        if module.training:
+            yield from (b for b in module._buffers.values() if b is not None)
+
+
+def _descend(module: nn.Module, prefix: str, found: list[str]) -> None:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
+            entries = [(f"{path}.{key}", entry) for key, entry in child.named_children()]
+            if any(list(entry.children()) for _, entry in entries):
+                for key, entry in entries:
+                    _add(key, entry, found)
+                continue
+        _descend(child, f"{path}.", found)
+
+
+def _add(name: str, entry: nn.Module, found: list[str]) -> None:
+    if isinstance(entry, (nn.ModuleList, nn.Sequential)) and len(entry) > 1 and any(list(e.children()) for e in entry):
+        for key, part in entry.named_children():
+            _add(f"{name}.{key}", part, found)
+    elif any(p is not None for p in entry.parameters()):
+        found.append(name)

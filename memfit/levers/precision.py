@@ -1,0 +1,58 @@
+"""The precision lever: autocast around each micro-batch's forward. The one lever that changes numbers.
+
+Not covered: converting the parameters themselves; float8. A script's own autocast is never overridden: with one in force
+the lever stays off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from memfit._errors import UsageError
+
+PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The lever's explicit values and the dtype autocast computes in."""
+
+
+def precision_applied(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """A context in which forwards on `device` compute in `precision`; "off" and "float32" change nothing."""
+    dtype = PRECISIONS.get(precision)
+    if dtype is None or torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def parse_precision(value: str) -> str:
+    """`value` if the lever knows it; UsageError otherwise."""
+    allowed = ("auto", "off", "fast", *PRECISIONS)
+    if value not in allowed:
+        raise UsageError(
+            f"precision={value!r}", found="memfit does not know it", next_move=f"use one of {', '.join(allowed)}"
+        )
+    return value
+
+
+def lower_precisions(parameters: Iterable[torch.Tensor], device: torch.device) -> tuple[str, ...]:
+    """The precisions below the script's own that could be taken, the gentlest first; none where weights are half already."""
+    if any(p.dtype is not torch.float32 for p in parameters if p.is_floating_point()):
+        return ()
+    if torch.is_autocast_enabled(device.type):
+        return ()
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        return ("float16",)
+    return ("bfloat16", "float16")
+
+
+def script_precision(parameters: Iterable[torch.Tensor], device: torch.device) -> str:
+    """The precision the script computes in: its autocast's, else that of its floating point parameters."""
+    if torch.is_autocast_enabled(device.type):
+        return _name(torch.get_autocast_dtype(device.type))
+    found = {p.dtype for p in parameters if p.is_floating_point()}
+    return _name(found.pop()) if len(found) == 1 else "mixed"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

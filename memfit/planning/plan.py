@@ -1,0 +1,251 @@
+"""The plan: what memfit decided, as a value that can be printed, compared, saved, edited and loaded again.
+
+Plan files are JSON and validated field by field; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memfit._errors import PlanFileError, UsageError
+from memfit._units import format_bytes, format_seconds
+
+VERSION = 1
+"""Version of the plan file format this code writes; later ones are refused."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a way of running an optimizer step costs."""
+
+    peak: int
+    """Bytes expected to be held at once, all included."""
+    upper: int
+    """Bytes it may come to; this is what has to fit."""
+    seconds: float | None = None
+    """Seconds per optimizer step; None if not known."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way of running the step that was considered."""
+
+    micro_batch: int
+    """Samples per forward."""
+    accumulation: int
+    """Micro-batches per optimizer step."""
+    precision: str
+    """off, or what autocast would compute in."""
+    checkpoint: int
+    """Number of blocks checkpointed."""
+    cost: Cost
+    """What it costs."""
+    fits: bool
+    """Whether its upper bound is within the budget."""
+    reason: str = ""
+    """Why it was not taken."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one optimizer step is run."""
+
+    mode: str
+    """whole: one forward and backward. accumulate: weighted micro-batches. replay: two passes."""
+    target_batch: int | None
+    """Samples per optimizer step over all processes; None: the script's own batches."""
+    share: int
+    """Samples of it that this process runs."""
+    micro_batch: int
+    """Samples per forward."""
+    accumulation: int
+    """Micro-batches per optimizer step."""
+    precision: str
+    """off: the script's own; else what autocast computes in around each micro-batch."""
+    checkpoint: tuple[str, ...]
+    """Names of checkpointed blocks."""
+    shard: str
+    """off in one process."""
+    offload: str
+    """off in one process."""
+    predicted: Cost
+    """What this plan costs."""
+    asked: Cost
+    """What the script's own settings would have cost: the whole share at once."""
+    limit: int
+    """The budget: bytes the process may hold."""
+    margin: int
+    """Bytes of it kept free for what cannot be predicted."""
+    held: int
+    """Bytes of it held by what the profile does not count."""
+    device: str
+    """The device's name."""
+    model: str
+    """The model's class."""
+    optimizer: str
+    """The optimizer's class."""
+    fingerprint: str
+    """Digest of the model and optimizer this plan is for."""
+    by_size: tuple[tuple[int, int], ...] = ()
+    """Step mode, samples of different sizes: (elements of the largest sample, samples per micro-batch), ascending."""
+    keep: int = 0
+    """replay: micro-batches whose activations are kept from the first pass."""
+    options: tuple[Option, ...] = ()
+    """What else was considered, the rejected with their reasons."""
+    notes: tuple[str, ...] = ()
+    """What the reader should know."""
+    version: int = field(default=VERSION)
+    """Version of the file format."""
+
+    @property
+    def room(self) -> int:
+        """Bytes left above the plan's upper bound."""
+        return self.limit - self.margin - self.held - self.predicted.upper
+
+    @property
+    def rejected(self) -> tuple[Option, ...]:
+        """The options that were not taken, with reasons."""
+        return tuple(option for option in self.options if option.reason)
+
+    def summary(self) -> str:
+        """One line: what runs and what it takes."""
+        levers = [f"{len(self.checkpoint)} blocks checkpointed"] if self.checkpoint else []
+        levers += [self.precision] if self.precision != "off" else []
+        seconds = "" if self.predicted.seconds is None else f", {format_seconds(self.predicted.seconds)} per step"
+        how = f"{self.share} = {self.micro_batch} x {self.accumulation}" if self.accumulation > 1 else f"{self.share} whole"
+        with_levers = f" ({', '.join(levers)})" if levers else ""
+        mode = ", two passes" if self.mode == "replay" else ""
+        memory = f"{format_bytes(self.predicted.peak)} of {format_bytes(self.limit)}"
+        return f"batch {how}{with_levers}{mode}: {memory}{seconds}"
+
+    def __str__(self) -> str:
+        lines = [f"memfit plan for {self.model} with {self.optimizer} on {self.device}", f"  {self.summary()}"]
+        lines += [f"  not taken: {_describe(option)}: {option.reason}" for option in self.rejected[:6]]
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def diff(self, other: Plan) -> dict[str, tuple[Any, Any]]:
+        """The fields in which two plans differ: name to (here, there)."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+        return {name: (here, there) for name, here, there in pairs if here != there}
+
+    def to_json(self) -> str:
+        """The plan as JSON, to be saved, read and edited."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan from a JSON file. Raises PlanFileError for a damaged, foreign or later one."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unreadable(path, str(error)) from error
+        return Plan.from_json(text, source=str(path))
+
+    @staticmethod
+    def from_json(text: str, source: str = "the text") -> Plan:
+        """Read a plan from JSON. Raises PlanFileError."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise _unreadable(source, f"it is not JSON ({error})") from error
+        if not isinstance(data, dict) or "micro_batch" not in data:
+            raise _unreadable(source, "it is JSON, but not a plan")
+        if isinstance(data.get("version"), int) and data["version"] > VERSION:
+            raise PlanFileError(
+                f"reading the plan {source}",
+                found=f"it has version {data['version']}, and this memfit knows versions up to {VERSION}",
+                next_move="update memfit, or plan again",
+            )
+        return _build(Plan, data, source)
+
+    def export(self, tool: str) -> str:
+        """The arguments to paste into another tool ("torch", "accelerate", "transformers", "lightning"), and what that tool
+        cannot express. Raises UsageError for other names."""
+        from memfit.planning.export import EXPORTS
+
+        if tool not in EXPORTS:
+            raise UsageError(f"export({tool!r})", found="no such tool", next_move=f"use one of {', '.join(EXPORTS)}")
+        return EXPORTS[tool](self)
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def _describe(option: Option) -> str:
+    levers = f", {option.checkpoint} blocks checkpointed" if option.checkpoint else ""
+    levers += f", {option.precision}" if option.precision != "off" else ""
+    return f"{option.micro_batch} x {option.accumulation}{levers}"
+
+
+_NESTED: dict[str, type] = {"predicted": Cost, "asked": Cost, "cost": Cost}
+_OPTIONAL = {"seconds": float, "target_batch": int}
+
+
+def _build(kind: Any, data: Any, source: str) -> Any:
+    """An instance of a plan dataclass from plain JSON values, each checked."""
+    if not isinstance(data, dict):
+        raise _unreadable(source, f"a {kind.__name__} is not an object")
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(set(data) - set(known))
+    missing = sorted(n for n, f in known.items() if n not in data and _required(f))
+    if unknown or missing:
+        what = f"unknown field {unknown[0]!r}" if unknown else f"field {missing[0]!r} is missing"
+        raise _unreadable(source, what)
+    return kind(**{name: _value(known[name], value, source) for name, value in data.items()})
+
+
+def _required(f: Any) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _value(f: Any, value: Any, source: str) -> Any:
+    if f.name in _NESTED:
+        return _build(_NESTED[f.name], value, source)
+    if f.name == "options":
+        return tuple(_build(Option, item, source) for item in _list(f, value, source))
+    if f.name == "by_size":
+        pairs = _list(f, value, source)
+        if not all(isinstance(p, list) and len(p) == 2 and all(type(n) is int and n > 0 for n in p) for p in pairs):
+            raise _wrong(f, value, source)
+        return tuple((p[0], p[1]) for p in pairs)
+    if f.name in ("checkpoint", "notes") and f.type != "int":
+        items = _list(f, value, source)
+        if not all(isinstance(item, str) for item in items):
+            raise _wrong(f, value, source)
+        return tuple(items)
+    if f.name in _OPTIONAL and value is None:
+        return None
+    wanted = {"int": int, "str": str, "bool": bool}.get(f.type, _OPTIONAL.get(f.name, object))
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+        raise _wrong(f, value, source)
+    if f.name in ("share", "micro_batch", "accumulation") and value < 1:
+        raise _wrong(f, value, source)
+    return value
+
+
+def _list(f: Any, value: Any, source: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _wrong(f, value, source)
+    return value
+
+
+def _wrong(f: Any, value: Any, source: str) -> PlanFileError:
+    return _unreadable(source, f"the field {f.name!r} is {value!r}")
+
+
+def _unreadable(source: Any, what: str) -> PlanFileError:
+    return PlanFileError(
+        f"reading the plan {source}", found=what, next_move="save one with plan.save(path), or plan again"
+    )

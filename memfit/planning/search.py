@@ -1,0 +1,291 @@
+"""The fastest combination of levers that fits, as a function from values to a value.
+
+Precision is the one lever that changes numbers, so it is looked at last: only where nothing else fits, or where asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from memfit._errors import DoesNotFit
+from memfit._units import format_bytes
+from memfit.batches.pieces import equal_sizes, sizes
+from memfit.hardware.budget import Budget
+from memfit.planning.blocks import choose_blocks
+from memfit.planning.compose import recomputable, with_checkpoint
+from memfit.planning.plan import Cost, Option, Plan
+from memfit.profiling.allocator import Peak
+from memfit.profiling.profile import Profile
+from memfit.profiling.timeline import CATEGORIES, Timeline
+from memfit.profiling.timing import Timing
+
+NEARLY = 1.02
+"""Options within this factor of the fastest count as equally fast; then fewer levers and fewer micro-batches win."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is to be planned."""
+
+    share: int
+    """Samples per optimizer step on this process."""
+    target_batch: int | None = None
+    """Samples per optimizer step over all processes; None: the script's own batches."""
+    micro_batch: int | None = None
+    """Samples per forward, if prescribed."""
+    checkpoint: tuple[str, ...] | None = None
+    """Blocks to checkpoint, if prescribed; None: to be chosen."""
+    mode: str = "accumulate"
+    """accumulate or replay."""
+    standing: int = 0
+    """Bytes beside the profile that last through every micro-batch (a replayed output, gradients of the step before)."""
+    standing_per_sample: int = 0
+    """The same, per sample of the share."""
+    equal: bool = False
+    """Whether at most two sizes of micro-batch may occur (compiled models)."""
+    sizes: tuple[int, ...] = ()
+    """Micro-batch sizes to look at; empty: all that divide the share differently."""
+
+
+def search(profiles: Sequence[Profile], budget: Budget, demand: Demand) -> Plan:
+    """The fastest plan that fits.
+
+    `profiles` are of the same step in the precisions that may be used, the script's own first; a later one is taken only
+    if none before it fits, unless it is marked by coming alone. Raises DoesNotFit with what would be needed.
+    """
+    tried: list[_Way] = []
+    for profile in profiles:
+        ways = _ways(profile, budget, demand)
+        tried += ways
+        fitting = [way for way in ways if way.fits]
+        if fitting:
+            return _plan(_quickest(fitting), tried, profiles[0], budget, demand)
+    raise _does_not_fit(tried, budget, demand, profiles[0])
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One combination of levers, priced."""
+
+    profile: Profile
+    micro_batch: int
+    accumulation: int
+    checkpoint: tuple[str, ...]
+    peak: Peak
+    seconds: float | None
+    fits: bool
+    keep: int = 0
+
+    def option(self, reason: str) -> Option:
+        cost = Cost(self.peak.expected, self.peak.upper, self.seconds)
+        name = _lever_name(self.profile)
+        return Option(self.micro_batch, self.accumulation, name, len(self.checkpoint), cost, self.fits, reason)
+
+
+def micro_batch_sizes(share: int, most: int | None = None) -> tuple[int, ...]:
+    """The micro-batch sizes worth looking at for a share: one per number of micro-batches, all of the small numbers."""
+    counts = {*range(1, 17), *(round(16 * 1.25**k) for k in range(40)), share}
+    found = {-(-share // count) for count in counts if count <= share} | {n for n in range(1, 9) if n <= share}
+    return tuple(sorted(n for n in found if most is None or n <= most))
+
+
+def keepable(plan: Plan, profile: Profile | None) -> Plan:
+    """For replay: as many micro-batches of the first pass kept whole as the room above the plan's peak allows."""
+    if plan.mode != "replay" or profile is None or profile.timeline is None:
+        return plan
+    each = kept_bytes(profile.timeline, plan.micro_batch)
+    spare = max(0, plan.room) // max(1, each)
+    # The one that runs is in the peak already; keeping all would be running whole.
+    return replace(plan, keep=int(min(spare, plan.accumulation - 1)))
+
+
+def kept_bytes(timeline: Timeline, samples: int) -> int:
+    """Bytes that a micro-batch's forward leaves saved for backward."""
+    kept = timeline.category == CATEGORIES.index("kept")
+    born, _ = timeline.lifetimes()
+    inside = born >= timeline.window[-1] if timeline.window else born >= 0
+    return int(timeline.sizes(samples)[kept & inside].sum())
+
+
+def with_blocks(profile: Profile, blocks: tuple[str, ...]) -> Profile:
+    """The profile of the same step with these blocks checkpointed."""
+    if profile.timeline is None or not blocks:
+        return profile
+    return replace(profile, timeline=with_checkpoint(profile.timeline, blocks), blocks=(), checkpoint=blocks)
+
+
+class _Pricing:
+    """Peaks of one profile under choices of blocks; composing a choice is remembered."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._composed: dict[tuple[str, ...], Profile] = {(): profile}
+        self._recomputes = recomputable(profile.timeline, profile.blocks) if profile.timeline is not None else ()
+        self._every = tuple(dict.fromkeys(r.block for r in self._recomputes))
+
+    def peak(self, size: int, blocks: tuple[str, ...], accumulates: bool) -> Peak:
+        if blocks not in self._composed:
+            self._composed[blocks] = with_blocks(self.profile, blocks)
+        return self._composed[blocks].peak(size, accumulates=accumulates)
+
+    def cheapest(self, size: int, allowed: int, accumulates: bool) -> tuple[tuple[str, ...], Peak]:
+        """The cheapest set of blocks with which the micro-batch fits; where none does, the set that needs least."""
+        peak = self.peak(size, (), accumulates)
+        if peak.upper <= allowed or not self._every:
+            return (), peak
+        least = self.peak(size, self._every, accumulates)
+        if least.upper > allowed or self.profile.timeline is None:
+            return (self._every, least) if least.upper < peak.upper else ((), peak)
+        seconds = dict(timing_at(self.profile.timings, size).blocks) if self.profile.timings else {}
+        room = float(allowed - (least.upper - least.allocated))
+        for _ in range(6):
+            names = choose_blocks(self.profile.timeline, self._recomputes, size, room, seconds)
+            if names is None:
+                break
+            found = self.peak(size, names, accumulates)
+            if found.upper <= allowed:
+                return names, found
+            room -= found.upper - allowed
+        return self._every, least
+
+
+def _ways(profile: Profile, budget: Budget, demand: Demand) -> list[_Way]:
+    allowed = budget.room - demand.standing - demand.standing_per_sample * demand.share
+    wanted = demand.sizes or micro_batch_sizes(demand.share)
+    chosen = (min(demand.micro_batch, demand.share),) if demand.micro_batch is not None else wanted
+    pricing = _Pricing(profile)
+    return [_way(pricing, size, allowed, demand) for size in chosen]
+
+
+def _way(pricing: _Pricing, size: int, allowed: int, demand: Demand) -> _Way:
+    pieces = (equal_sizes if demand.equal else sizes)(demand.share, size)
+    accumulates = len(pieces) > 1
+    if demand.checkpoint is not None:
+        blocks = demand.checkpoint
+        peak = pricing.peak(size, blocks, accumulates)
+    else:
+        blocks, peak = pricing.cheapest(size, allowed, accumulates)
+    seconds = step_seconds(pricing.profile, pieces, blocks, demand.mode)
+    return _Way(pricing.profile, size, len(pieces), blocks, peak, seconds, peak.upper <= allowed)
+
+
+def step_seconds(profile: Profile, pieces: Sequence[int], blocks: Sequence[str], mode: str) -> float | None:
+    """Seconds of one optimizer step in these micro-batches; None where nothing was timed."""
+    if not profile.timings:
+        return None
+    total = profile.optimizer_seconds
+    for piece in pieces:
+        timing = timing_at(profile.timings, piece)
+        per_block = dict(timing.blocks)
+        total += timing.seconds + sum(per_block.get(name, 0.0) for name in blocks)
+        total += timing.forward if mode == "replay" else 0.0
+    return total
+
+
+def timing_at(timings: Sequence[Timing], samples: int) -> Timing:
+    """The timing of a micro-batch of that size: between measured sizes by interpolation, outside by the nearest slope."""
+    known = sorted(timings, key=lambda t: t.samples)
+    if len(known) == 1:
+        return _scaled(known[0], samples / known[0].samples, samples)
+    above = next((i for i, t in enumerate(known) if t.samples >= samples), len(known) - 1)
+    low, high = (known[above - 1], known[above]) if above else (known[0], known[1])
+    share = (samples - low.samples) / (high.samples - low.samples)
+    if share < 0:  # below the smallest that was timed: never better per sample than that one
+        return _scaled(low, samples / low.samples, samples)
+    blocks = {name: seconds + share * (dict(high.blocks).get(name, seconds) - seconds) for name, seconds in low.blocks}
+    return Timing(
+        samples,
+        low.seconds + share * (high.seconds - low.seconds),
+        low.forward + share * (high.forward - low.forward),
+        tuple(blocks.items()),
+    )
+
+
+def _scaled(timing: Timing, factor: float, samples: int) -> Timing:
+    blocks = tuple((name, seconds * factor) for name, seconds in timing.blocks)
+    return Timing(samples, timing.seconds * factor, timing.forward * factor, blocks)
+
+
+def _quickest(ways: Sequence[_Way]) -> _Way:
+    timed = [way for way in ways if way.seconds is not None]
+    if not timed:
+        return max(ways, key=lambda way: (-len(way.checkpoint), way.micro_batch))
+    best = min(way.seconds for way in timed if way.seconds is not None)
+    near = [way for way in timed if way.seconds is not None and way.seconds <= best * NEARLY]
+    return min(near, key=lambda way: (len(way.checkpoint), way.accumulation, way.seconds))
+
+
+def _plan(chosen: _Way, tried: Sequence[_Way], own: Profile, budget: Budget, demand: Demand) -> Plan:
+    whole = own.peak(demand.share, accumulates=False)
+    standing = demand.standing + demand.standing_per_sample * demand.share
+    return Plan(
+        mode="whole" if chosen.accumulation == 1 else demand.mode,
+        target_batch=demand.target_batch,
+        share=demand.share,
+        micro_batch=chosen.micro_batch,
+        accumulation=chosen.accumulation,
+        precision=_lever_name(chosen.profile),
+        checkpoint=chosen.checkpoint,
+        shard="off",
+        offload="off",
+        predicted=_cost(chosen.peak, standing, chosen.seconds),
+        asked=_cost(whole, 0, step_seconds(own, (demand.share,), (), "accumulate")),
+        limit=budget.limit,
+        margin=budget.margin,
+        held=budget.held,
+        device=budget.device.name,
+        model=own.model.name,
+        optimizer=own.model.optimizer,
+        fingerprint=own.model.fingerprint,
+        options=tuple(way.option(_reason(way, chosen, budget, standing)) for way in tried),
+        notes=own.notes,
+    )
+
+
+def _cost(peak: Peak, standing: int, seconds: float | None) -> Cost:
+    return Cost(peak.expected + standing, peak.upper + standing, seconds)
+
+
+def _reason(way: _Way, chosen: _Way, budget: Budget, standing: int) -> str:
+    if way is chosen:
+        return ""
+    if not way.fits:
+        return f"needs up to {format_bytes(way.peak.upper + standing)}, {format_bytes(budget.room)} allowed"
+    if way.seconds is None or chosen.seconds is None:
+        return "more micro-batches than needed"
+    slower = way.seconds / chosen.seconds - 1
+    if slower > NEARLY - 1:
+        return f"{slower:.0%} slower"
+    return "no faster, with more micro-batches or levers"
+
+
+def _lever_name(profile: Profile) -> str:
+    return profile.precision if profile.precision_is_lever else "off"
+
+
+def _does_not_fit(tried: Sequence[_Way], budget: Budget, demand: Demand, own: Profile) -> DoesNotFit:
+    least = min(tried, key=lambda way: way.peak.upper)
+    standing = demand.standing + demand.standing_per_sample * demand.share
+    need = least.peak.upper + standing
+    levers = f", {len(least.checkpoint)} blocks checkpointed" if least.checkpoint else ""
+    fixed = own.model.parameter_bytes + own.model.gradient_bytes
+    more = format_bytes(need + budget.held + budget.margin)
+    return DoesNotFit(
+        f"a batch of {demand.share} within {format_bytes(budget.limit)} ({budget.source})",
+        found=f"at micro-batch {least.micro_batch}{levers} it needs {format_bytes(need)}, and {format_bytes(budget.room)} are "
+        f"left of {format_bytes(budget.limit)} (held by others {format_bytes(budget.held)}, margin "
+        f"{format_bytes(budget.margin)}); parameters and gradients alone take {format_bytes(fixed)}",
+        next_move=f"give it budget={more!r} or more{_what_else(demand, own, standing)}",
+    )
+
+
+def _what_else(demand: Demand, own: Profile, standing: int) -> str:
+    ways = []
+    if standing:
+        ways.append("pass loss_fn= so that the output need not exist as a whole")
+    if demand.checkpoint is not None and own.blocks:
+        ways.append("allow checkpoint='auto'")
+    if demand.micro_batch is not None and demand.micro_batch > 1:
+        ways.append("allow micro_batch='auto'")
+    return "".join(f", or {way}" for way in ways)

@@ -1,0 +1,65 @@
+"""Micro-batches for samples of different sizes, from profiles at a short and at the longest sample.
+
+Memory is taken to be convex in the size of a sample (linear layers are linear in it, attention by operations quadratic), so
+that the line between two traced sizes is an upper bound between them; below the short one, that one's memory is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memfit.planning.plan import Plan
+from memfit.planning.search import micro_batch_sizes
+from memfit.profiling.allocator import Peak
+from memfit.profiling.profile import Profile
+
+Ends = tuple[tuple[int, Profile], tuple[int, Profile]]
+"""((elements, profile) of a short sample, the same of the longest), both with the plan's blocks checkpointed."""
+
+
+def peak_between(ends: Ends, elements: int, samples: int) -> Peak:
+    """The peak of micro-batches of `samples` samples of that many elements."""
+    (low, small), (high, large) = ends
+    share = min(1.0, max(0.0, (elements - low) / (high - low))) if high > low else 1.0
+    a, b = small.peak(samples), large.peak(samples)
+    return Peak(
+        _mixed(a.allocated, b.allocated, share), _mixed(a.expected, b.expected, share), _mixed(a.upper, b.upper, share)
+    )
+
+
+def profile_between(ends: Ends, elements: int, share: int) -> Profile:
+    """A profile for samples of that many elements, as upper bounds at the sizes worth looking at."""
+    peaks = tuple((n, peak_between(ends, elements, n)) for n in micro_batch_sizes(share))
+    return replace(ends[1][1], timeline=None, points=(), peaks=peaks, source="traced at two sizes of sample", blocks=())
+
+
+def by_size(ends: Ends, plan: Plan, room: int, middle: int, steps: int = 8) -> tuple[tuple[int, int], ...]:
+    """(elements of the largest sample, samples per micro-batch) in ascending order: as many elements per micro-batch as the
+    plan has at the median, fewer where memory forbids."""
+    (low, _), (high, _) = ends
+    table = []
+    for k in range(steps + 1):
+        elements = round(low + (high - low) * k / steps)
+        wanted = max(1, round(plan.micro_batch * middle / max(1, elements)))
+        table.append((elements, _largest_fitting(ends, elements, wanted, room)))
+    return tuple(table)
+
+
+def peak_of(ends: Ends, table: tuple[tuple[int, int], ...]) -> Peak:
+    """The largest peak of the micro-batches in a table."""
+    return max((peak_between(ends, elements, n) for elements, n in table), key=lambda peak: peak.upper)
+
+
+def _largest_fitting(ends: Ends, elements: int, wanted: int, room: int) -> int:
+    low, high = 1, wanted
+    while low < high:
+        middle = (low + high + 1) // 2
+        if peak_between(ends, elements, middle).upper <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _mixed(a: int, b: int, share: float) -> int:
+    return int(a + share * (b - a))

@@ -1,0 +1,159 @@
+"""Making a Profile: by tracing where the model can be traced, else by measuring micro-batches of one and two samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit.engine.accumulate import Weighting, Work
+from memfit.engine.staged import Staging
+from memfit.profiling.profile import ModelFacts, Profile, affine
+from memfit.profiling.timing import Stopwatch, clone_of_optimizer
+from memfit.profiling.trace import MakeWork, trace_step
+
+SIZES = (2, 3, 5)
+"""Micro-batches that are traced: two give every allocation as fixed + per sample, the third checks it. One sample is left
+out because operators treat dimensions of size one differently."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is profiled, and in which circumstances."""
+
+    model: nn.Module
+    """The model."""
+    optimizer: Optimizer
+    """Its optimizer."""
+    device: torch.device
+    """Where the model computes."""
+    weighting: Weighting
+    """How micro-batches are weighted."""
+    precision: str
+    """The precision the step computes in."""
+    precision_is_lever: bool = False
+    """Whether memfit's autocast makes it so."""
+    checkpoint: tuple[str, ...] = ()
+    """Blocks that are checkpointed meanwhile."""
+    blocks: tuple[str, ...] = ()
+    """Blocks to look at."""
+    levers: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """A context in which the model runs with its levers applied."""
+
+
+def traced_profile(subject: Subject, make_work: MakeWork, available: int, sizes: Sequence[int] | None = None) -> Profile:
+    """The profile by tracing on fake tensors; `available` is the most samples `make_work` can make.
+
+    Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
+    """
+    chosen = tuple(sizes or (SIZES if available >= SIZES[-1] else range(1, available + 1)))
+    trace = trace_step(
+        subject.model,
+        subject.optimizer,
+        make_work,
+        chosen,
+        subject.weighting,
+        subject.device,
+        blocks=subject.blocks,
+        levers=subject.levers,
+    )
+    whole = affine(trace.timelines, chosen) if len(chosen) > 2 else None
+    own = trace.timelines[0].recomputed()
+    return Profile(
+        **_circumstances(subject),
+        timeline=whole if whole is not None else (trace.timelines[0] if len(chosen) == 1 else None),
+        points=tuple((n, t.peak(n)) for n, t in zip(chosen, trace.timelines)),
+        source="traced" if whole is not None else "traced at single sizes",
+        blocks=tuple(b for b in subject.blocks if b not in own and b not in subject.checkpoint),
+        script_blocks=tuple(b for b in own if b not in subject.checkpoint),
+        written_buffers=trace.written,
+        notes=_guess_notes(trace.guesses),
+    )
+
+
+def measured_profile(
+    subject: Subject, work: Work, available: int, staging: Staging, reason: str
+) -> Profile:
+    """The profile from micro-batches of one and two samples that really run; used where tracing fails."""
+    watch = Stopwatch(subject.model, staging, subject.weighting, subject.device)
+    facts = model_facts(subject.model, subject.optimizer)
+    state = state_bytes(subject.optimizer)
+    standing = facts.parameter_bytes + facts.gradient_bytes + state
+    with watch.session(work):
+        timings = [watch.run(work, n) for n in (1, 2) if n <= available]
+    # The optimizer's step may need another copy of the parameters while it computes (foreach, the default).
+    least = standing + facts.gradient_bytes
+    points = tuple((t.samples, max(least, standing + (t.growth or 0))) for t in timings)
+    return Profile(
+        **_circumstances(subject),
+        timeline=None,
+        points=points,
+        source="measured",
+        timings=tuple(timings),
+        notes=(f"profiled by measuring micro-batches of 1 and 2 samples, because tracing failed: {reason}",),
+    )
+
+
+def model_facts(model: nn.Module, optimizer: Optimizer) -> ModelFacts:
+    """What identifies the model and its optimizer, and what they hold."""
+    parameters = list({id(p): p for p in model.parameters()}.values())
+    trained = [p for p in parameters if p.requires_grad]
+    digest = hashlib.sha256(type(optimizer).__name__.encode())
+    for name, p in model.named_parameters():
+        digest.update(f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}".encode())
+    return ModelFacts(
+        name=type(model).__name__,
+        parameters=sum(p.numel() for p in parameters),
+        trainable=sum(p.numel() for p in trained),
+        parameter_bytes=_bytes(parameters) + _bytes(list(model.buffers())),
+        gradient_bytes=_bytes(trained),
+        optimizer=type(optimizer).__name__,
+        fingerprint=digest.hexdigest()[:16],
+    )
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the optimizer's state once it has stepped: what is there, or what a small clone of it makes."""
+    there = sum(_bytes(_tensors(state)) for state in optimizer.state.values())
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    missing = _bytes([p for p in trained if p not in optimizer.state])
+    if not missing:
+        return there
+    clone, chosen, _ = clone_of_optimizer(optimizer, limit=1 << 20)
+    for p in chosen:
+        p.grad = torch.zeros_like(p)
+    clone.step()
+    made = sum(_bytes(_tensors(clone.state[p])) for p in chosen if p in clone.state)
+    return there + int(missing * made / max(1, _bytes(chosen)))
+
+
+def _circumstances(subject: Subject) -> dict[str, Any]:
+    capability = torch.cuda.get_device_capability(subject.device) if subject.device.type == "cuda" else None
+    return {
+        "model": model_facts(subject.model, subject.optimizer),
+        "device": subject.device.type,
+        "capability": capability,
+        "precision": subject.precision,
+        "precision_is_lever": subject.precision_is_lever,
+        "checkpoint": subject.checkpoint,
+    }
+
+
+def _guess_notes(guesses: Sequence[str]) -> tuple[str, ...]:
+    if not guesses:
+        return ()
+    return (f"the model reads computed values ({', '.join(guesses)}); while tracing they were guessed",)
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    return [v for v in state.values() if isinstance(v, torch.Tensor)] if isinstance(state, dict) else []
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,0 +1,135 @@
+"""The cost of one optimizer step as numbers: what the planner needs, whatever it was got from.
+
+Pure values: a Profile holds no tensor and no module. Not covered: time on a device that is not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from memfit.profiling.allocator import Peak, peak_on
+from memfit.profiling.timeline import Timeline, fit
+from memfit.profiling.timing import Timing
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What identifies a model and its optimizer to a plan."""
+
+    name: str
+    """The model's class."""
+    parameters: int
+    """Elements in its parameters, shared ones once."""
+    trainable: int
+    """Those that receive gradients."""
+    parameter_bytes: int
+    """Bytes of parameters and buffers."""
+    gradient_bytes: int
+    """Bytes of one full set of gradients."""
+    optimizer: str
+    """The optimizer's class."""
+    fingerprint: str
+    """A digest of parameter names, shapes, dtypes and the optimizer's class."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a step costs, for any micro-batch size."""
+
+    model: ModelFacts
+    """The model and optimizer it is about."""
+    device: str
+    """Kind of device: cpu, cuda, ..."""
+    capability: tuple[int, int] | None
+    """Compute capability of a CUDA device."""
+    precision: str
+    """The precision it was taken in."""
+    precision_is_lever: bool
+    """Whether memfit's autocast made it so, and not the script."""
+    checkpoint: tuple[str, ...]
+    """Blocks that were checkpointed while it was taken."""
+    timeline: Timeline | None
+    """The traced step for any size, or None where the trace is not affine in the size or could not be made."""
+    points: tuple[tuple[int, int], ...]
+    """(samples, peak bytes) as traced or measured, ascending."""
+    peaks: tuple[tuple[int, Peak], ...] = ()
+    """(samples, peak) where peaks were worked out for single sizes, ascending; used instead of `points`."""
+    source: str = "traced"
+    """traced; traced at single sizes; or measured."""
+    blocks: tuple[str, ...] = ()
+    """Blocks that could be checkpointed."""
+    script_blocks: tuple[str, ...] = ()
+    """Blocks that the script checkpoints itself."""
+    written_buffers: tuple[str, ...] = ()
+    """Buffers that training forwards write."""
+    sample_bytes: int = 0
+    """Bytes of one sample's inputs on the device."""
+    timings: tuple[Timing, ...] = ()
+    """Micro-batches as timed, one per size."""
+    optimizer_seconds: float = 0.0
+    """Seconds of the optimizer's step."""
+    excess: tuple[tuple[int, int], ...] = ()
+    """(samples, bytes) by which measured micro-batches exceeded the trace: scratch inside kernels, mostly."""
+    notes: tuple[str, ...] = ()
+    """What the reader should know about these numbers."""
+
+    def peak(self, micro_batch: int, *, accumulates: bool = True) -> Peak:
+        """The peak of a step with micro-batches of that many samples, parameters and all included.
+
+        `accumulates=False`: with a single micro-batch, during which gradients are only being born.
+        """
+        if self.timeline is not None:
+            return self.priced(self.timeline, micro_batch, accumulates=accumulates)
+        if self.peaks:
+            return next((peak for n, peak in self.peaks if n >= micro_batch), self.peaks[-1][1])
+        size = _interpolated(self.points, micro_batch)
+        return Peak(size, size, size + size // 8)
+
+    def priced(self, timeline: Timeline, micro_batch: int, *, accumulates: bool = True) -> Peak:
+        """The peak of a timeline of this step with other levers, corrected by what was measured."""
+        peak = peak_on(self.device, timeline, micro_batch, accumulates=accumulates, capability=self.capability)
+        more = self.excess_at(micro_batch)
+        return Peak(peak.allocated, peak.expected + more, peak.upper + more)
+
+    def excess_at(self, micro_batch: int) -> int:
+        """Bytes to add to the trace at that size, by the steepest line through what was measured."""
+        if not self.excess:
+            return 0
+        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(self.excess, self.excess[1:])]
+        last, at_last = self.excess[-1]
+        if micro_batch <= last:
+            return max((more for n, more in self.excess if n <= micro_batch), default=self.excess[0][1])
+        return int(at_last + max(0.0, *slopes, 0.0) * (micro_batch - last))
+
+    def with_timings(self, timings: tuple[Timing, ...], optimizer_seconds: float) -> Profile:
+        """The same with measured times, and corrected where more memory was measured than traced."""
+        excess = ()
+        if self.timeline is not None:
+            traced = self.timeline
+            measured = [(t.samples, t.growth - traced.growth(t.samples)) for t in timings if t.growth is not None]
+            excess = tuple((n, more) for n, more in measured) if any(more > 0 for _, more in measured) else ()
+            excess = tuple((n, max(0, more)) for n, more in excess)
+        return replace(self, timings=timings, optimizer_seconds=optimizer_seconds, excess=excess)
+
+
+def affine(timelines: tuple[Timeline, ...], sizes: tuple[int, ...]) -> Timeline | None:
+    """One timeline for all sizes from the first two, if it agrees with the others to the byte; else None."""
+    whole = fit(timelines[0], sizes[0], timelines[1], sizes[1])
+    if whole is None:
+        return None
+    for timeline, size in zip(timelines[2:], sizes[2:]):
+        if whole.peak(size) != timeline.peak(size) or len(whole.event) != len(timeline.event):
+            return None
+    return whole
+
+
+def _interpolated(points: tuple[tuple[int, int], ...], samples: int) -> int:
+    """The peak between, below or beyond known points; beyond the last by the steepest slope seen."""
+    if len(points) == 1:
+        return int(points[0][1] * max(1.0, samples / points[0][0]))
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(points, points[1:])]
+    for (low, at_low), slope, (high, _) in zip(points, slopes, points[1:]):
+        if samples <= high:
+            return int(at_low + slope * (samples - low)) if samples >= low else at_low
+    last, at_last = points[-1]
+    return int(at_last + max(0.0, *slopes) * (samples - last))

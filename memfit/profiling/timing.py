@@ -1,0 +1,194 @@
+"""Seconds, measured on the device: micro-batches of a few sizes, their blocks' forwards, and the optimizer's step.
+
+Nothing that is timed leaves a trace: gradients are discarded, buffers and random state restored, and the optimizer's step
+runs on a bounded clone. Not covered: what the loader and the script around the wrapped forward take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit._units import MiB
+from memfit.batches.weights import Count
+from memfit.engine.accumulate import CountOf, Pass, Weighting, Work
+from memfit.engine.staged import Staging
+from memfit.hardware.meter import Meter
+from memfit.profiling.sandbox import leave_no_trace
+from memfit.profiling.trace import shadow_optimizer
+
+CLONE_LIMIT = 64 * MiB
+"""Bytes of parameters whose optimizer step is timed; the rest is taken to cost the same per byte."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One size of micro-batch, as measured."""
+
+    samples: int
+    """Samples in the micro-batch."""
+    seconds: float
+    """Forward and backward of one micro-batch."""
+    forward: float
+    """Its forward alone."""
+    blocks: tuple[tuple[str, float], ...] = ()
+    """Forward seconds of each block."""
+    growth: int | None = None
+    """Bytes the process came to hold beyond what it held before; None where the platform cannot tell."""
+
+
+class Stopwatch:
+    """Times micro-batches on one device; every measurement discards what it computed."""
+
+    def __init__(
+        self, model: nn.Module, staging: Staging, weighting: Weighting, device: torch.device, blocks: Iterable[str] = ()
+    ) -> None:
+        modules = dict(model.named_modules())
+        self._blocks = {modules[name]: name for name in blocks}
+        self._model, self._staging, self._weighting, self._device = model, staging, weighting, device
+        self._meter: Meter | None = None
+
+    @contextmanager
+    def session(self, work: Work) -> Iterator[None]:
+        """Inside, micro-batches meet staged gradients, as all but the first of a step do; nothing is left of it."""
+        with leave_no_trace(self._model, self._device), self._staging.swapped():
+            try:
+                # Kernels are chosen and libraries set up once per process: the first micro-batch is not representative.
+                Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, 1)
+                self._meter = Meter(self._device)
+                yield
+            finally:
+                self._staging.discard()
+                self._meter = None
+
+    def run(self, work: Work, samples: int) -> Timing:
+        """Forward and backward of one micro-batch of `samples`, inside a session."""
+        assert self._meter is not None
+        marks: list[float] = []
+        found: dict[str, float] = {}
+        timed = _Timed(work, self._now, marks)
+        self._meter.reset_peak()
+        before = self._meter.held()
+        with self._block_times(found):
+            Pass(timed, self._staging, self._weighting, 1.0).micro_batch(0, samples)
+        end = self._now()
+        peak = self._meter.peak()
+        begun, forward_done = marks
+        growth = None if peak is None else max(0, peak - before)
+        return Timing(samples, end - begun, forward_done - begun, tuple(found.items()), growth)
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize()
+        return time.perf_counter()
+
+    @contextmanager
+    def _block_times(self, found: dict[str, float]) -> Iterator[None]:
+        if not self._blocks:
+            yield
+            return
+        begun: dict[nn.Module, float] = {}
+
+        def before(module: nn.Module, args: object) -> None:
+            if module in self._blocks:
+                begun[module] = self._now()
+
+        def after(module: nn.Module, args: object, out: object) -> None:
+            if module in begun:
+                found[self._blocks[module]] = self._now() - begun.pop(module)
+
+        hooks = (
+            nn.modules.module.register_module_forward_pre_hook(before),
+            nn.modules.module.register_module_forward_hook(after),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _Timed:
+    """A work that notes when its micro-batch begins and when its forward is done."""
+
+    def __init__(self, work: Work, now: Callable[[], float], marks: list[float]) -> None:
+        self._work, self._now, self._marks = work, now, marks
+        self.samples, self.device = work.samples, work.device
+        self.extra_receivers, self.extra_gradients = work.extra_receivers, work.extra_gradients
+
+    def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:
+        found = self._work.inputs(start, stop, count)
+        self._marks.append(self._now())
+        return found
+
+    def forward(self, inputs: Any) -> Any:
+        return self._work.forward(inputs)
+
+    def loss(self, outputs: Any) -> torch.Tensor:
+        loss = self._work.loss(outputs)
+        self._marks.append(self._now())
+        return loss
+
+
+def time_sizes(watch: Stopwatch, work: Work, sizes: Sequence[int], seconds: float) -> tuple[Timing, ...]:
+    """Each of `sizes` (ascending) timed within about `seconds`, in turns so that a disturbance hits them alike; sizes that
+    would take too long are left out, but never the first."""
+    stop = time.perf_counter() + seconds
+    best: dict[int, Timing] = {}
+    growth: dict[int, int | None] = {}
+    with watch.session(work):
+        for round_ in range(8):
+            for size in sizes if not round_ else tuple(best):
+                if best and time.perf_counter() + _expected(best, size) > stop:
+                    break
+                timing = watch.run(work, size)
+                growth[size] = max((g for g in (growth.get(size), timing.growth) if g is not None), default=None)
+                if size not in best or timing.seconds < best[size].seconds:
+                    best[size] = timing
+            if time.perf_counter() > stop:
+                break
+    return tuple(replace(timing, growth=growth[size]) for size, timing in sorted(best.items()))
+
+
+def optimizer_seconds(optimizer: Optimizer, device: torch.device, limit: int = CLONE_LIMIT, repeats: int = 3) -> float:
+    """Seconds of one optimizer step, from the steps of a clone of at most `limit` bytes of parameters."""
+    clone, chosen, part = clone_of_optimizer(optimizer, limit)
+    if not chosen:
+        return 0.0
+    seconds = []
+    for _ in range(repeats + 1):
+        for p in chosen:
+            p.grad = torch.zeros_like(p)
+        begun = time.perf_counter()
+        clone.step()
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds[1:]) / part
+
+
+def clone_of_optimizer(optimizer: Optimizer, limit: int) -> tuple[Optimizer, list[torch.Tensor], float]:
+    """(an optimizer of the same kind over copies of some parameters, those copies, their share of all bytes)."""
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    total = sum(p.numel() * p.element_size() for p in trained)
+    chosen: dict[int, torch.Tensor] = {}
+    size = 0
+    for p in sorted(trained, key=lambda p: p.numel()):
+        if chosen and size + p.numel() * p.element_size() > limit:
+            break
+        size += p.numel() * p.element_size()
+        chosen[id(p)] = nn.Parameter(p.detach().clone())
+    clone = shadow_optimizer(optimizer, lambda p: chosen.get(id(p)), lambda t: t.detach().clone())
+    return clone, list(chosen.values()), size / max(total, 1)
+
+
+def _expected(best: dict[int, Timing], size: int) -> float:
+    largest = best[max(best)]
+    return largest.seconds * max(1.0, size / largest.samples)

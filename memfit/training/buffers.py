@@ -1,0 +1,41 @@
+"""Buffers that a training forward writes (batch statistics, codebooks): written by the first pass only, restored on retry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from memfit.profiling.sandbox import restore_tensors
+
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class WrittenBuffers:
+    """Knows which buffers of a model change in training; until it is told, it takes all of them for written."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._written: frozenset[str] | None = None
+
+    def declare(self, names: Iterable[str]) -> None:
+        """These buffers are written, as tracing found."""
+        self._written = frozenset(names)
+
+    def snapshot(self) -> Copies:
+        """Copies of the buffers that may be written."""
+        if self._written is not None and not self._written:
+            return []
+        named = self._model.named_buffers()
+        return [(b, b.detach().clone()) for name, b in named if self._written is None or name in self._written]
+
+    @contextmanager
+    def kept(self, wanted: bool) -> Iterator[None]:
+        """With `wanted`, buffers are afterwards as they were before the block."""
+        copies = self.snapshot() if wanted else []
+        try:
+            yield
+        finally:
+            restore_tensors(copies)

@@ -1,0 +1,241 @@
+"""One training call of the model that has not run yet, or ran in micro-batches without keeping its activations."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.batches.cut import Axis, Layout, cut
+from memfit.batches.pieces import bounds, sizes
+from memfit.batches.tree import leaves, rebuild, tensors
+from memfit.engine.context import (
+    Autocast,
+    RandomState,
+    autocast_now,
+    autocast_off,
+    autocasting,
+    modes_as,
+    modes_of,
+    random_state_kept,
+)
+from memfit.engine.staged import Staging
+from memfit.training.buffers import WrittenBuffers
+from memfit.training.outputs import Outputs
+
+Tree = tuple[tuple[Any, ...], dict[str, Any]]
+Split = Callable[[Any, list[int]], Sequence[Any]]
+"""From a batch and sizes in samples to batches of those sizes."""
+
+
+class Call:
+    """The arguments and circumstances of a call, how it is cut, and what is known of its outputs.
+
+    `pieces` and the random state of each are fixed by the first pass over it; later passes repeat them exactly.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plain: Callable[..., Any],
+        tree: Tree,
+        layout: Layout,
+        outputs: Outputs,
+        device: torch.device,
+        *,
+        autocast: Sequence[Autocast] | None = None,
+        split: Split | None = None,
+    ) -> None:
+        self.model, self.plain, self.tree, self.layout, self.outputs, self.device = (
+            model, plain, tree, layout, outputs, device,
+        )  # fmt: skip
+        self.samples, self.split, self.whole_piece = layout.samples, split, False
+        self.key: Hashable = None
+        self.autocast = autocast_now((device.type, "cpu")) if autocast is None else tuple(autocast)
+        self.modes = modes_of(model)
+        self.pieces: tuple[int, ...] = ()
+        self.random: list[RandomState] = []
+        self.values: list[torch.Tensor | None] | None = None
+        self.kept: dict[int, list[Any]] = {}
+        self.inputs = InputGradients(tree, layout if split is None else Layout((), layout.samples))
+        self.standins: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self._versions = [(t, t._version) for t in (*tensors(tree), *model.parameters()) if not t.is_inference()]
+
+    def check_unchanged(self) -> None:
+        """Raise torch's own error if an input or a parameter was modified in place since the call."""
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
+                    "instead. (memfit runs this call in micro-batches when its loss is computed, with the tensors it "
+                    "was given; do not modify them before backward.)"
+                )
+
+    def begin(self, pieces: Sequence[int]) -> bool:
+        """Fix how the call is cut; True on the first pass over it, False when an earlier pass is repeated."""
+        if self.pieces:
+            return False
+        self.pieces = tuple(pieces)
+        self.random = []
+        return True
+
+    def forget_pass(self) -> None:
+        """Undo `begin`: the pass failed and another will take its place."""
+        self.pieces, self.random, self.kept = (), [], {}
+
+    def output(self, tree: Tree | None = None) -> Any:
+        """What the model returns for these arguments (None: all of the call's), in the call's own circumstances and the
+        grad mode in force."""
+        args, kwargs = self.tree if tree is None else tree
+        with modes_as(self.modes), autocasting(self.autocast):
+            return self.plain(*args, **kwargs)
+
+    def run(self, tree: Tree) -> list[Any]:
+        """The leaves of `output`."""
+        return [leaf for _, leaf in leaves(self.output(tree))]
+
+    def arguments(self, start: int, stop: int) -> Tree:
+        """The arguments of one micro-batch; those that require gradients as leaves of their own."""
+        if self.whole_piece:
+            return self.tree
+        if self.split is not None:
+            return part_of_split(self.split, self.tree, start, stop, self.samples)
+        piece = cut(self.tree, self.layout, start, stop)
+        return self.inputs.own(piece) if self.inputs.wanted else piece
+
+    def compute_values(self, pieces: Sequence[int], keep: int, staging: Staging, buffers: WrittenBuffers) -> None:
+        """The first pass of replay: the whole output without its activations, but for the last `keep` micro-batches."""
+        self.check_unchanged()
+        first = self.begin(pieces)
+        parts: list[list[Any]] = []
+        with buffers.kept(not first), _random_as_was(self.device, not first):
+            for index, (start, stop) in enumerate(bounds(self.pieces)):
+                self.draw_from(index)
+                with torch.set_grad_enabled(index >= len(self.pieces) - keep):
+                    found = self._forward_of(start, stop, staging)
+                if index >= len(self.pieces) - keep:
+                    self.kept[index] = found
+                parts.append([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found])
+        self.values = self.joined(parts)
+
+    def joined(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
+        """The leaves of the whole output from those of the micro-batches."""
+        return [self._joined(i, [part[i] for part in parts]) for i in range(len(self.outputs.leaves))]
+
+    def draw_from(self, index: int) -> None:
+        """Let the random generators stand where micro-batch `index` began, or remember it on the first pass."""
+        if index < len(self.random):
+            self.random[index].restore(self.device)
+        else:
+            self.random.append(RandomState.capture(self.device))
+
+    def replay(
+        self, gradients: Sequence[torch.Tensor | None], staging: Staging, buffers: WrittenBuffers, largest: int
+    ) -> None:
+        """The second pass: run each micro-batch again and send the gradients of its outputs backward.
+
+        `largest` below the first pass's micro-batches cuts them further; draws then go on from where each began.
+        """
+        self.check_unchanged()
+        with buffers.kept(True), random_state_kept(self.device), staging.swapped():
+            # What was kept goes first: it gives its memory back before anything is run again.
+            for index in sorted(range(len(self.pieces)), key=lambda i: i not in self.kept):
+                start = sum(self.pieces[:index])
+                if index not in self.kept:
+                    self.random[index].restore(self.device)
+                for low, high in bounds(sizes(self.pieces[index], largest)):
+                    self._backward_of(index, start + low, start + high, gradients, staging)
+
+    def _forward_of(self, start: int, stop: int, staging: Staging) -> list[Any]:
+        if not torch.is_grad_enabled():
+            return self.run(self.arguments(start, stop))
+        with staging.swapped():
+            return self.run(self.arguments(start, stop))
+
+    def _backward_of(
+        self, index: int, start: int, stop: int, gradients: Sequence[torch.Tensor | None], staging: Staging
+    ) -> None:
+        found = self.kept.pop(index, None)
+        if found is None:
+            with torch.enable_grad():
+                found = self._forward_of(start, stop, staging)
+        roots, incoming = [], []
+        for i, gradient in enumerate(gradients):
+            part = self._gradient_part(i, gradient, start, stop)
+            if part is not None and found[i].requires_grad:
+                roots.append(found[i])
+                incoming.append(part)
+        del found
+        with autocasting(autocast_off((self.device.type, "cpu"))):
+            torch.autograd.backward(roots, incoming)
+
+    def _gradient_part(self, leaf: int, gradient: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+        about = self.outputs.leaves[leaf]
+        if gradient is None:
+            return None
+        if about.axis is not None:
+            return about.axis.narrow(gradient, start, stop)
+        if about.kind == "loss":
+            return gradient * ((stop - start) / self.samples)
+        return gradient if start == 0 else None
+
+    def _joined(self, leaf: int, parts: list[Any]) -> Any:
+        about = self.outputs.leaves[leaf]
+        if about.kind == "batch" and about.axis is not None:
+            return about.axis.join(parts)
+        if about.kind == "loss":
+            return sum(part * (piece / self.samples) for part, piece in zip(parts, self.pieces))
+        return parts[0]
+
+
+def part_of_split(split: Split, batch: Any, start: int, stop: int, samples: int) -> Any:
+    """The samples `start:stop` of a batch that only `split` knows how to cut."""
+    sizes = [start, stop - start, samples - stop]
+    parts = split(batch, [size for size in sizes if size])
+    return parts[1 if start else 0]
+
+
+class InputGradients:
+    """Gradients for arguments that require them, gathered from the micro-batches."""
+
+    def __init__(self, tree: Tree, layout: Layout) -> None:
+        found = [leaf for _, leaf in leaves(tree)]
+        self._axes = {
+            i: axis
+            for i, (leaf, axis) in enumerate(zip(found, layout.axes))
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        }
+        self.wanted: list[torch.Tensor] = [found[i] for i in self._axes]
+        """The arguments that gradients flow into."""
+        self._own: dict[int, list[torch.Tensor]] = {i: [] for i in self._axes}
+
+    def own(self, piece: Tree) -> Tree:
+        """`piece` with leaves of their own for the arguments that require gradients."""
+        found = [leaf for _, leaf in leaves(piece)]
+        for i, axis in self._axes.items():
+            if axis is not None or not self._own[i]:
+                self._own[i].append(found[i].detach().requires_grad_())
+            found[i] = self._own[i][-1]
+        return rebuild(piece, iter(found))
+
+    def take(self) -> list[torch.Tensor | None]:
+        """The gradient of each wanted argument, None where nothing arrived; moved out."""
+        gradients = [self._joined(i, axis) for i, axis in self._axes.items()]
+        self._own = {i: [] for i in self._axes}
+        return gradients
+
+    def _joined(self, index: int, axis: Axis | None) -> torch.Tensor | None:
+        pieces = self._own[index]
+        if all(piece.grad is None for piece in pieces):
+            return None
+        parts = [torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in pieces]
+        return parts[0] if axis is None else axis.join(parts)
+
+
+def _random_as_was(device: torch.device, wanted: bool) -> AbstractContextManager[None]:
+    return random_state_kept(device) if wanted else nullcontext()

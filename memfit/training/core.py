@@ -1,0 +1,163 @@
+"""What script mode and step mode share: the model's staging, recovery, loss scale, events and the plan in force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit._units import format_bytes
+from memfit.batches.pieces import equal_sizes, sizes
+from memfit.engine.accumulate import SharesDiffer, Weighting, Work, accumulate
+from memfit.engine.handover import Total
+from memfit.engine.staged import Staging, check_nothing_escaped
+from memfit.hardware.budget import Budget
+from memfit.levers.checkpoint import checkpoint_blocks
+from memfit.planning.plan import Plan
+from memfit.profiling.profile import Profile
+from memfit.training.buffers import WrittenBuffers
+from memfit.training.events import Events
+from memfit.training.planner import Planner
+from memfit.training.recover import Again, Recovery
+from memfit.training.scaling import LossScale, computes_in_half
+from memfit.training.settings import Settings
+
+
+class Core:
+    """The state of a run that both modes work on."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, device: torch.device, budget: Budget, settings: Settings, compiled: bool
+    ) -> None:
+        self.model, self.optimizer, self.device, self.settings, self.compiled = model, optimizer, device, settings, compiled
+        inside = {id(p) for p in model.parameters()}
+        outside = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in inside]
+        self.staging = Staging(model, outside)
+        self.buffers = WrittenBuffers(model)
+        self.events = Events()
+        self.planner = Planner(model, optimizer, device, budget, settings, self.staging)
+        self.scale = LossScale()
+        self.recovery = Recovery(device, self.staging, self.buffers, self._ran_out)
+        self.plan: Plan | None = None
+        self.profile: Profile | None = None
+        self.largest: int | None = None
+        self.steps = 0
+        self.owner: object = None
+        self.fixed: Plan | None = None
+        self._undo_levers: Callable[[], None] = lambda: None
+        self._checked_escapes = False
+
+    def adopt(self, plan: Plan, profile: Profile | None) -> None:
+        """Let `plan` be in force: its levers are applied, those of the plan before it taken back."""
+        self._undo_levers()
+        self._undo_levers = (
+            checkpoint_blocks(self.model, plan.checkpoint, self.owner) if plan.checkpoint else lambda: None
+        )
+        again = self.plan is not None and plan.micro_batch != self.plan.micro_batch
+        self.plan, self.profile, self.largest = plan, profile, plan.micro_batch
+        if profile is not None and profile.source != "measured":
+            self.buffers.declare(profile.written_buffers)
+        self.events.add(self.steps, "replan" if again else "plan", plan.summary())
+
+    def fix(self, plan: Plan) -> None:
+        """Use a plan that was made elsewhere, instead of planning."""
+        self.fixed = plan
+        self.adopt(plan, None)
+
+    def release(self) -> None:
+        """Take the plan's levers back."""
+        self._undo_levers()
+        self._undo_levers = lambda: None
+
+    def note(self, kind: str, message: str) -> None:
+        """Record an event."""
+        self.events.add(self.steps, kind, message)
+
+    def limit(self, plan: Plan) -> int:
+        """The most samples per micro-batch: the plan's, or less since memory ran out."""
+        return min(plan.micro_batch, self.largest or plan.micro_batch)
+
+    def old_gradient_bytes(self) -> int:
+        """Bytes of gradients that may still be there while the next batch runs. Before the first step the script's order is
+        not known, and all are counted."""
+        trained = self.staging.parameters()
+        there = trained if not self.steps else [p for p in trained if p.grad is not None]
+        return sum(p.numel() * p.element_size() for p in there)
+
+    def pieces(self, samples: int, largest: int) -> tuple[int, ...]:
+        """The micro-batches' sizes for that many samples."""
+        return (equal_sizes if self.compiled else sizes)(samples, largest)
+
+    def accumulated(
+        self,
+        work: Work,
+        weighting: Weighting,
+        pieces_for: Callable[[int], Sequence[int]],
+        *,
+        largest: int,
+        begin: Callable[[Sequence[int]], None] = lambda pieces: None,
+        after_micro: Callable[[int], None] | None = None,
+    ) -> Total:
+        """The total of an effective batch, through recovery: smaller micro-batches, a lower loss scale or true shares where
+        the first attempt shows that they are needed."""
+        precision = self.plan.precision if self.plan is not None else "off"
+        half = computes_in_half(self.staging.parameters(), self.device.type, precision)
+        shares: list[list[float]] | None = None
+
+        def attempt(limit: int) -> Total:
+            nonlocal shares
+            pieces = tuple(pieces_for(limit))
+            begin(pieces)
+            self.prepare(len(pieces))
+            known = shares if shares is not None and len(shares) == len(pieces) else None
+            scale = self.scale.scale if half else 1.0
+            try:
+                total = self._run(partial(accumulate, work, pieces, self.staging, weighting), scale, known, after_micro)
+            except SharesDiffer as difference:
+                shares = difference.shares
+                raise Again from None
+            return self.scale.accept(total) if half else total
+
+        total = self.recovery.run(attempt, largest)
+        if half:
+            total.on_handover = self.scale.seen
+        return total
+
+    def prepare(self, micro_batches: int) -> None:
+        """Before a pass: gradients of half precision parameters gather in float32 where there are several micro-batches."""
+        if micro_batches > 1 and self.settings.accumulate_in == "float32":
+            self.staging.accumulate_in_float32()
+
+    def _run(
+        self,
+        run: Callable[..., Total],
+        scale: float,
+        shares: list[list[float]] | None,
+        after_micro: Callable[[int], None] | None,
+    ) -> Total:
+        if self._checked_escapes:
+            return run(scale=scale, shares=shares, after_micro=after_micro)
+        parameters = self.staging.parameters()
+        before = [p.grad for p in parameters]
+        total = run(scale=scale, shares=shares, after_micro=after_micro)
+        check_nothing_escaped(parameters, before, self.model)
+        self._checked_escapes = True
+        return total
+
+    def _ran_out(self, tried: int, smaller: int, text: str) -> None:
+        budget = format_bytes(self.planner.budget().limit)
+        self.largest = min(smaller, self.largest or smaller)
+        self.events.add(
+            self.steps,
+            "out of memory",
+            f"a micro-batch of {tried} ran out of memory within {budget} ({text}); the batch started again at {smaller}",
+        )
+
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether calls of the model run compiled code."""
+    return getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod")

@@ -1,0 +1,315 @@
+"""Deciding on training calls: whole or cut, proven how, planned how. One entry per kind of call that is met.
+
+Not covered: calls of different kinds that together do not fit; each is planned by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from memfit._errors import DoesNotFit, Refused
+from memfit._units import format_bytes
+from memfit.batches.cut import Layout, shared_samples
+from memfit.batches.tree import tensors
+from memfit.engine.accumulate import Weighting, Work
+from memfit.planning.plan import Plan
+from memfit.planning.search import Demand, search
+from memfit.profiling.profile import Profile
+from memfit.training.call import Call, Tree
+from memfit.training.core import Core
+from memfit.training.learn import (
+    Shapes,
+    no_larger,
+    outputs_of,
+    samples_by,
+    shapes_per_sample,
+    structure_of,
+    twin_call,
+    ways_to_cut,
+)
+from memfit.training.outputs import Outputs
+from memfit.training.planner import Task
+from memfit.training.prove import Deviation, frozen_norms, infer_weighting, joined_outputs, mixing_module
+from memfit.training.sidedoors import refuse_side_doors
+from memfit.training.works import CallWork, OutputsWork
+
+LOSS_BOUND = 3
+"""Copies of a model's output that an unseen loss is taken to need at once: log-probabilities, their gradient, a temporary."""
+PROOF_SAMPLES = 5
+"""Samples that proofs run on."""
+BY_SAMPLES = Weighting("samples", "by samples")
+
+Twin = Callable[[torch.Tensor], torch.Tensor]
+MakeWork = Callable[[Call, Sequence[torch.Tensor], Twin | None, str], Work]
+"""From a call (or its twin), the twins in it, what makes twins (None: this is the real call), and a precision."""
+
+
+@dataclass
+class Planned:
+    """A plan for one kind of call and what consumes its output."""
+
+    plan: Plan
+    profile: Profile | None
+    """None for a plan that was made elsewhere."""
+    demand: Demand
+
+
+@dataclass
+class Kind:
+    """One kind of call that was met: same nesting, dtypes and modes of its arguments."""
+
+    layout: Layout
+    """Where its samples lie."""
+    shapes: Shapes
+    """Shapes per sample of the largest one planned for."""
+    outputs: dict[Shapes, Outputs] = field(default_factory=dict)
+    """What it returns, by shapes per sample."""
+    bound: Profile | None = None
+    """Its profile with its own loss, or with one bounded from its output."""
+    whole: int = 0
+    """Samples up to which it runs whole."""
+    proven: bool = False
+    """Whether cutting it was proven on real samples."""
+    weighting: Weighting = BY_SAMPLES
+    """How its own loss is weighted, once inferred."""
+    planned: dict[str, Planned] = field(default_factory=dict)
+    """Plans by what consumes the output."""
+
+
+class Kinds:
+    """All kinds of training calls that a model was called with."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._kinds: dict[Hashable, Kind] = {}
+
+    def to_cut(self, plain: Callable[..., Any], tree: Tree, hint: int | None) -> tuple[Call | None, int | None]:
+        """(the call if it has to be cut, else None; the samples in it, if they can be told). `hint`: samples in the
+        loader's batch."""
+        key = structure_of(tree, self._core.model, self._core.device)
+        kind = self._kinds.get(key)
+        samples = None if kind is None else samples_by(tree, kind.layout)
+        if kind is not None and samples is not None:
+            call = self._known(kind, plain, tree, samples)
+        else:
+            samples = hint if hint is not None and _has_dimension(tree, hint) else shared_samples(tree)
+            if samples is None or samples < 2:
+                return None, samples
+            call = self._first(key, plain, tree, samples)
+        if call is not None:
+            call.key = key
+        return call, samples
+
+    def weighting(self, call: Call) -> Weighting:
+        """How the call's own loss is weighted."""
+        return self._kinds[call.key].weighting
+
+    def prove_again(self, call: Call) -> None:
+        """The weighting of the call's own loss did not hold on this batch: infer it anew. Raises Refused."""
+        kind = self._kinds[call.key]
+        deviation = self._infer(kind, call)
+        if deviation is not None or kind.weighting.rivals:
+            raise self._mixes(call, deviation or Deviation("the loss", float("nan"), 0.0))
+
+    def _first(self, key: Hashable, plain: Callable[..., Any], tree: Tree, samples: int) -> Call | None:
+        core = self._core
+        worst: tuple[Call, Deviation] | None = None
+        for call in ways_to_cut(core.model, plain, tree, samples, core.device, core.settings.split):
+            shapes = shapes_per_sample(tree, call.layout)
+            kind = Kind(call.layout, shapes, {shapes: call.outputs}, None if core.fixed else self._bound(call))
+            if self._runs_whole(kind, call):
+                self._kinds[key] = kind
+                return None
+            deviation = self._prove(kind, call)
+            if deviation is None:
+                self._kinds[key] = kind
+                return call
+            if worst is None or deviation.relative < worst[1].relative:
+                worst = call, deviation
+        assert worst is not None  # ways_to_cut raises where there is none
+        raise self._mixes(*worst)
+
+    def _known(self, kind: Kind, plain: Callable[..., Any], tree: Tree, samples: int) -> Call | None:
+        shapes = shapes_per_sample(tree, kind.layout)
+        fits = no_larger(shapes, kind.shapes)
+        if fits and samples <= kind.whole:
+            return None
+        core = self._core
+        layout = Layout(kind.layout.axes, samples)
+        call = Call(core.model, plain, tree, layout, Outputs(None, ()), core.device, split=core.settings.split)
+        if shapes not in kind.outputs:
+            kind.outputs[shapes] = outputs_of(call)
+        call.outputs = kind.outputs[shapes]
+        if not fits:
+            self._grew(kind, call, shapes)
+        if self._runs_whole(kind, call):
+            return None
+        if not kind.proven:
+            deviation = self._prove(kind, call)
+            if deviation is not None:
+                raise self._mixes(call, deviation)
+        return call
+
+    def _grew(self, kind: Kind, call: Call, shapes: Shapes) -> None:
+        """The inputs are larger than any planned for: everything is planned anew, before they run."""
+        if self._core.fixed is not None:
+            return
+        kind.shapes, kind.whole, kind.planned, kind.bound = shapes, 0, {}, self._bound(call)
+        sizes = " ".join("x".join(map(str, shape)) for shape in shapes if shape)
+        self._core.note("replan", f"inputs larger than any before ({sizes} per sample): planned anew before they run")
+
+    # ---- whole or cut
+
+    def _bound(self, call: Call) -> Profile:
+        task = self._task(call, own_or_bound, Demand(call.samples), BY_SAMPLES)
+        return self._core.planner.profile(task, "off")
+
+    def _runs_whole(self, kind: Kind, call: Call) -> bool:
+        core, settings = self._core, self._core.settings
+        if core.fixed is not None:
+            return core.fixed.micro_batch >= call.samples and core.fixed.precision == "off"
+        assert kind.bound is not None
+        if settings.micro_batch is not None and settings.micro_batch < call.samples:
+            return False
+        if settings.precision not in ("auto", "off", "float32"):
+            return False  # a prescribed precision is applied around micro-batches
+        demand = Demand(call.samples, settings.target_batch, micro_batch=call.samples, checkpoint=settings.checkpoint or ())
+        if call.outputs.loss is None:
+            demand = replace(demand, standing_per_sample=LOSS_BOUND * output_bytes(call))
+        try:
+            plan = search([kind.bound], core.planner.budget(), demand)
+        except DoesNotFit:
+            if settings.whole:
+                raise
+            return False
+        if core.plan is None:
+            core.adopt(replace(plan, notes=(*plan.notes, "fits as is: it runs whole, as the script wrote it")), kind.bound)
+        kind.whole = max(kind.whole, call.samples)
+        return True
+
+    # ---- proofs
+
+    def _prove(self, kind: Kind, call: Call) -> Deviation | None:
+        """None if the call may be cut this way; else how far its parts are from the whole."""
+        few, allowed = min(PROOF_SAMPLES, call.samples), self._core.settings.allow_inexact
+        outputs, deviation = joined_outputs(call, few)
+        if deviation.agrees:
+            kind.outputs[kind.shapes] = call.outputs = outputs
+        elif allowed and mixing_module(call, few, allowed) is None:
+            self._accept(deviation)
+        else:
+            return deviation
+        refuse_side_doors(call, few)
+        if outputs.loss is not None:
+            found = self._infer(kind, call)
+            if found is not None and not allowed:
+                return found
+            if found is not None:
+                self._accept(found)
+        kind.proven = True
+        return None
+
+    def _infer(self, kind: Kind, call: Call) -> Deviation | None:
+        assert call.outputs.loss is not None
+        work = CallWork(frozen_norms(call), call.outputs.loss, draws=False)
+        few = min(PROOF_SAMPLES, call.samples)
+        weighting, deviation = infer_weighting(work, few, self._core.staging, self._core.model)
+        kind.weighting = weighting or BY_SAMPLES
+        return deviation if weighting is None else None
+
+    def _accept(self, deviation: Deviation) -> None:
+        self._core.note(
+            "not equal",
+            f"{deviation.where} differs by {deviation.relative:.2g} between the whole batch and its parts; accepted by "
+            "allow_inexact",
+        )
+
+    def _mixes(self, call: Call, deviation: Deviation) -> Refused:
+        few = min(PROOF_SAMPLES, call.samples)
+        found = mixing_module(call, few, self._core.settings.allow_inexact) or deviation
+        budget = format_bytes(self._core.planner.budget().limit)
+        return Refused(
+            f"cutting a batch of {call.samples} into micro-batches, as {budget} require",
+            found=f"{found.where} mixes samples: its value for {few} samples together differs by {found.relative:.2g} from "
+            "that for the same samples in two parts",
+            next_move=f"accept that with allow_inexact=[{found.where!r}], compute what needs all samples together outside the "
+            "model, or give it a budget in which the batch runs whole",
+        )
+
+    # ---- planning for what consumes the output
+
+    def planned(
+        self,
+        call: Call,
+        consumer: str,
+        make: MakeWork,
+        weighting: Weighting,
+        *,
+        mode: str = "accumulate",
+        standing_per_sample: int = 0,
+    ) -> Planned:
+        """The plan for this consumer of the call's output: made at its first use, and again where there is more room."""
+        core, kind = self._core, self._kinds[call.key]
+        if core.fixed is not None:
+            return Planned(core.fixed, None, Demand(call.samples))
+        demand = Demand(
+            call.samples,
+            core.settings.target_batch,
+            mode=mode,
+            standing=core.old_gradient_bytes(),
+            standing_per_sample=standing_per_sample,
+        )
+        found = kind.planned.get(consumer)
+        if found is None or call.samples > found.demand.share:
+            there = kind.bound if make is own_or_bound or mode == "replay" else None
+            plan, profile = core.planner.plan(self._task(call, make, demand, weighting), profile=there)
+            found = kind.planned[consumer] = Planned(plan, profile, demand)
+            core.adopt(plan, profile)
+        elif demand.standing < found.demand.standing and found.profile is not None:
+            self._roomier(found, demand.standing)
+        return found
+
+    def _roomier(self, planned: Planned, standing: int) -> None:
+        """The script zeroes its gradients before the batch runs: their room can be used from now on."""
+        core = self._core
+        planned.demand = replace(planned.demand, standing=standing)
+        demand = replace(planned.demand, micro_batch=core.settings.micro_batch, checkpoint=planned.plan.checkpoint)
+        assert planned.profile is not None
+        plan = search([planned.profile], core.planner.budget(), demand)
+        if plan.micro_batch > planned.plan.micro_batch and core.largest == planned.plan.micro_batch:
+            planned.plan = plan
+            core.adopt(plan, planned.profile)
+
+    def _task(self, call: Call, make: MakeWork, demand: Demand, weighting: Weighting) -> Task:
+        def make_work(precision: str) -> Callable[[Twin, int], Work]:
+            def build(twin: Twin, samples: int) -> Work:
+                other, made = twin_call(call, twin, samples)
+                return make(other, made, twin, precision)
+
+            return build
+
+        def real_work(precision: str) -> Work:
+            return make(call, (), None, precision)
+
+        return Task(make_work, real_work, weighting, call.samples, demand, self._core.compiled)
+
+
+def _has_dimension(tree: Tree, size: int) -> bool:
+    return any(size in tensor.shape for tensor in tensors(tree))
+
+
+def own_or_bound(call: Call, made: Sequence[torch.Tensor], twin: Twin | None, precision: str) -> Work:
+    """The work of a call with the loss it returns itself, or with all its outputs summed where it returns none."""
+    if call.outputs.loss is None:
+        return OutputsWork(call, precision=precision, draws=False, borrowed=made)
+    return CallWork(call, call.outputs.loss, precision=precision, draws=False, borrowed=made)
+
+
+def output_bytes(call: Call) -> int:
+    """Bytes per sample of the differentiable outputs, in float32 as losses compute."""
+    batch = [leaf for leaf in call.outputs.leaves if leaf.kind == "batch" and leaf.differentiable]
+    return sum(leaf.bytes_for(1) * max(1, 4 // leaf.dtype.itemsize) for leaf in batch)

@@ -1,0 +1,171 @@
+"""Learning a kind of call: which dimension is the batch and what the model returns, from two small fake runs.
+
+Where the model cannot run on fake tensors, the two small runs are real ones that leave no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit._errors import MemfitError
+from memfit.batches.cut import Layout, candidate_layouts, uncuttable
+from memfit.batches.tree import is_column, leaves, map_leaves
+from memfit.engine.context import autocast_now
+from memfit.profiling.fake import FakeWorld
+from memfit.profiling.sandbox import leave_no_trace
+from memfit.profiling.trace import TraceFailed, telling_failures
+from memfit.training.call import Call, Split, Tree
+from memfit.training.outputs import Outputs, learn_outputs
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def structure_of(tree: Tree, model: nn.Module, device: torch.device) -> Hashable:
+    """What two calls share if they can be cut the same way: nesting, dtypes, plain values, mode and autocast."""
+    return (
+        tuple((path, _kind(leaf)) for path, leaf in leaves(tree)),
+        model.training,
+        tuple((a.device_type, a.enabled, a.dtype) for a in autocast_now((device.type, "cpu"))),
+    )
+
+
+def shapes_per_sample(tree: Tree, layout: Layout) -> Shapes:
+    """Every leaf's shape with the samples' factor taken out."""
+    found = []
+    for (_, leaf), axis in zip(leaves(tree), layout.axes):
+        if not isinstance(leaf, torch.Tensor):
+            found.append(())
+        elif axis is None:
+            found.append(tuple(leaf.shape))
+        else:
+            found.append((*leaf.shape[: axis.dim], axis.outer * axis.inner, *leaf.shape[axis.dim + 1 :]))
+    return tuple(found)
+
+
+def samples_by(tree: Tree, layout: Layout) -> int | None:
+    """Samples in a call with this layout, or None if its tensors disagree."""
+    found = set()
+    for (_, leaf), axis in zip(leaves(tree), layout.axes):
+        if axis is not None:
+            size = len(leaf) if is_column(leaf) else leaf.shape[axis.dim]
+            found.add(axis.samples(size) if size % (axis.outer * axis.inner) == 0 else None)
+    return found.pop() if len(found) == 1 else None
+
+
+def no_larger(these: Shapes, those: Shapes) -> bool:
+    """Whether no dimension of `these` is larger than in `those`."""
+    return all(
+        len(a) == len(b) and all(x <= y for x, y in zip(a, b)) for a, b in zip(these, those, strict=True)
+    )
+
+
+def ways_to_cut(
+    model: nn.Module, plain: Callable[..., Any], tree: Tree, samples: int, device: torch.device, split: Split | None
+) -> Iterator[Call]:
+    """Calls cut by each layout under which the model runs on a few samples, the likeliest first.
+
+    Raises Refused if there is none; it names what the model said of the likeliest.
+    """
+    if split is not None:
+        layout = Layout(tuple(None for _ in leaves(tree)), samples)
+        yield _learnt(model, plain, tree, layout, device, split)
+        return
+    first_error: BaseException | None = None
+    found = False
+    for layout in candidate_layouts(tree, samples):
+        try:
+            call = _learnt(model, plain, tree, layout, device, None)
+        except Exception as error:
+            first_error = first_error or error
+            continue
+        found = True
+        yield call
+    if found:
+        return
+    if isinstance(first_error, MemfitError):
+        raise first_error
+    if first_error is None:
+        raise uncuttable(f"none of the call's tensors has a dimension of {samples}, the samples in the batch")
+    raise uncuttable(f"on a few samples the model says: {str(first_error).splitlines()[0]}") from first_error
+
+
+def outputs_of(call: Call) -> Outputs:
+    """What the model returns for any number of samples of a call like this one."""
+    few, many = (2, 3) if call.samples >= 3 else (1, 2)
+    try:
+        small, large = _fake_outputs(call, few, many)
+    except TraceFailed:
+        small, large = _real_outputs(call, few, many)
+    return learn_outputs(small, few, large, many)
+
+
+def twin_call(call: Call, twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> tuple[Call, list[torch.Tensor]]:
+    """The call on twins of its first `samples` samples, and those twins: they stand for views of what exists already."""
+    made: list[torch.Tensor] = []
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        made.append(twin_of_part(leaf, twin))
+        return made[-1]
+
+    tree = map_leaves(convert, call.arguments(0, samples))
+    layout = Layout(call.layout.axes, samples)
+    twin_ = Call(call.model, call.plain, tree, layout, call.outputs, call.device, autocast=call.autocast, split=None)
+    twin_.whole_piece = call.split is not None
+    return twin_, made
+
+
+def twin_of_part(tensor: torch.Tensor, twin: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The twin of a part of a batch with a storage of its own size."""
+    if tensor.is_floating_point() and not tensor.is_sparse:
+        fake = twin(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).new_empty(tensor.shape)
+        return fake.requires_grad_(tensor.requires_grad)
+    return twin(tensor.detach().clone())
+
+
+def _learnt(
+    model: nn.Module, plain: Callable[..., Any], tree: Tree, layout: Layout, device: torch.device, split: Split | None
+) -> Call:
+    call = Call(model, plain, tree, layout, Outputs(None, ()), device, split=split)
+    call.outputs = outputs_of(call)
+    return call
+
+
+def _fake_outputs(call: Call, few: int, many: int) -> tuple[Any, Any]:
+    world = FakeWorld()
+    found = []
+    with leave_no_trace(call.model, call.device, buffers=False), telling_failures(), world.replacing(call.model):
+        twins = [twin_call(call, world.twin, n)[0] for n in (few, many)]
+        with world.entered(), torch.enable_grad():
+            found = [t.output() for t in twins]
+    return found[0], found[1]
+
+
+def _real_outputs(call: Call, few: int, many: int) -> tuple[Any, Any]:
+    with leave_no_trace(call.model, call.device), torch.enable_grad():
+        found = []
+        for n in (few, many):
+            output = call.output(call.arguments(0, n))
+            found.append(map_leaves(_without_data, output))
+            del output
+    return found[0], found[1]
+
+
+def _without_data(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
+
+
+def _kind(leaf: Any) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, leaf.dim(), leaf.device.type, leaf.requires_grad
+    if is_column(leaf):
+        return "column"
+    return leaf if isinstance(leaf, (int, float, str, bool, type(None))) else type(leaf).__name__
+

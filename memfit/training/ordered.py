@@ -1,0 +1,82 @@
+"""An effective batch as step mode cuts it: samples in descending size, collated piece by piece; or an ordinary batch, cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from memfit.batches.cut import Layout, cut
+from memfit.batches.samples import SampleBatch
+from memfit.batches.tree import map_leaves
+from memfit.training.call import Split, part_of_split
+from memfit.training.learn import twin_of_part
+
+RAGGED = 1.05
+"""Samples whose sizes differ by more than this factor are ordered by size."""
+
+
+class Ordered:
+    """Samples in the order in which micro-batches are made of them.
+
+    `sizes[i]` are the elements of the i-th; all zero where samples cannot be told apart.
+    """
+
+    def __init__(self, samples: int, sizes: Sequence[int], piece: Callable[[Sequence[int]], Any]) -> None:
+        self.samples = samples
+        self.ragged = bool(sizes) and max(sizes) > RAGGED * max(1, min(sizes))
+        order = sorted(range(samples), key=lambda i: -sizes[i]) if self.ragged else list(range(samples))
+        self._order = order
+        self.sizes = [sizes[i] if sizes else 0 for i in order]
+        self._make = piece
+
+    @staticmethod
+    def of_samples(batch: SampleBatch) -> Ordered:
+        """Samples that are collated piece by piece."""
+        return Ordered(len(batch), batch.sizes(), batch.collate)
+
+    @staticmethod
+    def of_tree(tree: Any, layout: Layout, split: Split | None) -> Ordered:
+        """An ordinary batch that is cut."""
+
+        def piece(indices: Sequence[int]) -> Any:
+            start, stop = indices[0], indices[-1] + 1
+            if split is not None:
+                return part_of_split(split, tree, start, stop, layout.samples)
+            return cut(tree, layout, start, stop)
+
+        return Ordered(layout.samples, [], piece)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest sample."""
+        return self.sizes[0] if self.sizes else 0
+
+    def piece(self, start: int, stop: int) -> Any:
+        """The samples `start:stop` in this order, collated or cut."""
+        return self._make(self._order[start:stop])
+
+    def copies(self, index: int, count: int) -> Any:
+        """`count` samples like the `index`-th: that one again and again where samples are collated, else the first ones."""
+        if self.ragged:
+            return self._make([self._order[index]] * count)
+        return self._make([self._order[i % self.samples] for i in range(count)])
+
+    def around(self, index: int) -> Callable[[int, int], Any]:
+        """Pieces of samples of about the size of the `index`-th, in turns, for timing."""
+        span = max(1, self.samples // 4) if self.ragged else self.samples
+        start = max(0, min(index - span // 2, self.samples - span))
+        return lambda low, high: self._make([self._order[start + i % span] for i in range(low, high)])
+
+    def twins(self, index: int, count: int, twin: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """`copies`, with fake tensors for real ones."""
+        return map_leaves(
+            lambda leaf: twin_of_part(leaf, twin) if isinstance(leaf, torch.Tensor) else leaf, self.copies(index, count)
+        )
+
+    def spread(self, count: int) -> Callable[[int, int], Any]:
+        """`count` samples of sizes as different as there are, for proofs."""
+        step = max(1, (self.samples - 1) // max(1, count - 1))
+        chosen = [self._order[i * step] for i in range(count)] if self.ragged else self._order[:count]
+        return lambda low, high: self._make(chosen[low:high])

@@ -1,0 +1,154 @@
+"""What a model returns for any number of samples, learnt from its outputs for two small ones.
+
+Not covered: outputs with two dimensions that grow with the batch (similarity matrices); they are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from memfit._errors import Refused
+from memfit.batches.cut import Axis
+from memfit.batches.tree import Path, leaves, path_name, rebuild
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of an output."""
+
+    kind: Literal["batch", "constant", "loss", "value", "opaque"]
+    """batch: has one entry per sample. constant: a tensor that does not. loss: a differentiable scalar. value: no tensor,
+    the same whatever the batch. opaque: an object of its own kind (a cache), which cannot be joined."""
+    path: Path
+    """Where it stands in the output."""
+    shape: tuple[int, ...] = ()
+    """Its shape for `few` samples."""
+    dtype: torch.dtype = torch.float32
+    """Its precision."""
+    device: torch.device = torch.device("cpu")
+    """Where it lives."""
+    differentiable: bool = False
+    """Whether gradients flow through it."""
+    axis: Axis | None = None
+    """For "batch": where the samples lie."""
+    value: Any = None
+    """For "value": what it is."""
+
+    def shape_for(self, samples: int) -> tuple[int, ...]:
+        """Its shape for that many samples."""
+        if self.axis is None:
+            return self.shape
+        dim = self.axis.dim
+        return (*self.shape[:dim], self.axis.size(samples), *self.shape[dim + 1 :])
+
+    def bytes_for(self, samples: int) -> int:
+        """Bytes it takes for that many samples."""
+        count = 1
+        for size in self.shape_for(samples):
+            count *= size
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The nesting of an output and its leaves."""
+
+    tree: Any
+    """An output with None in the places of tensors and opaque objects, for its containers."""
+    leaves: tuple[Leaf, ...]
+    """In order."""
+
+    @property
+    def loss(self) -> int | None:
+        """The index of the leaf that is the model's own loss, if there is exactly one."""
+        found = [i for i, leaf in enumerate(self.leaves) if leaf.kind == "loss"]
+        return found[0] if len(found) == 1 else None
+
+    @property
+    def tensors(self) -> tuple[int, ...]:
+        """The indices of leaves that are tensors."""
+        return tuple(i for i, leaf in enumerate(self.leaves) if leaf.kind in ("batch", "constant", "loss"))
+
+    def filled(self, values: Sequence[Any]) -> Any:
+        """An output with these leaves."""
+        return rebuild(self.tree, iter(values))
+
+    def turned(self, index: int) -> Outputs:
+        """The same with the samples of leaf `index` varying fastest instead of slowest (time before batch)."""
+        leaf = self.leaves[index]
+        assert leaf.axis is not None
+        axis = Axis(leaf.axis.dim, outer=leaf.axis.inner, inner=leaf.axis.outer)
+        changed = [*self.leaves]
+        changed[index] = replace(leaf, axis=axis)
+        return replace(self, leaves=tuple(changed))
+
+
+class NotJoined:
+    """Stands in an output for an object that memfit cannot join from micro-batches; using it says so."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.__dict__.update(_memfit_name=name, _memfit_kind=kind)
+
+    def __repr__(self) -> str:
+        return f"<{self._memfit_name}: a {self._memfit_kind}, not joined from micro-batches>"
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise _not_joined(self._memfit_name, self._memfit_kind)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _not_joined(self._memfit_name, self._memfit_kind)
+
+
+def learn_outputs(small: Any, few: int, large: Any, many: int) -> Outputs:
+    """The outputs for any number of samples from those for `few` and for `many`. Raises Refused by name."""
+    first, second = list(leaves(small)), list(leaves(large))
+    if [path for path, _ in first] != [path for path, _ in second]:
+        raise Refused(
+            "joining the outputs of micro-batches",
+            found=f"the model returns another structure for {few} samples than for {many}",
+            next_move="return tensors with one entry per sample, or compute the loss inside the model",
+        )
+    found = tuple(_learn(path, a, few, b, many) for (path, a), (_, b) in zip(first, second))
+    plain = rebuild(small, (leaf.value if leaf.kind == "value" else None for leaf in found))
+    return Outputs(plain, found)
+
+
+def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
+    if not isinstance(small, torch.Tensor):
+        simple = isinstance(small, (int, float, str, bool, type(None)))
+        same = simple and small == large
+        return Leaf("value", path, value=small) if same else Leaf("opaque", path, value=type(small).__name__)
+    about = {
+        "shape": tuple(small.shape),
+        "dtype": small.dtype,
+        "device": small.device,
+        "differentiable": small.requires_grad,
+    }
+    if small.shape == large.shape:
+        scalar = small.numel() == 1 and small.requires_grad and small.is_floating_point()
+        return Leaf("loss" if scalar else "constant", path, **about)
+    grown = [dim for dim in range(small.dim()) if small.dim() == large.dim() and small.shape[dim] != large.shape[dim]]
+    if len(grown) == 1:
+        inner, rest = divmod(small.shape[grown[0]], few)
+        if rest == 0 and large.shape[grown[0]] == inner * many:
+            return Leaf("batch", path, **about, axis=Axis(grown[0], inner=inner))
+    raise Refused(
+        "joining the outputs of micro-batches",
+        found=f"{path_name(path, 'output')} has the shape {tuple(small.shape)} for {few} samples and {tuple(large.shape)} "
+        f"for {many}: it does not have one entry per sample",
+        next_move="compute what needs all samples together outside the model, from outputs with one entry per sample",
+    )
+
+
+def _not_joined(name: str, kind: str) -> Refused:
+    return Refused(
+        f"using {name} of a batch that ran in micro-batches",
+        found=f"it is a {kind}, and memfit joins tensors only",
+        next_move="switch it off in the model (for example use_cache=False), or read it under torch.no_grad()",
+    )

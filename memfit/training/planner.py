@@ -1,0 +1,266 @@
+"""From work to plan: profile it, time a little of it, search, trace what was chosen, and apply its levers."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit._errors import DoesNotFit
+from memfit._units import format_bytes
+from memfit.engine.accumulate import Weighting, Work
+from memfit.engine.staged import Staging
+from memfit.hardware.budget import Budget
+from memfit.hardware.meter import Meter
+from memfit.levers.checkpoint import candidate_blocks, checkpointed
+from memfit.levers.precision import lower_precisions, script_precision
+from memfit.planning.plan import Plan
+from memfit.planning.search import Demand, micro_batch_sizes, search
+from memfit.profiling.build import Subject, measured_profile, traced_profile
+from memfit.profiling.profile import Profile
+from memfit.profiling.timing import Stopwatch, optimizer_seconds, time_sizes
+from memfit.profiling.trace import MakeWork, TraceFailed
+from memfit.training.settings import Settings
+
+TIMING_SECONDS = 2.0
+"""How long micro-batches are timed while planning."""
+SAME = 0.01
+"""How far the composed prediction may be from the whole trace of the chosen plan."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is planned: one kind of work on one kind of batch."""
+
+    make_work: Callable[[str], MakeWork]
+    """From a precision to what makes twin work for tracing."""
+    real_work: Callable[[str], Work]
+    """From a precision to the real work, for timing."""
+    weighting: Weighting
+    """How its micro-batches are weighted."""
+    available: int
+    """Samples that there are to trace with."""
+    demand: Demand
+    """How much of it."""
+    compiled: bool = False
+    """Whether the model is compiled: then it is measured, not traced."""
+
+
+class Planner:
+    """Plans for one model, optimizer and budget, and remembers the profiles it made."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, device: torch.device, budget: Budget, settings: Settings, staging: Staging
+    ) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._settings, self._staging = settings, staging
+        self._meter = Meter(device)
+        self._start = self._meter.held() - self._known_bytes()
+        self._budget = budget
+        explicit = device.type == "cpu" and budget.held == 0
+        self._base = 0 if explicit else max(0, budget.held - self._known_bytes())
+
+    def budget(self) -> Budget:
+        """The budget with what is held now beside the tensors that profiles count."""
+        give_back_free_heap()
+        grown = self._meter.held() - self._known_bytes() - self._start
+        return self._budget.with_held(max(0, self._base + grown))
+
+    def measured_peak(self) -> int | None:
+        """Most bytes held since the meter was reset, on the budget's scale; None where the platform cannot tell."""
+        peak = self._meter.peak()
+        return None if peak is None else peak - self._start + self._base
+
+    def reset_peak(self) -> None:
+        """Count the measured peak anew."""
+        self._meter.reset_peak()
+
+    def plan(self, task: Task, *, timed: bool = True, profile: Profile | None = None) -> tuple[Plan, Profile]:
+        """The plan for a task and the profile it rests on (`profile`: one that is there already). Raises DoesNotFit."""
+        task = replace(task, demand=replace(self.constrained(task.demand), equal=task.compiled))
+        own = profile or self.profile(task, "off")
+        if timed:
+            own = self.timed(task, own)
+        try:
+            if self._settings.precision == "fast":
+                plan, profile = self._fast(task, own)
+            else:
+                plan, profile = self._search(task, own)
+        except DoesNotFit:
+            if self._settings.precision != "auto":
+                raise
+            plan, profile = self._lower(task, own)
+        return plan, profile
+
+    def profile(self, task: Task, lever: str, checkpoint: tuple[str, ...] = (), sizes: Sequence[int] | None = None) -> Profile:
+        """The profile of a task in a precision, traced where that is possible."""
+        subject = self._subject(task, lever, checkpoint)
+        if not task.compiled:
+            try:
+                return traced_profile(subject, task.make_work(lever), task.available, sizes)
+            except TraceFailed as failed:
+                reason = failed.reason
+        else:
+            reason = "the model is compiled"
+        return measured_profile(subject, task.real_work(lever), task.available, self._staging, reason)
+
+    def _search(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
+        """The plan by composition, then traced whole; where the trace needs more, that is learnt and searched again."""
+        budget = self.budget()
+        demand = task.demand
+        for _ in range(4):
+            plan = search([profile], budget, demand)
+            whole = self._traced_whole(task, plan, profile)
+            if whole is None or whole <= budget.room:
+                return plan, profile
+            sizes = demand.sizes or micro_batch_sizes(demand.share)
+            smaller = tuple(n for n in sizes if n < plan.micro_batch)
+            if not smaller or demand.micro_batch is not None:
+                break
+            demand = replace(demand, sizes=smaller)
+        raise DoesNotFit(
+            f"a batch of {demand.share} within {format_bytes(budget.limit)}",
+            found="the plan that was composed needs more when it is traced whole",
+            next_move="give it a larger budget, or prescribe micro_batch=1",
+        )
+
+    def _traced_whole(self, task: Task, plan: Plan, profile: Profile) -> int | None:
+        """The upper bound of the plan's peak from a trace of exactly this plan; None where it needs no check."""
+        if profile.timeline is None or (not plan.checkpoint and plan.micro_batch >= 2):
+            return None  # the affine timeline was checked to the byte already
+        if plan.micro_batch > task.available:
+            return None
+        try:
+            whole = self.profile(task, plan.precision, plan.checkpoint, (plan.micro_batch,))
+        except RuntimeError as error:  # torch.utils.checkpoint's own check: the block computes another thing the second time
+            raise DoesNotFit(
+                f"checkpointing {', '.join(plan.checkpoint)}",
+                found=str(error).splitlines()[0],
+                next_move="pass checkpoint='off', or name blocks that compute the same when run again",
+            ) from error
+        if whole.timeline is None:
+            return None
+        peak = profile.priced(whole.timeline, plan.micro_batch, accumulates=plan.accumulation > 1)
+        standing = task.demand.standing + task.demand.standing_per_sample * task.demand.share
+        return peak.upper + standing
+
+    def _lower(self, task: Task, own: Profile) -> tuple[Plan, Profile]:
+        """A lower precision, because nothing else fits. Raises the script precision's own DoesNotFit if none helps."""
+        for lever in lower_precisions(self._model.parameters(), self._device):
+            try:
+                plan, profile = self._search(task, self.timed(task, self.profile(task, lever)))
+            except DoesNotFit:
+                continue
+            note = f"computes in {lever}, because nothing fits in {own.precision}"
+            return replace(plan, notes=(*plan.notes, note)), profile
+        return self._search(task, own)
+
+    def _fast(self, task: Task, own: Profile) -> tuple[Plan, Profile]:
+        """The fastest over all precisions."""
+        found = []
+        for profile in (own, *(self.timed(task, self.profile(task, p)) for p in self._fast_precisions())):
+            try:
+                found.append(self._search(task, profile))
+            except DoesNotFit:
+                continue
+        if not found:
+            return self._search(task, own)
+        return min(found, key=lambda pair: pair[0].predicted.seconds or float("inf"))
+
+    def _fast_precisions(self) -> tuple[str, ...]:
+        fast = self._budget.device.fast_dtypes
+        return tuple(p for p in lower_precisions(self._model.parameters(), self._device) if p in fast)
+
+    def timed(self, task: Task, profile: Profile) -> Profile:
+        """The profile with micro-batches timed that fit, and corrected by the memory they were seen to take."""
+        allowed = self.budget().room - task.demand.standing - task.demand.standing_per_sample * task.demand.share
+        blocks = profile.blocks
+        share = min(task.demand.share, task.available)
+        if task.demand.micro_batch is not None:
+            wanted: tuple[int, ...] = (min(task.demand.micro_batch, share),)
+        else:
+            wanted = micro_batch_sizes(share)
+        fitting = [n for n in wanted if profile.peak(n).upper <= allowed]
+        if not fitting:  # what fits only when checkpointed is not run here
+            return profile.with_timings((), self._optimizer_seconds(allowed))
+        work = task.real_work(profile.precision if profile.precision_is_lever else "off")
+        watch = Stopwatch(self._model, self._staging, task.weighting, self._device, blocks)
+        give_back_free_heap()
+        timings = time_sizes(watch, work, _spread(fitting), TIMING_SECONDS)
+        return profile.with_timings(timings, self._optimizer_seconds(allowed))
+
+    def _optimizer_seconds(self, allowed: int) -> float:
+        return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))
+
+    def constrained(self, demand: Demand) -> Demand:
+        """The demand with the levers the user prescribed."""
+        settings = self._settings
+        if settings.whole:
+            demand = replace(demand, micro_batch=demand.share)
+        elif settings.micro_batch is not None:
+            demand = replace(demand, micro_batch=settings.micro_batch)
+        if settings.all_blocks:
+            return replace(demand, checkpoint=candidate_blocks(self._model))
+        if settings.checkpoint is not None:
+            return replace(demand, checkpoint=settings.checkpoint)
+        return demand
+
+    def _subject(self, task: Task, lever: str, checkpoint: tuple[str, ...]) -> Subject:
+        is_lever = lever not in ("off", "float32")
+        levers: Callable[[], AbstractContextManager[Any]] = (
+            partial(checkpointed, self._model, checkpoint) if checkpoint else nullcontext
+        )
+        return Subject(
+            self._model,
+            self._optimizer,
+            self._device,
+            task.weighting,
+            precision=lever if is_lever else script_precision(self._model.parameters(), self._device),
+            precision_is_lever=is_lever,
+            checkpoint=checkpoint,
+            blocks=candidate_blocks(self._model) if not checkpoint and not task.compiled else (),
+            levers=levers,
+        )
+
+    def _known_bytes(self) -> int:
+        """Bytes of the tensors that profiles count: parameters, buffers, gradients, optimizer state."""
+        found = {id(t): t for t in (*self._model.parameters(), *self._model.buffers())}
+        for group in self._optimizer.param_groups:
+            found.update({id(p): p for p in group["params"]})
+        for p in list(found.values()):
+            if p.grad is not None:
+                found[id(p.grad)] = p.grad
+        for state in self._optimizer.state.values():
+            if isinstance(state, dict):
+                found.update({id(v): v for v in state.values() if isinstance(v, torch.Tensor)})
+        on_device = [t for t in found.values() if t.device.type == self._device.type]
+        return sum(t.numel() * t.element_size() for t in on_device)
+
+
+def give_back_free_heap() -> None:
+    """Let the C library return the heap pages that planning has freed, so that they do not count as held."""
+    if sys.platform != "linux":
+        return
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return  # not glibc
+
+
+def _spread(sizes: Sequence[int]) -> tuple[int, ...]:
+    """About eight sizes from the smallest to the largest, evenly in ratio: what is worth timing."""
+    if len(sizes) <= 8:
+        return tuple(sizes)
+    low, high = sizes[0], sizes[-1]
+    targets = [low * (high / low) ** (k / 7) for k in range(8)]
+    return tuple(sorted({min(sizes, key=lambda n: abs(n - target)) for target in targets}))
+
+

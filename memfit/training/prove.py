@@ -1,0 +1,387 @@
+"""Proofs on a few samples: that a batch is cut along its samples, that outputs are joined right, and how losses are weighted.
+
+Whole and parts run on the same samples with the whole's random draws handed out by slice and batch norm frozen (its batch
+statistics are the one accepted coupling, always reported), so that what differs is real mixing of samples.
+Everything runs on the device, leaves no trace, and keeps gradients of a bounded choice of parameters only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit._units import MiB
+from memfit.batches.tree import leaves, path_name
+from memfit.batches.weights import Count
+from memfit.engine.accumulate import Weighting, Work, checked_loss
+from memfit.engine.slices import Draws
+from memfit.engine.staged import Staging
+from memfit.engine.terms import Terms, is_only_term
+from memfit.profiling.sandbox import leave_no_trace
+from memfit.training.call import Call
+from memfit.training.outputs import Outputs
+
+PROBED = 32 * MiB
+"""Bytes of parameters whose gradients are compared in a proof."""
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+"""Relative difference up to which whole and parts count as equal: rounding of two summation orders stays an order of
+magnitude below, mixing of samples lies above. float64 models often compute a softmax or a loss in float32 inside."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far parts are from the whole."""
+
+    where: str
+    """The output or module that deviates most."""
+    relative: float
+    """Relative L2 difference."""
+    limit: float
+    """Difference up to which they count as equal."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether parts and whole count as equal."""
+        return self.relative <= self.limit
+
+
+def parts_of(samples: int) -> tuple[int, ...]:
+    """Unequal parts of a few samples: 5 = 2 + 3, 3 = 1 + 2, 2 = 1 + 1."""
+    first = max(1, (samples - 1) // 2)
+    return (first, samples - first) if samples > 1 else (samples,)
+
+
+@contextmanager
+def comparable(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """No trace left, and batch norm frozen: the circumstances in which whole and parts are compared."""
+    with leave_no_trace(model, device):
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.training = False
+        yield
+
+
+def frozen_norms(call: Call) -> Call:
+    """The call with batch norm in eval mode, for comparing whole and parts."""
+    frozen = copy.copy(call)
+    frozen.modes = [
+        (module, training and not isinstance(module, nn.modules.batchnorm._BatchNorm)) for module, training in call.modes
+    ]
+    return frozen
+
+
+def joined_outputs(call: Call, samples: int) -> tuple[Outputs, Deviation]:
+    """The call's outputs with the order of time and batch settled, and how far joined parts are from the whole."""
+    whole, parts = _whole_and_parts(frozen_norms(call), samples)
+    outputs = call.outputs
+    worst = Deviation("the output", 0.0, 1.0)
+    for i, leaf in enumerate(outputs.leaves):
+        if not _comparable_leaf(outputs, i) or not whole[i].is_floating_point():
+            continue
+        mine = [part[i] for part in parts]
+        difference = _leaf_difference(whole[i], mine, outputs, i, samples)
+        if leaf.axis is not None and leaf.axis.inner > 1 and difference > _tolerance(whole[i].dtype):
+            turned = outputs.turned(i)
+            other = _leaf_difference(whole[i], mine, turned, i, samples)
+            if other < difference:
+                outputs, difference = turned, other
+        limit = _tolerance(whole[i].dtype)
+        if difference / limit > worst.relative / worst.limit:
+            worst = Deviation(path_name(leaf.path, "output"), difference, limit)
+    return outputs, worst
+
+
+def _comparable_leaf(outputs: Outputs, index: int) -> bool:
+    """Leaves whose join can be compared; a single own loss has a weighting of its own, proven apart."""
+    kind = outputs.leaves[index].kind
+    return kind in ("batch", "constant") or (kind == "loss" and outputs.loss is None)
+
+
+def mixing_module(call: Call, samples: int, allowed: Sequence[str]) -> Deviation | None:
+    """The first module, in order of completion, whose output for the whole differs from that of the parts; None if all of
+    them are allowed to."""
+    call = frozen_norms(call)
+    whole, parts = _Recorded(call.model), []
+    with comparable(call.model, call.device), torch.no_grad():
+        draws = Draws()
+        with draws.recording(), whole.watching():
+            call.run(call.arguments(0, samples))
+        start = 0
+        for size in parts_of(samples):
+            part = _Recorded(call.model)
+            with draws.sliced(start, start + size, samples), part.watching():
+                call.run(call.arguments(start, start + size))
+            parts.append(part)
+            start += size
+    for name, value in whole.outputs.items():
+        pieces = [part.outputs.get(name) for part in parts]
+        if value is None or any(piece is None for piece in pieces):
+            continue
+        difference = _joined_difference(value, [p for p in pieces if p is not None], samples, parts_of(samples))
+        if difference > _tolerance(value.dtype) and name not in allowed:
+            return Deviation(name or type(call.model).__name__, difference, _tolerance(value.dtype))
+    return None
+
+
+def infer_weighting(
+    work: Work, samples: int, staging: Staging, model: nn.Module
+) -> tuple[Weighting | None, Deviation]:
+    """How the losses of parts make the loss of the whole, proven on losses and gradients; None if no way does."""
+    for by_operations in (False, True):
+        draws = Draws(by_operations=by_operations)
+        with comparable(model, work.device), staging.swapped():
+            probes = _probes(staging.parameters())
+            counts = _count_candidates(work, samples)
+            with draws.recording():
+                whole = _measured(work, 0, samples, probes, counts)
+            if draws.unsliced and not by_operations:
+                continue
+            parts = []
+            start = 0
+            for size in parts_of(samples):
+                with draws.sliced(start, start + size, samples):
+                    parts.append(_measured(work, start, start + size, probes, counts))
+                start += size
+            return _choose(whole, parts, counts)
+    raise AssertionError("unreachable: the second round always returns")
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The loss of some samples and what may weigh it."""
+
+    samples: int
+    loss: float
+    gradients: list[torch.Tensor | None]
+    terms: int
+    only_term: bool
+    term_count: float
+    counts: tuple[float, ...]
+    dtype: torch.dtype
+
+
+def _measured(work: Work, start: int, stop: int, probes: Sequence[torch.Tensor], counts: Sequence[Any]) -> _Measured:
+    found: list[Count] = []
+
+    def count(inputs: Any) -> Count:
+        found.extend(c(inputs) for c in counts)
+        return 0
+
+    inputs, _ = work.inputs(start, stop, count)
+    outputs = work.forward(inputs)
+    with Terms(alone=False) as terms:
+        loss = checked_loss(work.loss(outputs))
+    gradients = torch.autograd.grad(loss, list(probes), allow_unused=True)
+    only = len(terms.found) == 1 and is_only_term(loss, terms.found[0])
+    return _Measured(
+        stop - start,
+        float(loss.detach()),
+        [None if g is None else g.detach() for g in gradients],
+        len(terms.found),
+        only,
+        float(terms.found[0].count) if terms.found else 0.0,
+        tuple(float(c) for c in found),
+        loss.dtype if loss.dtype in TOLERANCE else torch.float32,
+    )
+
+
+def _choose(
+    whole: _Measured, parts: Sequence[_Measured], counts: Sequence[LeafCount]
+) -> tuple[Weighting | None, Deviation]:
+    limit = max(_tolerance(whole.dtype), max((_tolerance(g.dtype) for g in whole.gradients if g is not None), default=0.0))
+    if all(m.only_term for m in (whole, *parts)):
+        ways = [(Weighting("term", "by what its mean divides by"), [p.term_count for p in parts])]
+    else:
+        watch = whole.terms > 0
+        ways = [(Weighting("samples", "by samples", watch=watch), [float(p.samples) for p in parts])]
+    if not whole.terms:
+        ways += [
+            (Weighting("count", f"by {count.label}", count=count), [p.counts[i] for p in parts])
+            for i, count in enumerate(counts)
+        ]
+    ways.append((Weighting("sum", "as a sum"), []))
+    tried = [(_difference(whole, parts, weights), weighting, weights) for weighting, weights in ways]
+    fitting = [(weighting, weights) for difference, weighting, weights in tried if difference <= limit]
+    best = min(difference for difference, _, _ in tried)
+    deviation = Deviation("the loss", best, limit)
+    if not fitting:
+        return None, deviation
+    return _with_rivals(fitting[0][0], fitting[1:]), deviation
+
+
+def _with_rivals(chosen: Weighting, others: Sequence[tuple[Weighting, list[float]]]) -> Weighting:
+    """Counts that could not be told apart on these samples are looked at on later batches."""
+    if chosen.kind != "samples" or chosen.watch:
+        return chosen
+    rivals = tuple(other.count for other, _ in others if other.count is not None)
+    return Weighting("samples", chosen.label, rivals=rivals)
+
+
+def _difference(whole: _Measured, parts: Sequence[_Measured], weights: list[float]) -> float:
+    """Relative difference between the whole's loss and gradients and the parts', weighted ([]: summed)."""
+    total = sum(weights)
+    if weights and total == 0:
+        return float("inf")
+    shares = [w / total for w in weights] if weights else [1.0] * len(parts)
+    loss = sum(s * p.loss for s, p in zip(shares, parts) if s)
+    error = abs(loss - whole.loss) / max(abs(whole.loss), 1e-12)
+    squares, norm = 0.0, 0.0
+    for i, gradient in enumerate(whole.gradients):
+        pieces = [(s, p.gradients[i]) for s, p in zip(shares, parts) if s]
+        known = [s * g.double() for s, g in pieces if g is not None]
+        if gradient is None and not known:
+            continue
+        made = sum(known) if known else torch.zeros(())
+        wanted = torch.zeros(()) if gradient is None else gradient.double()
+        squares += float((made - wanted).pow(2).sum())
+        norm += float(wanted.pow(2).sum())
+    return max(error, (squares / max(norm, 1e-30)) ** 0.5)
+
+
+@dataclass(frozen=True)
+class LeafCount:
+    """Counts valid entries in one leaf of a micro-batch."""
+
+    index: int
+    """Which leaf, in the order of `tree.leaves`."""
+    rule: str
+    """labels: entries that are not -100. shifted: the same without the first position. mask: the sum. nonzero."""
+    label: str
+    """In words."""
+
+    def __call__(self, inputs: Any) -> Count:
+        leaf = list(leaves(inputs))[self.index][1]
+        if self.rule == "mask":
+            count = leaf.sum()
+        elif self.rule == "nonzero":
+            count = (leaf != 0).sum()
+        else:
+            count = ((leaf[..., 1:] if self.rule == "shifted" else leaf) != -100).sum()
+        return int(count) if leaf.device.type == "cpu" else count
+
+
+def _count_candidates(work: Work, samples: int) -> list[LeafCount]:
+    """Counts that a loss written by hand could divide by, read off the inputs."""
+    found: list[LeafCount] = []
+
+    def look(inputs: Any) -> Count:
+        for index, (path, leaf) in enumerate(leaves(inputs)):
+            if isinstance(leaf, torch.Tensor):
+                found.extend(_rules(index, path_name(path), leaf))
+        return 0
+
+    work.inputs(0, samples, look)
+    return found
+
+
+def _rules(index: int, name: str, leaf: torch.Tensor) -> Iterator[LeafCount]:
+    if leaf.dtype is torch.bool or (leaf.dim() > 1 and not leaf.is_complex() and _zeros_and_ones(leaf)):
+        yield LeafCount(index, "mask", f"the entries set in {name}")
+    elif not leaf.is_floating_point() and leaf.dim() > 0:
+        yield LeafCount(index, "labels", f"the valid labels in {name}")
+        if leaf.dim() > 1:
+            yield LeafCount(index, "shifted", f"the valid labels after the first position in {name}")
+            yield LeafCount(index, "nonzero", f"the entries of {name} that are not padding")
+
+
+def _zeros_and_ones(leaf: torch.Tensor) -> bool:
+    return bool(((leaf == 0) | (leaf == 1)).all())
+
+
+def _probes(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A bounded choice of parameters, spread over the model."""
+    total = sum(p.numel() * p.element_size() for p in parameters)
+    if total <= PROBED:
+        return list(parameters)
+    chosen, size = [], 0
+    for p in sorted(parameters, key=lambda p: p.numel()):
+        size += p.numel() * p.element_size()
+        if chosen and size > PROBED:
+            break
+        chosen.append(p)
+    return chosen
+
+
+def _whole_and_parts(call: Call, samples: int) -> tuple[list[Any], list[list[Any]]]:
+    for by_operations in (False, True):
+        draws = Draws(by_operations=by_operations)
+        with comparable(call.model, call.device), torch.no_grad():
+            with draws.recording():
+                whole = call.run(call.arguments(0, samples))
+            if draws.unsliced and not by_operations:
+                continue
+            parts, start = [], 0
+            for size in parts_of(samples):
+                with draws.sliced(start, start + size, samples):
+                    parts.append(call.run(call.arguments(start, start + size)))
+                start += size
+            return whole, parts
+    raise AssertionError("unreachable: the second round always returns")
+
+
+def _leaf_difference(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], outputs: Outputs, index: int, samples: int
+) -> float:
+    axis = outputs.leaves[index].axis
+    if outputs.leaves[index].kind == "loss":
+        sizes = parts_of(samples)
+        return relative_difference(whole, torch.stack([p * (n / samples) for p, n in zip(parts, sizes)]).sum(0))
+    if axis is None:
+        return max(relative_difference(whole, part) for part in parts)
+    return relative_difference(whole, axis.join(parts))
+
+
+def relative_difference(wanted: torch.Tensor, made: torch.Tensor) -> float:
+    """Relative L2 difference; infinite where shapes or NaNs differ."""
+    if wanted.shape != made.shape:
+        return float("inf")
+    a, b = wanted.detach().double(), made.detach().double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    difference = torch.where(same, torch.zeros_like(a), a - b)  # equal infinities (masks) differ by nothing
+    scale = torch.where(a.isfinite(), a, torch.zeros_like(a)).norm()
+    return float(difference.norm() / scale.clamp(min=1e-30))
+
+
+def _joined_difference(whole: torch.Tensor, parts: Sequence[torch.Tensor], samples: int, sizes: Sequence[int]) -> float:
+    """The difference along whichever dimension grows with the samples; 0 if none can be told."""
+    for dim, size in enumerate(whole.shape):
+        if all(p.dim() == whole.dim() and p.shape[dim] * samples == size * n for p, n in zip(parts, sizes)):
+            rest = [p.shape[:dim] == whole.shape[:dim] and p.shape[dim + 1 :] == whole.shape[dim + 1 :] for p in parts]
+            if all(rest):
+                return relative_difference(whole, torch.cat(list(parts), dim))
+    same = all(p.shape == whole.shape for p in parts)
+    return max(relative_difference(whole, p) for p in parts) if same else 0.0
+
+
+class _Recorded:
+    """The floating point outputs of all modules, by name, in order of completion."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self.outputs: dict[str, torch.Tensor | None] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        def after(module: nn.Module, args: Any, out: Any) -> None:
+            name = self._names.get(module)
+            if name is not None:
+                found = [t for _, t in leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+                # A module that runs several times cannot be compared run by run.
+                self.outputs[name] = found[0].detach() if found and name not in self.outputs else None
+
+        hook = nn.modules.module.register_module_forward_hook(after)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return TOLERANCE.get(dtype, TOLERANCE[torch.float32])
+

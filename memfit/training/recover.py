@@ -1,0 +1,110 @@
+"""Surviving an out-of-memory error that was not foreseen: the effective batch starts again, smaller, and trains once.
+
+Nothing irreversible is inside the retried region: no optimizer step, no hand-over. Gradients gathered so far, the random
+state and buffers are put back first. Not covered: failures outside the wrapped forward and backward, and a process that a
+kernel kills instead of raising (oneDNN on the CPU may).
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from memfit.engine.context import RandomState
+from memfit.engine.staged import Staging
+from memfit.profiling.sandbox import restore_tensors
+from memfit.training.buffers import WrittenBuffers
+
+T = TypeVar("T")
+
+# The many texts of one condition: torch's own class, CUDA libraries, MPS, HIP, XPU, the CPU allocator, oneDNN, C++.
+_TEXTS = (
+    "out of memory",
+    "out_of_memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "cusolver_status_alloc_failed",
+    "cusparse_status_insufficient_resources",
+    "hipblas_status_alloc_failed",
+    "miopenstatusallocfailed",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "could not create a memory object",
+    "could not create a primitive",
+    "std::bad_alloc",
+    "failed to allocate",
+    "insufficient memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, in any of the words that torch and its libraries use for it."""
+    if isinstance(error, (MemoryError, getattr(torch, "OutOfMemoryError", MemoryError))):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(known in text for known in _TEXTS)
+
+
+class Again(Exception):
+    """Raised by an attempt that wants to be repeated from the start with what it has learnt (a loss scale, true shares)."""
+
+
+class Recovery:
+    """Runs an effective batch, again and smaller if memory runs out."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        staging: Staging,
+        buffers: WrittenBuffers,
+        on_failure: Callable[[int, int, str], None],
+    ) -> None:
+        self._device, self._staging, self._buffers, self._on_failure = device, staging, buffers, on_failure
+
+    def run(self, attempt: Callable[[int], T], largest: int) -> T:
+        """`attempt(largest)`, with smaller values after each out-of-memory error; at 1 the error is the user's.
+
+        Whatever `attempt` raises, gathered gradients are dropped, and random state and buffers are as they were before.
+        """
+        random, copies = RandomState.capture(self._device), self._buffers.snapshot()
+        while True:
+            try:
+                return attempt(largest)
+            except BaseException as error:
+                self._staging.discard()
+                random.restore(self._device)
+                restore_tensors(copies)
+                if isinstance(error, Again):
+                    continue
+                if largest <= 1 or not is_out_of_memory(error):
+                    raise
+                text = str(error).splitlines()[0] if str(error) else type(error).__name__
+                _drop_frames(error)
+            # Outside the except block: inside, the traceback would keep the failed frames' tensors alive.
+            smaller = max(1, largest // 2)
+            free_unused(self._device)
+            self._on_failure(largest, smaller, text)
+            largest = smaller
+
+
+def free_unused(device: torch.device) -> None:
+    """Give back what nobody refers to."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+def _drop_frames(error: BaseException) -> None:
+    seen: set[int] = set()
+    chain: BaseException | None = error
+    while chain is not None and id(chain) not in seen:
+        seen.add(id(chain))
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__

@@ -1,0 +1,265 @@
+"""The run: what `wrap` returns. The only mutable object that users meet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memfit._errors import UsageError
+
+from memfit.engine.intercept import Interception
+from memfit.planning.plan import Plan
+from memfit.training.core import Core
+from memfit.training.events import Event
+from memfit.training.guard import AccumulationGuard
+from memfit.training.iterate import PassedThrough
+from memfit.training.loader import BatchInfo, EffectiveLoader
+from memfit.training.script import Script
+from memfit.training.step import Stepper
+from memfit.training.works import LossFn
+
+if TYPE_CHECKING:
+    from memfit.reporting.report import Report
+
+
+class Run:
+    """A training that memfit fits into memory. Unpacks into (model, optimizer, loader).
+
+    Attributes: `model`, `optimizer` (the objects that were given), `loader` (yields effective batches), `plan` (None until
+    the first training call where there is no loss_fn), `events`.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, loader: Any, *, core: Core | None) -> None:
+        self.model, self.optimizer, self.loader = model, optimizer, loader
+        self._core = core
+        self._undo: list[Callable[[], None]] = []
+        self._stepper: Stepper | None = None
+        self._before_step: Callable[[], Any] | None = None
+        self._clock = _Clock()
+        self._batch: BatchInfo | None = None
+        self._batches = 0
+        self._pending_loss: torch.Tensor | None = None
+        self._guard: AccumulationGuard | None = None
+        self._script: Script | None = None
+        self._plain_loss_fn: LossFn | None = None
+
+    # ---- what it is
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return None if self._core is None else self._core.plan
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What happened so far."""
+        return () if self._core is None else tuple(self._core.events)
+
+    @property
+    def enabled(self) -> bool:
+        """False where memfit was switched off or undone: everything runs plain."""
+        return self._core is not None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.optimizer, self.loader))
+
+    def __repr__(self) -> str:
+        if self._core is None:
+            return "memfit.Run(off)"
+        return f"memfit.Run({self.plan.summary() if self.plan else 'plans at the first training call'})"
+
+    def _repr_html_(self) -> str:
+        lines = [repr(self), *(f"{event.kind}: {event.message}" for event in self.events[-5:])]
+        return "".join(f"<div>{escape(line)}</div>" for line in lines)
+
+    # ---- what it does
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """One optimizer step over an effective batch; the loss as a detached scalar.
+
+        Sets gradients to None, runs micro-batches with recovery from running out of memory, calls `before_step` once on
+        the total gradient, then `optimizer.step()`. `batch` comes from `run.loader`, or is an ordinary batch with samples
+        along the first dimension. Raises UsageError without loss_fn; exceptions of the user's own surface as themselves.
+        """
+        if self._stepper is None or self._core is None:
+            return self._plain_step(batch)
+        self._clock.begin()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._stepper.loss(batch)
+        value = loss.detach()
+        loss.backward()
+        del loss
+        if self._before_step is not None:
+            self._before_step()
+        self.optimizer.step()
+        self._watch(value)
+        self._clock.end(len(batch) if hasattr(batch, "__len__") else 0)
+        return value
+
+    def undo(self) -> None:
+        """Give everything back as it was before `wrap`: the model's own forward and blocks, no hooks, no staging."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        if self._core is not None:
+            self._core.release()
+        loader = self.loader
+        if isinstance(loader, (EffectiveLoader, PassedThrough)):
+            self.loader = loader.source
+        self._core, self._stepper = None, None
+
+    def stats(self) -> dict[str, float | int | None]:
+        """A flat dictionary for any logger: step, seconds, samples_per_second, loader_wait (seconds of the last step),
+        peak_predicted, peak_measured (bytes), micro_batch, accumulation."""
+        plan = self.plan
+        return {
+            "step": 0 if self._core is None else self._core.steps,
+            "seconds": self._clock.seconds,
+            "samples_per_second": self._clock.rate,
+            "loader_wait": None if self._batch is None else self._batch.waited,
+            "peak_predicted": None if plan is None else plan.predicted.peak + plan.held,
+            "peak_measured": None if self._core is None else self._core.planner.measured_peak(),
+            "micro_batch": None if plan is None else plan.micro_batch,
+            "accumulation": None if plan is None else plan.accumulation,
+        }
+
+    def report(self) -> Report:
+        """What was asked, what was done and what it cost; `.save("report.html" | ".json" | ".md")`, or print it."""
+        from memfit.reporting.report import Report
+
+        if self._core is None:
+            raise UsageError("a report", found="memfit is switched off for this run", next_move="wrap it with enabled=True")
+        return Report.of(self._core, self.stats(), self._clock.history)
+
+    # ---- set up by wrap
+
+    def intercept(self, script: Script) -> None:
+        """Script mode: answer the model's forward."""
+        interception = Interception(self.model, script.answer, owner=self)
+        interception.install()
+        self._undo.append(interception.remove)
+
+    def take_steps(self, stepper: Stepper, before_step: Callable[[], Any] | None) -> None:
+        """Step mode."""
+        self._stepper, self._before_step = stepper, before_step
+
+    def follow(self, guard: AccumulationGuard | None, script: Script | None) -> None:
+        """Count the optimizer's steps."""
+        register = getattr(self.optimizer, "register_step_post_hook", None)
+        if register is None:
+            return
+        self._guard, self._script = guard, script
+        self._undo.append(register(lambda *_: self._stepped()).remove)
+
+    def on_batch(self, info: BatchInfo) -> None:
+        """The loader is about to yield a batch."""
+        self._batch = info
+        self._batches += 1
+        if self._stepper is None:
+            self._clock.begin()
+
+    @property
+    def batches(self) -> int:
+        """Loader batches so far."""
+        return self._batches
+
+    @property
+    def batch_samples(self) -> int | None:
+        """Samples in the loader's current batch, if known."""
+        return None if self._batch is None else self._batch.samples
+
+    def whole_loss(self, loss_fn: LossFn, script: Script) -> Callable[[Any], torch.Tensor]:
+        """`loss_fn` over the intercepted model."""
+
+        def loss(batch: Any) -> torch.Tensor:
+            interception = Interception(self.model, script.answer)
+            interception.install()
+            try:
+                return loss_fn(self.model, batch)
+            finally:
+                interception.remove()
+
+        return loss
+
+    # ---- inside
+
+    def _stepped(self) -> None:
+        core = self._core
+        if core is None:
+            return
+        core.steps += 1
+        if core.steps == 1:
+            core.planner.reset_peak()  # what planning itself held is not the training's
+        if self._guard is not None:
+            self._guard.stepped()
+        if self._script is not None:
+            self._compare_with_target(self._script)
+            self._clock.end(self._script.samples_seen)
+            self._script.samples_seen = 0
+
+    def _compare_with_target(self, script: Script) -> None:
+        core = self._core
+        assert core is not None
+        target = core.settings.target_batch
+        if target is not None and self.loader is None and script.samples_seen not in (0, target):
+            core.note("note", f"asked for {target} samples per step; this script runs {script.samples_seen}")
+
+    def _watch(self, value: torch.Tensor) -> None:
+        """Notice a loss that is not finite, one step later, without waiting for the device."""
+        if self._pending_loss is not None and self._core is not None:
+            number = float(self._pending_loss.numpy())
+            if number != number or number in (float("inf"), float("-inf")):
+                self._core.note("note", f"the loss of step {self._core.steps - 1} was {number}")
+        self._pending_loss = value.float().to("cpu", non_blocking=True)
+
+    def _plain_step(self, batch: Any) -> torch.Tensor:
+        loss_fn = self._plain_loss_fn
+        if loss_fn is None:
+            raise UsageError(
+                "run.step(batch)",
+                found="this run has no loss_fn, so it does not know what to minimise",
+                next_move="pass loss_fn= to memfit.wrap, or call the model in your own loop",
+            )
+        from memfit.batches.samples import SampleBatch
+        from memfit.training.works import moved
+
+        self.optimizer.zero_grad(set_to_none=True)
+        whole = batch.collate() if isinstance(batch, SampleBatch) else batch
+        device = next(self.model.parameters()).device
+        loss = loss_fn(self.model, moved(whole, device))
+        loss.backward()
+        if self._before_step is not None:
+            self._before_step()
+        self.optimizer.step()
+        return loss.detach()
+
+    def plainly(self, loss_fn: LossFn | None, before_step: Callable[[], Any] | None) -> None:
+        """Switched off: `step` runs the whole batch as plain PyTorch would."""
+        self._plain_loss_fn, self._before_step = loss_fn, before_step
+
+
+class _Clock:
+    """Seconds per optimizer step."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self.rate: float | None = None
+        self.history: list[float] = []
+        self._begun: float | None = None
+
+    def begin(self) -> None:
+        self._begun = time.perf_counter()
+
+    def end(self, samples: int) -> None:
+        if self._begun is None:
+            return
+        self.seconds = time.perf_counter() - self._begun
+        self.rate = samples / self.seconds if self.seconds and samples else None
+        self.history.append(self.seconds)
+        del self.history[:-1000]
+
+

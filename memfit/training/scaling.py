@@ -1,0 +1,58 @@
+"""The loss scale while gathering float16 gradients: the script's own factor arrives only at its backward.
+
+Gathering starts at the last factor seen; where gradients overflow the batch runs again at a lower one. So an overflow is
+handed over only if the gradient itself, times the script's factor, overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from memfit.engine.handover import Total
+from memfit.training.recover import Again
+
+START = 2.0**16
+"""Where torch.amp.GradScaler starts, too."""
+GROWTH_INTERVAL = 2000
+"""Batches without overflow after which the scale is doubled again, as GradScaler does."""
+
+
+class LossScale:
+    """The scale in use while gathering in float16."""
+
+    def __init__(self) -> None:
+        self.scale = START
+        self._good = 0
+
+    def accept(self, total: Total) -> Total:
+        """`total` if it is finite, or cannot be made so. Raises Again, with a lower scale set, if it overflowed."""
+        if self.scale > 1.0 and not _all_finite(total.gradients):
+            self.scale = max(1.0, self.scale / 16)
+            self._good = 0
+            raise Again
+        self._good += 1
+        if self._good % GROWTH_INTERVAL == 0:
+            self.scale *= 2.0
+        return total
+
+    def seen(self, incoming: torch.Tensor) -> None:
+        """The factor with which the script's backward arrived."""
+        factor = abs(float(incoming))
+        if factor > 1.0:
+            self.scale = min(factor, self.scale) if self._good else factor
+
+
+def computes_in_half(tensors: Sequence[torch.Tensor], device_type: str, precision: str) -> bool:
+    """Whether gradients may be float16 on the way: by the lever, the script's autocast, or its parameters."""
+    if precision == "float16":
+        return True
+    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is torch.float16:
+        return True
+    return any(t.dtype is torch.float16 for t in tensors)
+
+
+def _all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
+    known = [g for g in gradients if g is not None]
+    return all(bool(torch.isfinite(g).all()) for g in known)

@@ -1,0 +1,238 @@
+"""Script mode: the loop stays as it was; training calls of the model are cut into micro-batches behind stand-ins.
+
+Not covered: methods other than `forward` called from outside, and tensors that leave the forward by other ways than its
+output (found and refused).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from memfit.engine.accumulate import Weighting, WeightsChanged, Work
+from memfit.engine.handover import Total, hand_over
+from memfit.planning.search import keepable
+from memfit.training.call import Call
+from memfit.training.core import Core
+from memfit.training.guard import AccumulationGuard
+from memfit.training.kinds import BY_SAMPLES, LOSS_BOUND, Kinds, MakeWork, Planned, own_or_bound, output_bytes
+from memfit.training.route import Step
+from memfit.training.standin import StandIn, stand_ins
+from memfit.training.works import CallWork, KnownLossEnd, OutputsWork
+
+KEPT_VALUES = 16 << 20
+"""Bytes up to which the values of an output are kept from the accumulate pass, for metrics read after the loss."""
+
+
+class Script:
+    """Answers the model's training calls, and what happens to their outputs."""
+
+    def __init__(
+        self,
+        core: Core,
+        batch_samples: Callable[[], int | None],
+        batch_number: Callable[[], int],
+        guard: AccumulationGuard | None,
+    ) -> None:
+        self.samples_seen = 0
+        self._core, self._guard = core, guard
+        self._batch_samples, self._batch_number = batch_samples, batch_number
+        self._kinds = Kinds(core)
+        self._known = {id(p): p for p in core.model.parameters()}
+        self._busy = False
+        self._shapes: dict[Any, Any] = {}
+
+    def answer(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the intercepted forward returns."""
+        if self._busy or not self._is_training_call():
+            return plain(*args, **kwargs)
+        with self._alone():
+            call, samples = self._kinds.to_cut(plain, (args, kwargs), self._batch_samples())
+        self.samples_seen += samples or 0
+        return plain(*args, **kwargs) if call is None else stand_ins(self, call)
+
+    def _is_training_call(self) -> bool:
+        if not torch.is_grad_enabled() or not any(p.requires_grad for p in self._known.values()):
+            return False
+        if self._core.staging.holds_only(self._known):
+            return True
+        # functional_call puts other tensors in the parameters' places for a moment; so does a script that replaces them.
+        self._core.note("note", "a call with other parameters than those wrapped ran whole; if they were replaced, wrap again")
+        return False
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, calls of the model are our own and go straight through."""
+        before, self._busy = self._busy, True
+        try:
+            yield
+        finally:
+            self._busy = before
+
+    # ---- what stand-ins ask for
+
+    def receivers(self, call: Call) -> list[torch.Tensor]:
+        """What gradients of the call's outputs flow into."""
+        return [*self._core.staging.parameters(), *call.inputs.wanted]
+
+    def accumulate_known_loss(self, standin: StandIn, function: Any, bound: dict[str, Any]) -> torch.Tensor | None:
+        """The loss by accumulate, or None where only replay is right."""
+        call = standin._call
+        others = [v for name, v in bound.items() if name != "input" and isinstance(v, torch.Tensor)]
+        if standin._axis is None or call.values is not None or any(t.requires_grad for t in others):
+            return None
+        end = KnownLossEnd(function, bound, tuple(standin.shape), standin._axis)
+        if not end.cuts_target:
+            return None
+        weighting = BY_SUM if bound["reduction"] == "sum" else BY_TERM
+        make = partial(_known_loss_work, standin._leaf, standin._steps, end)
+        return self._accumulated(call, f"{function.__name__} {bound['reduction']}", make, weighting)
+
+    def accumulate_own_loss(self, call: Call) -> torch.Tensor:
+        """The model's own loss by accumulate."""
+        try:
+            return self._accumulated(call, "own loss", own_or_bound, self._kinds.weighting(call))
+        except WeightsChanged:
+            with self._alone():
+                self._kinds.prove_again(call)
+            return self._accumulated(call, "own loss", own_or_bound, self._kinds.weighting(call))
+
+    def values(self, call: Call) -> list[Any]:
+        """The joined outputs' leaves, computed on first use."""
+        if call.values is None:
+            with self._alone():
+                planned = self._replay_plan(call)
+                repeated = bool(call.pieces)
+                core = self._core
+
+                def attempt(largest: int) -> None:
+                    if not repeated:
+                        call.forget_pass()
+                    call.compute_values(core.pieces(call.samples, largest), planned.plan.keep, core.staging, core.buffers)
+
+                core.recovery.run(attempt, core.limit(planned.plan))
+        assert call.values is not None
+        return call.values
+
+    def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
+        """The gradients of the receivers for these gradients of the outputs."""
+        self.values(call)
+        core = self._core
+        receivers = self.receivers(call)
+        self._about_to_hand_over(receivers)
+
+        def attempt(largest: int) -> Total:
+            core.prepare(len(call.pieces))
+            call.replay(gradients, core.staging, core.buffers, largest)
+            parameters = len(receivers) - len(call.inputs.wanted)
+            staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
+            return Total(torch.zeros(()), receivers, staged)
+
+        with self._alone():
+            return core.recovery.run(attempt, max(call.pieces))
+
+    def like_after(self, standin: StandIn, following: Step) -> torch.Tensor | None:
+        """A fake tensor like the result of a step on the stand-in; None where it cannot be told."""
+        arguments = following.arguments(standin._call.samples)
+        key = (following.function, tuple(standin.shape), standin.dtype, standin.device, repr(arguments), following.autocast)
+        if key not in self._shapes:
+            self._shapes[key] = self._result_of(standin, following)
+        return self._shapes[key]
+
+    def _result_of(self, standin: StandIn, following: Step) -> torch.Tensor | None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        try:
+            with FakeTensorMode():
+                value = torch.empty(tuple(standin.shape), dtype=standin.dtype, device=standin.device)
+                return following.apply(value, standin._call.samples)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None  # run for real, the operation says itself what is wrong
+
+    # ---- passes
+
+    def _accumulated(self, call: Call, consumer: str, make: MakeWork, weighting: Weighting) -> torch.Tensor:
+        """The loss of the whole call, its gradients gathered, as a tensor whose backward hands them over."""
+        core = self._core
+        with self._alone():
+            call.check_unchanged()
+            planned = self._kinds.planned(call, consumer, make, weighting)
+            values: list[list[Any]] = []
+            first = not call.pieces
+            work = make(call, (), None, planned.plan.precision)
+            if isinstance(work, CallWork):
+                work.draws = True
+                work.values = values if first and self._worth_keeping(call) else None
+
+            def begin(pieces: Sequence[int]) -> None:
+                values.clear()
+                if first:
+                    call.forget_pass()
+                    call.begin(pieces)
+
+            def pieces_for(largest: int) -> Sequence[int]:
+                return core.pieces(call.samples, largest) if first else call.pieces
+
+            with core.buffers.kept(not first):
+                total = core.accumulated(
+                    work, weighting, pieces_for, largest=core.limit(planned.plan), begin=begin
+                )
+            if values:
+                call.values = call.joined(values)
+        then = total.on_handover
+
+        def handing_over(incoming: torch.Tensor) -> None:
+            then(incoming)
+            self._about_to_hand_over(total.receivers)
+
+        total.on_handover = handing_over
+        return hand_over(total)
+
+    def _replay_plan(self, call: Call) -> Planned:
+        standing = (1 + LOSS_BOUND) * output_bytes(call)
+        planned = self._kinds.planned(
+            call, "replay", _outputs_work, BY_SAMPLES, mode="replay", standing_per_sample=standing
+        )
+        planned.plan = keepable(planned.plan, planned.profile)
+        return planned
+
+    def _worth_keeping(self, call: Call) -> bool:
+        alive = {standin._leaf for standin in call.standins if isinstance(standin, StandIn)}
+        size = sum(call.outputs.leaves[i].bytes_for(call.samples) for i in alive)
+        return 0 < size <= KEPT_VALUES
+
+    def _about_to_hand_over(self, receivers: Sequence[torch.Tensor]) -> None:
+        if self._guard is not None:
+            self._guard.handing_over(self._batch_number(), receivers)
+
+
+BY_TERM = Weighting("term", "by what its mean divides by")
+BY_SUM = Weighting("sum", "as a sum")
+
+
+def _known_loss_work(
+    leaf: int,
+    steps: Sequence[Step],
+    end: KnownLossEnd,
+    call: Call,
+    made: Sequence[torch.Tensor],
+    twin: Callable[[torch.Tensor], torch.Tensor] | None,
+    precision: str,
+) -> Work:
+    if twin is None:
+        return CallWork(call, leaf, steps, end, precision=precision, draws=False)
+    end, more = end.twin(twin, call.samples)
+    return CallWork(call, leaf, steps, end, precision=precision, draws=False, borrowed=(*made, *more))
+
+
+def _outputs_work(
+    call: Call,
+    made: Sequence[torch.Tensor],
+    twin: Callable[[torch.Tensor], torch.Tensor] | None,
+    precision: str,
+) -> Work:
+    return OutputsWork(call, precision=precision, draws=False, borrowed=made)

@@ -1,0 +1,40 @@
+"""What the user asked for, checked once at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `wrap`, as given."""
+
+    target_batch: int | None = None
+    """Samples per optimizer step over all processes; None: the script's own batches."""
+    micro_batch: int | None = None
+    """Samples per forward, if prescribed."""
+    whole: bool = False
+    """Whether micro_batch="off" asked for the whole share at once."""
+    precision: str = "auto"
+    """auto, off, fast, or a precision to compute in."""
+    checkpoint: tuple[str, ...] | None = None
+    """Blocks to checkpoint, if prescribed; None: to be chosen."""
+    all_blocks: bool = False
+    """Whether checkpoint="all" asked for every block."""
+    script_accumulation: int = 1
+    """Loader batches that the script adds up per optimizer step."""
+    accumulate_in: str = "float32"
+    """float32: gradients of half precision parameters gather in float32; param: in their own precision."""
+    allow_inexact: tuple[str, ...] = ()
+    """Names of modules that may mix samples."""
+    weight: Callable[[Any], float] | None = None
+    """The weight of a micro-batch, if stated by hand."""
+    split: Callable[[Any, Any], Any] | None = None
+    """How to cut a batch, if stated by hand."""
+
+    @property
+    def share(self) -> int | None:
+        """Samples of each loader batch on this process; None: as the script's loader yields them."""
+        return None if self.target_batch is None else self.target_batch // self.script_accumulation
