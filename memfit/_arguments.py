@@ -118,8 +118,8 @@ def settings_from(
 ) -> Settings:
     """The arguments as Settings. Raises UsageError for what cannot be meant."""
     if target_batch is not None:
-        _check_count("target_batch", target_batch)
-    _check_count("script_accumulation", script_accumulation)
+        check_count("target_batch", target_batch)
+    check_count("script_accumulation", script_accumulation)
     if target_batch is not None and target_batch % script_accumulation:
         raise UsageError(
             f"target_batch={target_batch} with script_accumulation={script_accumulation}",
@@ -130,8 +130,8 @@ def settings_from(
     _check_later(shard, offload, methods, batchnorm)
     if accumulate_in not in ("float32", "param"):
         raise _choice("accumulate_in", accumulate_in, ("float32", "param"))
-    micro, whole = _micro_batch(micro_batch)
-    blocks, every = _blocks(checkpoint, model)
+    micro, whole = micro_batch_from(micro_batch)
+    blocks, every = blocks_from(checkpoint, model)
     return Settings(
         target_batch=target_batch,
         micro_batch=micro,
@@ -254,7 +254,8 @@ def _check_length(loader: DataLoader[Any], target_batch: int | None) -> None:
         )
 
 
-def _check_count(name: str, value: Any) -> None:
+def check_count(name: str, value: Any) -> None:
+    """A whole number of at least 1. Raises UsageError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(
             f"{name}={value!r}",
@@ -290,18 +291,20 @@ def _check_later(shard: Any, offload: Any, methods: Any, batchnorm: Any) -> None
         raise _choice("batchnorm", batchnorm, ("micro",))
 
 
-def _micro_batch(value: Any) -> tuple[int | None, bool]:
+def micro_batch_from(value: Any) -> tuple[int | None, bool]:
+    """(the prescribed micro-batch, whether the whole share was asked for). Raises UsageError."""
     if value == "auto":
         return None, False
     if value == "off":
         return None, True
     if isinstance(value, str):
         raise _choice("micro_batch", value, ("auto", "off", "a whole number"))
-    _check_count("micro_batch", value)
+    check_count("micro_batch", value)
     return value, False
 
 
-def _blocks(value: Any, model: nn.Module) -> tuple[tuple[str, ...] | None, bool]:
+def blocks_from(value: Any, model: nn.Module) -> tuple[tuple[str, ...] | None, bool]:
+    """(the prescribed blocks or None, whether all were asked for). Raises UsageError."""
     if value == "auto":
         return None, False
     if value == "off":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from memfit._asked import ASKED, PlanReady
 from memfit._arguments import check_loader, check_model, check_optimizer, check_plan, check_world, settings_from
 from memfit.engine.intercept import interception_of
 from memfit.hardware.budget import probe
@@ -88,6 +90,9 @@ def wrap(
         run = Run(model, optimizer, loader, core=None)
         run.plainly(loss_fn, before_step)
         return run
+    asked = ASKED.get()
+    if asked is not None:
+        target_batch, budget = asked.target_batch or target_batch, asked.budget or budget
     check_world()
     device = check_model(model)
     _undo_earlier(model)
@@ -116,6 +121,8 @@ def wrap(
     core = Core(model, optimizer, device, probe(budget=budget, device=device), settings, compiled=is_compiled(model))
     run = Run(model, optimizer, None, core=core)
     core.owner = run
+    if asked is not None and asked.stop:
+        core.on_plan = partial(_stop, run)
     run.loader = _effective(loader, settings.share, loss_fn, run)
     guard = AccumulationGuard(target_batch, script_accumulation) if target_batch is not None and loader is not None else None
     script = Script(core, lambda: run.batch_samples, lambda: run.batches, guard if loss_fn is None else None)
@@ -128,12 +135,18 @@ def wrap(
             run.take_steps(stepper, before_step)
         else:
             run.intercept(script)
+    except PlanReady:
+        raise
     except BaseException:
         run.undo()
         raise
     run.follow(guard, script)
     _say(run, loader)
     return run
+
+
+def _stop(run: Run) -> None:
+    raise PlanReady(run)
 
 
 def _undo_earlier(model: nn.Module) -> None:

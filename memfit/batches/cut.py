@@ -48,6 +48,12 @@ class Axis:
         parts = tensor.unflatten(self.dim, (self.outer, whole, self.inner))
         return parts.narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 2)
 
+    def reversed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The samples of `tensor` in the opposite order."""
+        whole = self.samples(tensor.shape[self.dim])
+        parts = tensor.unflatten(self.dim, (self.outer, whole, self.inner))
+        return parts.flip(self.dim + 1).flatten(self.dim, self.dim + 2)
+
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The pieces of `narrow` put together again."""
         if self.outer == 1:
@@ -75,6 +81,12 @@ def cut(tree: Any, layout: Layout, start: int, stop: int) -> Any:
     """The samples `start:stop` of a batch: the same nesting, tensors narrowed (views), the rest as it is."""
     found = [leaf for _, leaf in leaves(tree)]
     return rebuild(tree, (_narrow(leaf, axis, start, stop) for leaf, axis in zip(found, layout.axes)))
+
+
+def cut_samples(tree: Any, layout: Layout, indices: Sequence[int]) -> Any:
+    """Single samples of a batch, in the order of `indices` (copies)."""
+    pieces = [[leaf for _, leaf in leaves(cut(tree, layout, i, i + 1))] for i in indices]
+    return rebuild(tree, (_joined([piece[k] for piece in pieces], axis) for k, axis in enumerate(layout.axes)))
 
 
 def layout_from_two(small: Any, few: int, large: Any, many: int) -> Layout:
@@ -126,6 +138,14 @@ def _narrow(leaf: Any, axis: Axis | None, start: int, stop: int) -> Any:
     if isinstance(leaf, torch.Tensor):
         return axis.narrow(leaf, start, stop)
     return leaf[start:stop]
+
+
+def _joined(parts: list[Any], axis: Axis | None) -> Any:
+    if axis is None:
+        return parts[0]
+    if isinstance(parts[0], torch.Tensor):
+        return axis.join(parts)
+    return type(parts[0])(item for part in parts for item in part)
 
 
 def _grown(path: Path, small: Any, few: int, large: Any, many: int) -> Axis | None:

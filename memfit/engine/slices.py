@@ -39,6 +39,12 @@ class Draws:
             yield
 
 
+    @contextmanager
+    def reversed(self, whole: int) -> Iterator[None]:
+        """Run the same `whole` samples in the opposite order, with their draws in the opposite order too."""
+        with self._attention(), _Slicing(self, 0, whole, whole, backwards=True):
+            yield
+
     def _attention(self) -> AbstractContextManager[None]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -69,9 +75,9 @@ class _Recording(TorchDispatchMode):
 
 
 class _Slicing(TorchDispatchMode):
-    def __init__(self, draws: Draws, start: int, stop: int, whole: int) -> None:
+    def __init__(self, draws: Draws, start: int, stop: int, whole: int, *, backwards: bool = False) -> None:
         super().__init__()
-        self._draws, self._start, self._stop, self._whole = draws, start, stop, whole
+        self._draws, self._start, self._stop, self._whole, self._backwards = draws, start, stop, whole, backwards
         self._next = 0
 
     @classmethod
@@ -103,13 +109,28 @@ class _Slicing(TorchDispatchMode):
         whole = self._draws.recorded[self._next]
         self._next += 1
         if whole.shape == shape:
-            return whole
+            return self._turned(whole) if self._backwards else whole
         part = self._stop - self._start
         for dim, (big, small) in enumerate(zip(whole.shape, shape)):
-            if big != small and big * part == small * self._whole:
-                inner = big // self._whole
-                return whole.narrow(dim, self._start * inner, small)
+            if big * part == small * self._whole and (big != small or part == self._whole):
+                rows = whole.narrow(dim, self._start * (big // self._whole), small)
+                return self._cropped(rows, shape, dim)
+        self._draws.unsliced.append(f"a draw of shape {tuple(whole.shape)}")
         return None
+
+    def _cropped(self, rows: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor | None:
+        """`rows` without the padding that a part collated by itself lacks (at the end of the other dimensions)."""
+        if rows.dim() != len(shape) or any(have < want for have, want in zip(rows.shape, shape)):
+            self._draws.unsliced.append(f"a draw of shape {tuple(rows.shape)}")
+            return None
+        return rows[tuple(slice(0, size) for size in shape)]
+
+    def _turned(self, whole: torch.Tensor) -> torch.Tensor:
+        for dim, size in enumerate(whole.shape):
+            if size % self._whole == 0:
+                parts = whole.unflatten(dim, (self._whole, size // self._whole))
+                return parts.flip(dim).flatten(dim, dim + 1)
+        return whole
 
 
 _DROPOUT = torch.ops.aten.native_dropout.default

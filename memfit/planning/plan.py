@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,13 @@ class Plan:
     """The optimizer's class."""
     fingerprint: str
     """Digest of the model and optimizer this plan is for."""
-    by_size: tuple[tuple[int, int], ...] = ()
-    """Step mode, samples of different sizes: (elements of the largest sample, samples per micro-batch), ascending."""
+    by_size: tuple[tuple[int, int, int], ...] = ()
+    """Step mode, samples of different sizes, ascending: (elements of the largest sample, samples per micro-batch, most that
+    would fit)."""
+    median: int = 0
+    """Elements of the median sample where samples differ in size."""
+    overhead: float = 0.0
+    """Seconds of a step outside its micro-batches (the optimizer's), where they were timed."""
     keep: int = 0
     """replay: micro-batches whose activations are kept from the first pass."""
     options: tuple[Option, ...] = ()
@@ -110,6 +115,35 @@ class Plan:
     def rejected(self) -> tuple[Option, ...]:
         """The options that were not taken, with reasons."""
         return tuple(option for option in self.options if option.reason)
+
+    @property
+    def unit(self) -> int:
+        """What a size of micro-batch is counted in: 1 for samples, the median sample's elements where samples differ."""
+        return self.median or 1
+
+    def sizes_with_same_levers(self) -> tuple[int, ...]:
+        """The micro-batch sizes among the options that fit with this plan's precision and blocks."""
+        same = [o for o in self.options if o.precision == self.precision and o.checkpoint == len(self.checkpoint)]
+        if self.by_size:  # the options are of profiles in which the blocks are checkpointed already
+            same = [o for o in self.options if o.precision == self.precision]
+        return tuple(sorted({o.micro_batch for o in same if o.fits}))
+
+    def measured(self, micro_batch: int, rates: dict[int, float]) -> Plan:
+        """The plan with another size of micro-batch, and the seconds per unit that were measured for several sizes."""
+        rest = 0.0 if self.predicted.seconds is None else self.overhead
+        seconds = {n: rate * self.unit * self.share + rest for n, rate in rates.items()}
+        options = tuple(_remeasured(option, seconds.get(option.micro_batch), micro_batch, seconds) for option in self.options)
+        taken = next((o for o in options if o.micro_batch == micro_batch and o.fits), None)
+        predicted = self.predicted if taken is None else replace(taken.cost, seconds=seconds.get(micro_batch))
+        factor = micro_batch / self.micro_batch
+        return replace(
+            self,
+            micro_batch=micro_batch,
+            accumulation=-(-self.share // micro_batch),
+            predicted=self.predicted if self.by_size else predicted,
+            by_size=tuple((size, min(most, max(1, round(n * factor))), most) for size, n, most in self.by_size),
+            options=options,
+        )
 
     def summary(self) -> str:
         """One line: what runs and what it takes."""
@@ -181,6 +215,21 @@ class Plan:
         return f"<pre>{escape(str(self))}</pre>"
 
 
+def _remeasured(option: Option, seconds: float | None, taken: int, all_seconds: dict[int, float]) -> Option:
+    """An option with measured seconds, and the reason that follows from them."""
+    reason = option.reason
+    if option.fits and option.micro_batch == taken:
+        reason = ""
+    elif option.fits and not reason:
+        reason = "measured slower while training"
+    if seconds is None:
+        return replace(option, reason=reason)
+    if option.fits and option.micro_batch != taken and all_seconds.get(taken):
+        slower = seconds / all_seconds[taken] - 1
+        reason = f"{slower:.0%} slower, measured while training" if slower > 0.02 else "no faster, measured while training"
+    return replace(option, cost=replace(option.cost, seconds=seconds), reason=reason)
+
+
 def _describe(option: Option) -> str:
     levers = f", {option.checkpoint} blocks checkpointed" if option.checkpoint else ""
     levers += f", {option.precision}" if option.precision != "off" else ""
@@ -189,6 +238,7 @@ def _describe(option: Option) -> str:
 
 _NESTED: dict[str, type] = {"predicted": Cost, "asked": Cost, "cost": Cost}
 _OPTIONAL = {"seconds": float, "target_batch": int}
+_FLOATS = ("overhead",)
 
 
 def _build(kind: Any, data: Any, source: str) -> Any:
@@ -215,9 +265,9 @@ def _value(f: Any, value: Any, source: str) -> Any:
         return tuple(_build(Option, item, source) for item in _list(f, value, source))
     if f.name == "by_size":
         pairs = _list(f, value, source)
-        if not all(isinstance(p, list) and len(p) == 2 and all(type(n) is int and n > 0 for n in p) for p in pairs):
+        if not all(isinstance(p, list) and len(p) == 3 and all(type(n) is int and n > 0 for n in p) for p in pairs):
             raise _wrong(f, value, source)
-        return tuple((p[0], p[1]) for p in pairs)
+        return tuple(tuple(p) for p in pairs)
     if f.name in ("checkpoint", "notes") and f.type != "int":
         items = _list(f, value, source)
         if not all(isinstance(item, str) for item in items):
@@ -225,7 +275,9 @@ def _value(f: Any, value: Any, source: str) -> Any:
         return tuple(items)
     if f.name in _OPTIONAL and value is None:
         return None
-    wanted = {"int": int, "str": str, "bool": bool}.get(f.type, _OPTIONAL.get(f.name, object))
+    if f.name in _FLOATS and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    wanted = {"int": int, "float": float, "str": str, "bool": bool}.get(f.type, _OPTIONAL.get(f.name, object))
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):

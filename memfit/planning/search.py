@@ -238,6 +238,7 @@ def _plan(chosen: _Way, tried: Sequence[_Way], own: Profile, budget: Budget, dem
         model=own.model.name,
         optimizer=own.model.optimizer,
         fingerprint=own.model.fingerprint,
+        overhead=chosen.profile.optimizer_seconds,
         options=tuple(way.option(_reason(way, chosen, budget, standing)) for way in tried),
         notes=own.notes,
     )

@@ -33,21 +33,22 @@ def profile_between(ends: Ends, elements: int, share: int) -> Profile:
     return replace(ends[1][1], timeline=None, points=(), peaks=peaks, source="traced at two sizes of sample", blocks=())
 
 
-def by_size(ends: Ends, plan: Plan, room: int, middle: int, steps: int = 8) -> tuple[tuple[int, int], ...]:
-    """(elements of the largest sample, samples per micro-batch) in ascending order: as many elements per micro-batch as the
-    plan has at the median, fewer where memory forbids."""
+def by_size(ends: Ends, plan: Plan, room: int, middle: int, steps: int = 8) -> tuple[tuple[int, int, int], ...]:
+    """(elements of the largest sample, samples per micro-batch, most that fit) in ascending order: as many elements per
+    micro-batch as the plan has at the median, fewer where memory forbids."""
     (low, _), (high, _) = ends
     table = []
     for k in range(steps + 1):
         elements = round(low + (high - low) * k / steps)
         wanted = max(1, round(plan.micro_batch * middle / max(1, elements)))
-        table.append((elements, _largest_fitting(ends, elements, wanted, room)))
+        most = _largest_fitting(ends, elements, max(wanted, plan.share), room)
+        table.append((elements, min(wanted, most), most))
     return tuple(table)
 
 
-def peak_of(ends: Ends, table: tuple[tuple[int, int], ...]) -> Peak:
+def peak_of(ends: Ends, table: tuple[tuple[int, int, int], ...]) -> Peak:
     """The largest peak of the micro-batches in a table."""
-    return max((peak_between(ends, elements, n) for elements, n in table), key=lambda peak: peak.upper)
+    return max((peak_between(ends, elements, n) for elements, n, _ in table), key=lambda peak: peak.upper)
 
 
 def _largest_fitting(ends: Ends, elements: int, wanted: int, room: int) -> int:

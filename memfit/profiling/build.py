@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from memfit.engine.accumulate import Weighting, Work
 from memfit.engine.staged import Staging
 from memfit.profiling.profile import ModelFacts, Profile, affine
+from memfit.profiling.timeline import split_like
 from memfit.profiling.timing import Stopwatch, clone_of_optimizer
 from memfit.profiling.trace import MakeWork, trace_step
 
-SIZES = (2, 3, 5)
-"""Micro-batches that are traced: two give every allocation as fixed + per sample, the third checks it. One sample is left
+SIZES, CHECK = (2, 3), 5
+"""Micro-batches that are traced: two give every allocation as fixed + per sample, a third checks it. One sample is left
 out because operators treat dimensions of size one differently."""
 
 
@@ -47,12 +48,24 @@ class Subject:
     """A context in which the model runs with its levers applied."""
 
 
-def traced_profile(subject: Subject, make_work: MakeWork, available: int, sizes: Sequence[int] | None = None) -> Profile:
-    """The profile by tracing on fake tensors; `available` is the most samples `make_work` can make.
+def traced_profile(
+    subject: Subject,
+    make_work: MakeWork,
+    available: int,
+    sizes: Sequence[int] | None = None,
+    like: Profile | None = None,
+) -> Profile:
+    """The profile by tracing on fake tensors; `available` is the most samples `make_work` can make. `like` is one of the
+    same step on samples of another size: where the step runs the same way, one trace is enough.
 
     Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
     """
-    chosen = tuple(sizes or (SIZES if available >= SIZES[-1] else range(1, available + 1)))
+    if like is not None and like.timeline is not None and available >= SIZES[1]:
+        one = traced_profile(subject, make_work, available, SIZES[1:])
+        found = None if one.timeline is None else split_like(one.timeline, SIZES[1], like.timeline)
+        return traced_profile(subject, make_work, available) if found is None else replace(one, timeline=found)
+    affinely = sizes is None and available >= CHECK
+    chosen = SIZES if affinely else tuple(sizes or range(1, available + 1))
     trace = trace_step(
         subject.model,
         subject.optimizer,
@@ -60,10 +73,11 @@ def traced_profile(subject: Subject, make_work: MakeWork, available: int, sizes:
         chosen,
         subject.weighting,
         subject.device,
+        check=CHECK if affinely else None,
         blocks=subject.blocks,
         levers=subject.levers,
     )
-    whole = affine(trace.timelines, chosen) if len(chosen) > 2 else None
+    whole = affine(trace.timelines[0], trace.timelines[1], trace.timelines[2], (*SIZES, CHECK)) if affinely else None
     own = trace.timelines[0].recomputed()
     return Profile(
         **_circumstances(subject),

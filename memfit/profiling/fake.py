@@ -34,6 +34,8 @@ class FakeWorld:
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake that stands for `tensor`: same shape, strides, dtype, device, aliasing and requires_grad."""
+        if tensor.is_meta:
+            return self._from_meta(tensor)
         fake = self.mode.from_tensor(tensor)
         if not tensor.requires_grad or tensor.dtype in (torch.bool, torch.int64, torch.int32):
             self.values.remember(fake, tensor)
@@ -41,10 +43,15 @@ class FakeWorld:
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake for a parameter: again a leaf with its own gradient."""
-        fake = self.mode.from_tensor(tensor.detach())
+        fake = self._from_meta(tensor) if tensor.is_meta else self.mode.from_tensor(tensor.detach())
         twin = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         twin.__dict__.update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_memfit")})
         return twin
+
+    def _from_meta(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Tensors on the meta device have no device to compute on: their twins are on the CPU."""
+        with self.mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     @property
     def guesses(self) -> list[str]:
@@ -105,8 +112,8 @@ class _Values(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _ABOUT:
-            return func(*args, **(kwargs or {}))
+        if func in QUESTIONS:
+            return answered(func, args)
         args, kwargs = _map_tensors(self._twin, args), _map_tensors(self._twin, kwargs or {})
         known = self._known(func, args, kwargs)
         if func in _READS:
@@ -187,8 +194,15 @@ def _not_looking_traced() -> Iterator[None]:
             setattr(module, name, original)
 
 
-_ABOUT = (torch.ops.prim.device.default, torch.ops.prim.layout.default)
-"""Questions about a tensor that torch asks through the dispatcher; they compute nothing."""
+QUESTIONS = (torch.ops.prim.device.default, torch.ops.prim.layout.default)
+"""Questions about a tensor that torch asks through the dispatcher, more often than anything else; they compute nothing."""
+
+
+def answered(func: Any, args: tuple[Any, ...]) -> Any:
+    """The answer to one of `QUESTIONS`, by the shortest way there is."""
+    device = getattr(args[0], "fake_device", None)
+    return device if device is not None and func is torch.ops.prim.device.default else func(*args)
+
 
 _UNCACHED = (torch.ops.aten.mkldnn_rnn_layer_backward.default,)
 """Operators that return one tensor twice: fake mode's cache would make two of it from the second call on."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.batches.tree import tensors
+from memfit.profiling.fake import QUESTIONS, answered
 from memfit.profiling.timeline import CATEGORIES, Phase, Timeline, Visit
 
 
@@ -76,6 +77,8 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in QUESTIONS:
+            return answered(func, args)
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             self._see(out)

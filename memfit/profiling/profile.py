@@ -112,14 +112,12 @@ class Profile:
         return replace(self, timings=timings, optimizer_seconds=optimizer_seconds, excess=excess)
 
 
-def affine(timelines: tuple[Timeline, ...], sizes: tuple[int, ...]) -> Timeline | None:
-    """One timeline for all sizes from the first two, if it agrees with the others to the byte; else None."""
-    whole = fit(timelines[0], sizes[0], timelines[1], sizes[1])
-    if whole is None:
+def affine(small: Timeline, large: Timeline, third: Timeline, sizes: tuple[int, int, int]) -> Timeline | None:
+    """One timeline for all sizes from two, if it gives the peak of a step with a single micro-batch of the third size to
+    the byte; else None."""
+    whole = fit(small, sizes[0], large, sizes[1])
+    if whole is None or whole.peak(sizes[2], accumulates=False) != third.peak(sizes[2]):
         return None
-    for timeline, size in zip(timelines[2:], sizes[2:]):
-        if whole.peak(size) != timeline.peak(size) or len(whole.event) != len(timeline.event):
-            return None
     return whole
 
 

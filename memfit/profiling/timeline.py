@@ -143,6 +143,17 @@ def fit(small: Timeline, few: int, large: Timeline, many: int) -> Timeline | Non
     return replace(small, fixed=small.fixed - per_sample * few, per_sample=per_sample)
 
 
+def split_like(traced: Timeline, samples: int, like: Timeline) -> Timeline | None:
+    """A timeline for every size from one traced at `samples`, if it runs like one that is known for every size: bytes are
+    fixed or per sample where they are there, and shared out in the same ratio where both; None where it runs otherwise."""
+    if not same_course(traced, like):
+        return None
+    whole = like.fixed + like.per_sample * samples
+    per_sample = np.where(whole > 0, like.per_sample * samples / np.where(whole > 0, whole, 1.0), 1.0)
+    growing = traced.fixed * per_sample
+    return replace(traced, fixed=traced.fixed - growing, per_sample=growing / samples)
+
+
 def same_course(a: Timeline, b: Timeline) -> bool:
     """Whether two timelines allocate and free in the same order, whatever the sizes."""
     return (

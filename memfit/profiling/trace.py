@@ -44,7 +44,7 @@ class Trace:
     """What tracing found."""
 
     timelines: tuple[Timeline, ...]
-    """One for each of the sizes asked for, with all bytes as `fixed`."""
+    """One for each of the sizes asked for, and for the one to check with, with all bytes as `fixed`."""
     guesses: tuple[str, ...]
     """Operations whose values were guessed, each once."""
     written: tuple[str, ...]
@@ -59,10 +59,11 @@ def trace_step(
     weighting: Weighting,
     device: torch.device,
     *,
+    check: int | None = None,
     blocks: Sequence[str] = (),
     levers: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Trace:
-    """Trace a step with micro-batches of each of `sizes` samples.
+    """Trace a step with two micro-batches of each of `sizes` samples, and one with a single one of `check` samples.
 
     Runs through `blocks` are noted. `levers` gives a context in which the model runs with the levers under test. Leaves no trace.
     Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
@@ -78,7 +79,8 @@ def trace_step(
         stack.enter_context(levers())
         stepping = _Stepping(model, optimizer, world, ledger, twins, weighting)
         # Built outside fake mode: collating touches real samples.
-        works = [make_work(world.twin, samples) for samples in (sizes[0], *sizes)]
+        checked = () if check is None else (check,)
+        works = [make_work(world.twin, samples) for samples in (sizes[0], *sizes, *checked)]
         stack.enter_context(world.entered())
         stack.enter_context(ledger)
         stack.enter_context(ledger.naming(model, blocks))
@@ -86,6 +88,8 @@ def trace_step(
         stepping.run(works.pop(0), (sizes[0],))
         for samples in sizes:
             timelines.append(stepping.recorded(works.pop(0), (samples, samples)))
+        if check is not None:
+            timelines.append(stepping.recorded(works.pop(0), (check,)))
         written = stepping.written_buffers()
     return Trace(tuple(timelines), tuple(dict.fromkeys(world.guesses)), written)
 

@@ -88,6 +88,14 @@ class Call:
         """Undo `begin`: the pass failed and another will take its place."""
         self.pieces, self.random, self.kept = (), [], {}
 
+    def first(self, samples: int, *, backwards: bool = False) -> Call:
+        """A call on copies of the first `samples` samples, in the opposite order if `backwards`; its inputs need no gradient."""
+        found = [leaf for _, leaf in leaves(self.arguments(0, samples))]
+        made = [_copied(leaf, axis, backwards) for leaf, axis in zip(found, self.layout.axes)]
+        tree = rebuild(self.tree, iter(made))
+        layout = Layout(self.layout.axes, samples)
+        return Call(self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast)
+
     def output(self, tree: Tree | None = None) -> Any:
         """What the model returns for these arguments (None: all of the call's), in the call's own circumstances and the
         grad mode in force."""
@@ -191,6 +199,12 @@ class Call:
         if about.kind == "loss":
             return sum(part * (piece / self.samples) for part, piece in zip(parts, self.pieces))
         return parts[0]
+
+
+def _copied(leaf: Any, axis: Axis | None, backwards: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor) or axis is None:
+        return leaf
+    return axis.reversed(leaf.detach()) if backwards else leaf.detach().clone()
 
 
 def part_of_split(split: Split, batch: Any, start: int, stop: int, samples: int) -> Any:

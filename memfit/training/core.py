@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,12 +21,41 @@ from memfit.hardware.budget import Budget
 from memfit.levers.checkpoint import checkpoint_blocks
 from memfit.planning.plan import Plan
 from memfit.profiling.profile import Profile
+from memfit.reporting.verification import Verification
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.events import Events
 from memfit.training.planner import Planner
 from memfit.training.recover import Again, Recovery
 from memfit.training.scaling import LossScale, computes_in_half
 from memfit.training.settings import Settings
+from memfit.training.tune import Tuner, doubling
+
+
+class Reference(Protocol):
+    """A few samples of a run, from which work can be made again: what `verify` compares on."""
+
+    samples: int
+    weighting: Weighting
+
+    def work(self, samples: int, *, backwards: bool = False) -> Work:
+        """Work on the first `samples` samples, in the opposite order if `backwards`."""
+        ...
+
+
+@dataclass(frozen=True)
+class MadeReference:
+    """A Reference made by a function."""
+
+    samples: int
+    """Samples there are."""
+    weighting: Weighting
+    """How they are weighted."""
+    make: Callable[[int, bool], Work]
+    """From (samples, backwards) to the work."""
+
+    def work(self, samples: int, *, backwards: bool = False) -> Work:
+        """Work on the first `samples` samples."""
+        return self.make(samples, backwards)
 
 
 class Core:
@@ -46,12 +78,19 @@ class Core:
         self.largest: int | None = None
         self.steps = 0
         self.owner: object = None
+        self.on_plan: Callable[[], None] = lambda: None
         self.fixed: Plan | None = None
+        self.reference: Reference | None = None
+        self.verification: Verification | None = None
         self._undo_levers: Callable[[], None] = lambda: None
         self._checked_escapes = False
+        self._tuning: tuple[Tuner, Callable[[Plan], None]] | None = None
 
-    def adopt(self, plan: Plan, profile: Profile | None) -> None:
-        """Let `plan` be in force: its levers are applied, those of the plan before it taken back."""
+    def adopt(self, plan: Plan, profile: Profile | None, on_tuned: Callable[[Plan], None] = lambda plan: None) -> None:
+        """Let `plan` be in force: its levers are applied, those of the plan before it taken back.
+
+        `on_tuned` is told when measuring while training finds a better size of micro-batch.
+        """
         self._undo_levers()
         self._undo_levers = (
             checkpoint_blocks(self.model, plan.checkpoint, self.owner) if plan.checkpoint else lambda: None
@@ -61,6 +100,23 @@ class Core:
         if profile is not None and profile.source != "measured":
             self.buffers.declare(profile.written_buffers)
         self.events.add(self.steps, "replan" if again else "plan", plan.summary())
+        self._tuning = None if profile is None else self._tuning_of(plan, profile, on_tuned)
+        self.on_plan()
+
+    @contextmanager
+    def without_levers(self) -> Iterator[None]:
+        """Inside, blocks are not checkpointed."""
+        self.release()
+        try:
+            yield
+        finally:
+            if self.plan is not None and self.plan.checkpoint:
+                self._undo_levers = checkpoint_blocks(self.model, self.plan.checkpoint, self.owner)
+
+    def normalises_batches(self) -> bool:
+        """Whether a module normalises by the statistics of its batch."""
+        kinds = nn.modules.batchnorm._BatchNorm
+        return any(isinstance(m, kinds) and m.training for m in self.model.modules())
 
     def fix(self, plan: Plan) -> None:
         """Use a plan that was made elsewhere, instead of planning."""
@@ -95,27 +151,31 @@ class Core:
         self,
         work: Work,
         weighting: Weighting,
-        pieces_for: Callable[[int], Sequence[int]],
+        pieces_for: Callable[[int, Tuner | None], Sequence[int]],
         *,
         largest: int,
         begin: Callable[[Sequence[int]], None] = lambda pieces: None,
-        after_micro: Callable[[int], None] | None = None,
     ) -> Total:
         """The total of an effective batch, through recovery: smaller micro-batches, a lower loss scale or true shares where
-        the first attempt shows that they are needed."""
+        the first attempt shows that they are needed. `pieces_for(largest, tuner)` says how it is cut; while there is a
+        tuner, it says how large each micro-batch is."""
         precision = self.plan.precision if self.plan is not None else "off"
         half = computes_in_half(self.staging.parameters(), self.device.type, precision)
         shares: list[list[float]] | None = None
 
         def attempt(limit: int) -> Total:
             nonlocal shares
-            pieces = tuple(pieces_for(limit))
+            tuner = self._tuning[0] if self._tuning is not None and limit == largest else None
+            if tuner is not None:
+                tuner.begin()
+            pieces = tuple(pieces_for(limit, tuner))
             begin(pieces)
             self.prepare(len(pieces))
             known = shares if shares is not None and len(shares) == len(pieces) else None
             scale = self.scale.scale if half else 1.0
             try:
-                total = self._run(partial(accumulate, work, pieces, self.staging, weighting), scale, known, after_micro)
+                after = None if tuner is None else tuner.micro_batch_done
+                total = self._run(partial(accumulate, work, pieces, self.staging, weighting), scale, known, after)
             except SharesDiffer as difference:
                 shares = difference.shares
                 raise Again from None
@@ -124,7 +184,21 @@ class Core:
         total = self.recovery.run(attempt, largest)
         if half:
             total.on_handover = self.scale.seen
+        if self._tuning is not None:
+            self._tuned(*self._tuning)
         return total
+
+    def tuned_pieces(self, samples: int, largest: int, tuner: Tuner | None) -> tuple[int, ...]:
+        """The micro-batches' sizes for that many samples of one size; several sizes in turn while they are measured."""
+        if tuner is None:
+            return self.pieces(samples, largest)
+        found: list[int] = []
+        while samples:
+            choice = tuner.next_choice()
+            found.append(min(choice, samples))
+            tuner.expect(choice, found[-1])
+            samples -= found[-1]
+        return tuple(found)
 
     def prepare(self, micro_batches: int) -> None:
         """Before a pass: gradients of half precision parameters gather in float32 where there are several micro-batches."""
@@ -147,9 +221,33 @@ class Core:
         self._checked_escapes = True
         return total
 
+    def _tuning_of(
+        self, plan: Plan, profile: Profile, on_tuned: Callable[[Plan], None]
+    ) -> tuple[Tuner, Callable[[Plan], None]] | None:
+        """What can be measured while training: sizes that fit with this plan's levers, doubling from the smallest."""
+        prescribed = self.settings.micro_batch is not None or self.settings.whole
+        if prescribed or self.compiled or plan.mode == "replay":
+            return None
+        fitting = plan.sizes_with_same_levers()
+        unit = plan.unit
+        choices = [unit * n for n in doubling(fitting)]
+        return Tuner(choices, unit * plan.micro_batch, self.device), on_tuned
+
+    def _tuned(self, tuner: Tuner, on_tuned: Callable[[Plan], None]) -> None:
+        if not tuner.done or self.plan is None:
+            return
+        best, rates = tuner.best()
+        self._tuning = None
+        plan = self.plan.measured(best // self.plan.unit, {c // self.plan.unit: rate for c, rate in rates.items()})
+        if plan.micro_batch != self.plan.micro_batch:
+            self.note("replan", f"measured while training: {plan.summary()}")
+        self.plan, self.largest = plan, plan.micro_batch
+        on_tuned(plan)
+
     def _ran_out(self, tried: int, smaller: int, text: str) -> None:
         budget = format_bytes(self.planner.budget().limit)
         self.largest = min(smaller, self.largest or smaller)
+        self._tuning = None
         self.events.add(
             self.steps,
             "out of memory",

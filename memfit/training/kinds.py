@@ -5,21 +5,21 @@ Not covered: calls of different kinds that together do not fit; each is planned 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from memfit._errors import DoesNotFit, Refused
 from memfit._units import format_bytes
-from memfit.batches.cut import Layout, shared_samples
+from memfit.batches.cut import Layout, shared_samples, uncuttable
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
 from memfit.profiling.profile import Profile
+from memfit.profiling.trace import MakeWork
 from memfit.training.call import Call, Tree
+from memfit.training.consumers import Consumer, OwnLoss, Twin
 from memfit.training.core import Core
 from memfit.training.learn import (
     Shapes,
@@ -35,7 +35,7 @@ from memfit.training.outputs import Outputs
 from memfit.training.planner import Task
 from memfit.training.prove import Deviation, frozen_norms, infer_weighting, joined_outputs, mixing_module
 from memfit.training.sidedoors import refuse_side_doors
-from memfit.training.works import CallWork, OutputsWork
+from memfit.training.works import CallWork
 
 LOSS_BOUND = 3
 """Copies of a model's output that an unseen loss is taken to need at once: log-probabilities, their gradient, a temporary."""
@@ -43,9 +43,7 @@ PROOF_SAMPLES = 5
 """Samples that proofs run on."""
 BY_SAMPLES = Weighting("samples", "by samples")
 
-Twin = Callable[[torch.Tensor], torch.Tensor]
-MakeWork = Callable[[Call, Sequence[torch.Tensor], Twin | None, str], Work]
-"""From a call (or its twin), the twins in it, what makes twins (None: this is the real call), and a precision."""
+OWN_LOSS = OwnLoss()
 
 
 @dataclass
@@ -56,6 +54,10 @@ class Planned:
     profile: Profile | None
     """None for a plan that was made elsewhere."""
     demand: Demand
+
+    def tuned(self, plan: Plan) -> None:
+        """Measuring while training found a better size."""
+        self.plan = plan
 
 
 @dataclass
@@ -103,6 +105,15 @@ class Kinds:
         if call is not None:
             call.key = key
         return call, samples
+
+    def task(self, plain: Callable[..., Any], tree: Tree) -> Task:
+        """What there is to profile in a call with these arguments, whole or cut."""
+        core = self._core
+        samples = shared_samples(tree)
+        if samples is None:
+            raise uncuttable("its tensors do not share a first dimension")
+        call = next(ways_to_cut(core.model, plain, tree, samples, core.device, core.settings.split))
+        return self._task(call, OWN_LOSS, Demand(samples), BY_SAMPLES)
 
     def weighting(self, call: Call) -> Weighting:
         """How the call's own loss is weighted."""
@@ -165,7 +176,7 @@ class Kinds:
     # ---- whole or cut
 
     def _bound(self, call: Call) -> Profile:
-        task = self._task(call, own_or_bound, Demand(call.samples), BY_SAMPLES)
+        task = self._task(call, OWN_LOSS, Demand(call.samples), BY_SAMPLES)
         return self._core.planner.profile(task, "off")
 
     def _runs_whole(self, kind: Kind, call: Call) -> bool:
@@ -245,8 +256,7 @@ class Kinds:
     def planned(
         self,
         call: Call,
-        consumer: str,
-        make: MakeWork,
+        consumer: Consumer,
         weighting: Weighting,
         *,
         mode: str = "accumulate",
@@ -263,12 +273,12 @@ class Kinds:
             standing=core.old_gradient_bytes(),
             standing_per_sample=standing_per_sample,
         )
-        found = kind.planned.get(consumer)
+        found = kind.planned.get(consumer.name)
         if found is None or call.samples > found.demand.share:
-            there = kind.bound if make is own_or_bound or mode == "replay" else None
-            plan, profile = core.planner.plan(self._task(call, make, demand, weighting), profile=there)
-            found = kind.planned[consumer] = Planned(plan, profile, demand)
-            core.adopt(plan, profile)
+            there = kind.bound if isinstance(consumer, OwnLoss) else None
+            plan, profile = core.planner.plan(self._task(call, consumer, demand, weighting), profile=there)
+            found = kind.planned[consumer.name] = Planned(plan, profile, demand)
+            core.adopt(plan, profile, found.tuned)
         elif demand.standing < found.demand.standing and found.profile is not None:
             self._roomier(found, demand.standing)
         return found
@@ -282,31 +292,25 @@ class Kinds:
         plan = search([planned.profile], core.planner.budget(), demand)
         if plan.micro_batch > planned.plan.micro_batch and core.largest == planned.plan.micro_batch:
             planned.plan = plan
-            core.adopt(plan, planned.profile)
+            core.adopt(plan, planned.profile, planned.tuned)
 
-    def _task(self, call: Call, make: MakeWork, demand: Demand, weighting: Weighting) -> Task:
-        def make_work(precision: str) -> Callable[[Twin, int], Work]:
+    def _task(self, call: Call, consumer: Consumer, demand: Demand, weighting: Weighting) -> Task:
+        def make_work(precision: str) -> MakeWork:
             def build(twin: Twin, samples: int) -> Work:
                 other, made = twin_call(call, twin, samples)
-                return make(other, made, twin, precision)
+                its, more = consumer.twin(twin, samples)
+                return its.work(other, precision, (*made, *more))
 
             return build
 
         def real_work(precision: str) -> Work:
-            return make(call, (), None, precision)
+            return consumer.work(call, precision)
 
         return Task(make_work, real_work, weighting, call.samples, demand, self._core.compiled)
 
 
 def _has_dimension(tree: Tree, size: int) -> bool:
     return any(size in tensor.shape for tensor in tensors(tree))
-
-
-def own_or_bound(call: Call, made: Sequence[torch.Tensor], twin: Twin | None, precision: str) -> Work:
-    """The work of a call with the loss it returns itself, or with all its outputs summed where it returns none."""
-    if call.outputs.loss is None:
-        return OutputsWork(call, precision=precision, draws=False, borrowed=made)
-    return CallWork(call, call.outputs.loss, precision=precision, draws=False, borrowed=made)
 
 
 def output_bytes(call: Call) -> int:

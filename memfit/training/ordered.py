@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memfit.batches.cut import Layout, cut
+from memfit.batches.cut import Layout, cut, cut_samples
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import map_leaves
 from memfit.training.call import Split, part_of_split
@@ -42,11 +42,24 @@ class Ordered:
 
         def piece(indices: Sequence[int]) -> Any:
             start, stop = indices[0], indices[-1] + 1
+            if stop - start != len(indices):
+                return cut_samples(tree, layout, indices)
             if split is not None:
                 return part_of_split(split, tree, start, stop, layout.samples)
             return cut(tree, layout, start, stop)
 
         return Ordered(layout.samples, [], piece)
+
+    def few(self, count: int) -> Ordered:
+        """Some of the samples, of all sizes, in no particular order of size."""
+        count = min(count, self.samples)
+        step = max(1, self.samples // count) if self.ragged else 1
+        chosen = [self._order[i * step] for i in range(count)]
+        return _view(self, [chosen[i] for i in _mixed_up(count)])
+
+    def backwards(self, count: int) -> Ordered:
+        """The first `count` samples in the opposite order."""
+        return _view(self, self._order[:count][::-1])
 
     @property
     def largest(self) -> int:
@@ -80,3 +93,16 @@ class Ordered:
         step = max(1, (self.samples - 1) // max(1, count - 1))
         chosen = [self._order[i * step] for i in range(count)] if self.ragged else self._order[:count]
         return lambda low, high: self._make(chosen[low:high])
+
+
+def _view(batch: Ordered, order: list[int]) -> Ordered:
+    """The batch's samples in this order."""
+    view = Ordered(0, [], batch._make)
+    view.samples, view._order, view.ragged = len(order), order, batch.ragged
+    view.sizes = [0] * len(order)
+    return view
+
+
+def _mixed_up(count: int) -> list[int]:
+    """0..count-1 with neighbours far apart, so that parts of it are alike."""
+    return [i for start in range(4) for i in range(start, count, 4)]

@@ -29,9 +29,10 @@ from memfit.profiling.profile import Profile
 from memfit.profiling.timing import Stopwatch, optimizer_seconds, time_sizes
 from memfit.profiling.trace import MakeWork, TraceFailed
 from memfit.training.settings import Settings
+from memfit.training.tune import doubling
 
-TIMING_SECONDS = 2.0
-"""How long micro-batches are timed while planning."""
+TIMING_SECONDS = 1.2
+"""How long micro-batches are timed while planning; training itself goes on measuring (`tune.py`)."""
 SAME = 0.01
 """How far the composed prediction may be from the whole trace of the chosen plan."""
 
@@ -62,6 +63,7 @@ class Planner:
     ) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._settings, self._staging = settings, staging
+        give_back_free_heap()
         self._meter = Meter(device)
         self._start = self._meter.held() - self._known_bytes()
         self._budget = budget
@@ -100,12 +102,19 @@ class Planner:
             plan, profile = self._lower(task, own)
         return plan, profile
 
-    def profile(self, task: Task, lever: str, checkpoint: tuple[str, ...] = (), sizes: Sequence[int] | None = None) -> Profile:
+    def profile(
+        self,
+        task: Task,
+        lever: str,
+        checkpoint: tuple[str, ...] = (),
+        sizes: Sequence[int] | None = None,
+        like: Profile | None = None,
+    ) -> Profile:
         """The profile of a task in a precision, traced where that is possible."""
         subject = self._subject(task, lever, checkpoint)
         if not task.compiled:
             try:
-                return traced_profile(subject, task.make_work(lever), task.available, sizes)
+                return traced_profile(subject, task.make_work(lever), task.available, sizes, like)
             except TraceFailed as failed:
                 reason = failed.reason
         else:
@@ -194,7 +203,7 @@ class Planner:
         work = task.real_work(profile.precision if profile.precision_is_lever else "off")
         watch = Stopwatch(self._model, self._staging, task.weighting, self._device, blocks)
         give_back_free_heap()
-        timings = time_sizes(watch, work, _spread(fitting), TIMING_SECONDS)
+        timings = time_sizes(watch, work, doubling(fitting), TIMING_SECONDS)
         return profile.with_timings(timings, self._optimizer_seconds(allowed))
 
     def _optimizer_seconds(self, allowed: int) -> float:
@@ -253,14 +262,3 @@ def give_back_free_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     except (OSError, AttributeError):
         return  # not glibc
-
-
-def _spread(sizes: Sequence[int]) -> tuple[int, ...]:
-    """About eight sizes from the smallest to the largest, evenly in ratio: what is worth timing."""
-    if len(sizes) <= 8:
-        return tuple(sizes)
-    low, high = sizes[0], sizes[-1]
-    targets = [low * (high / low) ** (k / 7) for k in range(8)]
-    return tuple(sorted({min(sizes, key=lambda n: abs(n - target)) for target in targets}))
-
-

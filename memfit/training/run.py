@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from memfit.training.step import Stepper
 from memfit.training.works import LossFn
 
 if TYPE_CHECKING:
+    from memfit.reporting.verification import Verification
     from memfit.reporting.report import Report
 
 
@@ -126,6 +128,17 @@ class Run:
             "micro_batch": None if plan is None else plan.micro_batch,
             "accumulation": None if plan is None else plan.accumulation,
         }
+
+    def verify(self) -> Verification:
+        """Compare one effective batch both ways, whole and in micro-batches; the result also goes into the report."""
+        from memfit.training.verify import verification_of
+
+        if self._core is None:
+            raise UsageError("verifying a run", found="memfit is switched off for it", next_move="wrap with enabled=True")
+        script = self._script
+        with script.aside() if script is not None else nullcontext():
+            self._core.verification = verification_of(self._core, self._core.reference)
+        return self._core.verification
 
     def report(self) -> Report:
         """What was asked, what was done and what it cost; `.save("report.html" | ".json" | ".md")`, or print it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +16,17 @@ from memfit.engine.accumulate import Weighting, WeightsChanged, Work
 from memfit.engine.handover import Total, hand_over
 from memfit.planning.search import keepable
 from memfit.training.call import Call
-from memfit.training.core import Core
+from memfit.training.consumers import AllOutputs, Consumer, KnownLoss
+from memfit.training.core import Core, MadeReference
 from memfit.training.guard import AccumulationGuard
-from memfit.training.kinds import BY_SAMPLES, LOSS_BOUND, Kinds, MakeWork, Planned, own_or_bound, output_bytes
+from memfit.training.kinds import BY_SAMPLES, LOSS_BOUND, OWN_LOSS, Kinds, Planned, output_bytes
 from memfit.training.route import Step
 from memfit.training.standin import StandIn, stand_ins
-from memfit.training.works import CallWork, KnownLossEnd, OutputsWork
+from memfit.training.tune import Tuner
+from memfit.training.works import KnownLossEnd
 
+KEPT_SAMPLES = 32
+"""Samples kept for verifying."""
 KEPT_VALUES = 16 << 20
 """Bytes up to which the values of an output are kept from the accumulate pass, for metrics read after the loss."""
 
@@ -50,7 +53,7 @@ class Script:
         """What the intercepted forward returns."""
         if self._busy or not self._is_training_call():
             return plain(*args, **kwargs)
-        with self._alone():
+        with self.aside():
             call, samples = self._kinds.to_cut(plain, (args, kwargs), self._batch_samples())
         self.samples_seen += samples or 0
         return plain(*args, **kwargs) if call is None else stand_ins(self, call)
@@ -65,7 +68,7 @@ class Script:
         return False
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def aside(self) -> Iterator[None]:
         """Inside, calls of the model are our own and go straight through."""
         before, self._busy = self._busy, True
         try:
@@ -89,22 +92,22 @@ class Script:
         if not end.cuts_target:
             return None
         weighting = BY_SUM if bound["reduction"] == "sum" else BY_TERM
-        make = partial(_known_loss_work, standin._leaf, standin._steps, end)
-        return self._accumulated(call, f"{function.__name__} {bound['reduction']}", make, weighting)
+        name = f"{function.__name__} {bound['reduction']} of {standin._leaf}"
+        return self._accumulated(call, KnownLoss(name, standin._leaf, standin._steps, end), weighting)
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
         """The model's own loss by accumulate."""
         try:
-            return self._accumulated(call, "own loss", own_or_bound, self._kinds.weighting(call))
+            return self._accumulated(call, OWN_LOSS, self._kinds.weighting(call))
         except WeightsChanged:
-            with self._alone():
+            with self.aside():
                 self._kinds.prove_again(call)
-            return self._accumulated(call, "own loss", own_or_bound, self._kinds.weighting(call))
+            return self._accumulated(call, OWN_LOSS, self._kinds.weighting(call))
 
     def values(self, call: Call) -> list[Any]:
         """The joined outputs' leaves, computed on first use."""
         if call.values is None:
-            with self._alone():
+            with self.aside():
                 planned = self._replay_plan(call)
                 repeated = bool(call.pieces)
                 core = self._core
@@ -132,7 +135,7 @@ class Script:
             staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
             return Total(torch.zeros(()), receivers, staged)
 
-        with self._alone():
+        with self.aside():
             return core.recovery.run(attempt, max(call.pieces))
 
     def like_after(self, standin: StandIn, following: Step) -> torch.Tensor | None:
@@ -155,18 +158,19 @@ class Script:
 
     # ---- passes
 
-    def _accumulated(self, call: Call, consumer: str, make: MakeWork, weighting: Weighting) -> torch.Tensor:
+    def _accumulated(self, call: Call, consumer: Consumer, weighting: Weighting) -> torch.Tensor:
         """The loss of the whole call, its gradients gathered, as a tensor whose backward hands them over."""
         core = self._core
-        with self._alone():
+        with self.aside():
             call.check_unchanged()
-            planned = self._kinds.planned(call, consumer, make, weighting)
+            planned = self._kinds.planned(call, consumer, weighting)
+            if core.reference is None:
+                core.reference = _reference(call, consumer, weighting)
             values: list[list[Any]] = []
             first = not call.pieces
-            work = make(call, (), None, planned.plan.precision)
-            if isinstance(work, CallWork):
-                work.draws = True
-                work.values = values if first and self._worth_keeping(call) else None
+            work = consumer.work(call, planned.plan.precision)
+            work.draws = True
+            work.values = values if first and self._worth_keeping(call) else None
 
             def begin(pieces: Sequence[int]) -> None:
                 values.clear()
@@ -174,8 +178,8 @@ class Script:
                     call.forget_pass()
                     call.begin(pieces)
 
-            def pieces_for(largest: int) -> Sequence[int]:
-                return core.pieces(call.samples, largest) if first else call.pieces
+            def pieces_for(largest: int, tuner: Tuner | None) -> Sequence[int]:
+                return core.tuned_pieces(call.samples, largest, tuner) if first else call.pieces
 
             with core.buffers.kept(not first):
                 total = core.accumulated(
@@ -194,10 +198,10 @@ class Script:
 
     def _replay_plan(self, call: Call) -> Planned:
         standing = (1 + LOSS_BOUND) * output_bytes(call)
-        planned = self._kinds.planned(
-            call, "replay", _outputs_work, BY_SAMPLES, mode="replay", standing_per_sample=standing
-        )
+        planned = self._kinds.planned(call, REPLAY, BY_SAMPLES, mode="replay", standing_per_sample=standing)
         planned.plan = keepable(planned.plan, planned.profile)
+        if self._core.reference is None:
+            self._core.reference = _reference(call, REPLAY, BY_SUM)
         return planned
 
     def _worth_keeping(self, call: Call) -> bool:
@@ -210,29 +214,17 @@ class Script:
             self._guard.handing_over(self._batch_number(), receivers)
 
 
+REPLAY = AllOutputs()
 BY_TERM = Weighting("term", "by what its mean divides by")
 BY_SUM = Weighting("sum", "as a sum")
 
 
-def _known_loss_work(
-    leaf: int,
-    steps: Sequence[Step],
-    end: KnownLossEnd,
-    call: Call,
-    made: Sequence[torch.Tensor],
-    twin: Callable[[torch.Tensor], torch.Tensor] | None,
-    precision: str,
-) -> Work:
-    if twin is None:
-        return CallWork(call, leaf, steps, end, precision=precision, draws=False)
-    end, more = end.twin(twin, call.samples)
-    return CallWork(call, leaf, steps, end, precision=precision, draws=False, borrowed=(*made, *more))
+def _reference(call: Call, consumer: Consumer, weighting: Weighting) -> MadeReference:
+    """A few samples of this call, copied, to verify with."""
+    samples = min(KEPT_SAMPLES, call.samples)
+    kept, its = call.first(samples), consumer.first(samples, backwards=False)
 
+    def work(count: int, backwards: bool) -> Work:
+        return its.first(count, backwards=backwards).work(kept.first(count, backwards=backwards), "off")
 
-def _outputs_work(
-    call: Call,
-    made: Sequence[torch.Tensor],
-    twin: Callable[[torch.Tensor], torch.Tensor] | None,
-    precision: str,
-) -> Work:
-    return OutputsWork(call, precision=precision, draws=False, borrowed=made)
+    return MadeReference(samples, weighting, work)

@@ -20,15 +20,18 @@ from memfit.planning.search import Demand, search, with_blocks
 from memfit.planning.sizes import by_size, peak_of, profile_between
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
-from memfit.training.core import Core
+from memfit.training.core import Core, MadeReference
 from memfit.training.learn import shapes_per_sample, structure_of
 from memfit.training.ordered import Ordered
 from memfit.training.planner import Task
 from memfit.training.prove import infer_weighting
+from memfit.training.tune import Tuner
 from memfit.training.works import LossFn, StepWork, moved
 
 PROOF_SAMPLES = 5
 """Samples that proofs run on."""
+KEPT_SAMPLES = 32
+"""Samples kept for verifying."""
 BY_SAMPLES = Weighting("samples", "by samples")
 
 
@@ -53,6 +56,11 @@ class Stepper:
         """Plan for effective batches of `share` samples (None: as many) like those in `like`, without running any."""
         self._decide(like, share or like.samples)
 
+    def task(self, batch: Any) -> Task:
+        """What there is to profile in a batch like this one."""
+        ordered = self.ordered(batch)
+        return self._task(ordered, 0, Demand(ordered.samples))
+
     def loss(self, batch: Any) -> torch.Tensor:
         """The loss of an effective batch, its gradients gathered, as a tensor whose backward hands them over."""
         ordered = self.ordered(batch)
@@ -70,10 +78,10 @@ class Stepper:
         core = self._core
         assert self._weighting is not None and core.plan is not None
         work = self._work(batch.piece, batch.samples, core.plan.precision)
-        most = core.plan.micro_batch
+        planned = core.plan.micro_batch
 
-        def pieces_for(largest: int) -> Sequence[int]:
-            return self._pieces(batch, largest, most)
+        def pieces_for(largest: int, tuner: Tuner | None) -> Sequence[int]:
+            return self._pieces(batch, largest, planned, tuner)
 
         return hand_over(core.accumulated(work, self._weighting, pieces_for, largest=core.limit(core.plan)))
 
@@ -81,18 +89,25 @@ class Stepper:
         whole = batch.collate() if isinstance(batch, SampleBatch) else batch
         return checked_loss(self._whole_loss(moved(whole, self._core.device)))
 
-    def _pieces(self, batch: Ordered, largest: int, planned: int) -> tuple[int, ...]:
+    def _pieces(self, batch: Ordered, largest: int, planned: int, tuner: Tuner | None) -> tuple[int, ...]:
         """Sizes of the micro-batches; where samples differ in size, each as large as planned for its first sample."""
         plan = self._core.plan
         if plan is None or not plan.by_size or not batch.ragged:
-            return self._core.pieces(batch.samples, largest)
+            return self._core.tuned_pieces(batch.samples, largest, tuner)
         found: list[int] = []
         start = 0
         while start < batch.samples:
             size = batch.sizes[start]
-            room = next((n for elements, n in plan.by_size if size <= elements), plan.by_size[-1][1])
-            found.append(min(max(1, room * largest // planned), batch.samples - start))
-            start += found[-1]
+            usual, most = next(((n, m) for elements, n, m in plan.by_size if size <= elements), plan.by_size[-1][1:])
+            count = max(1, usual * largest // planned)
+            if tuner is not None:
+                choice = tuner.next_choice()
+                count = min(most, max(1, round(choice / max(1, size))))
+            count = min(count, batch.samples - start)
+            if tuner is not None:
+                tuner.expect(choice, sum(batch.sizes[start : start + count]))
+            found.append(count)
+            start += count
         return tuple(found)
 
     # ---- what a batch is
@@ -119,7 +134,18 @@ class Stepper:
             self._weigh(batch)
         if not self._together:
             self._plan(batch, share)
+        self._remember(batch)
         self._largest = max(self._largest, batch.largest)
+
+    def _remember(self, batch: Ordered) -> None:
+        """Keep a few samples to verify with."""
+        few = batch.few(KEPT_SAMPLES)
+
+        def make(samples: int, backwards: bool) -> Work:
+            ordered = few.backwards(samples) if backwards else few
+            return self._work(ordered.piece, samples, "off")
+
+        self._core.reference = MadeReference(few.samples, self._weighting or BY_SAMPLES, make)
 
     def _weigh(self, batch: Ordered) -> None:
         core = self._core
@@ -166,7 +192,7 @@ class Stepper:
         planner, demand = self._core.planner, longest.demand
         plan, at_most = planner.plan(longest, timed=False)
         short, middle = batch.samples * 3 // 4, batch.samples // 2
-        at_least = planner.profile(self._task(batch, short, demand), plan.precision)
+        at_least = planner.profile(self._task(batch, short, demand), plan.precision, like=at_most)
         ends = (
             (batch.sizes[short], with_blocks(at_least, plan.checkpoint)),
             (batch.sizes[0], with_blocks(at_most, plan.checkpoint)),
@@ -179,7 +205,9 @@ class Stepper:
         peak = peak_of(ends, table)
         cost = replace(found.predicted, peak=peak.expected, upper=peak.upper)
         notes = (*plan.notes, "samples differ in size: micro-batches are made of samples of similar size")
-        return replace(found, by_size=table, checkpoint=plan.checkpoint, predicted=cost, notes=notes), timed
+        return replace(
+            found, by_size=table, median=batch.sizes[middle], checkpoint=plan.checkpoint, predicted=cost, notes=notes
+        ), timed
 
     def _task(self, batch: Ordered, index: int, demand: Demand) -> Task:
         def make_work(precision: str) -> MakeWork:

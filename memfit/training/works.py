@@ -150,6 +150,17 @@ class KnownLossEnd:
         }
         return self._function(**{**self._bound, **pieces, "input": value})
 
+    def first(self, samples: int, *, backwards: bool = False) -> KnownLossEnd:
+        """The same on copies of the first `samples` samples' arguments, in the opposite order if `backwards`."""
+        other = object.__new__(KnownLossEnd)
+        other._function, other._axes = self._function, self._axes
+        other._bound = {name: value for name, value in self._bound.items() if name != "input"}
+        for name, axis in self._axes.items():
+            if axis is not None:
+                part = axis.narrow(self._bound[name], 0, samples)
+                other._bound[name] = axis.reversed(part) if backwards else part.clone()
+        return other
+
     def twin(self, twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> tuple[KnownLossEnd, list[torch.Tensor]]:
         """The same on twins of the first `samples` samples' arguments, and those twins."""
         other = object.__new__(KnownLossEnd)

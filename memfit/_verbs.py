@@ -1,0 +1,127 @@
+"""The verbs besides `wrap`, each usable on its own: profile, plan, apply, verify."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit._arguments import blocks_from, check_count, check_optimizer, micro_batch_from
+from memfit._errors import UsageError
+from memfit._wrap import wrap
+from memfit.hardware.budget import Budget, probe
+from memfit.levers.checkpoint import candidate_blocks
+from memfit.levers.precision import parse_precision
+from memfit.planning.plan import Plan
+from memfit.planning.search import Demand, search
+from memfit.profiling.profile import Profile
+from memfit.reporting.verification import Verification
+from memfit.training.core import Core, is_compiled
+from memfit.training.kinds import Kinds
+from memfit.training.run import Run
+from memfit.training.settings import Settings
+from memfit.training.step import Stepper
+from memfit.training.works import LossFn
+
+
+def profile(
+    model: nn.Module,
+    optimizer: Optimizer,
+    sample: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    device: str | None = None,
+    precision: str = "off",
+    checkpoint: str | Sequence[str] = "off",
+) -> Profile:
+    """What one optimizer step of `model` costs, for any micro-batch size. Nothing of the model is changed.
+
+    `sample` is one batch with at least two samples along the first dimension of its tensors: what `loss_fn(model, sample)`
+    takes, or without loss_fn what the model is called with (a tuple is spread, a mapping is passed by keyword). Models on
+    the meta device are traced, not timed. `precision` and `checkpoint` are as in `wrap`, with explicit values.
+
+    Raises UsageError for a sample that cannot be cut, and whatever the model itself raises.
+    """
+    if device is not None:
+        raise UsageError(
+            f"profiling for device={device!r}",
+            found="this version profiles for the device the model is on",
+            next_move="leave device= away",
+        )
+    check_optimizer(optimizer, model)
+    on_meta = any(p.is_meta for p in model.parameters())
+    here = torch.device("cpu") if on_meta else next(model.parameters()).device
+    core = Core(model, optimizer, here, probe(device=here), Settings(), compiled=is_compiled(model))
+    if loss_fn is not None:
+        task = Stepper(core, loss_fn, lambda batch: loss_fn(model, batch)).task(sample)
+    else:
+        task = Kinds(core).task(model.forward, _as_call(sample))
+    blocks, every = blocks_from(checkpoint, model)
+    lever = "off" if parse_precision(precision) in ("auto", "off") else precision
+    found = core.planner.profile(task, lever, candidate_blocks(model) if every else blocks or ())
+    return found if on_meta else core.planner.timed(task, found)
+
+
+def plan(
+    profile: Profile,
+    budget: Budget,
+    *,
+    target_batch: int,
+    micro_batch: int | str = "auto",
+    checkpoint: str | Sequence[str] = "auto",
+) -> Plan:
+    """The fastest plan for `target_batch` samples per optimizer step that fits the budget: a function of values to a value.
+
+    `micro_batch` is "auto", "off" (the whole batch) or a number; `checkpoint` "auto", "off", "all" or block names.
+    Raises UsageError for arguments that cannot be meant, DoesNotFit with what would be needed.
+    """
+    check_count("target_batch", target_batch)
+    size, whole = micro_batch_from(micro_batch)
+    known = set(profile.blocks)
+    if checkpoint == "auto":
+        blocks: tuple[str, ...] | None = None
+    elif checkpoint in ("off", "all"):
+        blocks = profile.blocks if checkpoint == "all" else ()
+    else:
+        blocks = tuple(checkpoint)
+        unknown = sorted(set(blocks) - known)
+        if unknown:
+            raise UsageError(
+                f"checkpoint={list(blocks)!r}",
+                found=f"the profile knows no block {unknown[0]!r}",
+                next_move=f"use names such as {', '.join(profile.blocks[:3]) or '(it has none)'}",
+            )
+    demand = Demand(target_batch, target_batch, micro_batch=target_batch if whole else size, checkpoint=blocks)
+    return search([profile], budget.with_held(max(0, budget.held - profile.model.parameter_bytes)), demand)
+
+
+def apply(
+    plan: Plan | str | Path, model: nn.Module, optimizer: Optimizer, loader: Any = None, *, loss_fn: LossFn | None = None
+) -> Run:
+    """Run `model` by a plan that is there already (a Plan, or the path of a saved one), without planning.
+
+    Returns a Run as `wrap` does. Raises PlanFileError if the plan was made for another model.
+    """
+    given = plan if isinstance(plan, Plan) else Plan.load(plan)
+    return wrap(model, optimizer, loader, loss_fn=loss_fn, target_batch=given.target_batch, plan=given)
+
+
+def verify(run: Run) -> Verification:
+    """Compare one effective batch both ways: whole, and in at least three unequal micro-batches; nothing is changed.
+
+    Runs on the largest set of samples (at most 32) that fits whole, with the whole's random draws handed out by slice.
+    Script mode needs one training step first. Raises UsageError where there is nothing to compare.
+    """
+    return run.verify()
+
+
+def _as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(sample, Mapping) or hasattr(sample, "keys"):
+        return (), dict(sample)
+    return (sample, {}) if isinstance(sample, tuple) else ((sample,), {})
+
+

@@ -1,0 +1,150 @@
+"""What another choice of one lever would need and take: numbers for "what next".
+
+A function from a plan, the profile it rests on and the budget to values. Not covered: training with samples of different
+sizes, whose micro-batches are no single choice; sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memfit.batches.pieces import sizes
+from memfit.planning.compose import recomputable
+from memfit.planning.plan import Option, Plan
+from memfit.planning.search import micro_batch_sizes, step_seconds, timing_at, with_blocks
+from memfit.profiling.profile import Profile
+from memfit.reporting.facts import Offer
+
+WORTH = 0.01
+"""A share of a step's seconds that is worth mentioning."""
+ASKED = 4
+"""How many larger micro-batches are priced: each costs a replay of the timeline."""
+
+
+def offers_for(plan: Plan, profile: Profile | None, room: int) -> tuple[Offer, ...]:
+    """One step of each lever, and what more memory would allow. `room`: bytes above the plan's upper bound."""
+    if plan.by_size:
+        return ()
+    found = list(_of_options(plan, room))
+    if profile is not None and profile.timeline is not None:
+        found += _of_profile(_Against(plan, profile, room))
+    return tuple(found)
+
+
+# ---- from the plan's own options
+
+
+def _of_options(plan: Plan, room: int) -> Iterator[Offer]:
+    same = [o for o in plan.options if o.precision == plan.precision and o.fits]
+    smaller = [o for o in same if o.micro_batch < plan.micro_batch]
+    larger = [o for o in same if o.micro_batch > plan.micro_batch]
+    if smaller:
+        yield _offer("micro-batch", max(smaller, key=lambda o: o.micro_batch), plan, room)
+    if larger:
+        yield _offer("micro-batch", min(larger, key=lambda o: o.micro_batch), plan, room)
+    others = [o for o in plan.options if o.precision != plan.precision and o.fits and o.cost.seconds is not None]
+    if others:
+        yield _offer("precision", min(others, key=lambda o: o.cost.seconds or 0.0), plan, room)
+    faster = [o for o in plan.options if not o.fits and _saves(plan, o.cost.seconds)]
+    if faster:
+        yield _offer("budget", min(faster, key=lambda o: o.cost.upper), plan, room)
+
+
+def _offer(lever: str, option: Option, plan: Plan, room: int) -> Offer:
+    more = option.cost.upper - plan.predicted.upper
+    known = option.cost.seconds is not None and plan.predicted.seconds is not None
+    seconds = (option.cost.seconds or 0.0) - (plan.predicted.seconds or 0.0) if known else None
+    return Offer(
+        lever,
+        option.micro_batch,
+        option.accumulation,
+        option.checkpoint,
+        option.precision,
+        "",
+        more,
+        seconds,
+        0 if option.fits else max(0, more - room),
+    )
+
+
+def _saves(plan: Plan, seconds: float | None) -> bool:
+    now = plan.predicted.seconds
+    return now is not None and seconds is not None and seconds < now * (1 - WORTH)
+
+
+# ---- from the profile, beyond the options
+
+
+@dataclass(frozen=True)
+class _Against:
+    """A plan to compare with."""
+
+    plan: Plan
+    profile: Profile
+    room: int
+
+    def offer(self, lever: str, size: int, blocks: tuple[str, ...], block: str = "") -> Offer:
+        """The same plan with another size of micro-batch and other blocks."""
+        plan = self.plan
+        pieces = sizes(plan.share, size)
+        more = self._upper(size, blocks) - self._upper(plan.micro_batch, plan.checkpoint)
+        now, then = self.seconds(plan.micro_batch, plan.checkpoint), self.seconds(size, blocks)
+        seconds = None if now is None or then is None else then - now
+        missing = max(0, more - self.room)
+        return Offer(lever, size, len(pieces), len(blocks), plan.precision, block, more, seconds, missing)
+
+    def seconds(self, size: int, blocks: tuple[str, ...]) -> float | None:
+        return step_seconds(self.profile, sizes(self.plan.share, size), blocks, self.plan.mode)
+
+    def _upper(self, size: int, blocks: tuple[str, ...]) -> int:
+        priced = self.profile if self.profile.checkpoint == blocks else with_blocks(self.profile, blocks)
+        return priced.peak(size, accumulates=len(sizes(self.plan.share, size)) > 1).upper
+
+
+def _of_profile(against: _Against) -> Iterator[Offer]:
+    plan, profile = against.plan, against.profile
+    if profile.checkpoint:  # it was taken with the blocks checkpointed: what they were without is not in it
+        return
+    yield from _more_memory(against)
+    per_block = dict(timing_at(profile.timings, plan.micro_batch).blocks) if profile.timings else {}
+    could = _by_gain(profile, plan.micro_batch, per_block)
+    free = [name for name in could if name not in plan.checkpoint]
+    if free:
+        yield against.offer("checkpoint", plan.micro_batch, (*plan.checkpoint, free[0]), free[0])
+    if plan.checkpoint:
+        last = max(plan.checkpoint, key=lambda name: per_block.get(name, 0.0))
+        rest = tuple(name for name in plan.checkpoint if name != last)
+        yield against.offer("checkpoint", plan.micro_batch, rest, last)
+
+
+def _more_memory(against: _Against) -> Iterator[Offer]:
+    """The smallest budget that would make the step faster, and what the fastest would need."""
+    plan = against.plan
+    faster = []
+    now = against.seconds(plan.micro_batch, plan.checkpoint)
+    for size in micro_batch_sizes(plan.share):
+        seconds = against.seconds(size, ())
+        if size >= plan.micro_batch and now is not None and seconds is not None and seconds < now * (1 - WORTH):
+            faster.append((seconds, size))
+    if not faster:
+        return
+    by_size = sorted(faster, key=lambda pair: pair[1])
+    chosen = {size for _, size in by_size[: ASKED - 1]} | {min(faster)[1]}
+    lacking = [o for o in (against.offer("budget", size, ()) for size in sorted(chosen)) if o.missing]
+    if lacking:
+        least = min(lacking, key=lambda o: o.missing)
+        best = min(lacking, key=lambda o: o.seconds or 0.0)
+        yield least
+        if (best.seconds or 0.0) < (least.seconds or 0.0) - WORTH * (now or 0.0):
+            yield best
+
+
+def _by_gain(profile: Profile, samples: int, per_block: dict[str, float]) -> list[str]:
+    """The blocks that could be checkpointed, those first that free most bytes per second."""
+    timeline = profile.timeline
+    if timeline is None:
+        return []
+    sizes_ = timeline.sizes(samples)
+    gain = {r.block: float(sizes_[r.dropped].sum()) for r in recomputable(timeline, profile.blocks)}
+    return sorted(gain, key=lambda name: -gain[name] / max(per_block.get(name, 0.0), 1e-9))

@@ -1,0 +1,61 @@
+"""The result of running one effective batch both ways: as plain PyTorch would, and as the plan does.
+
+Only the result; how it is got is the training's business. Not covered: what later batches may do otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How far the gradient of the plan is from that of the whole batch, on the same samples and random draws."""
+
+    relative_error: float
+    """Relative L2 difference of the gradient, all parameters concatenated."""
+    floor: float
+    """The same difference between two summation orders of plain PyTorch."""
+    samples: int
+    """Samples that were compared."""
+    pieces: tuple[int, ...]
+    """Samples in each micro-batch used."""
+    worst_parameter: str
+    """The parameter whose gradient differs most."""
+    worst_error: float
+    """Relative L2 difference of that gradient."""
+    loss_error: float
+    """Relative difference of the loss."""
+    tolerance: float
+    """The largest relative_error that counts as the same."""
+    unsliced: tuple[str, ...] = ()
+    """Random operators whose draws could not be handed out by slice; what they drew differs between the two ways."""
+    notes: tuple[str, ...] = ()
+    """What the reader should know about these numbers."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is the same training: relative_error within tolerance. A gradient that is not finite is not."""
+        return self.relative_error <= self.tolerance
+
+    def __str__(self) -> str:
+        word = "same gradient" if self.passed else "NOT the same gradient"
+        numbers = f"{self.relative_error:.1e} relative to the whole batch (floor of plain PyTorch {self.floor:.1e})"
+        lines = [f"{word}  {numbers}, on {self.samples} samples as {cut_as(self.pieces)}"]
+        if not self.passed:
+            worst = f"{self.worst_parameter} {self.worst_error:.1e}"
+            lines.append(f"allowed {self.tolerance:.1e}; worst {worst}; the loss differs by {self.loss_error:.1e}")
+        if self.unsliced:
+            lines.append(f"drawn anew in each micro-batch, not compared: {', '.join(self.unsliced)}")
+        return "\n".join([*lines, *self.notes])
+
+
+def cut_as(pieces: Sequence[int]) -> str:
+    """The sizes of micro-batches: "5 + 8 + 11", or "6 x 9 + 5 x 2" where there are many."""
+    if len(pieces) <= 4:
+        return " + ".join(str(size) for size in pieces)
+    runs = [(size, len(list(run))) for size, run in groupby(pieces)]
+    shown = [f"{size} x {count}" if count > 1 else str(size) for size, count in runs[:4]]
+    return " + ".join([*shown, f"... ({len(pieces)} micro-batches)"] if len(runs) > 4 else shown)

@@ -1,0 +1,123 @@
+"""Measuring micro-batch sizes while training: the first effective batches are cut into several sizes in turn.
+
+The gradient does not depend on the sizes, so measuring them costs nothing but the few micro-batches that are slower than the
+best. Not covered: sizes beyond what the plan's profile says fits, compiled models (each size would be compiled), and replay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+ENOUGH = 3
+"""Measurements of each size before one is chosen."""
+NEARLY = 1.02
+"""Sizes within this factor of the fastest count as equally fast; then the larger wins."""
+HOPELESS = 1.5
+"""A size this much slower per unit than the best so far is not tried again."""
+
+
+class Tuner:
+    """Proposes how an effective batch is cut, and learns from how long its micro-batches took.
+
+    A choice is a size of micro-batch, in units: samples, or elements where samples differ in size. `choices` are those that
+    fit, `planned` the one in force.
+    """
+
+    def __init__(self, choices: Sequence[int], planned: int, device: torch.device) -> None:
+        self.choices = tuple(sorted({*choices, planned}))
+        self.planned = planned
+        self._clock = _Clock(device)
+        self._measured: dict[int, list[float]] = {choice: [] for choice in self.choices}
+        self._running: list[tuple[int, int] | None] = []
+        self._turn = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice that is not hopeless was measured often enough."""
+        return len(self.choices) < 2 or all(len(self._measured[c]) >= ENOUGH for c in self._worth_trying())
+
+    def next_choice(self) -> int:
+        """The choice for the next micro-batch."""
+        open_ = [c for c in self._worth_trying() if len(self._measured[c]) + self._pending(c) < ENOUGH] or [self.planned]
+        choice = open_[self._turn % len(open_)]
+        self._turn += 1
+        return choice
+
+    def begin(self) -> None:
+        """A pass begins; what was proposed for one that failed is forgotten."""
+        self._collect()
+        self._running = []
+        self._clock.start()
+
+    def expect(self, choice: int, units: int) -> None:
+        """The next micro-batch of the pass is of this choice and has that many units; it counts if it is about full."""
+        self._running.append((choice, units) if units >= 0.75 * choice else None)
+
+    def micro_batch_done(self, index: int) -> None:
+        """A micro-batch has run."""
+        self._clock.mark()
+
+    def best(self) -> tuple[int, dict[int, float]]:
+        """(the fastest choice, seconds per unit of every choice measured)."""
+        self._collect()
+        rates = {c: median(found) for c, found in self._measured.items() if found}
+        if not rates:
+            return self.planned, {}
+        fastest = min(rates.values())
+        return max(c for c, rate in rates.items() if rate <= fastest * NEARLY), rates
+
+    def _worth_trying(self) -> list[int]:
+        rates = {c: min(found) for c, found in self._measured.items() if found}
+        fastest = min(rates.values(), default=0.0)
+        return [c for c in self.choices if rates.get(c, 0.0) <= fastest * HOPELESS]
+
+    def _pending(self, choice: int) -> int:
+        return sum(1 for running in self._running if running is not None and running[0] == choice)
+
+    def _collect(self) -> None:
+        seconds = self._clock.read()
+        for running, took in zip(self._running, seconds):
+            if running is not None:
+                self._measured[running[0]].append(took / running[1])
+        self._running = []
+
+
+def doubling(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Of these sizes, those nearest to the smallest, twice it, four times it, ... and the largest."""
+    if not sizes:
+        return ()
+    targets = [sizes[0] * 2**k for k in range(24) if sizes[0] * 2**k <= sizes[-1]]
+    return tuple(sorted({min(sizes, key=lambda n: abs(n - target)) for target in targets} | {sizes[-1]}))
+
+
+class _Clock:
+    """Time between marks: the host's on the CPU, events that nobody waits for on an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._marks: list[Any] = []
+
+    def start(self) -> None:
+        self._marks = []
+        self.mark()
+
+    def mark(self) -> None:
+        if self._module is None:
+            self._marks.append(time.perf_counter())
+        elif hasattr(self._module, "Event"):
+            event = self._module.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+
+    def read(self) -> list[float]:
+        """Seconds between consecutive marks, as far as the device has reached them."""
+        marks, self._marks = self._marks, []
+        if self._module is None:
+            return [b - a for a, b in zip(marks, marks[1:])]
+        reached = [m for m in marks if m.query()]
+        return [a.elapsed_time(b) / 1e3 for a, b in zip(reached, reached[1:])]

@@ -1,0 +1,172 @@
+"""Comparing one effective batch both ways: whole, as plain PyTorch would, and in unequal micro-batches, as memfit does.
+
+Both run on the same samples with the same random draws (the whole's, handed out by slice), batch norm frozen, blocks not
+recomputed, and leave no trace. Not covered: the optimizer's step, and draws inside fused kernels (named in the result).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memfit._errors import UsageError
+from memfit.batches.weights import Count
+from memfit.engine.accumulate import CountOf, Weighting, Work, accumulate, checked_loss
+from memfit.engine.context import autocast_off, autocasting
+from memfit.engine.slices import Draws
+from memfit.reporting.verification import Verification
+from memfit.training.core import Core, Reference
+from memfit.training.prove import comparable
+
+MOST = 32
+"""Samples a verification runs on at most."""
+LAW = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Relative gradient error that counts as equal, where the floor of floating point is not higher."""
+FLOORS = 4.0
+"""Multiples of the floor that count as rounding: errors of several summation orders add up."""
+
+
+def unequal(samples: int) -> tuple[int, ...]:
+    """At least three micro-batches of different sizes, where there are enough samples: 24 = 5 + 8 + 11."""
+    third = samples // 3
+    less = max(1, third - max(1, third // 3)) if third > 1 else 1
+    return (less, third, samples - third - less) if samples >= 3 else (1,) * samples
+
+
+def verification_of(core: Core, reference: Reference | None) -> Verification:
+    """The gradient of one effective batch both ways. Raises UsageError where there is nothing to compare yet."""
+    if reference is None:
+        raise UsageError(
+            "verifying a run",
+            found="no batch was cut yet, so there is nothing to compare",
+            next_move="run one training step first (script mode), or pass loss_fn= with a loader or sample to wrap",
+        )
+    samples = _fitting(core, reference)
+    for by_operations in (False, True):
+        draws = Draws(by_operations=by_operations)
+        with comparable(core.model, core.device), core.without_levers():
+            whole = _whole(core, reference.work(samples), samples, draws.recording)
+            if draws.unsliced and not by_operations:
+                continue
+            again = _whole(core, reference.work(samples, backwards=True), samples, lambda: draws.reversed(samples))
+            parts = _parts(core, reference, samples, draws)
+        return _compare(core, whole, again, parts, samples, draws)
+    raise AssertionError("unreachable: the second round always returns")
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    loss: float
+    gradients: list[torch.Tensor | None]
+
+
+def _whole(core: Core, work: Work, samples: int, drawing: Callable[[], Any]) -> _Gradient:
+    parameters = core.staging.parameters()
+    try:
+        with core.staging.swapped():
+            inputs, _ = work.inputs(0, samples, None)
+            with drawing():
+                loss = checked_loss(work.loss(work.forward(inputs)))
+            with autocasting(autocast_off((core.device.type, "cpu"))):
+                loss.backward()
+        return _Gradient(float(loss.detach()), core.staging.take(parameters))
+    finally:
+        core.staging.discard()
+
+
+def _parts(core: Core, reference: Reference, samples: int, draws: Draws) -> _Gradient:
+    core.prepare(len(unequal(samples)))
+    work = _Sliced(reference.work(samples), draws)
+    try:
+        total = accumulate(work, unequal(samples), core.staging, reference.weighting)
+    finally:
+        core.staging.discard()
+    wanted = len(total.receivers) - len(work.extra_receivers())
+    scaled = [None if g is None else g * total.factor for g in total.gradients[:wanted]]
+    return _Gradient(float(total.value), scaled)
+
+
+class _Sliced:
+    """A work whose micro-batches receive the whole's draws by slice."""
+
+    def __init__(self, work: Work, draws: Draws) -> None:
+        self._work, self._draws = work, draws
+        self.samples, self.device = work.samples, work.device
+        self.extra_receivers, self.extra_gradients = work.extra_receivers, work.extra_gradients
+        self._span = (0, 0)
+
+    def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:
+        self._span = (start, stop)
+        return self._work.inputs(start, stop, count)
+
+    def forward(self, inputs: Any) -> Any:
+        return inputs
+
+    def loss(self, outputs: Any) -> torch.Tensor:
+        with self._draws.sliced(*self._span, self.samples):
+            return self._work.loss(self._work.forward(outputs))
+
+
+def _fitting(core: Core, reference: Reference) -> int:
+    """The most samples that fit whole beside two more sets of gradients."""
+    most = min(MOST, reference.samples)
+    profile = core.profile
+    if profile is None:
+        return most
+    room = core.planner.budget().room - 2 * profile.model.gradient_bytes
+    fitting = [n for n in range(2, most + 1) if profile.peak(n, accumulates=False).upper <= room]
+    return max(fitting, default=min(2, most))
+
+
+def _compare(
+    core: Core, whole: _Gradient, again: _Gradient, parts: _Gradient, samples: int, draws: Draws
+) -> Verification:
+    norm = max(_norm(whole.gradients), 1e-30)
+    floor = _distance(whole.gradients, again.gradients) / norm
+    error = _distance(whole.gradients, parts.gradients) / norm
+    name, worst = _worst(core, whole, parts, norm)
+    notes = ["batch norm frozen for the comparison"] if core.normalises_batches() else []
+    return Verification(
+        relative_error=error,
+        floor=floor,
+        samples=samples,
+        pieces=unequal(samples),
+        worst_parameter=name,
+        worst_error=worst,
+        loss_error=abs(parts.loss - whole.loss) / max(abs(whole.loss), 1e-30),
+        tolerance=max(_law(whole.gradients), FLOORS * floor),
+        unsliced=tuple(dict.fromkeys(draws.unsliced)),
+        notes=tuple(notes),
+    )
+
+
+def _worst(core: Core, whole: _Gradient, parts: _Gradient, norm: float) -> tuple[str, float]:
+    names = {id(p): name for name, p in core.model.named_parameters()}
+    errors = [
+        (_distance([a], [b]) / norm, names.get(id(p), "a parameter outside the model"))
+        for p, a, b in zip(core.staging.parameters(), whole.gradients, parts.gradients)
+    ]
+    error, name = max(errors)
+    return name, error
+
+
+def _law(gradients: Sequence[torch.Tensor | None]) -> float:
+    return max((LAW.get(g.dtype, LAW[torch.float32]) for g in gradients if g is not None), default=1e-6)
+
+
+def _norm(gradients: Sequence[torch.Tensor | None]) -> float:
+    return sum(float(g.double().pow(2).sum()) for g in gradients if g is not None) ** 0.5
+
+
+def _distance(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]) -> float:
+    total = 0.0
+    for x, y in zip(a, b):
+        if (x is None) != (y is None):
+            return float("inf")  # None and zero are different things to an optimizer
+        if x is not None and y is not None:
+            total += float((x.double() - y.double()).pow(2).sum())
+    return total**0.5
+
