@@ -16,6 +16,7 @@ from memfit.hardware.budget import Budget as Budget, probe as probe
 from memfit.hardware.device import Device as Device
 from memfit.planning.plan import Plan as Plan
 from memfit.profiling.profile import Profile as Profile
+from memfit.reporting.report import Report as Report
 from memfit.reporting.verification import Verification as Verification
 from memfit.training.events import Event as Event
 from memfit.training.run import Run as Run

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from memfit._asked import ASKED, PlanReady
 from memfit._arguments import check_loader, check_model, check_optimizer, check_plan, check_world, settings_from
+from memfit._asked import ASKED, PlanReady
 from memfit.engine.intercept import interception_of
 from memfit.hardware.budget import probe
 from memfit.planning.plan import Plan

@@ -12,9 +12,10 @@ from itertools import islice, product
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from memfit._errors import Refused
-from memfit.batches.tree import Path, is_column, leaves, path_name, rebuild
+from memfit.batches.tree import Path, children, is_column, leaves, path_name, rebuild
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,13 @@ class Layout:
 
 
 def cut(tree: Any, layout: Layout, start: int, stop: int) -> Any:
-    """The samples `start:stop` of a batch: the same nesting, tensors narrowed (views), the rest as it is."""
+    """The samples `start:stop` of a batch: the same nesting, tensors narrowed (views), the rest as it is.
+
+    Raises Refused if it has other parts than the batch the layout was found on.
+    """
     found = [leaf for _, leaf in leaves(tree)]
+    if len(found) != len(layout.axes):
+        raise uncuttable(f"it has {len(found)} parts, and earlier ones like it had {len(layout.axes)}")
     return rebuild(tree, (_narrow(leaf, axis, start, stop) for leaf, axis in zip(found, layout.axes)))
 
 
@@ -94,6 +100,7 @@ def layout_from_two(small: Any, few: int, large: Any, many: int) -> Layout:
 
     Raises Refused where a leaf changed in a way that has no batch dimension.
     """
+    _refuse_packed(large)
     first, second = list(leaves(small)), list(leaves(large))
     if [path for path, _ in first] != [path for path, _ in second]:
         raise uncuttable("its structure depends on the number of samples")
@@ -102,7 +109,11 @@ def layout_from_two(small: Any, few: int, large: Any, many: int) -> Layout:
 
 
 def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layout]:
-    """Layouts by which `tree` could be a batch of `samples`, the likeliest first; each has to be proven on the model."""
+    """Layouts by which `tree` could be a batch of `samples`, the likeliest first; each has to be proven on the model.
+
+    Raises Refused for packed sequences.
+    """
+    _refuse_packed(tree)
     choices = [_dims_of_size(leaf, samples) for _, leaf in leaves(tree)]
     if not any(dims != [None] for dims in choices):
         return
@@ -152,6 +163,7 @@ def _grown(path: Path, small: Any, few: int, large: Any, many: int) -> Axis | No
     if is_column(small) and is_column(large):
         return Axis(0) if len(small) == few and len(large) == many else None
     if not (isinstance(small, torch.Tensor) and isinstance(large, torch.Tensor)):
+        _check_constant(path, small, few, large, many)
         return None
     if small.shape == large.shape:
         return None
@@ -164,6 +176,25 @@ def _grown(path: Path, small: Any, few: int, large: Any, many: int) -> Axis | No
                 return Axis(dim, inner=per_sample)
     shapes = f"{tuple(small.shape)} for {few} samples and {tuple(large.shape)} for {many}"
     raise uncuttable(f"{path_name(path)} has the shape {shapes}: no dimension is the batch")
+
+
+def _check_constant(path: Path, small: Any, few: int, large: Any, many: int) -> None:
+    try:
+        constant = small is large or bool(small == large)
+    except (TypeError, ValueError, RuntimeError):  # arrays have no single answer
+        constant = False
+    if constant:
+        return
+    known = isinstance(small, (bool, int, float, str)) and isinstance(large, (bool, int, float, str))
+    what = f"{small!r} for {few} samples and {large!r} for {many}" if known else f"of type {type(large).__name__}"
+    raise uncuttable(f"{path_name(path)} is {what}: neither the same for all samples nor a tensor")
+
+
+def _refuse_packed(tree: Any) -> None:
+    if isinstance(tree, PackedSequence):
+        raise uncuttable("it holds a PackedSequence, in which the time steps of all samples are interleaved")
+    for _, part in children(tree) or ():
+        _refuse_packed(part)
 
 
 def _dims_of_size(leaf: Any, samples: int) -> list[Axis | None]:

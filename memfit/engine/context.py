@@ -1,5 +1,6 @@
-"""The circumstances of a call (autocast, train/eval modes, random state), captured when it is made and restored when it
-is run or run again. Not covered: torch function modes and backend flags that a script switches between call and backward.
+"""The circumstances of a call (autocast, train/eval modes, requires_grad, random state), captured when it is made and
+restored when it is run or run again. Not covered: torch function modes and backend flags that a script switches between
+call and backward.
 """
 
 from __future__ import annotations
@@ -65,6 +66,24 @@ def modes_as(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
     finally:
         for module, training in changed:
             module.training = training
+
+
+@contextmanager
+def requiring_as(flags: list[tuple[torch.Tensor, bool]]) -> Iterator[None]:
+    """The parameters' `requires_grad` as captured by `requires_of`; what is in force comes back afterwards."""
+    changed = [(p, wanted) for p, wanted in flags if p.requires_grad != wanted]
+    for p, wanted in changed:
+        p.requires_grad_(wanted)
+    try:
+        yield
+    finally:
+        for p, wanted in changed:
+            p.requires_grad_(not wanted)
+
+
+def requires_of(model: nn.Module) -> list[tuple[torch.Tensor, bool]]:
+    """Every parameter's `requires_grad`."""
+    return [(p, p.requires_grad) for p in model.parameters()]
 
 
 def modes_of(model: nn.Module) -> list[tuple[nn.Module, bool]]:

@@ -80,7 +80,7 @@ def refuse_create_graph() -> None:
 
 def graph_is_kept() -> bool:
     """Whether the backward that is running was called with retain_graph=True."""
-    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # pyright: ignore[reportAttributeAccessIssue]
     return True if query is None else bool(query())  # older torch cannot tell: copy, to be right
 
 

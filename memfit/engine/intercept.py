@@ -62,7 +62,7 @@ class Interception:
         if self._opaque is None and "torch._dynamo" in sys.modules:
             # Compiled callers break their graph here. Importing dynamo costs a second: only once somebody else has.
             self._opaque = torch._dynamo.disable(self._answer)
-        return (self._opaque or self._answer)(args, kwargs)
+        return (self._opaque or self._answer)(args, kwargs)  # pyright: ignore[reportCallIssue]
 
     def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _goes_through():
@@ -94,9 +94,9 @@ def interception_of(module: nn.Module) -> Interception | None:
 
 def _goes_through() -> bool:
     return (
-        torch._C._functorch.peek_interpreter_stack() is not None  # vmap, grad, jvp: their own rules apply
-        or torch.jit.is_tracing()
-        or torch.jit.is_scripting()
+        torch._C._functorch.peek_interpreter_stack() is not None  # vmap, grad, jvp: their own rules apply  # pyright: ignore[reportAttributeAccessIssue]
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        or torch.jit.is_scripting()  # pyright: ignore[reportPrivateImportUsage]
         or torch.compiler.is_exporting()
     )
 

@@ -48,7 +48,7 @@ class Draws:
     def _attention(self) -> AbstractContextManager[None]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        return sdpa_kernel(SDPBackend.MATH) if self._by_operations else nullcontext()
+        return sdpa_kernel(SDPBackend.MATH) if self._by_operations else nullcontext()  # pyright: ignore[reportReturnType]
 
 
 class _Recording(TorchDispatchMode):

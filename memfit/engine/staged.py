@@ -46,8 +46,12 @@ class Staging:
     def parameters(self) -> list[torch.Tensor]:
         """The parameters that receive gradients now, each once: the model's, then the outside ones."""
         found = {id(p): p for module in self.model.modules() for p in module._parameters.values() if _trains(p)}
-        found.update({id(p): p for p in self.outside if _trains(p)})
+        found.update({id(p): p for p in self.outside if _trains(p)})  # pyright: ignore[reportArgumentType, reportCallIssue]
         return list(found.values())  # type: ignore[arg-type]
+
+    def stage_also(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Stage these parameters too: they live in no module of the model and receive gradients through it."""
+        self.outside += [p for p in parameters if not self._is_outside(p)]
 
     def holds_only(self, known: dict[int, Any]) -> bool:
         """Whether every parameter in the model is one of `known` (ids): False inside `functional_call`."""
@@ -100,7 +104,7 @@ class Staging:
 
     def discard(self) -> None:
         """Drop everything gathered so far."""
-        for p, alias in self._aliases.values():
+        for _p, alias in self._aliases.values():
             alias.grad = None
         self._wide.clear()
 
@@ -115,7 +119,7 @@ class Staging:
             for name, original in entries.items():
                 if original is not None and original.requires_grad:
                     changed.append((entries, name, original))
-                    entries[name] = self.alias(original)
+                    entries[name] = self.alias(original)  # pyright: ignore[reportArgumentType]
         refresh_flat_weights(self.model)
         if len(self._aliases) > len(changed):  # parameters that were replaced since: do not keep the old ones alive
             used = {id(original) for _, _, original in changed}
@@ -170,7 +174,7 @@ def _trains(parameter: torch.Tensor | None) -> bool:
 def _make_alias(tensor: torch.Tensor) -> torch.Tensor:
     twin = tensor.detach()
     alias = nn.Parameter(twin) if type(tensor) is nn.Parameter else twin.requires_grad_()
-    alias.__dict__.update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_memfit")})
+    alias.__dict__.update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_memfit")})  # pyright: ignore[reportAttributeAccessIssue]
     return alias
 
 

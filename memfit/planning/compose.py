@@ -1,8 +1,9 @@
 """The effect of checkpointing blocks, composed on a timeline traced without it.
 
-A checkpointed block's saved activations die at the end of its forward; right before its backward the forward's allocations
-happen again. Not covered: what differs inside the recomputation (it stops early once all it needs is there), and blocks
-that run more than once per forward.
+A checkpointed block's saved activations die at the end of its forward, its inputs live until its backward is through;
+right before its backward, the forward's allocations happen again up to the last one that is saved. Not covered:
+activations that die earlier in a forward that saves nothing, copies of a block's buffers while it is recomputed, the
+order of frees within one operation's backward, and blocks that run more than once per forward.
 """
 
 from __future__ import annotations
@@ -26,9 +27,24 @@ class Recompute:
     visit: Visit
     """Its forward in the micro-batch looked at."""
     dropped: np.ndarray
-    """Allocations it saves for backward and would drop."""
+    """Allocations it saves for backward and would drop at the end of its forward."""
+    returned: np.ndarray
+    """Outputs that its own backward needs: given up when that begins, and computed again."""
+    again: tuple[tuple[int, bool], ...]
+    """(allocation, birth) for everything that happens in the recomputation."""
     backward: int
     """The event its backward begins with."""
+    end: int
+    """One past the event at which the last of what it saved is gone."""
+    held: tuple[int, ...]
+    """Inputs that would be gone by then and stay until `end`."""
+
+    def peak(self, sizes: np.ndarray) -> float:
+        """Most bytes that the recomputation adds at once, with allocations of these sizes."""
+        if not self.again:
+            return 0.0
+        index, birth = (np.array(column) for column in zip(*self.again))
+        return float(np.cumsum(np.where(birth, sizes[index], -sizes[index])).max(initial=0.0))
 
 
 def recomputable(timeline: Timeline, names: Iterable[str]) -> tuple[Recompute, ...]:
@@ -49,8 +65,32 @@ def recomputable(timeline: Timeline, names: Iterable[str]) -> tuple[Recompute, .
 
 def _recompute(timeline: Timeline, visit: Visit, born: np.ndarray, died: np.ndarray) -> Recompute:
     dropped = _dropped(visit, born, died)
-    begins = _backward_start(timeline, visit, dropped, died) if len(dropped) else visit.stop
-    return Recompute(visit.block, visit, dropped, begins)
+    if not len(dropped):
+        return Recompute(visit.block, visit, dropped, dropped, (), visit.stop, visit.stop, ())
+    backward = _backward_start(timeline, visit, dropped, born, died)
+    outputs = np.array(visit.outputs, dtype=np.int64)
+    returned = outputs[(born[outputs] >= visit.start) & (died[outputs] >= backward)]
+    saved = np.concatenate([dropped, returned])
+    end = min(int(died[saved].max()) + 1, len(timeline.event))
+    held = tuple(i for i in visit.inputs if visit.start <= died[i] < end and i not in saved)
+    return Recompute(visit.block, visit, dropped, returned, _again(timeline, visit, saved, born), backward, end, held)
+
+
+def _again(timeline: Timeline, visit: Visit, saved: np.ndarray, born: np.ndarray) -> tuple[tuple[int, bool], ...]:
+    """What happens when the block's forward runs again: it stops once all it saves is there and lets go of the rest."""
+    last = int(born[saved].max())
+    kept, alive = set(saved.tolist()), dict[int, None]()
+    found: list[tuple[int, bool]] = []
+    for event in range(visit.start, last + 1):
+        index, birth = int(timeline.event[event]), bool(timeline.birth[event])
+        if birth:
+            alive[index] = None
+        elif index not in alive:
+            continue
+        else:
+            del alive[index]
+        found.append((index, birth))
+    return (*found, *((index, False) for index in alive if index not in kept))
 
 
 def with_checkpoint(timeline: Timeline, names: Iterable[str]) -> Timeline:
@@ -73,35 +113,26 @@ class _Edit:
         self._born, self._died = timeline.lifetimes()
 
     def checkpoint(self, recompute: Recompute) -> None:
-        timeline, visit = self._timeline, recompute.visit
         for index in recompute.dropped.tolist():
-            self._insert(visit.stop, index, False)
-        again = self._again(recompute)
-        for index in visit.inputs:
-            # Checkpointing keeps the block's inputs, which otherwise may be gone by then.
-            if visit.start <= self._died[index] < recompute.backward:
-                self._lives_until[index] = max(recompute.backward, self._lives_until.get(index, 0))
-        for event in range(visit.start, visit.stop):
-            index = int(timeline.event[event])
-            if index in again:
-                self._insert(recompute.backward, again[index], bool(timeline.birth[event]))
-        dropped = set(recompute.dropped.tolist())
-        for index, copy in again.items():
-            if index in dropped:
-                self._moved[int(self._died[index])] = copy
-            elif self._died[index] >= visit.stop:  # the block's output, made once more and dropped again
-                self._insert(recompute.backward, copy, False)
+            self._insert(recompute.visit.stop, index, False)
+        for index in recompute.returned.tolist():
+            self._insert(recompute.backward, index, False)
+        for index in recompute.held:
+            self._lives_until[index] = max(recompute.end, self._lives_until.get(index, 0))
+        copies = self._copies(recompute)
+        for index, birth in recompute.again:
+            self._insert(recompute.backward, copies[index], birth)
+        for index in (*recompute.dropped.tolist(), *recompute.returned.tolist()):
+            self._moved[int(self._died[index])] = copies[index]
 
-    def _again(self, recompute: Recompute) -> dict[int, int]:
-        """The allocations born in the block's forward, and the numbers of their second lives."""
-        visit = recompute.visit
-        window = range(visit.start, visit.stop)
-        born = [int(self._timeline.event[e]) for e in window if self._timeline.birth[e]]
-        again = {}
-        for index in born:
-            again[index] = len(self._origin)
-            self._origin.append(index)
-        return again
+    def _copies(self, recompute: Recompute) -> dict[int, int]:
+        """The numbers of the second lives of what is recomputed."""
+        copies = {}
+        for index, birth in recompute.again:
+            if birth:
+                copies[index] = len(self._origin)
+                self._origin.append(index)
+        return copies
 
     def _insert(self, before: int, index: int, birth: bool) -> None:
         self._before.setdefault(before, []).append((index, birth))
@@ -110,7 +141,8 @@ class _Edit:
         timeline = self._timeline
         removed = {int(self._died[index]) for index in self._lives_until}
         for index, event in self._lives_until.items():
-            self._insert(event, index, False)
+            # Before anything that is computed again there: a block is through before the backward of another begins.
+            self._before.setdefault(event, []).insert(0, (index, False))
         events: list[int] = []
         births: list[bool] = []
         position = np.zeros(len(timeline.event) + 1, dtype=np.int64)
@@ -143,12 +175,23 @@ def _dropped(visit: Visit, born: np.ndarray, died: np.ndarray) -> np.ndarray:
     return np.nonzero(inside)[0]
 
 
-def _backward_start(timeline: Timeline, visit: Visit, dropped: np.ndarray, died: np.ndarray) -> int:
-    """Where the block's backward begins: the first birth in backward that belongs to it, or the first death of what it saved."""
+def _backward_start(timeline: Timeline, visit: Visit, dropped: np.ndarray, born: np.ndarray, died: np.ndarray) -> int:
+    """Where the block's backward begins: the first birth in backward that belongs to it, or the first death of what it
+    saved."""
     first_death = int(died[dropped].min())
     owners = {i for i, name in enumerate(timeline.owners) if name == visit.block or name.startswith(f"{visit.block}.")}
     backward = next((p.start for p in timeline.phases if p.name == "backward" and p.start >= visit.stop), visit.stop)
     for event in range(backward, first_death):
         if timeline.birth[event] and int(timeline.owner[timeline.event[event]]) in owners:
-            return event
+            if not _sums_gradients(timeline, event, backward, born):
+                return event
     return first_death
+
+
+def _sums_gradients(timeline: Timeline, event: int, backward: int, born: np.ndarray) -> bool:
+    """Whether the birth at `event` is the sum of two gradients, both gone right after: no operation has begun yet."""
+    pair = timeline.event[event + 1 : event + 3]
+    if len(pair) < 2 or timeline.birth[event + 1 : event + 3].any() or (born[pair] < backward).any():
+        return False
+    one = timeline.event[event]
+    return all((of[pair] == of[one]).all() for of in (timeline.fixed, timeline.per_sample))

@@ -238,8 +238,8 @@ def _beyond_lightning(plan: Plan) -> Iterator[str]:
     yield from _divides_by_steps(plan, "Lightning")
     if plan.checkpoint:
         yield (
-            f"memfit checkpoints {_blocks(plan)}; Trainer has no argument for that: torch.utils.checkpoint belongs around "
-            "their forward"
+            f"memfit checkpoints {_blocks(plan)}; Trainer has no argument for that: torch.utils.checkpoint belongs "
+            "around their forward"
         )
     yield from _processes(plan, "devices=")
     yield from _beyond_any(plan)
@@ -272,8 +272,8 @@ def _divides_by_steps(plan: Plan, tool: str) -> Iterator[str]:
     _, steps = equal_micro_batches(plan)
     if steps > 1:
         yield (
-            f"{tool} divides every loss by {steps}, also in a shorter last window of an epoch: the gradient of that step "
-            "is too small"
+            f"{tool} divides every loss by {steps}, also in a shorter last window of an epoch: the gradient of that "
+            "step is too small"
         )
         yield (
             "each micro-batch counts the same: where a loss is a mean over valid labels or tokens and their number "

@@ -155,17 +155,30 @@ def _ways(profile: Profile, budget: Budget, demand: Demand) -> list[_Way]:
     wanted = demand.sizes or micro_batch_sizes(demand.share)
     chosen = (min(demand.micro_batch, demand.share),) if demand.micro_batch is not None else wanted
     pricing = _Pricing(profile)
-    return [_way(pricing, size, allowed, demand) for size in chosen]
-
-
-def _way(pricing: _Pricing, size: int, allowed: int, demand: Demand) -> _Way:
-    pieces = (equal_sizes if demand.equal else sizes)(demand.share, size)
-    accumulates = len(pieces) > 1
+    ways = [_way(pricing, size, demand.checkpoint or (), allowed, demand) for size in chosen]
     if demand.checkpoint is not None:
-        blocks = demand.checkpoint
-        peak = pricing.peak(size, blocks, accumulates)
-    else:
-        blocks, peak = pricing.cheapest(size, allowed, accumulates)
+        return ways
+    bar = min((way.seconds for way in ways if way.fits and way.seconds is not None), default=None)
+    return [way if _settled(way, ways, bar) else _with_fewest_blocks(pricing, way, allowed, demand) for way in ways]
+
+
+def _settled(way: _Way, ways: Sequence[_Way], bar: float | None) -> bool:
+    """Whether checkpointing need not be looked at: it fits as it is, or recomputing could not make it the fastest."""
+    if way.fits or not way.profile.blocks:
+        return True
+    if bar is None or way.seconds is None:
+        return any(w.fits for w in ways)
+    return way.seconds * NEARLY >= bar
+
+
+def _with_fewest_blocks(pricing: _Pricing, way: _Way, allowed: int, demand: Demand) -> _Way:
+    blocks, _ = pricing.cheapest(way.micro_batch, allowed, way.accumulation > 1)
+    return _way(pricing, way.micro_batch, blocks, allowed, demand)
+
+
+def _way(pricing: _Pricing, size: int, blocks: tuple[str, ...], allowed: int, demand: Demand) -> _Way:
+    pieces = (equal_sizes if demand.equal else sizes)(demand.share, size)
+    peak = pricing.peak(size, blocks, len(pieces) > 1)
     seconds = step_seconds(pricing.profile, pieces, blocks, demand.mode)
     return _Way(pricing.profile, size, len(pieces), blocks, peak, seconds, peak.upper <= allowed)
 

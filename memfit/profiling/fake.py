@@ -45,7 +45,7 @@ class FakeWorld:
         """The fake for a parameter: again a leaf with its own gradient."""
         fake = self._from_meta(tensor) if tensor.is_meta else self.mode.from_tensor(tensor.detach())
         twin = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        twin.__dict__.update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_memfit")})
+        twin.__dict__.update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_memfit")})  # pyright: ignore[reportAttributeAccessIssue]
         return twin
 
     def _from_meta(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class FakeWorld:
                     for name, original in entries.items():
                         if original is not None:
                             changed.append((entries, name, original))
-                            entries[name] = self._twin_of(original, twins)
+                            entries[name] = self._twin_of(original, twins)  # pyright: ignore[reportArgumentType]
             refresh_flat_weights(model)
             yield twins
         finally:
@@ -106,7 +106,7 @@ class _Values(TorchDispatchMode):
 
     def remember(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         if real.numel() <= _SMALL and real.layout is torch.strided and not real.is_meta:
-            with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():  # pyright: ignore[reportAttributeAccessIssue]
                 self._real[fake] = real.detach().to("cpu", copy=True)
 
     def __torch_dispatch__(
@@ -121,9 +121,9 @@ class _Values(TorchDispatchMode):
         if func in _UNCACHED:
             return self._without_cache(func, args, kwargs)
         if known is None:
-            return self._forget_written(func, args, func(*args, **kwargs))
+            return self._forget_written(func, args, func(*args, **kwargs))  # pyright: ignore[reportCallIssue]
         real = _run_for_real(func, *known)
-        out = self._shaped_by_value(real) if torch.Tag.dynamic_output_shape in func.tags else func(*args, **kwargs)
+        out = self._shaped_by_value(real) if torch.Tag.dynamic_output_shape in func.tags else func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         self._remember_all(out, real)
         return out
 
@@ -172,7 +172,7 @@ class _Values(TorchDispatchMode):
         return out
 
     def _shaped_by_value(self, real: Any) -> Any:
-        return torch.utils._pytree.tree_map_only(torch.Tensor, self._fakes.from_tensor, real)
+        return torch.utils._pytree.tree_map_only(torch.Tensor, self._fakes.from_tensor, real)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _LOOKING = (("transformers.masking_utils", "is_tracing"),)
@@ -222,7 +222,7 @@ def _fake_tensor_type() -> type:
 
 
 def _run_for_real(func: Any, args: Any, kwargs: Any) -> Any:
-    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():  # pyright: ignore[reportAttributeAccessIssue]
         return func(*args, **kwargs)
 
 

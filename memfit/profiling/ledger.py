@@ -236,4 +236,4 @@ class Ledger(TorchDispatchMode):
 
 
 def _sequence_number() -> int:
-    return torch.autograd._get_sequence_nr()
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]

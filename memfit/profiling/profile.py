@@ -5,6 +5,7 @@ Pure values: a Profile holds no tensor and no module. Not covered: time on a dev
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 from memfit.profiling.allocator import Peak, peak_on
@@ -125,7 +126,7 @@ def _interpolated(points: tuple[tuple[int, int], ...], samples: int) -> int:
     """The peak between, below or beyond known points; beyond the last by the steepest slope seen."""
     if len(points) == 1:
         return int(points[0][1] * max(1.0, samples / points[0][0]))
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(points, points[1:])]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points)]
     for (low, at_low), slope, (high, _) in zip(points, slopes, points[1:]):
         if samples <= high:
             return int(at_low + slope * (samples - low)) if samples >= low else at_low

@@ -71,15 +71,20 @@ class Timeline:
         """Bytes of each allocation at a micro-batch of `samples`."""
         return np.maximum(self.fixed + self.per_sample * samples, 0.0)
 
-    def curve(self, samples: int) -> np.ndarray:
-        """Bytes alive after each event."""
+    def curve(self, samples: int, *, accumulates: bool = True) -> np.ndarray:
+        """Bytes alive after each event; `accumulates=False`: with a single micro-batch, events of the second count 0."""
         size = self.sizes(samples)[self.event]
-        return np.cumsum(np.where(self.birth, size, -size))
+        curve = np.cumsum(np.where(self.birth, size, -size))
+        if not accumulates and len(self.window) > 1:
+            # What the second micro-batch allocates it frees again: without it the rest runs the same.
+            over = next((p.start for p in self.phases if p.name == "hand over"), len(curve))
+            curve[self.window[1] : over] = 0.0
+        return curve
 
     def peak(self, samples: int, *, accumulates: bool = True) -> int:
         """Most bytes alive at once at a micro-batch of `samples`; `accumulates=False`: with a single micro-batch, during
         which the gradients are only being born."""
-        return int(self._curve(samples, accumulates).max(initial=0.0))
+        return int(self.curve(samples, accumulates=accumulates).max(initial=0.0))
 
     def at(self, event: int, samples: int) -> dict[str, int]:
         """Bytes alive after `event`, by category."""
@@ -89,15 +94,7 @@ class Timeline:
 
     def peak_event(self, samples: int, *, accumulates: bool = True) -> int:
         """The event after which most is alive."""
-        return int(self._curve(samples, accumulates).argmax())
-
-    def _curve(self, samples: int, accumulates: bool) -> np.ndarray:
-        curve = self.curve(samples)
-        if not accumulates and len(self.window) > 1:
-            # What the second micro-batch allocates it frees again: without it the rest runs the same.
-            over = next((p.start for p in self.phases if p.name == "hand over"), len(curve))
-            curve[self.window[1] : over] = 0.0
-        return curve
+        return int(self.curve(samples, accumulates=accumulates).argmax())
 
     def phase_of(self, event: int) -> str:
         """The phase an event lies in."""

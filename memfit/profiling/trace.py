@@ -65,7 +65,8 @@ def trace_step(
 ) -> Trace:
     """Trace a step with two micro-batches of each of `sizes` samples, and one with a single one of `check` samples.
 
-    Runs through `blocks` are noted. `levers` gives a context in which the model runs with the levers under test. Leaves no trace.
+    Runs through `blocks` are noted. `levers` gives a context in which the model runs with the levers under test. Leaves no
+    trace.
     Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
     """
     world = FakeWorld()

@@ -6,6 +6,7 @@ Not covered: memory that is no tensor's (the allocator's own, kernels' scratch);
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -17,7 +18,7 @@ POINTS = 2000
 
 
 def curve_of(timeline: Timeline, samples: int, *, accumulates: bool, points: int = POINTS) -> Curve:
-    """The curve of a step with micro-batches of `samples`, thinned to at most `points` without losing a phase's peak."""
+    """The curve of a step with micro-batches of `samples`, of at most `points` points that keep every phase's peak."""
     happens = _happening(timeline, accumulates)
     totals = timeline.curve(samples)[happens]
     phases = _phases(timeline, happens)
@@ -33,8 +34,8 @@ def curve_of(timeline: Timeline, samples: int, *, accumulates: bool, points: int
 
 
 def _happening(timeline: Timeline, accumulates: bool) -> np.ndarray:
-    """The events of the step proper: without the births of what exists before it, and, where it does not accumulate, without
-    the second micro-batch."""
+    """The events of the step proper: without the births of what exists before it, and, where it does not accumulate,
+    without the second micro-batch."""
     start = max(0, timeline.phases[1].start - 1) if len(timeline.phases) > 1 else 0
     happens = np.arange(start, len(timeline.event))
     if accumulates or len(timeline.window) < 2:
@@ -58,9 +59,7 @@ def _layers(timeline: Timeline, samples: int, happens: np.ndarray) -> dict[str, 
     """Bytes of each category after each of these events."""
     signed = np.where(timeline.birth, 1.0, -1.0) * timeline.sizes(samples)[timeline.event]
     category = timeline.category[timeline.event]
-    return {
-        name: np.cumsum(np.where(category == index, signed, 0.0))[happens] for index, name in enumerate(CATEGORIES)
-    }
+    return {name: np.cumsum(np.where(category == index, signed, 0.0))[happens] for index, name in enumerate(CATEGORIES)}
 
 
 def _moment(
@@ -74,13 +73,13 @@ def _moment(
 
 
 def _thinned(totals: np.ndarray, points: int, always: Sequence[int]) -> np.ndarray:
-    """Positions of at most `points` of these values: first, last, the lowest and highest of each stretch, and `always`."""
+    """Positions of at most `points` values: first, last, the lowest and highest of each stretch, and `always`."""
     if len(totals) <= points:
         return np.arange(len(totals))
     keep = {0, len(totals) - 1, *always}
     stretches = max(1, (points - len(keep)) // 2)
     edges = np.linspace(0, len(totals), stretches + 1).astype(int)
-    for begin, end in zip(edges, edges[1:]):
+    for begin, end in pairwise(edges):
         if begin < end:
             keep |= {begin + int(totals[begin:end].argmin()), begin + int(totals[begin:end].argmax())}
     return np.array(sorted(keep))
@@ -90,7 +89,7 @@ def _thinned(totals: np.ndarray, points: int, always: Sequence[int]) -> np.ndarr
 
 
 def block_costs(timeline: Timeline, samples: int, blocks: Sequence[str]) -> tuple[BlockCost, ...]:
-    """Kept and transient bytes of one micro-batch by block, and of the rest; kept bytes add up to those of the whole."""
+    """Kept and transient bytes of one micro-batch by block, and of the rest; kept bytes add up to the whole's."""
     names = tuple(blocks) or _outermost(timeline)
     group = _groups(timeline.owners, names)[timeline.owner]
     sizes = timeline.sizes(samples)

@@ -1,7 +1,7 @@
 """What another choice of one lever would need and take: numbers for "what next".
 
-A function from a plan, the profile it rests on and the budget to values. Not covered: training with samples of different
-sizes, whose micro-batches are no single choice; sharding.
+A function from a plan, the profile it rests on and the budget to values. Not covered: samples of different sizes, whose
+micro-batches are no single choice; sharding.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ def _of_profile(against: _Against) -> Iterator[Offer]:
     plan, profile = against.plan, against.profile
     if profile.checkpoint:  # it was taken with the blocks checkpointed: what they were without is not in it
         return
-    yield from _more_memory(against)
     per_block = dict(timing_at(profile.timings, plan.micro_batch).blocks) if profile.timings else {}
     could = _by_gain(profile, plan.micro_batch, per_block)
     free = [name for name in could if name not in plan.checkpoint]
@@ -116,6 +115,7 @@ def _of_profile(against: _Against) -> Iterator[Offer]:
         last = max(plan.checkpoint, key=lambda name: per_block.get(name, 0.0))
         rest = tuple(name for name in plan.checkpoint if name != last)
         yield against.offer("checkpoint", plan.micro_batch, rest, last)
+    yield from _more_memory(against)
 
 
 def _more_memory(against: _Against) -> Iterator[Offer]:

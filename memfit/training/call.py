@@ -12,7 +12,7 @@ from torch import nn
 
 from memfit.batches.cut import Axis, Layout, cut
 from memfit.batches.pieces import bounds, sizes
-from memfit.batches.tree import leaves, rebuild, tensors
+from memfit.batches.tree import leaves, map_leaves, rebuild, tensors
 from memfit.engine.context import (
     Autocast,
     RandomState,
@@ -22,6 +22,8 @@ from memfit.engine.context import (
     modes_as,
     modes_of,
     random_state_kept,
+    requires_of,
+    requiring_as,
 )
 from memfit.engine.staged import Staging
 from memfit.training.buffers import WrittenBuffers
@@ -35,7 +37,9 @@ Split = Callable[[Any, list[int]], Sequence[Any]]
 class Call:
     """The arguments and circumstances of a call, how it is cut, and what is known of its outputs.
 
-    `pieces` and the random state of each are fixed by the first pass over it; later passes repeat them exactly.
+    `pieces` and the random state of each are fixed by the first pass over it; later passes repeat them exactly. `receivers`
+    is what gradients of its outputs flow into, once it has outputs. With `copies`, micro-batches are copies: a model that
+    writes into its input then leaves the batch alone.
     """
 
     def __init__(
@@ -56,11 +60,13 @@ class Call:
         self.samples, self.split, self.whole_piece = layout.samples, split, False
         self.key: Hashable = None
         self.autocast = autocast_now((device.type, "cpu")) if autocast is None else tuple(autocast)
-        self.modes = modes_of(model)
+        self.modes, self.requires = modes_of(model), requires_of(model)
+        self.copies = False
+        self.receivers: Sequence[torch.Tensor] | None = None
         self.pieces: tuple[int, ...] = ()
         self.random: list[RandomState] = []
         self.values: list[torch.Tensor | None] | None = None
-        self.kept: dict[int, list[Any]] = {}
+        self.kept: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}
         self.inputs = InputGradients(tree, layout if split is None else Layout((), layout.samples))
         self.standins: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         self._versions = [(t, t._version) for t in (*tensors(tree), *model.parameters()) if not t.is_inference()]
@@ -88,13 +94,19 @@ class Call:
         """Undo `begin`: the pass failed and another will take its place."""
         self.pieces, self.random, self.kept = (), [], {}
 
+    def as_called(self) -> AbstractContextManager[None]:
+        """A context in which the same parameters require gradients as when the call was made."""
+        return requiring_as(self.requires)
+
     def first(self, samples: int, *, backwards: bool = False) -> Call:
-        """A call on copies of the first `samples` samples, in the opposite order if `backwards`; its inputs need no gradient."""
+        """A call on copies of the first `samples` samples, in the opposite order if `backwards`, without gradients for them."""
         found = [leaf for _, leaf in leaves(self.arguments(0, samples))]
         made = [_copied(leaf, axis, backwards) for leaf, axis in zip(found, self.layout.axes)]
         tree = rebuild(self.tree, iter(made))
         layout = Layout(self.layout.axes, samples)
-        return Call(self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast)
+        made = Call(self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast)
+        made.copies = True  # they may be run more than once
+        return made
 
     def output(self, tree: Tree | None = None) -> Any:
         """What the model returns for these arguments (None: all of the call's), in the call's own circumstances and the
@@ -114,12 +126,14 @@ class Call:
         if self.split is not None:
             return part_of_split(self.split, self.tree, start, stop, self.samples)
         piece = cut(self.tree, self.layout, start, stop)
-        return self.inputs.own(piece) if self.inputs.wanted else piece
+        piece = map_leaves(_copy, piece) if self.copies else piece
+        return self.inputs.own(piece, start) if self.inputs.wanted else piece
 
     def compute_values(self, pieces: Sequence[int], keep: int, staging: Staging, buffers: WrittenBuffers) -> None:
         """The first pass of replay: the whole output without its activations, but for the last `keep` micro-batches."""
         self.check_unchanged()
         first = self.begin(pieces)
+        self.inputs.forget()
         parts: list[list[Any]] = []
         with buffers.kept(not first), _random_as_was(self.device, not first):
             for index, (start, stop) in enumerate(bounds(self.pieces)):
@@ -127,13 +141,13 @@ class Call:
                 with torch.set_grad_enabled(index >= len(self.pieces) - keep):
                     found = self._forward_of(start, stop, staging)
                 if index >= len(self.pieces) - keep:
-                    self.kept[index] = found
+                    self.kept[index] = found, self.inputs.at(start)
                 parts.append([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found])
         self.values = self.joined(parts)
 
     def joined(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """The leaves of the whole output from those of the micro-batches."""
-        return [self._joined(i, [part[i] for part in parts]) for i in range(len(self.outputs.leaves))]
+        return [leaf.join([part[i] for part in parts], self.pieces) for i, leaf in enumerate(self.outputs.leaves)]
 
     def draw_from(self, index: int) -> None:
         """Let the random generators stand where micro-batch `index` began, or remember it on the first pass."""
@@ -150,6 +164,7 @@ class Call:
         `largest` below the first pass's micro-batches cuts them further; draws then go on from where each began.
         """
         self.check_unchanged()
+        self.inputs.forget()
         with buffers.kept(True), random_state_kept(self.device), staging.swapped():
             # What was kept goes first: it gives its memory back before anything is run again.
             for index in sorted(range(len(self.pieces)), key=lambda i: i not in self.kept):
@@ -168,8 +183,10 @@ class Call:
     def _backward_of(
         self, index: int, start: int, stop: int, gradients: Sequence[torch.Tensor | None], staging: Staging
     ) -> None:
-        found = self.kept.pop(index, None)
-        if found is None:
+        if index in self.kept:
+            found, own = self.kept.pop(index)
+            self.inputs.put_back(own, start)
+        else:
             with torch.enable_grad():
                 found = self._forward_of(start, stop, staging)
         roots, incoming = [], []
@@ -188,23 +205,19 @@ class Call:
             return None
         if about.axis is not None:
             return about.axis.narrow(gradient, start, stop)
-        if about.kind == "loss":
-            return gradient * ((stop - start) / self.samples)
-        return gradient if start == 0 else None
-
-    def _joined(self, leaf: int, parts: list[Any]) -> Any:
-        about = self.outputs.leaves[leaf]
-        if about.kind == "batch" and about.axis is not None:
-            return about.axis.join(parts)
-        if about.kind == "loss":
-            return sum(part * (piece / self.samples) for part, piece in zip(parts, self.pieces))
-        return parts[0]
+        if about.joined == "first":
+            return gradient if start == 0 else None
+        return gradient if about.joined == "sum" else gradient * ((stop - start) / self.samples)
 
 
 def _copied(leaf: Any, axis: Axis | None, backwards: bool) -> Any:
     if not isinstance(leaf, torch.Tensor) or axis is None:
         return leaf
     return axis.reversed(leaf.detach()) if backwards else leaf.detach().clone()
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def part_of_split(split: Split, batch: Any, start: int, stop: int, samples: int) -> Any:
@@ -215,7 +228,7 @@ def part_of_split(split: Split, batch: Any, start: int, stop: int, samples: int)
 
 
 class InputGradients:
-    """Gradients for arguments that require them, gathered from the micro-batches."""
+    """Gradients for arguments that require them, gathered from the micro-batches of one pass."""
 
     def __init__(self, tree: Tree, layout: Layout) -> None:
         found = [leaf for _, leaf in leaves(tree)]
@@ -226,29 +239,46 @@ class InputGradients:
         }
         self.wanted: list[torch.Tensor] = [found[i] for i in self._axes]
         """The arguments that gradients flow into."""
-        self._own: dict[int, list[torch.Tensor]] = {i: [] for i in self._axes}
+        self._own: dict[int, dict[int, torch.Tensor]] = {}
+        self.forget()
 
-    def own(self, piece: Tree) -> Tree:
-        """`piece` with leaves of their own for the arguments that require gradients."""
+    def forget(self) -> None:
+        """Another pass begins: what one before it left (a proof, a failed attempt) does not count."""
+        self._own = {i: {} for i in self._axes}
+
+    def own(self, piece: Tree, start: int) -> Tree:
+        """`piece`, which begins at sample `start`, with leaves of their own for the arguments that require gradients."""
         found = [leaf for _, leaf in leaves(piece)]
         for i, axis in self._axes.items():
-            if axis is not None or not self._own[i]:
-                self._own[i].append(found[i].detach().requires_grad_())
-            found[i] = self._own[i][-1]
+            made = found[i].detach().requires_grad_()
+            if axis is None:  # the same for all micro-batches, and so is its leaf
+                made = self._own[i].setdefault(0, made)
+            self._own[i][0 if axis is None else start] = found[i] = made
         return rebuild(piece, iter(found))
+
+    def at(self, start: int) -> dict[int, torch.Tensor]:
+        """The leaves of the piece that begins at `start`."""
+        return {i: self._own[i][0 if axis is None else start] for i, axis in self._axes.items()}
+
+    def put_back(self, own: dict[int, torch.Tensor], start: int) -> None:
+        """Leaves from an earlier pass whose activations were kept."""
+        for i, leaf in own.items():
+            self._own[i][start if self._axes[i] is not None else -1] = leaf
 
     def take(self) -> list[torch.Tensor | None]:
         """The gradient of each wanted argument, None where nothing arrived; moved out."""
         gradients = [self._joined(i, axis) for i, axis in self._axes.items()]
-        self._own = {i: [] for i in self._axes}
+        self.forget()
         return gradients
 
     def _joined(self, index: int, axis: Axis | None) -> torch.Tensor | None:
-        pieces = self._own[index]
-        if all(piece.grad is None for piece in pieces):
+        pieces = [piece for _, piece in sorted(self._own[index].items())]
+        known = [piece.grad for piece in pieces if piece.grad is not None]
+        if not known:
             return None
-        parts = [torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in pieces]
-        return parts[0] if axis is None else axis.join(parts)
+        if axis is None:
+            return sum(known[1:], start=known[0])
+        return axis.join([torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in pieces])
 
 
 def _random_as_was(device: torch.device, wanted: bool) -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -34,8 +34,20 @@ from memfit.training.tune import Tuner, doubling
 class Reference(Protocol):
     """A few samples of a run, from which work can be made again: what `verify` compares on."""
 
-    samples: int
-    weighting: Weighting
+    @property
+    def samples(self) -> int:
+        """Samples there are."""
+        ...
+
+    @property
+    def weighting(self) -> Weighting:
+        """How they are weighted."""
+        ...
+
+    @property
+    def reversible(self) -> bool:
+        """Whether its samples can be put in the opposite order."""
+        ...
 
     def work(self, samples: int, *, backwards: bool = False) -> Work:
         """Work on the first `samples` samples, in the opposite order if `backwards`."""
@@ -52,6 +64,8 @@ class MadeReference:
     """How they are weighted."""
     make: Callable[[int, bool], Work]
     """From (samples, backwards) to the work."""
+    reversible: bool = True
+    """Whether its samples can be put in the opposite order."""
 
     def work(self, samples: int, *, backwards: bool = False) -> Work:
         """Work on the first `samples` samples."""
@@ -84,24 +98,30 @@ class Core:
         self.verification: Verification | None = None
         self._undo_levers: Callable[[], None] = lambda: None
         self._checked_escapes = False
-        self._tuning: tuple[Tuner, Callable[[Plan], None]] | None = None
+        self._tuner: Tuner | None = None
+        self._on_changed: Callable[[Plan], None] = lambda plan: None
 
-    def adopt(self, plan: Plan, profile: Profile | None, on_tuned: Callable[[Plan], None] = lambda plan: None) -> None:
+    def adopt(self, plan: Plan, profile: Profile | None, on_changed: Callable[[Plan], None] = lambda plan: None) -> None:
         """Let `plan` be in force: its levers are applied, those of the plan before it taken back.
 
-        `on_tuned` is told when measuring while training finds a better size of micro-batch.
+        `on_changed` is told when measuring while training finds a better size of micro-batch, or memory runs out.
         """
+        again = self.plan is not None and plan.micro_batch != self.plan.micro_batch
+        self.readopt(plan, profile, on_changed)
+        self.events.add(self.steps, "replan" if again else "plan", plan.summary())
+        self._tuner = None if profile is None else self._tuner_of(plan)
+        self.on_plan()
+
+    def readopt(self, plan: Plan, profile: Profile | None, on_changed: Callable[[Plan], None]) -> None:
+        """`adopt` for a plan that was in force before."""
         self._undo_levers()
         self._undo_levers = (
             checkpoint_blocks(self.model, plan.checkpoint, self.owner) if plan.checkpoint else lambda: None
         )
-        again = self.plan is not None and plan.micro_batch != self.plan.micro_batch
         self.plan, self.profile, self.largest = plan, profile, plan.micro_batch
+        self._on_changed, self._tuner = on_changed, None
         if profile is not None and profile.source != "measured":
             self.buffers.declare(profile.written_buffers)
-        self.events.add(self.steps, "replan" if again else "plan", plan.summary())
-        self._tuning = None if profile is None else self._tuning_of(plan, profile, on_tuned)
-        self.on_plan()
 
     @contextmanager
     def without_levers(self) -> Iterator[None]:
@@ -165,7 +185,7 @@ class Core:
 
         def attempt(limit: int) -> Total:
             nonlocal shares
-            tuner = self._tuning[0] if self._tuning is not None and limit == largest else None
+            tuner = self._tuner if limit == largest else None
             if tuner is not None:
                 tuner.begin()
             pieces = tuple(pieces_for(limit, tuner))
@@ -184,8 +204,7 @@ class Core:
         total = self.recovery.run(attempt, largest)
         if half:
             total.on_handover = self.scale.seen
-        if self._tuning is not None:
-            self._tuned(*self._tuning)
+        self._end_tuning()
         return total
 
     def tuned_pieces(self, samples: int, largest: int, tuner: Tuner | None) -> tuple[int, ...]:
@@ -193,11 +212,12 @@ class Core:
         if tuner is None:
             return self.pieces(samples, largest)
         found: list[int] = []
-        while samples:
-            choice = tuner.next_choice()
-            found.append(min(choice, samples))
+        left = samples
+        while left:
+            choice = tuner.next_choice(beside=bool(found), most=samples)
+            found.append(min(choice, left))
             tuner.expect(choice, found[-1])
-            samples -= found[-1]
+            left -= found[-1]
         return tuple(found)
 
     def prepare(self, micro_batches: int) -> None:
@@ -221,39 +241,47 @@ class Core:
         self._checked_escapes = True
         return total
 
-    def _tuning_of(
-        self, plan: Plan, profile: Profile, on_tuned: Callable[[Plan], None]
-    ) -> tuple[Tuner, Callable[[Plan], None]] | None:
+    def _tuner_of(self, plan: Plan) -> Tuner | None:
         """What can be measured while training: sizes that fit with this plan's levers, doubling from the smallest."""
         prescribed = self.settings.micro_batch is not None or self.settings.whole
         if prescribed or self.compiled or plan.mode == "replay":
             return None
-        fitting = plan.sizes_with_same_levers()
-        unit = plan.unit
-        choices = [unit * n for n in doubling(fitting)]
-        return Tuner(choices, unit * plan.micro_batch, self.device), on_tuned
+        choices = [plan.unit * n for n in doubling(plan.sizes_with_same_levers())]
+        alone = None if plan.by_size else plan.share  # priced without gradients of other micro-batches beside it
+        return Tuner(choices, plan.unit * plan.micro_batch, self.device, alone=alone)
 
-    def _tuned(self, tuner: Tuner, on_tuned: Callable[[Plan], None]) -> None:
-        if not tuner.done or self.plan is None:
+    def _end_tuning(self) -> None:
+        tuner, before = self._tuner, self.plan
+        if tuner is None or before is None or not tuner.done:
             return
         best, rates = tuner.best()
-        self._tuning = None
-        plan = self.plan.measured(best // self.plan.unit, {c // self.plan.unit: rate for c, rate in rates.items()})
-        if plan.micro_batch != self.plan.micro_batch:
-            self.note("replan", f"measured while training: {plan.summary()}")
-        self.plan, self.largest = plan, plan.micro_batch
-        on_tuned(plan)
+        self._tuner = None
+        self._change(_resized(before, best // before.unit, {c // before.unit: rate for c, rate in rates.items()}))
+        if self.plan is not None and self.plan.micro_batch != before.micro_batch:
+            self.note("replan", f"measured while training: {self.plan.summary()}")
 
     def _ran_out(self, tried: int, smaller: int, text: str) -> None:
         budget = format_bytes(self.planner.budget().limit)
+        self._tuner = None
         self.largest = min(smaller, self.largest or smaller)
-        self._tuning = None
+        if self.plan is not None and smaller < self.plan.micro_batch:
+            self._change(replace(_resized(self.plan, smaller, {}), predicted=self.plan.predicted))
         self.events.add(
             self.steps,
             "out of memory",
             f"a micro-batch of {tried} ran out of memory within {budget} ({text}); the batch started again at {smaller}",
         )
 
+    def _change(self, plan: Plan) -> None:
+        self.plan, self.largest = plan, plan.micro_batch
+        self._on_changed(plan)
+
+
+def _resized(plan: Plan, micro_batch: int, rates: dict[int, float]) -> Plan:
+    plan = plan.measured(micro_batch, rates)
+    if plan.mode == "replay":
+        return plan
+    return replace(plan, mode="accumulate" if plan.accumulation > 1 else "whole")
 
 
 def is_compiled(model: nn.Module) -> bool:

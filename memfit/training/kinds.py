@@ -6,7 +6,7 @@ Not covered: calls of different kinds that together do not fit; each is planned 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from memfit._errors import DoesNotFit, Refused
@@ -14,17 +14,16 @@ from memfit._units import format_bytes
 from memfit.batches.cut import Layout, shared_samples, uncuttable
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work
-from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
 from memfit.training.call import Call, Tree
 from memfit.training.consumers import Consumer, OwnLoss, Twin
 from memfit.training.core import Core
+from memfit.training.kind import BY_SAMPLES, Kind, Planned
 from memfit.training.learn import (
     Shapes,
     no_larger,
-    outputs_of,
     samples_by,
     shapes_per_sample,
     structure_of,
@@ -34,52 +33,15 @@ from memfit.training.learn import (
 from memfit.training.outputs import Outputs
 from memfit.training.planner import Task
 from memfit.training.prove import Deviation, frozen_norms, infer_weighting, joined_outputs, mixing_module
-from memfit.training.sidedoors import refuse_side_doors
+from memfit.training.sidedoors import look_for_side_doors
 from memfit.training.works import CallWork
 
 LOSS_BOUND = 3
 """Copies of a model's output that an unseen loss is taken to need at once: log-probabilities, their gradient, a temporary."""
 PROOF_SAMPLES = 5
 """Samples that proofs run on."""
-BY_SAMPLES = Weighting("samples", "by samples")
 
 OWN_LOSS = OwnLoss()
-
-
-@dataclass
-class Planned:
-    """A plan for one kind of call and what consumes its output."""
-
-    plan: Plan
-    profile: Profile | None
-    """None for a plan that was made elsewhere."""
-    demand: Demand
-
-    def tuned(self, plan: Plan) -> None:
-        """Measuring while training found a better size."""
-        self.plan = plan
-
-
-@dataclass
-class Kind:
-    """One kind of call that was met: same nesting, dtypes and modes of its arguments."""
-
-    layout: Layout
-    """Where its samples lie."""
-    shapes: Shapes
-    """Shapes per sample of the largest one planned for."""
-    outputs: dict[Shapes, Outputs] = field(default_factory=dict)
-    """What it returns, by shapes per sample."""
-    bound: Profile | None = None
-    """Its profile with its own loss, or with one bounded from its output."""
-    whole: int = 0
-    """Samples up to which it runs whole."""
-    proven: bool = False
-    """Whether cutting it was proven on real samples."""
-    weighting: Weighting = BY_SAMPLES
-    """How its own loss is weighted, once inferred."""
-    planned: dict[str, Planned] = field(default_factory=dict)
-    """Plans by what consumes the output."""
 
 
 class Kinds:
@@ -135,7 +97,7 @@ class Kinds:
             if self._runs_whole(kind, call):
                 self._kinds[key] = kind
                 return None
-            deviation = self._prove(kind, call)
+            deviation = self._prove(kind, call, shapes)
             if deviation is None:
                 self._kinds[key] = kind
                 return call
@@ -152,18 +114,24 @@ class Kinds:
         core = self._core
         layout = Layout(kind.layout.axes, samples)
         call = Call(core.model, plain, tree, layout, Outputs(None, ()), core.device, split=core.settings.split)
-        if shapes not in kind.outputs:
-            kind.outputs[shapes] = outputs_of(call)
-        call.outputs = kind.outputs[shapes]
+        call.copies = kind.writes_input
+        call.outputs = kind.outputs_of(call, shapes)
         if not fits:
             self._grew(kind, call, shapes)
         if self._runs_whole(kind, call):
             return None
-        if not kind.proven:
-            deviation = self._prove(kind, call)
-            if deviation is not None:
-                raise self._mixes(call, deviation)
+        if kind.proven is None or 0 <= kind.proven_at < core.steps:
+            self._prove_known(kind, call, shapes)
         return call
+
+    def _prove_known(self, kind: Kind, call: Call, shapes: Shapes) -> None:
+        """The first proof of a kind that ran whole so far, or the second one, on a later batch. Raises Refused."""
+        again = kind.proven is not None
+        deviation = self._prove(kind, call, shapes)
+        if deviation is not None:
+            raise self._mixes(call, deviation)
+        if again:
+            kind.proven_at = -1
 
     def _grew(self, kind: Kind, call: Call, shapes: Shapes) -> None:
         """The inputs are larger than any planned for: everything is planned anew, before they run."""
@@ -204,24 +172,26 @@ class Kinds:
 
     # ---- proofs
 
-    def _prove(self, kind: Kind, call: Call) -> Deviation | None:
+    def _prove(self, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
         """None if the call may be cut this way; else how far its parts are from the whole."""
         few, allowed = min(PROOF_SAMPLES, call.samples), self._core.settings.allow_inexact
         outputs, deviation = joined_outputs(call, few)
         if deviation.agrees:
-            kind.outputs[kind.shapes] = call.outputs = outputs
+            kind.outputs[shapes] = call.outputs = outputs
         elif allowed and mixing_module(call, few, allowed) is None:
             self._accept(deviation)
         else:
             return deviation
-        refuse_side_doors(call, few)
+        entrances = look_for_side_doors(call, few, allowed)
+        self._core.staging.stage_also(entrances.parameters)
+        kind.writes_input = call.copies = entrances.writes_input
         if outputs.loss is not None:
             found = self._infer(kind, call)
             if found is not None and not allowed:
                 return found
             if found is not None:
                 self._accept(found)
-        kind.proven = True
+        kind.proven, kind.proven_at = outputs, self._core.steps
         return None
 
     def _infer(self, kind: Kind, call: Call) -> Deviation | None:

@@ -11,7 +11,7 @@ from memfit.batches.cut import Layout, cut, cut_samples
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import map_leaves
 from memfit.training.call import Split, part_of_split
-from memfit.training.learn import twin_of_part
+from memfit.training.learn import Shapes, twin_of_part
 
 RAGGED = 1.05
 """Samples whose sizes differ by more than this factor are ordered by size."""
@@ -20,11 +20,22 @@ RAGGED = 1.05
 class Ordered:
     """Samples in the order in which micro-batches are made of them.
 
-    `sizes[i]` are the elements of the i-th; all zero where samples cannot be told apart.
+    `sizes[i]` are the elements of the i-th; all zero where samples cannot be told apart. `shapes` are the shapes per sample
+    of an ordinary batch, None where samples are collated. With `in_order`, pieces can only be made of neighbours.
+    `again` makes of a part of an ordinary batch, and the number of samples in it, a batch of its own.
     """
 
-    def __init__(self, samples: int, sizes: Sequence[int], piece: Callable[[Sequence[int]], Any]) -> None:
-        self.samples = samples
+    def __init__(
+        self,
+        samples: int,
+        sizes: Sequence[int],
+        piece: Callable[[Sequence[int]], Any],
+        *,
+        shapes: Shapes | None = None,
+        in_order: bool = False,
+        again: Callable[[Any, int], Ordered] | None = None,
+    ) -> None:
+        self.samples, self.shapes, self.in_order, self._again = samples, shapes, in_order, again
         self.ragged = bool(sizes) and max(sizes) > RAGGED * max(1, min(sizes))
         order = sorted(range(samples), key=lambda i: -sizes[i]) if self.ragged else list(range(samples))
         self._order = order
@@ -37,34 +48,54 @@ class Ordered:
         return Ordered(len(batch), batch.sizes(), batch.collate)
 
     @staticmethod
-    def of_tree(tree: Any, layout: Layout, split: Split | None) -> Ordered:
+    def of_tree(tree: Any, layout: Layout, shapes: Shapes) -> Ordered:
         """An ordinary batch that is cut."""
 
         def piece(indices: Sequence[int]) -> Any:
             start, stop = indices[0], indices[-1] + 1
-            if stop - start != len(indices):
+            if list(indices) != list(range(start, stop)):
                 return cut_samples(tree, layout, indices)
-            if split is not None:
-                return part_of_split(split, tree, start, stop, layout.samples)
             return cut(tree, layout, start, stop)
 
-        return Ordered(layout.samples, [], piece)
+        def again(part: Any, samples: int) -> Ordered:
+            return Ordered.of_tree(part, Layout(layout.axes, samples), shapes)
+
+        return Ordered(layout.samples, [], piece, shapes=shapes, again=again)
+
+    @staticmethod
+    def of_split(tree: Any, samples: int, split: Split, shapes: Shapes) -> Ordered:
+        """An ordinary batch that only `split` knows how to cut."""
+
+        def piece(indices: Sequence[int]) -> Any:
+            return part_of_split(split, tree, indices[0], indices[-1] + 1, samples)
+
+        def again(part: Any, samples: int) -> Ordered:
+            return Ordered.of_split(part, samples, split, shapes)
+
+        return Ordered(samples, [], piece, shapes=shapes, in_order=True, again=again)
 
     def few(self, count: int) -> Ordered:
-        """Some of the samples, of all sizes, in no particular order of size."""
+        """Some of the samples, of all sizes, in no particular order of size; those of an ordinary batch as copies."""
         count = min(count, self.samples)
         step = max(1, self.samples // count) if self.ragged else 1
         chosen = [self._order[i * step] for i in range(count)]
-        return _view(self, [chosen[i] for i in _mixed_up(count)])
+        if self._again is not None:  # not to keep the whole batch alive
+            return self._again(map_leaves(_on_host, self._make(chosen)), count)
+        return self._with_order([chosen[i] for i in _mixed_up(count)])
 
     def backwards(self, count: int) -> Ordered:
         """The first `count` samples in the opposite order."""
-        return _view(self, self._order[:count][::-1])
+        return self._with_order(self._order[:count][::-1])
 
     @property
     def largest(self) -> int:
         """Elements of the largest sample."""
-        return self.sizes[0] if self.sizes else 0
+        return max(self.sizes, default=0)
+
+    @property
+    def available(self) -> int | None:
+        """How many samples `copies` can make; None: any number."""
+        return self.samples if self.in_order else None
 
     def piece(self, start: int, stop: int) -> Any:
         """The samples `start:stop` in this order, collated or cut."""
@@ -88,19 +119,26 @@ class Ordered:
             lambda leaf: twin_of_part(leaf, twin) if isinstance(leaf, torch.Tensor) else leaf, self.copies(index, count)
         )
 
-    def spread(self, count: int) -> Callable[[int, int], Any]:
-        """`count` samples of sizes as different as there are, for proofs."""
-        step = max(1, (self.samples - 1) // max(1, count - 1))
-        chosen = [self._order[i * step] for i in range(count)] if self.ragged else self._order[:count]
+    def spread(self, count: int, counts: Sequence[Callable[[Any], Any]] = ()) -> Callable[[int, int], Any]:
+        """`count` samples that are as different as there are, in size or by these counts, for proofs."""
+        if counts and not self.in_order:
+            order = sorted(self._order, key=lambda i: [int(c(self._make([i]))) for c in counts])
+        else:
+            order = self._order
+        step = max(1, (self.samples - 1) // max(1, count - 1)) if counts or self.ragged else 1
+        chosen = order[:count] if self.in_order else [order[i * step] for i in range(count)]
         return lambda low, high: self._make(chosen[low:high])
 
+    def _with_order(self, order: list[int]) -> Ordered:
+        """The batch's samples in this order."""
+        view = Ordered(0, [], self._make, shapes=self.shapes, in_order=self.in_order, again=self._again)
+        view.samples, view._order, view.ragged = len(order), order, self.ragged
+        view.sizes = [0] * len(order)
+        return view
 
-def _view(batch: Ordered, order: list[int]) -> Ordered:
-    """The batch's samples in this order."""
-    view = Ordered(0, [], batch._make)
-    view.samples, view._order, view.ragged = len(order), order, batch.ragged
-    view.sizes = [0] * len(order)
-    return view
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _mixed_up(count: int) -> list[int]:

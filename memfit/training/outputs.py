@@ -22,21 +22,23 @@ class Leaf:
 
     kind: Literal["batch", "constant", "loss", "value", "opaque"]
     """batch: has one entry per sample. constant: a tensor that does not. loss: a differentiable scalar. value: no tensor,
-    the same whatever the batch. opaque: an object of its own kind (a cache), which cannot be joined."""
+    the same whatever the batch. opaque: what cannot be joined (a cache, a number read off a tensor)."""
     path: Path
     """Where it stands in the output."""
     shape: tuple[int, ...] = ()
     """Its shape for `few` samples."""
     dtype: torch.dtype = torch.float32
     """Its precision."""
-    device: torch.device = torch.device("cpu")
+    device: torch.device | str = "cpu"
     """Where it lives."""
     differentiable: bool = False
     """Whether gradients flow through it."""
     axis: Axis | None = None
     """For "batch": where the samples lie."""
+    joined: Literal["first", "mean", "sum"] = "first"
+    """For "constant" and "loss": how micro-batches make that of the whole; "mean" is weighted by samples."""
     value: Any = None
-    """For "value": what it is."""
+    """For "value": what it is. For "opaque": its type."""
 
     def shape_for(self, samples: int) -> tuple[int, ...]:
         """Its shape for that many samples."""
@@ -44,6 +46,15 @@ class Leaf:
             return self.shape
         dim = self.axis.dim
         return (*self.shape[:dim], self.axis.size(samples), *self.shape[dim + 1 :])
+
+    def join(self, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """The leaf of all samples from those of micro-batches of these sizes."""
+        if self.axis is not None:
+            return self.axis.join(parts)
+        if self.joined == "first":
+            return parts[0]
+        weights = [1 if self.joined == "sum" else size / sum(sizes) for size in sizes]
+        return torch.stack([part * weight for part, weight in zip(parts, weights)]).sum(0)
 
     def bytes_for(self, samples: int) -> int:
         """Bytes it takes for that many samples."""
@@ -77,14 +88,12 @@ class Outputs:
         """An output with these leaves."""
         return rebuild(self.tree, iter(values))
 
-    def turned(self, index: int) -> Outputs:
-        """The same with the samples of leaf `index` varying fastest instead of slowest (time before batch)."""
-        leaf = self.leaves[index]
-        assert leaf.axis is not None
-        axis = Axis(leaf.axis.dim, outer=leaf.axis.inner, inner=leaf.axis.outer)
-        changed = [*self.leaves]
-        changed[index] = replace(leaf, axis=axis)
-        return replace(self, leaves=tuple(changed))
+    def settled_like(self, proven: Outputs) -> Outputs | None:
+        """These outputs, of inputs of another size, joined as `proven` ones are; None if those do not tell how."""
+        if [leaf.path for leaf in self.leaves] != [leaf.path for leaf in proven.leaves]:
+            return None
+        made = [_settled_like(mine, its) for mine, its in zip(self.leaves, proven.leaves)]
+        return None if None in made else replace(self, leaves=tuple(leaf for leaf in made if leaf is not None))
 
 
 class NotJoined:
@@ -101,8 +110,12 @@ class NotJoined:
             raise AttributeError(attribute)
         raise _not_joined(self._memfit_name, self._memfit_kind)
 
-    def __getitem__(self, index: Any) -> Any:
+    def _refuse(self, *args: Any) -> Any:
         raise _not_joined(self._memfit_name, self._memfit_kind)
+
+    __getitem__ = __iter__ = __len__ = __float__ = __int__ = __index__ = __bool__ = __format__ = __call__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
 def learn_outputs(small: Any, few: int, large: Any, many: int) -> Outputs:
@@ -122,7 +135,7 @@ def learn_outputs(small: Any, few: int, large: Any, many: int) -> Outputs:
 def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
     if not isinstance(small, torch.Tensor):
         simple = isinstance(small, (int, float, str, bool, type(None)))
-        same = simple and small == large
+        same = simple and type(small) is type(large) and small == large
         return Leaf("value", path, value=small) if same else Leaf("opaque", path, value=type(small).__name__)
     about = {
         "shape": tuple(small.shape),
@@ -132,7 +145,7 @@ def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
     }
     if small.shape == large.shape:
         scalar = small.numel() == 1 and small.requires_grad and small.is_floating_point()
-        return Leaf("loss" if scalar else "constant", path, **about)
+        return Leaf("loss", path, joined="mean", **about) if scalar else Leaf("constant", path, **about)
     grown = [dim for dim in range(small.dim()) if small.dim() == large.dim() and small.shape[dim] != large.shape[dim]]
     if len(grown) == 1:
         inner, rest = divmod(small.shape[grown[0]], few)
@@ -146,9 +159,28 @@ def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
     )
 
 
+def _settled_like(mine: Leaf, its: Leaf) -> Leaf | None:
+    if its.kind == "opaque":
+        return replace(mine, kind="opaque", value=its.value)
+    if mine.kind != its.kind:
+        return None
+    if mine.axis is None or its.axis is None or mine.axis.inner == 1:
+        return replace(mine, joined=its.joined)
+    if its.axis.outer > 1:
+        return replace(mine, axis=turned(mine.axis))
+    return mine if its.axis.inner > 1 else None
+
+
+def turned(axis: Axis) -> Axis:
+    """The axis with samples varying fastest instead of slowest (time before batch)."""
+    return Axis(axis.dim, outer=axis.inner, inner=axis.outer)
+
+
 def _not_joined(name: str, kind: str) -> Refused:
-    return Refused(
-        f"using {name} of a batch that ran in micro-batches",
-        found=f"it is a {kind}, and memfit joins tensors only",
-        next_move="switch it off in the model (for example use_cache=False), or read it under torch.no_grad()",
-    )
+    if kind in ("int", "float", "Tensor"):
+        found = f"it is a {kind} computed from all samples together, and those of the micro-batches do not add up to it"
+        next_move = "return it with one entry per sample, or compute it outside the model"
+    else:
+        found = f"it is a {kind}, and memfit joins tensors only"
+        next_move = "switch it off in the model (for example use_cache=False), or read it under torch.no_grad()"
+    return Refused(f"using {name} of a batch that ran in micro-batches", found=found, next_move=next_move)

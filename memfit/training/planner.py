@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,16 +19,18 @@ from memfit._units import format_bytes
 from memfit.engine.accumulate import Weighting, Work
 from memfit.engine.staged import Staging
 from memfit.hardware.budget import Budget
+from memfit.hardware.device import photograph
 from memfit.hardware.meter import Meter
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
-from memfit.levers.precision import lower_precisions, script_precision
+from memfit.levers.precision import PRECISIONS, lower_precisions, script_precision
 from memfit.planning.plan import Plan
-from memfit.planning.search import Demand, micro_batch_sizes, search
-from memfit.profiling.build import Subject, measured_profile, traced_profile
+from memfit.planning.search import Demand, micro_batch_sizes, search, with_blocks
+from memfit.profiling.build import Subject, measured_profile, state_bytes, traced_profile
 from memfit.profiling.profile import Profile
 from memfit.profiling.timing import Stopwatch, optimizer_seconds, time_sizes
 from memfit.profiling.trace import MakeWork, TraceFailed
 from memfit.training.settings import Settings
+from memfit.training.shift import gradient_shift
 from memfit.training.tune import doubling
 
 TIMING_SECONDS = 1.2
@@ -64,6 +66,7 @@ class Planner:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._settings, self._staging = settings, staging
         give_back_free_heap()
+        self._seen: int | None = None
         self._meter = Meter(device)
         self._start = self._meter.held() - self._known_bytes()
         self._budget = budget
@@ -71,24 +74,43 @@ class Planner:
         self._base = 0 if explicit else max(0, budget.held - self._known_bytes())
 
     def budget(self) -> Budget:
-        """The budget with what is held now beside the tensors that profiles count."""
+        """The budget with what is held now beside the tensors that profiles count, and with what can still be had now."""
         give_back_free_heap()
-        grown = self._meter.held() - self._known_bytes() - self._start
-        return self._budget.with_held(max(0, self._base + grown))
+        known = self._known_bytes()
+        held = max(0, self._base + self._meter.held() - known - self._start)
+        # Planning itself, libraries and other processes have taken memory since the first look.
+        free = photograph(self._device).free
+        return replace(self._budget, held=held, limit=min(self._budget.limit, held + known + free))
+
+    def allowance(self, plan: Plan) -> Budget:
+        """The budget as it was when the plan was made."""
+        return replace(self._budget, held=plan.held, limit=plan.limit, margin=plan.margin)
 
     def measured_peak(self) -> int | None:
         """Most bytes held since the meter was reset, on the budget's scale; None where the platform cannot tell."""
         peak = self._meter.peak()
-        return None if peak is None else peak - self._start + self._base
+        return self._seen if peak is None else max(self._seen or 0, peak - self._start + self._base)
 
     def reset_peak(self) -> None:
         """Count the measured peak anew."""
+        self._seen = None
         self._meter.reset_peak()
+
+    @contextmanager
+    def peak_aside(self) -> Iterator[None]:
+        """What is held inside does not count as the training's."""
+        before = self.measured_peak()
+        try:
+            yield
+        finally:
+            self._meter.reset_peak()
+            self._seen = before
 
     def plan(self, task: Task, *, timed: bool = True, profile: Profile | None = None) -> tuple[Plan, Profile]:
         """The plan for a task and the profile it rests on (`profile`: one that is there already). Raises DoesNotFit."""
         task = replace(task, demand=replace(self.constrained(task.demand), equal=task.compiled))
-        own = profile or self.profile(task, "off")
+        lever = self._settings.precision if self._settings.precision in PRECISIONS else "off"
+        own = profile if profile is not None and lever == "off" else self.profile(task, lever)
         if timed:
             own = self.timed(task, own)
         try:
@@ -123,13 +145,14 @@ class Planner:
 
     def _search(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
         """The plan by composition, then traced whole; where the trace needs more, that is learnt and searched again."""
-        budget = self.budget()
-        demand = task.demand
+        demand, budget = task.demand, self.budget()
         for _ in range(4):
-            plan = search([profile], budget, demand)
-            whole = self._traced_whole(task, plan, profile)
-            if whole is None or whole <= budget.room:
-                return plan, profile
+            plan = search([profile], self.budget(), demand)
+            whole = self._traced_whole(task, plan, profile) or plan.predicted.upper
+            # Looked at anew: searching and tracing have loaded libraries, which take room themselves.
+            budget = self.budget()
+            if whole <= budget.room:
+                return replace(plan, held=budget.held, limit=budget.limit), profile
             sizes = demand.sizes or micro_batch_sizes(demand.share)
             smaller = tuple(n for n in sizes if n < plan.micro_batch)
             if not smaller or demand.micro_batch is not None:
@@ -168,9 +191,21 @@ class Planner:
                 plan, profile = self._search(task, self.timed(task, self.profile(task, lever)))
             except DoesNotFit:
                 continue
-            note = f"computes in {lever}, because nothing fits in {own.precision}"
+            note = f"computes in {lever}, because nothing fits in {own.precision}; {self._price(task, own, lever)}"
             return replace(plan, notes=(*plan.notes, note)), profile
         return self._search(task, own)
+
+    def _price(self, task: Task, own: Profile, lever: str) -> str:
+        """What a lower precision costs, in words: how far it moves the gradient, measured where that fits."""
+        every = with_blocks(own, own.blocks)
+        # The optimizer's state is part of every peak, and before the first step it is not there yet.
+        missing = max(0, state_bytes(self._optimizer) - _state_there(self._optimizer))
+        if every.peak(1, accumulates=False).upper - missing + own.model.gradient_bytes > self.budget().room:
+            return f"how far that moves the gradient was not measured, as one sample in {own.precision} does not fit"
+        works = (task.real_work("off"), task.real_work(lever))
+        with checkpointed(self._model, own.blocks):
+            shift = gradient_shift(*works, self._staging, self._device)
+        return f"it moves the gradient by {shift:.2g} (relative, measured on one sample)"
 
     def _fast(self, task: Task, own: Profile) -> tuple[Plan, Profile]:
         """The fastest over all precisions."""
@@ -252,6 +287,12 @@ class Planner:
                 found.update({id(v): v for v in state.values() if isinstance(v, torch.Tensor)})
         on_device = [t for t in found.values() if t.device.type == self._device.type]
         return sum(t.numel() * t.element_size() for t in on_device)
+
+
+def _state_there(optimizer: Optimizer) -> int:
+    """Bytes of the optimizer's state that exist already."""
+    there = [v for state in optimizer.state.values() if isinstance(state, dict) for v in state.values()]
+    return sum(v.numel() * v.element_size() for v in there if isinstance(v, torch.Tensor))
 
 
 def give_back_free_heap() -> None:

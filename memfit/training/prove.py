@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,13 +25,16 @@ from memfit.engine.staged import Staging
 from memfit.engine.terms import Terms, is_only_term
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.training.call import Call
-from memfit.training.outputs import Outputs
+from memfit.training.outputs import Leaf, Outputs, turned
 
 PROBED = 32 * MiB
 """Bytes of parameters whose gradients are compared in a proof."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 """Relative difference up to which whole and parts count as equal: rounding of two summation orders stays an order of
 magnitude below, mixing of samples lies above. float64 models often compute a softmax or a loss in float32 inside."""
+
+FLIPPED = 0.2
+"""Share of whole-number entries that may differ: an argmax may flip where two scores are equal but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,9 @@ def comparable(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def frozen_norms(call: Call) -> Call:
-    """The call with batch norm in eval mode, for comparing whole and parts."""
+    """The call with batch norm in eval mode and on copies of its samples, for comparing whole and parts."""
     frozen = copy.copy(call)
+    frozen.copies = True
     frozen.modes = [
         (module, training and not isinstance(module, nn.modules.batchnorm._BatchNorm)) for module, training in call.modes
     ]
@@ -77,30 +81,55 @@ def frozen_norms(call: Call) -> Call:
 
 
 def joined_outputs(call: Call, samples: int) -> tuple[Outputs, Deviation]:
-    """The call's outputs with the order of time and batch settled, and how far joined parts are from the whole."""
+    """The call's outputs with it settled how they are joined, and how far the joined parts are from the whole.
+
+    What no gradient flows through and cannot be joined is marked so: using it is then refused, training is not.
+    """
     whole, parts = _whole_and_parts(frozen_norms(call), samples)
-    outputs = call.outputs
-    worst = Deviation("the output", 0.0, 1.0)
+    outputs, worst = call.outputs, Deviation("the output", 0.0, 1.0)
+    if any(len(found) != len(outputs.leaves) for found in (whole, *parts)):
+        return outputs, Deviation("the structure of the output", float("inf"), 1.0)
+    settled = []
     for i, leaf in enumerate(outputs.leaves):
-        if not _comparable_leaf(outputs, i) or not whole[i].is_floating_point():
+        if leaf.kind == "opaque" or i == outputs.loss:  # a single own loss has a weighting, proven apart
+            settled.append(leaf)
             continue
-        mine = [part[i] for part in parts]
-        difference = _leaf_difference(whole[i], mine, outputs, i, samples)
-        if leaf.axis is not None and leaf.axis.inner > 1 and difference > _tolerance(whole[i].dtype):
-            turned = outputs.turned(i)
-            other = _leaf_difference(whole[i], mine, turned, i, samples)
-            if other < difference:
-                outputs, difference = turned, other
-        limit = _tolerance(whole[i].dtype)
-        if difference / limit > worst.relative / worst.limit:
-            worst = Deviation(path_name(leaf.path, "output"), difference, limit)
-    return outputs, worst
+        leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], samples)
+        settled.append(leaf)
+        if leaf.differentiable and deviation.relative / deviation.limit > worst.relative / worst.limit:
+            worst = deviation
+    return replace(outputs, leaves=tuple(settled)), worst
 
 
-def _comparable_leaf(outputs: Outputs, index: int) -> bool:
-    """Leaves whose join can be compared; a single own loss has a weighting of its own, proven apart."""
-    kind = outputs.leaves[index].kind
-    return kind in ("batch", "constant") or (kind == "loss" and outputs.loss is None)
+def _settled(leaf: Leaf, whole: Any, parts: Sequence[Any], samples: int) -> tuple[Leaf, Deviation]:
+    """The leaf joined in the way that comes nearest to the whole, and how near that is."""
+    where = path_name(leaf.path, "output")
+    if leaf.kind == "value":
+        same = all(value == leaf.value for value in (whole, *parts))  # while tracing, numbers read off tensors are guessed
+        return leaf if same else _unjoined(leaf, whole), Deviation(where, 0.0, 1.0)
+    if not isinstance(whole, torch.Tensor):
+        return leaf, Deviation(where, float("inf"), 1.0)
+    found = [(_leaf_difference(way, whole, parts, samples), n, way) for n, way in enumerate(_ways_to_join(leaf))]
+    difference, _, best = min(found, key=lambda item: item[:2])
+    limit = _tolerance(whole.dtype) if whole.is_floating_point() else FLIPPED if leaf.kind == "batch" else 0.0
+    if difference <= limit or leaf.differentiable:
+        return best, Deviation(where, difference, limit)
+    return _unjoined(leaf, whole), Deviation(where, difference, limit)
+
+
+def _ways_to_join(leaf: Leaf) -> list[Leaf]:
+    if leaf.axis is not None:
+        return [leaf, replace(leaf, axis=turned(leaf.axis))] if leaf.axis.inner > 1 else [leaf]
+    if leaf.kind == "loss":
+        return [leaf, replace(leaf, joined="sum")]
+    if leaf.shape and leaf.shape != (1,):
+        return [leaf]
+    more: list[Literal["mean", "sum"]] = ["mean", "sum"] if leaf.dtype.is_floating_point else ["sum"]
+    return [leaf, *(replace(leaf, joined=how) for how in more)]
+
+
+def _unjoined(leaf: Leaf, value: Any) -> Leaf:
+    return replace(leaf, kind="opaque", axis=None, value=type(value).__name__)
 
 
 def mixing_module(call: Call, samples: int, allowed: Sequence[str]) -> Deviation | None:
@@ -136,7 +165,7 @@ def infer_weighting(
     for by_operations in (False, True):
         draws = Draws(by_operations=by_operations)
         with comparable(model, work.device), staging.swapped():
-            probes = _probes(staging.parameters())
+            probes = probes_of(staging.parameters())
             counts = _count_candidates(work, samples)
             with draws.recording():
                 whole = _measured(work, 0, samples, probes, counts)
@@ -263,7 +292,8 @@ class LeafCount:
             count = (leaf != 0).sum()
         else:
             count = ((leaf[..., 1:] if self.rule == "shifted" else leaf) != -100).sum()
-        return int(count) if leaf.device.type == "cpu" else count
+        # Read through NumPy: on the CPU a count is on the host already, and nothing may look like waiting for a device.
+        return int(count.numpy()) if leaf.device.type == "cpu" else count
 
 
 def _count_candidates(work: Work, samples: int) -> list[LeafCount]:
@@ -294,7 +324,7 @@ def _zeros_and_ones(leaf: torch.Tensor) -> bool:
     return bool(((leaf == 0) | (leaf == 1)).all())
 
 
-def _probes(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def probes_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A bounded choice of parameters, spread over the model."""
     total = sum(p.numel() * p.element_size() for p in parameters)
     if total <= PROBED:
@@ -325,16 +355,14 @@ def _whole_and_parts(call: Call, samples: int) -> tuple[list[Any], list[list[Any
     raise AssertionError("unreachable: the second round always returns")
 
 
-def _leaf_difference(
-    whole: torch.Tensor, parts: Sequence[torch.Tensor], outputs: Outputs, index: int, samples: int
-) -> float:
-    axis = outputs.leaves[index].axis
-    if outputs.leaves[index].kind == "loss":
-        sizes = parts_of(samples)
-        return relative_difference(whole, torch.stack([p * (n / samples) for p, n in zip(parts, sizes)]).sum(0))
-    if axis is None:
-        return max(relative_difference(whole, part) for part in parts)
-    return relative_difference(whole, axis.join(parts))
+def _leaf_difference(leaf: Leaf, whole: torch.Tensor, parts: Sequence[torch.Tensor], samples: int) -> float:
+    """How far the parts, joined as `leaf` says, are from the whole: relative L2, or the share of entries that differ."""
+    made = parts if leaf.axis is None and leaf.joined == "first" else [leaf.join(parts, parts_of(samples))]
+    if tuple(whole.shape) != leaf.shape_for(samples) or whole.dtype != leaf.dtype:
+        return float("inf")  # what was learnt on fake tensors depends on values
+    if whole.is_floating_point():
+        return max(relative_difference(whole, m) for m in made)
+    return max(float((whole != m).double().mean()) if whole.shape == m.shape else float("inf") for m in made)
 
 
 def relative_difference(wanted: torch.Tensor, made: torch.Tensor) -> float:

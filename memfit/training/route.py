@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,9 +162,13 @@ def _reshaped(function: Any, shape: Any, axis: Axis, sizes: tuple[int, ...]) -> 
         if below % suffix == 0 and (suffix * sizes[dim]) % (below * samples) == 0 and suffix * sizes[dim] > below:
             inner = below // suffix
             moved = Axis(dim, sizes[dim] // (inner * samples), inner)
-            return Step(function, lambda n: ((_with_size(sizes, moved, n),), {}), moved)
+            return Step(function, partial(_view_arguments, sizes, moved), moved)
         suffix *= sizes[dim]
     return None
+
+
+def _view_arguments(sizes: tuple[int, ...], axis: Axis, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (_with_size(sizes, axis, samples),), {}
 
 
 def _with_size(sizes: tuple[int, ...], axis: Axis, samples: int) -> tuple[int, ...]:

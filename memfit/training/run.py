@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from html import escape
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit._errors import UsageError
-
 from memfit.engine.intercept import Interception
+from memfit.levers.precision import script_precision
 from memfit.planning.plan import Plan
 from memfit.training.core import Core
 from memfit.training.events import Event
@@ -24,8 +25,11 @@ from memfit.training.step import Stepper
 from memfit.training.works import LossFn
 
 if TYPE_CHECKING:
-    from memfit.reporting.verification import Verification
     from memfit.reporting.report import Report
+    from memfit.reporting.verification import Verification
+
+HISTORY = 1000
+"""Steps whose durations are remembered."""
 
 
 class Run:
@@ -44,10 +48,12 @@ class Run:
         self._clock = _Clock()
         self._batch: BatchInfo | None = None
         self._batches = 0
+        self._waits: deque[float] = deque(maxlen=HISTORY)
         self._pending_loss: torch.Tensor | None = None
         self._guard: AccumulationGuard | None = None
         self._script: Script | None = None
         self._plain_loss_fn: LossFn | None = None
+        self._measured_plan: Plan | None = None
 
     # ---- what it is
 
@@ -75,8 +81,7 @@ class Run:
         return f"memfit.Run({self.plan.summary() if self.plan else 'plans at the first training call'})"
 
     def _repr_html_(self) -> str:
-        lines = [repr(self), *(f"{event.kind}: {event.message}" for event in self.events[-5:])]
-        return "".join(f"<div>{escape(line)}</div>" for line in lines)
+        return f"<div>{escape(repr(self))}</div>" if self.plan is None else self.report()._repr_html_()
 
     # ---- what it does
 
@@ -136,17 +141,31 @@ class Run:
         if self._core is None:
             raise UsageError("verifying a run", found="memfit is switched off for it", next_move="wrap with enabled=True")
         script = self._script
-        with script.aside() if script is not None else nullcontext():
+        with script.aside() if script is not None else nullcontext(), self._core.planner.peak_aside():
             self._core.verification = verification_of(self._core, self._core.reference)
         return self._core.verification
 
     def report(self) -> Report:
         """What was asked, what was done and what it cost; `.save("report.html" | ".json" | ".md")`, or print it."""
-        from memfit.reporting.report import Report
+        from memfit.reporting.report import make_report
 
-        if self._core is None:
+        core = self._core
+        if core is None:
             raise UsageError("a report", found="memfit is switched off for this run", next_move="wrap it with enabled=True")
-        return Report.of(self._core, self.stats(), self._clock.history)
+        if core.plan is None:
+            raise UsageError("a report", found="there is no plan yet", next_move="run one training step first")
+        return make_report(
+            plan=core.plan,
+            profile=core.profile,
+            budget=core.planner.allowance(core.plan),
+            events=self.events,
+            stats=self.stats(),
+            seconds=self._clock.history,
+            waits=self._waits,
+            asked=core.settings.asked(),
+            verification=core.verification,
+            script_precision=script_precision(self.model.parameters(), core.device),
+        )
 
     # ---- set up by wrap
 
@@ -171,6 +190,7 @@ class Run:
     def on_batch(self, info: BatchInfo) -> None:
         """The loader is about to yield a batch."""
         self._batch = info
+        self._waits.append(info.waited)
         self._batches += 1
         if self._stepper is None:
             self._clock.begin()
@@ -205,8 +225,9 @@ class Run:
         if core is None:
             return
         core.steps += 1
-        if core.steps == 1:
-            core.planner.reset_peak()  # what planning itself held is not the training's
+        if core.plan is not self._measured_plan:
+            core.planner.reset_peak()  # neither what planning itself held nor a plan before this one counts
+            self._measured_plan = core.plan
         if self._guard is not None:
             self._guard.stepped()
         if self._script is not None:
@@ -261,7 +282,7 @@ class _Clock:
     def __init__(self) -> None:
         self.seconds: float | None = None
         self.rate: float | None = None
-        self.history: list[float] = []
+        self.history: deque[float] = deque(maxlen=HISTORY)
         self._begun: float | None = None
 
     def begin(self) -> None:
@@ -273,6 +294,3 @@ class _Clock:
         self.seconds = time.perf_counter() - self._begun
         self.rate = samples / self.seconds if self.seconds and samples else None
         self.history.append(self.seconds)
-        del self.history[:-1000]
-
-

@@ -7,19 +7,22 @@ output (found and refused).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from memfit.batches.tree import map_leaves
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work
+from memfit.engine.context import random_state_kept
 from memfit.engine.handover import Total, hand_over
 from memfit.planning.search import keepable
 from memfit.training.call import Call
 from memfit.training.consumers import AllOutputs, Consumer, KnownLoss
 from memfit.training.core import Core, MadeReference
 from memfit.training.guard import AccumulationGuard
-from memfit.training.kinds import BY_SAMPLES, LOSS_BOUND, OWN_LOSS, Kinds, Planned, output_bytes
+from memfit.training.kind import BY_SAMPLES, Planned
+from memfit.training.kinds import LOSS_BOUND, OWN_LOSS, Kinds, output_bytes
 from memfit.training.route import Step
 from memfit.training.standin import StandIn, stand_ins
 from memfit.training.tune import Tuner
@@ -53,10 +56,13 @@ class Script:
         """What the intercepted forward returns."""
         if self._busy or not self._is_training_call():
             return plain(*args, **kwargs)
+        args, kwargs = map_leaves(_computed, (args, kwargs))  # the output of another call may be this one's input
         with self.aside():
             call, samples = self._kinds.to_cut(plain, (args, kwargs), self._batch_samples())
-        self.samples_seen += samples or 0
-        return plain(*args, **kwargs) if call is None else stand_ins(self, call)
+            self.samples_seen += samples or 0
+            if call is None:
+                return plain(*args, **kwargs)
+        return stand_ins(self, call)
 
     def _is_training_call(self) -> bool:
         if not torch.is_grad_enabled() or not any(p.requires_grad for p in self._known.values()):
@@ -80,13 +86,18 @@ class Script:
 
     def receivers(self, call: Call) -> list[torch.Tensor]:
         """What gradients of the call's outputs flow into."""
-        return [*self._core.staging.parameters(), *call.inputs.wanted]
+        if call.receivers is None:
+            call.receivers = [*self._core.staging.parameters(), *call.inputs.wanted]
+        return list(call.receivers)
 
     def accumulate_known_loss(self, standin: StandIn, function: Any, bound: dict[str, Any]) -> torch.Tensor | None:
         """The loss by accumulate, or None where only replay is right."""
         call = standin._call
         others = [v for name, v in bound.items() if name != "input" and isinstance(v, torch.Tensor)]
-        if standin._axis is None or call.values is not None or any(t.requires_grad for t in others):
+        differentiable = call.outputs.leaves[standin._leaf].differentiable
+        if standin._axis is None or call.values is not None or not differentiable:
+            return None
+        if any(t.requires_grad for t in others):
             return None
         end = KnownLossEnd(function, bound, tuple(standin.shape), standin._axis)
         if not end.cuts_target:
@@ -107,19 +118,25 @@ class Script:
     def values(self, call: Call) -> list[Any]:
         """The joined outputs' leaves, computed on first use."""
         if call.values is None:
-            with self.aside():
-                planned = self._replay_plan(call)
-                repeated = bool(call.pieces)
-                core = self._core
-
-                def attempt(largest: int) -> None:
-                    if not repeated:
-                        call.forget_pass()
-                    call.compute_values(core.pieces(call.samples, largest), planned.plan.keep, core.staging, core.buffers)
-
-                core.recovery.run(attempt, core.limit(planned.plan))
+            with self.aside(), call.as_called():
+                self._first_pass(call)
         assert call.values is not None
         return call.values
+
+    def _first_pass(self, call: Call) -> None:
+        core, planned, repeated = self._core, self._replay_plan(call), bool(call.pieces)
+
+        def attempt(largest: int) -> None:
+            if not repeated:
+                call.forget_pass()
+            call.compute_values(core.pieces(call.samples, largest), planned.plan.keep, core.staging, core.buffers)
+
+        try:
+            core.recovery.run(attempt, core.limit(planned.plan))
+        except BaseException:
+            if not repeated:
+                call.forget_pass()
+            raise
 
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
         """The gradients of the receivers for these gradients of the outputs."""
@@ -135,7 +152,7 @@ class Script:
             staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
             return Total(torch.zeros(()), receivers, staged)
 
-        with self.aside():
+        with self.aside(), call.as_called():
             return core.recovery.run(attempt, max(call.pieces))
 
     def like_after(self, standin: StandIn, following: Step) -> torch.Tensor | None:
@@ -160,41 +177,48 @@ class Script:
 
     def _accumulated(self, call: Call, consumer: Consumer, weighting: Weighting) -> torch.Tensor:
         """The loss of the whole call, its gradients gathered, as a tensor whose backward hands them over."""
+        first = not call.pieces
+        try:
+            with self.aside(), call.as_called(), nullcontext() if first else random_state_kept(call.device):
+                total = self._pass(call, consumer, weighting, first)
+                then = total.on_handover
+
+                def handing_over(incoming: torch.Tensor) -> None:
+                    then(incoming)
+                    self._about_to_hand_over(total.receivers)
+
+                total.on_handover = handing_over
+                return hand_over(total)
+        except BaseException:
+            if first:
+                call.forget_pass()
+            raise
+
+    def _pass(self, call: Call, consumer: Consumer, weighting: Weighting, first: bool) -> Total:
         core = self._core
-        with self.aside():
-            call.check_unchanged()
-            planned = self._kinds.planned(call, consumer, weighting)
-            if core.reference is None:
-                core.reference = _reference(call, consumer, weighting)
-            values: list[list[Any]] = []
-            first = not call.pieces
-            work = consumer.work(call, planned.plan.precision)
-            work.draws = True
-            work.values = values if first and self._worth_keeping(call) else None
+        call.check_unchanged()
+        planned = self._kinds.planned(call, consumer, weighting)
+        if core.reference is None:
+            core.reference = _reference(call, consumer, weighting)
+        values: list[list[Any]] = []
+        work = consumer.work(call, planned.plan.precision)
+        work.draws = True
+        work.values = values if first and self._worth_keeping(call) else None
 
-            def begin(pieces: Sequence[int]) -> None:
-                values.clear()
-                if first:
-                    call.forget_pass()
-                    call.begin(pieces)
+        def begin(pieces: Sequence[int]) -> None:
+            values.clear()
+            if first:
+                call.forget_pass()
+                call.begin(pieces)
 
-            def pieces_for(largest: int, tuner: Tuner | None) -> Sequence[int]:
-                return core.tuned_pieces(call.samples, largest, tuner) if first else call.pieces
+        def pieces_for(largest: int, tuner: Tuner | None) -> Sequence[int]:
+            return core.tuned_pieces(call.samples, largest, tuner) if first else call.pieces
 
-            with core.buffers.kept(not first):
-                total = core.accumulated(
-                    work, weighting, pieces_for, largest=core.limit(planned.plan), begin=begin
-                )
-            if values:
-                call.values = call.joined(values)
-        then = total.on_handover
-
-        def handing_over(incoming: torch.Tensor) -> None:
-            then(incoming)
-            self._about_to_hand_over(total.receivers)
-
-        total.on_handover = handing_over
-        return hand_over(total)
+        with core.buffers.kept(not first):
+            total = core.accumulated(work, weighting, pieces_for, largest=core.limit(planned.plan), begin=begin)
+        if values:
+            call.values = call.joined(values)
+        return total
 
     def _replay_plan(self, call: Call) -> Planned:
         standing = (1 + LOSS_BOUND) * output_bytes(call)
@@ -212,6 +236,10 @@ class Script:
     def _about_to_hand_over(self, receivers: Sequence[torch.Tensor]) -> None:
         if self._guard is not None:
             self._guard.handing_over(self._batch_number(), receivers)
+
+
+def _computed(leaf: Any) -> Any:
+    return leaf.computed() if isinstance(leaf, StandIn) else leaf
 
 
 REPLAY = AllOutputs()

@@ -34,7 +34,26 @@ class Settings:
     split: Callable[[Any, Any], Any] | None = None
     """How to cut a batch, if stated by hand."""
 
+    def asked(self) -> dict[str, str]:
+        """What was asked of each lever, in words."""
+        found = {
+            "target_batch": "the script's own" if self.target_batch is None else str(self.target_batch),
+            "micro_batch": "off" if self.whole else "auto" if self.micro_batch is None else str(self.micro_batch),
+            "precision": self.precision,
+            "checkpoint": "all" if self.all_blocks else _blocks_asked(self.checkpoint),
+            "accumulate_in": self.accumulate_in,
+        }
+        if self.script_accumulation > 1:
+            found["script_accumulation"] = str(self.script_accumulation)
+        if self.allow_inexact:
+            found["allow_inexact"] = ", ".join(self.allow_inexact)
+        return found
+
     @property
     def share(self) -> int | None:
         """Samples of each loader batch on this process; None: as the script's loader yields them."""
         return None if self.target_batch is None else self.target_batch // self.script_accumulation
+
+
+def _blocks_asked(blocks: tuple[str, ...] | None) -> str:
+    return "auto" if blocks is None else ", ".join(blocks) or "off"

@@ -1,15 +1,19 @@
-"""Finding tensors that leave a forward by other ways than its output: attributes, forward hooks' lists.
+"""Finding what goes in and out of a forward by other ways than its arguments and its output.
 
-Cut into micro-batches, only the last one's would be seen, and gradients through them would be lost; so they are refused by
-name. Not covered: values kept detached, and tensors that leave only under conditions the looked-at samples do not meet.
+Tensors with a graph that stay behind in attributes or in forward hooks' lists are refused by name: cut into micro-batches,
+only the last one's would be seen, and gradients through them would be lost. Parameters of other modules that the forward
+uses are found, so that their gradients are staged too. Not covered: values kept detached, and what happens only under
+conditions the looked-at samples do not meet.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,24 +21,42 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memfit._errors import Refused
-from memfit.batches.tree import leaves
+from memfit.batches.tree import leaves, tensors
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.training.call import Call
 
 
-def refuse_side_doors(call: Call, samples: int, allowed: Iterable[str] = ()) -> None:
+@dataclass(frozen=True)
+class SideEntrances:
+    """What a forward uses and changes beside its module's own state."""
+
+    parameters: tuple[torch.Tensor, ...]
+    """Parameters that the module does not hold and that receive gradients through it."""
+    writes_input: bool
+    """Whether it writes into the tensors it is given."""
+
+
+def look_for_side_doors(call: Call, samples: int, allowed: Sequence[str] = ()) -> SideEntrances:
     """Raise Refused if a tensor with a graph survives the call's forward without being part of its output.
 
     `allowed` are names (a module's attribute, such as "encoder.aux_loss") that the user accepts.
     """
     named = _computed_by_hooks(call.model)
+    looked_at = copy.copy(call)
+    looked_at.copies = True
     with leave_no_trace(call.model, call.device), torch.enable_grad():
+        tree = looked_at.arguments(0, samples)
+        given = [(t, t._version) for t in tensors(tree)]
         watch = _Made()
         with watch:
-            output = call.output(call.arguments(0, samples))
+            output = looked_at.output(tree)
         mine = {id(leaf) for _, leaf in leaves(output)}
         alive = [t for t in (reference() for reference in watch.made) if t is not None and id(t) not in mine]
-        names = [name for name in _holders(alive, call.model) if name not in named and name not in set(allowed)]
+        names = [name for name in _holders(alive, call.model) if name not in named and name not in allowed]
+        own = {id(t) for t in (*call.model.parameters(), *(t for t, _ in given))}
+        leaves_ = _graph_leaves(tensors(output))
+        strangers = tuple(p for p in leaves_ if isinstance(p, nn.Parameter) and id(p) not in own)
+        found = SideEntrances(strangers, any(t._version != version for t, version in given))
     if names:
         raise Refused(
             "cutting the batch into micro-batches",
@@ -42,6 +64,21 @@ def refuse_side_doors(call: Call, samples: int, allowed: Iterable[str] = ()) -> 
             "be left there, and its gradient would be lost",
             next_move=f"return it from forward, store it detached, or accept that with allow_inexact=[{names[0]!r}]",
         )
+    return found
+
+
+def _graph_leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a backward from `outputs` would leave gradients in."""
+    open_, seen, found = [t.grad_fn for t in outputs if t.grad_fn is not None], set(), []
+    while open_:
+        node = open_.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
+        open_ += [following for following, _ in node.next_functions]
+    return found
 
 
 class _Made(TorchFunctionMode):

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
+from memfit._errors import Refused
 from memfit.batches.cut import Axis
 from memfit.batches.weights import known_loss
-from memfit.engine.handover import give, graph_is_kept, refuse_create_graph
+from memfit.engine.handover import give, refuse_create_graph
 from memfit.training.call import Call
 from memfit.training.route import Step, step
 
@@ -87,11 +88,18 @@ class StandIn(torch.Tensor):
                 return func(*args, **kwargs)
         if func in _DETACHING and isinstance(args[0], StandIn):
             return args[0].detached().detach()
+        if func in _LIKE and isinstance(args[0], StandIn):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(args[0].without_data(), *args[1:], **kwargs)
         result = _known_loss(func, args, kwargs)
         if result is None:
             result = _next_step(func, args, kwargs)
         if result is not None:
             return result
+        if func is torch.autograd.grad:
+            _refuse_as_goal(kwargs.get("inputs", args[1] if len(args) > 1 else ()))
+        if _writes(func, kwargs):
+            _map_standins(StandIn.settle, (args, kwargs))
         return func(*_map_standins(StandIn.computed, args), **_map_standins(StandIn.computed, kwargs))
 
     @classmethod
@@ -121,6 +129,16 @@ class StandIn(torch.Tensor):
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._computed = self._materialise()
         return self._computed
+
+    def settle(self) -> None:
+        """Before it is written to: compute what was derived from it while it had its old values."""
+        for other in list(self._call.standins):
+            if isinstance(other, StandIn) and other._leaf == self._leaf:
+                other.computed()
+
+    def without_data(self) -> torch.Tensor:
+        """A tensor of its shape, dtype and device, for questions that no value matters to."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
     def _materialise(self) -> torch.Tensor:
         if self._parent is not None:
@@ -179,7 +197,8 @@ class _Unwrap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, standin: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
+        # The same storage but no view: autograd forbids in-place operations on views made in here.
+        return value.new_empty(0).set_(value) if value.layout is torch.strided else value.clone()  # pyright: ignore[reportArgumentType]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
@@ -237,6 +256,22 @@ def _next_step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Stan
     return _Then.apply(standin, make) if torch.is_grad_enabled() and standin.requires_grad else make(standin)  # type: ignore[no-any-return]
 
 
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in _WRITING or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+
+
+def _refuse_as_goal(goals: Any) -> None:
+    found = [g for g in (goals if isinstance(goals, (tuple, list)) else (goals,)) if isinstance(g, StandIn)]
+    if any(goal._computed is None for goal in found):
+        raise Refused(
+            "torch.autograd.grad with respect to the model's output",
+            found="the batch ran in micro-batches with its loss, and the whole output was never made",
+            next_move="call output.retain_grad() before computing the loss from it",
+        )
+
+
 def _plain(leaf: Any) -> Any:
     from memfit.batches.tree import path_name
     from memfit.training.outputs import NotJoined
@@ -256,6 +291,14 @@ def _map_standins(function: Callable[[StandIn], Any], tree: Any) -> Any:
 
 _T = torch.Tensor
 _SYMMETRIC = (torch.nn.functional.mse_loss, torch.nn.functional.l1_loss)
+_WRITING = {f"__{name}__" for name in (
+    "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
+    "ilshift", "irshift",
+)}  # fmt: skip
+_LIKE = {
+    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
+    torch.randint_like, _T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor,
+}  # fmt: skip
 _DETACHING = {_T.detach, _T.data.__get__}  # type: ignore[attr-defined]
 _METADATA = {
     getattr(_T, name).__get__

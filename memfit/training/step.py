@@ -5,26 +5,34 @@ Not covered: optimizers that need a closure. Losses that need all samples togeth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from memfit.batches.cut import Layout, candidate_layouts, shared_samples, uncuttable
+from memfit._errors import Refused, UsageError
+from memfit.batches.cut import candidate_layouts, shared_samples, uncuttable
 from memfit.batches.samples import SampleBatch
-from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_loss
+from memfit.batches.tree import tensors
+from memfit.batches.weights import Count
+from memfit.engine.accumulate import CountOf, Weighting, WeightsChanged, Work, checked_loss, wide
 from memfit.engine.handover import hand_over
+from memfit.engine.terms import Terms, is_only_term
+from memfit.levers.checkpoint import checkpointed
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search, with_blocks
 from memfit.planning.sizes import by_size, peak_of, profile_between
+from memfit.profiling.fake import FakeWorld
 from memfit.profiling.profile import Profile
-from memfit.profiling.trace import MakeWork
+from memfit.profiling.sandbox import leave_no_trace
+from memfit.profiling.trace import MakeWork, TraceFailed, telling_failures
 from memfit.training.core import Core, MadeReference
-from memfit.training.learn import shapes_per_sample, structure_of
+from memfit.training.learn import Shapes, no_larger, shapes_per_sample
 from memfit.training.ordered import Ordered
 from memfit.training.planner import Task
-from memfit.training.prove import infer_weighting
+from memfit.training.prove import PROBED, comparable, infer_weighting
 from memfit.training.tune import Tuner
 from memfit.training.works import LossFn, StepWork, moved
 
@@ -35,18 +43,49 @@ KEPT_SAMPLES = 32
 BY_SAMPLES = Weighting("samples", "by samples")
 
 
+@dataclass
+class Planned:
+    """A plan and the batches it is good for."""
+
+    shapes: Shapes | None
+    """Shapes per sample of an ordinary batch; None where samples are collated."""
+    largest: int
+    """Elements of the largest sample."""
+    samples: int
+    """Samples in a batch."""
+    plan: Plan
+    """The plan."""
+    profile: Profile | None
+    """What it rests on."""
+
+    def covers(self, batch: Ordered) -> bool:
+        """Whether the batch needs no more room than was planned for."""
+        if batch.samples > self.samples and self.plan.accumulation == 1:
+            return False  # planned to run whole, without gradients of other micro-batches beside it
+        if batch.shapes is None or self.shapes is None:
+            return batch.shapes is self.shapes and batch.largest <= self.largest
+        return len(batch.shapes) == len(self.shapes) and no_larger(batch.shapes, self.shapes)
+
+    def changed(self, plan: Plan) -> None:
+        """Another size of micro-batch turned out to be faster, or the one planned too large."""
+        self.plan = plan
+
+
 class Stepper:
     """Runs effective batches through `loss_fn`, planning when it meets samples it has no plan for.
 
-    `whole_loss(batch)` is the loss through the intercepted model, for losses that need all samples together.
+    `whole_loss(batch)` is the loss through the intercepted model, for losses that need all samples together. `samples` is
+    how many there are in the latest batch.
     """
 
     def __init__(self, core: Core, loss_fn: LossFn, whole_loss: Callable[[Any], torch.Tensor]) -> None:
+        self.samples: int | None = None
         self._core, self._loss_fn, self._whole_loss = core, loss_fn, whole_loss
         self._weighting: Weighting | None = None
         self._together = False
-        self._largest = -1
-        self._shapes: dict[Any, Any] = {}
+        self._share = 1
+        self._plans: list[Planned] = []
+        self._in_force: Planned | None = None
 
     def ordered(self, batch: Any) -> Ordered:
         """The batch as it will be cut."""
@@ -64,47 +103,46 @@ class Stepper:
     def loss(self, batch: Any) -> torch.Tensor:
         """The loss of an effective batch, its gradients gathered, as a tensor whose backward hands them over."""
         ordered = self.ordered(batch)
-        if ordered.largest > self._largest or (self._weighting is None and not self._together):
-            self._decide(ordered, ordered.samples)
-        if self._together:
-            return self._all_at_once(batch)
-        try:
-            return self._accumulated(ordered)
-        except WeightsChanged:
-            self._weigh_again(ordered)
-        return self._all_at_once(batch) if self._together else self._accumulated(ordered)
+        self.samples = ordered.samples
+        self._decide(ordered, ordered.samples)
+        doubted = False
+        while not self._together:
+            try:
+                return self._accumulated(ordered)
+            except WeightsChanged:
+                self._weigh_again(ordered, doubted)
+                doubted = True
+        return self._all_at_once(batch)
 
     def _accumulated(self, batch: Ordered) -> torch.Tensor:
-        core = self._core
-        assert self._weighting is not None and core.plan is not None
-        work = self._work(batch.piece, batch.samples, core.plan.precision)
-        planned = core.plan.micro_batch
+        core, plan = self._core, self._core.plan
+        assert plan is not None
+        work = self._work(batch.piece, batch.samples, plan.precision)
 
         def pieces_for(largest: int, tuner: Tuner | None) -> Sequence[int]:
-            return self._pieces(batch, largest, planned, tuner)
+            return self._pieces(batch, largest, plan, tuner)
 
-        return hand_over(core.accumulated(work, self._weighting, pieces_for, largest=core.limit(core.plan)))
+        weighting = self._weighting or BY_SAMPLES
+        return hand_over(core.accumulated(work, weighting, pieces_for, largest=core.limit(plan)))
 
     def _all_at_once(self, batch: Any) -> torch.Tensor:
         whole = batch.collate() if isinstance(batch, SampleBatch) else batch
         return checked_loss(self._whole_loss(moved(whole, self._core.device)))
 
-    def _pieces(self, batch: Ordered, largest: int, planned: int, tuner: Tuner | None) -> tuple[int, ...]:
+    def _pieces(self, batch: Ordered, largest: int, plan: Plan, tuner: Tuner | None) -> tuple[int, ...]:
         """Sizes of the micro-batches; where samples differ in size, each as large as planned for its first sample."""
-        plan = self._core.plan
-        if plan is None or not plan.by_size or not batch.ragged:
+        if not plan.by_size:
             return self._core.tuned_pieces(batch.samples, largest, tuner)
         found: list[int] = []
         start = 0
         while start < batch.samples:
-            size = batch.sizes[start]
+            size, left = max(batch.sizes[start:]), batch.samples - start
             usual, most = next(((n, m) for elements, n, m in plan.by_size if size <= elements), plan.by_size[-1][1:])
-            count = max(1, usual * largest // planned)
-            if tuner is not None:
+            if tuner is None:
+                count = min(left, max(1, usual * largest // plan.micro_batch))
+            else:
                 choice = tuner.next_choice()
-                count = min(most, max(1, round(choice / max(1, size))))
-            count = min(count, batch.samples - start)
-            if tuner is not None:
+                count = min(left, most, max(1, round(choice / max(1, size))))
                 tuner.expect(choice, sum(batch.sizes[start : start + count]))
             found.append(count)
             start += count
@@ -114,28 +152,138 @@ class Stepper:
 
     def _cut_from(self, batch: Any) -> Ordered:
         """An ordinary batch handed to `step`: cut along its samples."""
-        tree = ((batch,), {})
-        split = self._core.settings.split
-        samples = shared_samples(batch)
-        if samples is None and split is None:
+        settings, tree = self._core.settings, ((batch,), {})
+        if settings.split is not None:
+            samples = settings.share or shared_samples(batch)
+            if samples is None:
+                raise _uncounted()
+            elements = sum(tensor.numel() for tensor in tensors(batch))
+            return Ordered.of_split(batch, samples, settings.split, ((-(-elements // samples),),))
+        samples = shared_samples(batch) or (1 if all(tensor.numel() == 1 for tensor in tensors(batch)) else None)
+        layout = None if samples is None else next(candidate_layouts(tree, samples), None)
+        if layout is None:
             raise uncuttable("its tensors do not share a first dimension")
-        key = structure_of(tree, self._core.model, self._core.device)
-        layout = next(candidate_layouts(tree, samples or 0), Layout((), samples or 1))
-        shapes = shapes_per_sample(tree, layout) if layout.cuts else ()
-        if self._shapes.setdefault(key, shapes) != shapes:
-            self._shapes[key], self._largest = shapes, -1  # another shape than planned for: plan again
-        ordered = Ordered.of_tree(batch, layout, split)
-        return ordered
+        return Ordered.of_tree(batch, layout, shapes_per_sample(tree, layout))
+
+    # ---- deciding
+
+    def _decide(self, batch: Ordered, share: int) -> None:
+        """Have a weighting, and a plan in force that covers the batch."""
+        self._share = max(share, self._share)
+        profile = None
+        if self._weighting is None and not self._together:
+            profile = self._weigh(batch)
+        if not self._together and self._core.fixed is None:
+            self._plan(batch, profile)
+
+    def _plan(self, batch: Ordered, profile: Profile | None) -> None:
+        if self._in_force is not None and self._in_force.covers(batch):
+            return
+        known = next((planned for planned in self._plans if planned.covers(batch)), None)
+        if known is not None:
+            self._core.readopt(known.plan, known.profile, known.changed)
+            self._in_force = known
+            return
+        if self._plans:
+            self._core.note("replan", "samples larger than any before, or more of them: planned anew before they run")
+        plan, profile = self._planned(batch, profile)
+        self._in_force = found = Planned(batch.shapes, batch.largest, self._share, plan, profile)
+        self._plans = [planned for planned in self._plans if not _outdone(planned, batch)] + [found]
+        self._core.adopt(plan, profile, found.changed)
 
     # ---- weighting
 
-    def _decide(self, batch: Ordered, share: int) -> None:
-        if self._weighting is None and not self._together:
-            self._weigh(batch)
-        if not self._together:
-            self._plan(batch, share)
-        self._remember(batch)
-        self._largest = max(self._largest, batch.largest)
+    def _weigh(self, batch: Ordered, counts: Sequence[CountOf] = ()) -> Profile | None:
+        """How micro-batches are weighted, proven on a few samples; returns the profile made to know how many fit."""
+        core = self._core
+        if core.settings.weight is not None:
+            self._weighting = Weighting("count", "by weight=", count=_by_hand(core.settings.weight, core.device))
+            self._remember(batch)
+            return None
+        if batch.samples < 2:
+            return None  # one sample weighs what it weighs; the next batch decides
+        profile = self._profile(batch)
+        few, blocks = self._provable(batch, profile)
+        if few < 2:
+            self._weigh_unproven(batch)
+        else:
+            with checkpointed(core.model, blocks):
+                self._weigh_by_proof(batch, few, counts)
+        if self._together:
+            core.reference = None  # what there was to compare with does not hold; the two passes leave their own
+        else:
+            self._remember(batch)
+        return profile
+
+    def _weigh_by_proof(self, batch: Ordered, few: int, counts: Sequence[CountOf]) -> None:
+        core = self._core
+        work = self._work(batch.spread(few, counts), few, "off")
+        self._weighting, deviation = infer_weighting(work, few, core.staging, core.model)
+        if self._weighting is None:
+            if math.isnan(deviation.relative):
+                self._refuse_not_finite(work, few)
+            self._run_together(f"its parts differ from the whole by {deviation.relative:.2g}")
+
+    def _weigh_unproven(self, batch: Ordered) -> None:
+        """Two samples do not fit at once: only a loss that is one known mean needs no proof of its weighting."""
+        if not self._is_one_mean(batch):
+            self._run_together("two samples do not fit at once, so another way could not be proven")
+            return
+        self._weighting = Weighting("term", "by what its mean divides by")
+        self._core.note("note", "two samples do not fit at once: not proven that the model keeps samples apart")
+
+    def _is_one_mean(self, batch: Ordered) -> bool:
+        """Whether the loss is one known mean, told on fake tensors."""
+        core, world = self._core, FakeWorld()
+        try:
+            with leave_no_trace(core.model, core.device, buffers=False), telling_failures(), world.replacing(core.model):
+                work = self._task(batch, 0, Demand(1)).make_work("off")(world.twin, 1)
+                with world.entered(), Terms(alone=False) as terms:
+                    inputs, _ = work.inputs(0, 1, None)
+                    loss = checked_loss(work.loss(work.forward(inputs)))
+                    return len(terms.found) == 1 and is_only_term(loss, terms.found[0])
+        except TraceFailed:
+            return False
+
+    def _weigh_again(self, batch: Ordered, doubted: bool) -> None:
+        """The weighting did not hold: prove it anew on samples that tell its rivals apart."""
+        before = self._weighting
+        if not doubted and before is not None:
+            self._weigh(batch, before.rivals)
+        if doubted or self._weighting == before:
+            self._run_together("its weighting did not hold for a later batch")
+            self._core.reference = None
+
+    def _run_together(self, why: str) -> None:
+        self._weighting, self._together = None, True
+        self._core.note("note", f"the loss needs all samples together ({why}): the model runs in two passes")
+
+    def _refuse_not_finite(self, work: Work, samples: int) -> None:
+        core = self._core
+        with comparable(core.model, core.device), torch.no_grad():
+            inputs, _ = work.inputs(0, samples, None)
+            value = float(work.loss(work.forward(inputs)))
+        if not math.isfinite(value):
+            raise UsageError(
+                "planning with this loss_fn and data",
+                found=f"the loss of {samples} samples is {value}",
+                next_move="make it finite first: look at these samples, and for divisions and logarithms of zero",
+            )
+
+    def _provable(self, batch: Ordered, profile: Profile | None) -> tuple[int, tuple[str, ...]]:
+        """(samples to prove with that fit at once, blocks to checkpoint for that)."""
+        most = min(PROOF_SAMPLES, batch.samples)
+        if profile is None:  # a plan made elsewhere says what fits
+            plan = self._core.plan
+            return (most if plan is None else min(most, max(2, plan.micro_batch))), ()
+        kept = 2 * min(PROBED, profile.model.gradient_bytes)
+        room = self._core.planner.budget().room - kept
+        for blocks in ((), profile.blocks):
+            cheaper = with_blocks(profile, blocks)
+            fitting = [n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room]
+            if fitting:
+                return max(fitting), blocks
+        return 0, ()
 
     def _remember(self, batch: Ordered) -> None:
         """Keep a few samples to verify with."""
@@ -145,52 +293,29 @@ class Stepper:
             ordered = few.backwards(samples) if backwards else few
             return self._work(ordered.piece, samples, "off")
 
-        self._core.reference = MadeReference(few.samples, self._weighting or BY_SAMPLES, make)
-
-    def _weigh(self, batch: Ordered) -> None:
-        core = self._core
-        if core.settings.weight is not None:
-            self._weighting = Weighting("count", "by weight=", count=core.settings.weight)
-            return
-        few = min(PROOF_SAMPLES, batch.samples)
-        if few < 2:
-            self._weighting = BY_SAMPLES
-            return
-        work = self._work(batch.spread(few), few, "off")
-        self._weighting, deviation = infer_weighting(work, few, core.staging, core.model)
-        if self._weighting is None:
-            self._together = True
-            core.note(
-                "note",
-                f"the loss needs all samples together (its parts differ from the whole by {deviation.relative:.2g}): the model "
-                "runs in two passes",
-            )
-
-    def _weigh_again(self, batch: Ordered) -> None:
-        before = self._weighting
-        self._weigh(batch)
-        if self._weighting == before:
-            self._together = True  # what was tried does not tell this batch from others: only the whole is safe
+        weighting = self._weighting or BY_SAMPLES
+        self._core.reference = MadeReference(few.samples, weighting, make, reversible=not batch.in_order)
 
     # ---- planning
 
-    def _plan(self, batch: Ordered, share: int) -> None:
-        core = self._core
-        if core.fixed is not None:
-            return
-        if self._largest >= 0:
-            core.note("replan", "samples larger than any before: planned anew before they run")
-        demand = Demand(share, core.settings.target_batch)
-        longest = self._task(batch, 0, demand)
-        if not batch.ragged:
-            core.adopt(*core.planner.plan(longest))
-            return
-        core.adopt(*self._plan_by_size(batch, longest))
+    def _profile(self, batch: Ordered) -> Profile | None:
+        """What the largest sample costs; memory does not depend on the weighting."""
+        if self._core.fixed is not None:
+            return None
+        return self._core.planner.profile(self._task(batch, 0, Demand(self._share)), "off")
 
-    def _plan_by_size(self, batch: Ordered, longest: Task) -> tuple[Plan, Profile]:
+    def _planned(self, batch: Ordered, profile: Profile | None) -> tuple[Plan, Profile]:
+        planner = self._core.planner
+        demand = Demand(self._share, self._core.settings.target_batch)
+        longest = self._task(batch, 0, demand)
+        if not batch.ragged or planner.constrained(demand).micro_batch is not None:
+            return planner.plan(longest, profile=profile)
+        return self._planned_by_size(batch, longest, profile)
+
+    def _planned_by_size(self, batch: Ordered, longest: Task, profile: Profile | None) -> tuple[Plan, Profile]:
         """Micro-batches by size of sample: memory from the longest and a short one, speed from the median."""
         planner, demand = self._core.planner, longest.demand
-        plan, at_most = planner.plan(longest, timed=False)
+        plan, at_most = planner.plan(longest, timed=False, profile=profile)
         short, middle = batch.samples * 3 // 4, batch.samples // 2
         at_least = planner.profile(self._task(batch, short, demand), plan.precision, like=at_most)
         ends = (
@@ -220,7 +345,42 @@ class Stepper:
         def real_work(precision: str) -> Work:
             return self._work(batch.around(index), demand.share, precision)
 
-        return Task(make_work, real_work, self._weighting or BY_SAMPLES, demand.share, demand, self._core.compiled)
+        available = batch.available or demand.share
+        return Task(make_work, real_work, self._weighting or BY_SAMPLES, available, demand, self._core.compiled)
 
     def _work(self, piece: Callable[[int, int], Any], samples: int, precision: str) -> StepWork:
         return StepWork(self._core.model, self._loss_fn, piece, samples, self._core.device, precision=precision)
+
+
+def _outdone(planned: Planned, batch: Ordered) -> bool:
+    """Whether every batch that `planned` is good for is no larger than this one."""
+    if batch.shapes is None or planned.shapes is None:
+        return batch.shapes is planned.shapes and planned.largest <= batch.largest
+    return len(batch.shapes) == len(planned.shapes) and no_larger(planned.shapes, batch.shapes)
+
+
+def _by_hand(weight: Callable[[Any], float], device: torch.device) -> CountOf:
+    """`weight=` as a count."""
+
+    def count(piece: Any) -> Count:
+        value = weight(piece)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value.detach().reshape(()).to(device)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise UsageError(
+                "weighting micro-batches by weight=",
+                found=f"it returned {value!r}",
+                next_move="return a number of at least 0: what the loss of this part counts for, such as its valid labels",
+            )
+        # A weight of zero stays a number, so that the micro-batch is skipped without asking the device.
+        return 0 if value == 0 else torch.as_tensor(value, dtype=wide(device), device=device)
+
+    return count
+
+
+def _uncounted() -> Refused:
+    return Refused(
+        "cutting the batch with split=",
+        found="its tensors do not share a first dimension, so the number of its samples is not known",
+        next_move="pass target_batch=, the samples in each batch",
+    )

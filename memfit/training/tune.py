@@ -6,6 +6,7 @@ best. Not covered: sizes beyond what the plan's profile says fits, compiled mode
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from statistics import median
@@ -25,12 +26,12 @@ class Tuner:
     """Proposes how an effective batch is cut, and learns from how long its micro-batches took.
 
     A choice is a size of micro-batch, in units: samples, or elements where samples differ in size. `choices` are those that
-    fit, `planned` the one in force.
+    fit, `planned` the one in force; `alone` fits only as the one micro-batch of its batch.
     """
 
-    def __init__(self, choices: Sequence[int], planned: int, device: torch.device) -> None:
+    def __init__(self, choices: Sequence[int], planned: int, device: torch.device, *, alone: int | None = None) -> None:
         self.choices = tuple(sorted({*choices, planned}))
-        self.planned = planned
+        self.planned, self._alone = planned, alone
         self._clock = _Clock(device)
         self._measured: dict[int, list[float]] = {choice: [] for choice in self.choices}
         self._running: list[tuple[int, int] | None] = []
@@ -41,9 +42,12 @@ class Tuner:
         """Whether every choice that is not hopeless was measured often enough."""
         return len(self.choices) < 2 or all(len(self._measured[c]) >= ENOUGH for c in self._worth_trying())
 
-    def next_choice(self) -> int:
-        """The choice for the next micro-batch."""
-        open_ = [c for c in self._worth_trying() if len(self._measured[c]) + self._pending(c) < ENOUGH] or [self.planned]
+    def next_choice(self, *, beside: bool = False, most: int | None = None) -> int:
+        """The choice for the next micro-batch; `beside`: of a batch that has others already; `most`: units in the batch."""
+        alone = not beside and (most is None or self._alone is None or most <= self._alone)
+        allowed = [c for c in self.choices if c != self._alone or alone]
+        missing = [c for c in allowed if self._is_open(c)]
+        open_ = missing or ([self.planned] if self.planned in allowed or not allowed else allowed[-1:])
         choice = open_[self._turn % len(open_)]
         self._turn += 1
         return choice
@@ -75,6 +79,9 @@ class Tuner:
         rates = {c: min(found) for c, found in self._measured.items() if found}
         fastest = min(rates.values(), default=0.0)
         return [c for c in self.choices if rates.get(c, 0.0) <= fastest * HOPELESS]
+
+    def _is_open(self, choice: int) -> bool:
+        return choice in self._worth_trying() and len(self._measured[choice]) + self._pending(choice) < ENOUGH
 
     def _pending(self, choice: int) -> int:
         return sum(1 for running in self._running if running is not None and running[0] == choice)
@@ -118,6 +125,6 @@ class _Clock:
         """Seconds between consecutive marks, as far as the device has reached them."""
         marks, self._marks = self._marks, []
         if self._module is None:
-            return [b - a for a, b in zip(marks, marks[1:])]
+            return [b - a for a, b in itertools.pairwise(marks)]
         reached = [m for m in marks if m.query()]
-        return [a.elapsed_time(b) / 1e3 for a, b in zip(reached, reached[1:])]
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(reached)]

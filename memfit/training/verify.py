@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from memfit._errors import UsageError
 from memfit.batches.weights import Count
-from memfit.engine.accumulate import CountOf, Weighting, Work, accumulate, checked_loss
+from memfit.engine.accumulate import CountOf, Work, accumulate, checked_loss
 from memfit.engine.context import autocast_off, autocasting
 from memfit.engine.slices import Draws
 from memfit.reporting.verification import Verification
@@ -51,7 +52,7 @@ def verification_of(core: Core, reference: Reference | None) -> Verification:
             whole = _whole(core, reference.work(samples), samples, draws.recording)
             if draws.unsliced and not by_operations:
                 continue
-            again = _whole(core, reference.work(samples, backwards=True), samples, lambda: draws.reversed(samples))
+            again = _whole(core, reference.work(samples, backwards=True), samples, partial(draws.reversed, samples))
             parts = _parts(core, reference, samples, draws)
         return _compare(core, whole, again, parts, samples, draws)
     raise AssertionError("unreachable: the second round always returns")

@@ -79,6 +79,7 @@ class CallWork:
     def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:
         if start == 0:
             self._index = 0
+            self.call.inputs.forget()
         if self.draws:
             self.call.draw_from(self._index)
         self._index += 1

@@ -1,0 +1,154 @@
+"""Measured peak against the budget and against the prediction, with a memory limit really set on the process.
+
+    python benchmarks/memory.py [family ...]
+
+Each case is a fresh process: RLIMIT_DATA is set so that the process may grow by a certain room, memfit finds that out by
+itself (no budget= is passed), plans and trains some steps in step mode. Three rooms per family, with glibc's thresholds
+pinned (to judge the prediction) and as shipped (the peak has to stay within the room all the same).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from statistics import median
+
+from common import CORRECTED, FAMILIES, MiB, anonymous_peak, child, limit_data, reset_peak, save, status, table
+
+ROOMS = (0.25, 0.45, 0.8)
+"""Rooms as a share of what the whole batch would need, above what the smallest micro-batch needs."""
+STEPS = 6
+
+
+def run_case(family_name: str, share: float) -> dict:
+    import torch
+    from torch.utils.data import DataLoader
+    from zoo import FAMILIES as ZOO
+
+    import memfit
+
+    family = ZOO[family_name]
+    model = family.build("bench", dropout=0.1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    loader = DataLoader(family.dataset(size="bench", n=128), batch_size=8, collate_fn=family.collate)
+    warm_up(family, model)
+    room = room_for(family, share)
+    # Nothing below may fail: the limit is real.
+    before = status()["RssAnon"]
+    limit_data(room)
+    target = 32
+    run = memfit.wrap(model, optimizer, loader, loss_fn=family.loss, target_batch=target)
+    planning = anonymous_peak() - before
+    reset_peak()
+    batches = iter(run.loader)
+    for _ in range(STEPS):
+        batch = next(batches, None)
+        if batch is None:
+            batches = iter(run.loader)
+            batch = next(batches)
+        run.step(batch)
+    peak = anonymous_peak()
+    plan = run.plan
+    errors = sum(event.kind == "out of memory" for event in run.events)
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    stats = run.stats()
+    return {
+        "family": family_name,
+        "room": room,
+        "growth": peak - before,
+        "planning_growth": planning,
+        "predicted": plan.predicted.peak + plan.held,
+        "measured": stats["peak_measured"],
+        "limit": plan.limit,
+        "micro_batch": plan.micro_batch,
+        "checkpoint": len(plan.checkpoint),
+        "errors": errors,
+        "parameters": parameters,
+    }
+
+
+def warm_up(family, model) -> None:
+    """Let libraries set themselves up before the limit is set: one sample forward and backward, gradients dropped."""
+    from zoo import first_batch
+
+    batch = first_batch(family, 1, size="bench")
+    family.loss(model, batch).backward()
+    for p in model.parameters():
+        p.grad = None
+
+
+def room_for(family, share: float) -> int:
+    """A room between what one sample needs and what the whole batch of 32 needs, by a profile in this process."""
+    import torch
+    from zoo import first_batch
+
+    import memfit
+
+    model = family.build("bench", dropout=0.1)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    sample = first_batch(family, 32, size="bench")
+    profile = memfit.profile(model, optimizer, sample, loss_fn=family.loss)
+    there = profile.model.parameter_bytes
+    least, whole = profile.peak(1).upper - there, profile.peak(32, accumulates=False).upper - there
+    return int(least * 1.15 + share * max(0, whole - least)) + 96 * MiB
+
+
+def main(names: list[str]) -> None:
+    rows, results = [], []
+    for pinned in (True, False):
+        for name in names or FAMILIES:
+            for share in ROOMS:
+                found = child("memory.py", ["--case", name, str(share)], pinned=pinned)
+                results.append({"pinned": pinned, "share": share, **found})
+                rows.append(row(name, share, pinned, found))
+                print(*rows[-1], flush=True)
+    print(table("measured peak against room and prediction", HEADER, rows))
+    summary = summarise(results)
+    print(json.dumps(summary, indent=1))
+    print(save("memory", {"cases": results, "summary": summary}))
+
+
+HEADER = ("family", "share", "glibc", "room MiB", "growth", "within", "micro", "ckpt", "predicted", "measured", "error")
+
+
+def row(name: str, share: float, pinned: bool, found: dict) -> tuple:
+    glibc = "pinned" if pinned else "shipped"
+    if "died" in found:
+        return (name, share, glibc, "-", "-", f"DIED {found['died']}: {found['error']}", "-", "-", "-", "-", "-")
+    error = found["predicted"] / found["measured"] - 1
+    return (
+        name,
+        share,
+        glibc,
+        found["room"] // MiB,
+        found["growth"] // MiB,
+        "yes" if found["growth"] <= found["room"] and not found["errors"] else "NO",
+        found["micro_batch"],
+        found["checkpoint"],
+        found["predicted"] // MiB,
+        found["measured"] // MiB,
+        f"{error:+.2%}",
+    )
+
+
+def summarise(results: list[dict]) -> dict:
+    alive = [r for r in results if "died" not in r]
+    above = [r for r in alive if r["measured"] > 100 * MiB and r["pinned"]]
+    judged = [abs(r["predicted"] / r["measured"] - 1) for r in above if r["family"] not in CORRECTED]
+    return {
+        "cases": len(results),
+        "died": len(results) - len(alive),
+        "above_room": sum(r["growth"] > r["room"] for r in alive),
+        "out_of_memory_errors": sum(r["errors"] for r in alive),
+        "pinned_median_error": median(judged) if judged else None,
+        "pinned_worst_error": max(judged) if judged else None,
+        "room_used_pinned": median(r["growth"] / r["room"] for r in alive if r["pinned"]) if alive else None,
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--case"]:
+        print(json.dumps(run_case(sys.argv[2], float(sys.argv[3]))))
+    else:
+        main(sys.argv[1:])

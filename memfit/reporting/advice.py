@@ -1,0 +1,89 @@
+"""What next, in words: from a report's numbers to what the reader might do.
+
+Not covered: advice that would need another run to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from memfit._units import format_bytes, format_seconds
+from memfit.reporting.facts import Offer, Pace
+from memfit.reporting.report import Report
+from memfit.reporting.words import count, instead, percent, speed
+
+WAITING = 0.1
+"""The share of a step spent on waiting for the loader from which it is worth mentioning."""
+
+
+def next_moves(report: Report) -> tuple[str, ...]:
+    """What the reader might do now, the most useful first."""
+    return (*_fit(report), *_memory(report), *_loader(report), *_own_checkpoints(report), *_precision(report))
+
+
+def loader_share(pace: Pace) -> float | None:
+    """The share of time from batch to batch that is spent on waiting for the loader; None if it was not measured."""
+    if not pace.seconds or not pace.waits:
+        return None
+    wait, step = typical_wait(pace), median(pace.seconds)
+    return wait / (wait + step) if wait + step > 0 else 0.0
+
+
+def typical_wait(pace: Pace) -> float:
+    """Seconds that a batch is waited for; the first, for which workers start, only counts if it is the only one."""
+    return median(pace.waits[1:] or pace.waits)
+
+
+def _fit(report: Report) -> Iterator[str]:
+    if not report.fits:
+        need = report.allowance.limit - report.room
+        yield f"give it budget={format_bytes(need).replace(' ', '')!r} or more, or plan again within this budget"
+
+
+def _memory(report: Report) -> Iterator[str]:
+    now = report.plan.predicted.seconds
+    offers = [offer for offer in report.offers if offer.lever == "budget"]
+    if offers:
+        least, best = min(offers, key=lambda o: o.missing), min(offers, key=lambda o: o.seconds or 0.0)
+        for offer in dict.fromkeys((least, best)):
+            yield f"with {format_bytes(offer.missing)} more: {_other(report, offer)}"
+    elif report.curve is not None and now is not None and not report.plan.by_size:
+        yield "more memory would not make it faster"
+
+
+def _other(report: Report, offer: Offer) -> str:
+    now = report.plan.predicted.seconds
+    gain = f", {speed(now + offer.seconds, now)}" if now is not None and offer.seconds is not None else ""
+    return f"{instead(offer, report.plan)}{gain}"
+
+
+def _loader(report: Report) -> Iterator[str]:
+    share = loader_share(report.pace)
+    if share is None or share < WAITING:
+        return
+    pin = " and pin_memory=True" if report.allowance.kind in ("cuda", "xpu") else ""
+    wait = format_seconds(typical_wait(report.pace))
+    yield (
+        f"each batch is waited for {wait} ({percent(share)} of the time): "
+        f"more loader workers (num_workers=){pin} would overlap that with computing"
+    )
+
+
+def _own_checkpoints(report: Report) -> Iterator[str]:
+    own = [b for b in report.blocks if b.checkpointed == "the script"]
+    again = sum(b.recompute or 0.0 for b in own)
+    now = report.plan.predicted.seconds
+    if own and again and now:
+        yield (
+            f"your script checkpoints {count(len(own), 'block')}, which takes about {percent(again / now)} of a step; "
+            f"{format_bytes(max(0, report.room))} are free: try without"
+        )
+
+
+def _precision(report: Report) -> Iterator[str]:
+    now = report.plan.predicted.seconds
+    for offer in report.offers:
+        if offer.lever == "precision" and offer.seconds is not None and now is not None and offer.seconds < 0:
+            name = offer.precision if offer.precision != "off" else report.script_precision
+            yield f"{name}: {speed(now + offer.seconds, now)}, but moves the gradient"

@@ -1,0 +1,270 @@
+"""The charts of a report as plotly.js figures: plain dictionaries, no plotly is imported.
+
+Colours of text and lines are names ("ink", "muted", "line", "paper", "accent") that the page replaces by those of its
+light or dark theme. Every name in a figure is escaped, because plotly.js reads a little HTML in texts. Not covered: the
+layout of the page.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import median
+from typing import Any
+
+from memfit._units import format_bytes, format_seconds
+from memfit.planning.plan import Option
+from memfit.reporting.colours import COLOURS, colour
+from memfit.reporting.facts import Curve
+from memfit.reporting.lines import at_moment
+from memfit.reporting.report import Report
+from memfit.reporting.tables import MOST
+from memfit.reporting.words import printable, unit_for, way
+
+Figure = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure and what it says to those who do not see it."""
+
+    name: str
+    """Its id on the page."""
+    title: str
+    """What it shows, in a few words."""
+    label: str
+    """What it shows, in a sentence."""
+    figure: Figure
+    """plotly.js data and layout."""
+    height: int
+    """Pixels."""
+
+
+def charts(report: Report) -> dict[str, Chart]:
+    """All charts there is something to draw for, by name."""
+    made = (_memory(report), _speed(report), _sizes(report), _pace(report))
+    return {chart.name: chart for chart in made if chart is not None}
+
+
+# ---- memory over one step
+
+
+def _memory(report: Report) -> Chart | None:
+    curve = report.curve
+    if curve is None:
+        return None
+    plan = report.plan
+    lines = list(_levels(report))
+    unit, name = unit_for([plan.held + curve.peak.total, *(at for _, at, _, _ in lines)])
+    layers = [("held", (plan.held,) * len(curve.events))] if plan.held else []
+    data = [_area(kind, sizes, curve.events, unit) for kind, sizes in (*layers, *curve.layers)]
+    layout = _layout(name, "tensors born and freed, in order")
+    layout["xaxis"] |= {"showticklabels": False, "showgrid": False}
+    layout["yaxis"] |= {"range": [0, _top(report, lines) / unit]}
+    layout["hovermode"] = "x unified"
+    layout["shapes"], layout["annotations"] = _marks(curve, lines, unit)
+    peak = curve.peak
+    label = (
+        f"Memory over one optimizer step by category. The most, {format_bytes(peak.total + plan.held)}, is reached "
+        f"{at_moment(peak)}. The budget is {format_bytes(report.allowance.limit)}."
+    )
+    return Chart("memory", "Memory over one step", printable(label), {"data": data, "layout": layout}, 380)
+
+
+def _area(kind: str, sizes: Sequence[int], events: Sequence[int], unit: int) -> Figure:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": kind,
+        "x": list(events),
+        "y": [float(f"{size / unit:.5g}") for size in sizes],
+        "stackgroup": "all",
+        "fillcolor": colour(kind),
+        "line": {"color": colour(kind), "width": 0, "shape": "hv"},
+        "hovertemplate": "%{y:.1f}",
+    }
+
+
+def _levels(report: Report) -> Iterator[tuple[str, int, str, str]]:
+    """(words, bytes, dash, colour) of the horizontal lines."""
+    plan, peak = report.plan, report.pace.peak
+    yield "predicted peak", plan.predicted.peak + plan.held, "dot", "ink"
+    if peak is not None:
+        yield "measured peak", peak, "solid", "ink"
+    limit = report.allowance.limit
+    if limit <= 4 * (plan.predicted.upper + plan.held):  # else the curve would be a streak at the bottom
+        yield "budget", limit, "dash", "accent"
+
+
+def _top(report: Report, lines: Sequence[tuple[str, int, str, str]]) -> float:
+    curve = report.curve
+    tallest = 0 if curve is None else curve.peak.total + report.plan.held
+    return 1.1 * max(tallest, *(at for _, at, _, _ in lines))
+
+
+def _marks(curve: Curve, lines: Sequence[tuple[str, int, str, str]], unit: int) -> tuple[list[Figure], list[Figure]]:
+    shapes, notes = [], []
+    for words, at, dash, tone in lines:
+        y = at / unit
+        line = {"color": tone, "width": 1.5, "dash": dash}
+        shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line})
+        # Predicted and measured lie close together: their names stand at opposite ends.
+        notes.append(_named_line(f"{words} {format_bytes(at)}", y, tone, right=words == "measured peak"))
+    phases, names = _phase_marks(curve)
+    return shapes + phases, notes + names
+
+
+def _phase_marks(curve: Curve) -> tuple[list[Figure], list[Figure]]:
+    """A faint line where each phase begins, and the names of those wide enough to hold them."""
+    shapes, notes = [], []
+    starts = [*(moment.start for moment in curve.moments), curve.events[-1] + 1]
+    width = max(1, starts[-1] - starts[0])
+    for moment, begin, end in zip(curve.moments, starts, starts[1:]):
+        line = {"color": "line", "width": 1}
+        across = {"yref": "paper", "y0": 0, "y1": 1, "x0": begin, "x1": begin}
+        shapes.append({"type": "line", **across, "line": line, "layer": "below"})
+        if end - begin > 0.05 * width:
+            number = f" {moment.micro_batch}" if moment.micro_batch and curve.micro_batches > 1 else ""
+            font = {"size": 10, "color": "muted"}
+            name = "narrow" if end - begin < 0.18 * width else "wide"  # narrow ones are left out on small screens
+            where = {"x": (begin + end) / 2, "yref": "paper", "y": 1.0, "yanchor": "bottom", "name": name}
+            notes.append({**where, "text": escape(moment.phase + number), "showarrow": False, "font": font})
+    return shapes, notes
+
+
+# ---- the choice of micro-batch
+
+
+def _speed(report: Report) -> Chart | None:
+    timed = [o for o in report.plan.options[:MOST] if o.cost.seconds is not None]
+    if len(timed) < 2:
+        return None
+    data = _points(timed, [o.cost.seconds or 0.0 for o in timed], "s per step")
+    layout = _layout("seconds", "samples per micro-batch")
+    layout["xaxis"] |= _doubling([o.micro_batch for o in timed])
+    fastest = min(timed, key=lambda o: o.cost.seconds or 0.0)
+    label = f"Seconds per step against the size of the micro-batch; fastest is {way(fastest)}."
+    return Chart("speed", "Seconds per step", label, {"data": data, "layout": layout}, 300)
+
+
+def _sizes(report: Report) -> Chart | None:
+    options, held = report.plan.options[:MOST], report.plan.held
+    if len(options) < 2:
+        return None
+    limit = report.allowance.limit - report.allowance.margin
+    uppers = [o.cost.upper + held for o in options]
+    data = _points(options, [float(upper) for upper in uppers], "B at most")
+    layout = _layout("", "samples per micro-batch")
+    layout["xaxis"] |= _doubling([o.micro_batch for o in options])
+    layout["yaxis"] |= _doubling(uppers, format_bytes) | {"range": _powers([*uppers, limit])}
+    line = {"color": "accent", "width": 1.5, "dash": "dash"}
+    layout["shapes"] = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit, "y1": limit, "line": line}]
+    # Where an axis is logarithmic, plotly.js wants annotations in its exponents.
+    words = f"budget less margin {format_bytes(limit)}"
+    layout["annotations"] = [_named_line(words, math.log10(max(1, limit)), "accent")]
+    fitting = f"{sum(o.fits for o in options)} of {len(options)} plans stay below {format_bytes(limit)}"
+    label = f"Memory against the size of the micro-batch; {fitting}."
+    return Chart("sizes", "Memory, at most", label, {"data": data, "layout": layout}, 300)
+
+
+def _doubling(values: Sequence[int], words: Callable[[int], str] = str) -> Figure:
+    """A logarithmic axis with ticks at powers of two, as sizes are thought of."""
+    ticks = [2**k for k in range(60) if min(values) / 2 < 2**k <= max(values) * 2]
+    ticks = ticks[:: -(-len(ticks) // 10)]
+    return {"type": "log", "tickvals": ticks, "ticktext": [words(tick) for tick in ticks]}
+
+
+def _powers(values: Sequence[int]) -> list[float]:
+    """The range of a logarithmic axis."""
+    return [math.log10(max(1, min(values)) / 1.3), math.log10(max(1, *values) * 1.3)]
+
+
+def _points(options: Sequence[Option], values: Sequence[float], what: str) -> list[Figure]:
+    """One trace for each of: the plan, what fits, what fits with other levers, what does not fit."""
+    pairs = list(zip(options, values))
+    kinds = {
+        "fits": [p for p in pairs if p[0].fits and not _levers(p[0]) and p[0].reason],
+        "fits with levers": [p for p in pairs if p[0].fits and _levers(p[0]) and p[0].reason],
+        "does not fit": [p for p in pairs if not p[0].fits],
+        "the plan": [p for p in pairs if not p[0].reason],
+    }
+    return [_scatter(kind, found, what) for kind, found in kinds.items() if found]
+
+
+_MARKERS = {
+    "fits": {"symbol": "circle", "size": 8, "color": COLOURS["parameters"]},
+    "fits with levers": {"symbol": "diamond", "size": 9, "color": COLOURS["optimizer"]},
+    "does not fit": {"symbol": "x-thin", "size": 8, "color": "muted", "line": {"width": 2, "color": "muted"}},
+    "the plan": {"symbol": "circle", "size": 13, "color": "accent", "line": {"width": 2, "color": "paper"}},
+}
+
+
+def _scatter(kind: str, pairs: Sequence[tuple[Option, float]], what: str) -> Figure:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": kind,
+        "x": [option.micro_batch for option, _ in pairs],
+        "y": [float(f"{value:.5g}") for _, value in pairs],
+        "customdata": [escape(printable(way(option))) for option, _ in pairs],
+        "marker": _MARKERS[kind],
+        "hovertemplate": f"%{{customdata}}<br>%{{y:.4~s}}{what}<extra></extra>",
+    }
+
+
+def _levers(option: Option) -> bool:
+    return bool(option.checkpoint) or option.precision != "off"
+
+
+# ---- what the run waits for
+
+
+def _pace(report: Report) -> Chart | None:
+    seconds, waits = report.pace.seconds, report.pace.waits
+    if len(seconds) < 2:
+        return None
+    first = report.pace.steps - len(seconds) + 1
+    data = [_steps("computing", seconds, first, COLOURS["parameters"])]
+    if len(waits) == len(seconds):
+        data.append(_steps("waiting for the loader", waits, first, COLOURS["gradients"]))
+    layout = _layout("seconds", "optimizer step")
+    layout |= {"barmode": "stack", "bargap": 0.15, "hovermode": "x unified"}
+    label = f"Seconds of each optimizer step; the median is {format_seconds(median(seconds))}."
+    return Chart("pace", "Seconds of each step", label, {"data": data, "layout": layout}, 260)
+
+
+def _steps(name: str, values: Sequence[float], first: int, tone: str) -> Figure:
+    return {
+        "type": "bar",
+        "name": name,
+        "x": list(range(first, first + len(values))),
+        "y": [float(f"{value:.4g}") for value in values],
+        "marker": {"color": tone},
+        "hovertemplate": "%{y:.3s}s",
+    }
+
+
+# ---- common
+
+
+def _named_line(text: str, at: float, tone: str, *, right: bool = False) -> Figure:
+    corner = {"x": 1 if right else 0, "xanchor": "right" if right else "left"}
+    font = {"color": tone, "size": 11}
+    return {"xref": "paper", **corner, "y": at, "yanchor": "bottom", "text": text, "showarrow": False, "font": font}
+
+
+def _layout(up: str, along: str) -> Figure:
+    """A figure's layout with these titles of its axes."""
+    axis = {"gridcolor": "line", "zerolinecolor": "line", "linecolor": "line", "automargin": True, "fixedrange": True}
+    return {
+        "font": {"size": 12, "color": "ink"},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "margin": {"l": 8, "r": 8, "t": 28, "b": 8},
+        "showlegend": False,
+        "hoverlabel": {"font": {"size": 12}},
+        "xaxis": {**axis, "fixedrange": False, "title": {"text": along}},
+        "yaxis": {**axis, "rangemode": "tozero", "title": {"text": up}},
+    }

@@ -1,0 +1,129 @@
+"""Reports to files and back: written whole or not at all, and checked field by field when read.
+
+Not covered: files that change while they are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import types
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from memfit._errors import UsageError
+from memfit.planning.plan import Plan
+
+T = TypeVar("T")
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole: beside it first, then in its place. Raises UsageError with the system's reason."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            # What no encoding has (half of a surrogate pair in a name) is shown by its number.
+            beside.write_bytes(text.encode("utf-8", "backslashreplace"))
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"writing the report {str(path)!r}",
+            found=error.strerror or str(error),
+            next_move="name a file in a directory that exists and that you may write to",
+        ) from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a report file. Raises UsageError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise unreadable(str(path), error.strerror or str(error)) from error
+    except UnicodeDecodeError as error:
+        raise unreadable(str(path), f"it is not text ({error.reason})") from error
+
+
+def strict(value: Any) -> Any:
+    """The value with floats that JSON does not have written as words."""
+    if isinstance(value, dict):
+        return {key: strict(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def restored(kind: type[T], text: str, source: str, latest: int) -> T:
+    """A report dataclass from its JSON, each field checked. Raises UsageError, and PlanFileError for a plan inside."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise unreadable(source, f"it is not JSON ({error})") from error
+    if not isinstance(data, dict) or data.pop("report", None) != "memfit":
+        raise unreadable(source, "it is JSON, but not a report")
+    found = data.get("version")
+    if type(found) is int and found > latest:
+        raise UsageError(
+            f"reading the report {source}",
+            found=f"it has version {found}, and this memfit knows versions up to {latest}",
+            next_move="update memfit, or make the report again",
+        )
+    return _Restoring(source).value(kind, data, "report")
+
+
+class _Restoring:
+    """Values of annotated types from plain JSON."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def value(self, kind: Any, data: Any, name: str) -> Any:
+        """`data` as an instance of `kind`; `name` says where it stands."""
+        if kind is Plan:
+            return Plan.from_json(json.dumps(data), source=f"inside {self._source}")
+        if dataclasses.is_dataclass(kind):
+            return self._instance(kind, data, name)
+        origin, arguments = get_origin(kind), get_args(kind)
+        if origin in (Union, types.UnionType):
+            return None if data is None else self.value(next(a for a in arguments if a is not type(None)), data, name)
+        if origin is tuple:
+            return self._tuple(arguments, data, name)
+        if kind is float and type(data) in (int, float):
+            return float(data)
+        if kind is float and isinstance(data, str) and data in _NOT_FINITE:
+            return _NOT_FINITE[data]
+        if type(data) is not kind:
+            raise self._wrong(name, data)
+        return data
+
+    def _instance(self, kind: Any, data: Any, name: str) -> Any:
+        if not isinstance(data, dict):
+            raise self._wrong(name, data)
+        types_ = get_type_hints(kind)
+        fields = [f.name for f in dataclasses.fields(kind)]
+        unknown, missing = sorted(set(data) - set(fields)), sorted(set(fields) - set(data))
+        if unknown or missing:
+            what = f"{unknown[0]!r} of {name} is unknown" if unknown else f"{missing[0]!r} of {name} is missing"
+            raise unreadable(self._source, f"the field {what}")
+        return kind(**{field: self.value(types_[field], data[field], f"{name}.{field}") for field in fields})
+
+    def _tuple(self, arguments: tuple[Any, ...], data: Any, name: str) -> tuple[Any, ...]:
+        any_length = len(arguments) == 2 and arguments[1] is Ellipsis
+        if not isinstance(data, list) or (not any_length and len(data) != len(arguments)):
+            raise self._wrong(name, data)
+        kinds = [arguments[0]] * len(data) if any_length else arguments
+        return tuple(self.value(kind, entry, f"{name}[{i}]") for i, (kind, entry) in enumerate(zip(kinds, data)))
+
+    def _wrong(self, name: str, data: Any) -> UsageError:
+        return unreadable(self._source, f"{name} is {json.dumps(data)[:60]}")
+
+
+def unreadable(source: str, what: str) -> UsageError:
+    """The error for a file that is no report."""
+    return UsageError(
+        f"reading the report {source}", found=what, next_move="save one with run.report().save('report.json')"
+    )

@@ -1,0 +1,190 @@
+"""The report as one HTML page that needs no network, and as the short form for notebooks.
+
+Every value goes through jinja2's autoescape. The page's own policy forbids requests, and any script but the two written
+here. Not covered: browsers without JavaScript see the tables and not the charts.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit._units import format_bytes, format_seconds
+from memfit.reporting.charts import charts
+from memfit.reporting.colours import COLOURS, MEANING, colour
+from memfit.reporting.lines import answers, at_moment, comparison, headline, verdict
+from memfit.reporting.report import Report
+from memfit.reporting.tables import MOST, Table, blocks, events, levers, notes, options, phases, sizes, waiting
+from memfit.reporting.words import printable
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def page(report: Report) -> str:
+    """The whole page, with the code of its charts inside."""
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    environment = _environment()
+    scripts = [get_plotlyjs(), environment.get_template("report.js.jinja").render()]
+    return environment.get_template("report.html.jinja").render(
+        **_first_screen(report),
+        title=f"memfit: {headline(report)}",
+        charts=charts(report),
+        figures={name: chart.figure for name, chart in charts(report).items()},
+        tables=_tables(report),
+        bars=block_bars(report),
+        notes=list(notes(report)),
+        scripts=[Markup(script) for script in scripts],
+        policy=_policy(scripts),
+    )
+
+
+def summary(report: Report) -> str:
+    """The first screen alone, for notebooks."""
+    return _environment().get_template("notebook.html.jinja").render(**_first_screen(report))
+
+
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """Nothing is fetched, and no script runs but these."""
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
+
+
+def _first_screen(report: Report) -> dict[str, Any]:
+    return {
+        "report": report,
+        "headline": headline(report).partition(", ")[2],
+        "verdict": verdict(report),
+        "rows": comparison(report),
+        "answers": [entry for entry in answers(report) if entry.label != "memory holds"],
+        "gauge": gauge(report),
+        "colours": COLOURS,
+        "colour": colour,
+    }
+
+
+def _tables(report: Report) -> dict[str, Table]:
+    made = {
+        "phases": phases(report),
+        "options": options(report),
+        "sizes": sizes(report),
+        "levers": levers(report),
+        "waiting": waiting(report),
+        "blocks": blocks(report),
+        "events": events(report),
+    }
+    return {name: table for name, table in made.items() if table.rows}
+
+
+# ---- what is drawn without plotly
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a bar."""
+
+    name: str
+    """The category."""
+    meaning: str
+    """What it is, for people."""
+    colour: str
+    """Its colour."""
+    size: str
+    """Its bytes, for people."""
+    width: float
+    """Percent of the bar."""
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """The memory at the peak against the budget, as one bar."""
+
+    parts: tuple[Part, ...]
+    """From the left."""
+    budget: float
+    """Where the budget ends, percent of the bar."""
+    label: str
+    """What it shows, in a sentence."""
+
+
+def gauge(report: Report) -> Gauge | None:
+    """The fullest moment of the step; None where nothing is known about what memory holds."""
+    if report.curve is None:
+        return None
+    plan, peak, limit = report.plan, report.curve.peak, report.allowance.limit
+    holds = [("held", plan.held)] if plan.held else []
+    beyond = plan.predicted.peak - peak.total
+    holds += [*peak.holds, *([("other", beyond)] if beyond > 0.01 * peak.total else [])]
+    whole = max(limit, sum(size for _, size in holds))
+    parts = tuple(
+        Part(kind, MEANING.get(kind, ""), colour(kind), format_bytes(size), round(100 * size / whole, 3))
+        for kind, size in _merged(holds)
+        if size > 0.001 * whole  # narrower than a pixel
+    )
+    label = f"{format_bytes(plan.predicted.peak + plan.held)} of {format_bytes(limit)}, {at_moment(peak)}"
+    return Gauge(parts, round(100 * limit / whole, 3), label)
+
+
+def _merged(holds: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    found: dict[str, int] = {}
+    for kind, size in holds:
+        found[kind] = found.get(kind, 0) + size
+    return list(found.items())
+
+
+@dataclass(frozen=True)
+class BlockBar:
+    """A row of the blocks' table, drawn."""
+
+    name: str
+    """The block; "" is everything outside the blocks."""
+    kept: str
+    """Its kept bytes, for people."""
+    kept_width: float
+    """Percent of the widest."""
+    transient: str
+    """Its transient bytes, for people."""
+    transient_width: float
+    """Percent of the widest."""
+    again: str
+    """Seconds of its forward per step, for people."""
+    checkpointed: str
+    """Who checkpoints it."""
+
+
+def block_bars(report: Report) -> tuple[BlockBar, ...]:
+    """The blocks and the rest."""
+    shown = report.blocks[:MOST]
+    widest = max((max(block.kept, block.transient) for block in shown), default=0) or 1
+    return tuple(
+        BlockBar(
+            block.name,
+            format_bytes(block.kept),
+            round(100 * block.kept / widest, 2),
+            format_bytes(block.transient),
+            round(100 * block.transient / widest, 2),
+            "-" if block.recompute is None else format_seconds(block.recompute),
+            f"by {block.checkpointed}" if block.checkpointed else "-",
+        )
+        for block in shown
+    )

@@ -1,0 +1,58 @@
+"""The report as Markdown: what one pastes into an issue or a pull request.
+
+Not covered: charts. Names are escaped so that they cannot become markup or HTML.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from memfit.reporting.lines import answers, comparison, headline, verdict
+from memfit.reporting.report import Report
+from memfit.reporting.tables import Table, notes, tables
+from memfit.reporting.words import printable
+
+_MARKUP = re.compile(r"([\\`*_{}\[\]()#|~])")
+
+
+def markdown(report: Report) -> str:
+    """The whole report."""
+    answer = verdict(report)
+    lines = [f"# memfit: {escaped(headline(report))}", ""]
+    lines += [f"**{answer.label}**: {escaped('; '.join(answer.lines))}", "", *_table(_compared(report)), ""]
+    for entry in answers(report):
+        lines += [f"- **{entry.label}**: {'<br>'.join(escaped(line) for line in entry.lines)}"]
+    for table in tables(report):
+        lines += ["", f"## {table.title}", "", *_table(table), *(["", escaped(table.note)] if table.note else [])]
+    said = [f"- {escaped(note)}" for note in notes(report)]
+    lines += ["", "## Notes", "", *said] if said else []
+    return "\n".join([*lines, "", f"*{escaped(_made(report))}*", ""])
+
+
+def escaped(text: str) -> str:
+    """The text with everything that Markdown or HTML would take for markup made plain."""
+    safe = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _MARKUP.sub(r"\\\1", safe)
+
+
+def _compared(report: Report) -> Table:
+    rows = tuple((row.name, row.asked, row.here, row.remark) for row in comparison(report))
+    return Table("", ("", "as the script asked", "with memfit", ""), rows)
+
+
+def _table(table: Table) -> Iterator[str]:
+    yield _row(tuple(map(escaped, table.columns)))
+    yield _row(tuple("---:" if i in table.numbers else "---" for i in range(len(table.columns))))
+    for index, row in enumerate(table.rows):
+        cells = tuple(map(escaped, row))
+        yield _row(tuple(f"**{cell}**" for cell in cells) if index in table.marked else cells)
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _made(report: Report) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in report.software)
+    return f"made {report.made}" + (f" with {versions}" if versions else "")

@@ -1,0 +1,249 @@
+"""The report: what was asked, what is done and what it costs, as one value that views are made of.
+
+The value does not know how it is printed: `terminal.py`, `markdown.py` and `html.py` are views of it, JSON is the value
+itself. Not covered: other ranks than this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version as installed_version
+from pathlib import Path
+from typing import Any
+
+from memfit._errors import UsageError
+from memfit.hardware.budget import Budget
+from memfit.planning.plan import Plan
+from memfit.planning.search import timing_at, with_blocks
+from memfit.profiling.profile import Profile
+from memfit.profiling.timeline import Timeline
+from memfit.reporting.facts import Allowance, BlockCost, Curve, Happening, Offer, Pace
+from memfit.reporting.files import read_text, restored, strict, unreadable, write_text
+from memfit.reporting.memory import block_costs, curve_of
+from memfit.reporting.offers import offers_for
+from memfit.reporting.verification import Verification
+
+VERSION = 1
+"""Version of the report file format this code writes; later ones are refused."""
+LONGEST = 1000
+"""Characters of a message that are kept."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a view of a run needs. Print it, save it (".html", ".json", ".md"), load the JSON again."""
+
+    plan: Plan
+    """What runs."""
+    allowance: Allowance
+    """What it has to fit into."""
+    asked: tuple[tuple[str, str], ...]
+    """(lever, what the user asked of it)."""
+    script_precision: str
+    """The precision the script computes in by itself."""
+    ranks: int
+    """Processes that share the target batch."""
+    iterations: int
+    """Iterations that the script itself adds up per optimizer step."""
+    parameters: int | None
+    """Elements in the model's parameters; None if not known."""
+    block_count: int | None
+    """Blocks that the model has; None if not known."""
+    script_blocks: tuple[str, ...]
+    """Blocks that the script checkpoints itself."""
+    batch_norms: tuple[str, ...]
+    """Modules that keep statistics of their batches."""
+    blocks: tuple[BlockCost, ...]
+    """What each block takes in a micro-batch; empty if not known."""
+    curve: Curve | None
+    """Memory over one step; None if not known."""
+    offers: tuple[Offer, ...]
+    """What other choices would need and take."""
+    pace: Pace
+    """What was measured."""
+    verification: Verification | None
+    """The comparison with the whole batch; None if it was not made."""
+    events: tuple[Happening, ...]
+    """What happened, in order."""
+    notes: tuple[str, ...]
+    """What the reader should know about these numbers."""
+    software: tuple[tuple[str, str], ...]
+    """(package, version)."""
+    made: str
+    """When the report was made, ISO 8601."""
+    version: int = VERSION
+    """Version of the file format."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan stays within the budget by its upper bound."""
+        return self.room >= 0
+
+    @property
+    def room(self) -> int:
+        """Bytes left above the plan's upper bound."""
+        return self.allowance.limit - self.allowance.margin - self.plan.held - self.plan.predicted.upper
+
+    def to_json(self) -> str:
+        """The report as JSON, for `Report.load`."""
+        return json.dumps({"report": "memfit", **strict(asdict(self))}, indent=1, allow_nan=False) + "\n"
+
+    def to_markdown(self) -> str:
+        """The report as Markdown, for an issue or a pull request."""
+        from memfit.reporting.markdown import markdown
+
+        return markdown(self)
+
+    def to_html(self) -> str:
+        """The report as one page that needs no network; about 5 MB, because the charts' code is inside."""
+        from memfit.reporting.html import page
+
+        return page(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the report in the format of the suffix: ".html", ".json" or ".md".
+
+        Raises UsageError for another suffix and where the file cannot be written; nothing is half-written then.
+        """
+        formats = {".html": self.to_html, ".json": self.to_json, ".md": self.to_markdown}
+        make = formats.get(Path(path).suffix.lower())
+        if make is None:
+            raise UsageError(
+                f"a report in {str(path)!r}",
+                found=f"the suffix {Path(path).suffix!r} names no format",
+                next_move="end the name in .html, .json or .md",
+            )
+        write_text(Path(path), make())
+
+    @staticmethod
+    def load(path: str | Path) -> Report:
+        """Read a report from the JSON file it was saved to. Raises UsageError for a damaged, foreign or later one."""
+        return Report.from_json(read_text(Path(path)), source=str(path))
+
+    @staticmethod
+    def from_json(text: str, source: str = "the text") -> Report:
+        """Read a report from JSON. Raises UsageError, and PlanFileError for the plan inside."""
+        report = restored(Report, text, source, VERSION)
+        curve = report.curve
+        if curve is not None and not (curve.moments and all(len(s) == len(curve.events) for _, s in curve.layers)):
+            raise unreadable(source, "the layers of its curve have different lengths")
+        return report
+
+    def print(self) -> None:
+        """Print it on stdout, in colour on a terminal."""
+        from memfit.reporting.terminal import show
+
+        show(self)
+
+    def __str__(self) -> str:
+        from memfit.reporting.terminal import plain
+
+        return plain(self)
+
+    def _repr_html_(self) -> str:
+        from memfit.reporting.html import summary
+
+        return summary(self)
+
+
+def make_report(
+    *,
+    plan: Plan,
+    profile: Profile | None,
+    budget: Budget,
+    events: Sequence[Any],
+    stats: Mapping[str, Any],
+    seconds: Sequence[float],
+    waits: Sequence[float],
+    asked: Mapping[str, str],
+    verification: Verification | None,
+    script_precision: str,
+) -> Report:
+    """The report of a run.
+
+    `profile` is the one the plan rests on, None if the plan came from a file. `events` have `.step`, `.kind` and
+    `.message`; `stats` are those of `Run.stats()`, and may name "ranks". `seconds` and `waits` are those of the last
+    optimizer steps and batches. `asked` is what the user asked of each lever; "script_accumulation" among it counts the
+    script's own iterations per optimizer step.
+    """
+    allowance = _allowance(budget)
+    timeline = _timeline(plan, profile)
+    room = allowance.limit - allowance.margin - plan.held - plan.predicted.upper
+    return Report(
+        plan=plan,
+        allowance=allowance,
+        asked=tuple((str(lever), str(value)) for lever, value in asked.items()),
+        script_precision=script_precision,
+        ranks=int(stats.get("ranks") or 1),
+        iterations=_count(asked.get("script_accumulation")),
+        parameters=None if profile is None else profile.model.parameters,
+        block_count=None if profile is None else len({*profile.blocks, *profile.script_blocks, *plan.checkpoint}),
+        script_blocks=() if profile is None else profile.script_blocks,
+        batch_norms=() if profile is None else _batch_norms(profile),
+        blocks=() if profile is None or timeline is None else _blocks(plan, profile, timeline),
+        curve=None if timeline is None else curve_of(timeline, plan.micro_batch, accumulates=plan.accumulation > 1),
+        offers=offers_for(plan, profile, room),
+        pace=_pace(stats, seconds, waits),
+        verification=verification,
+        events=tuple(Happening(int(e.step), str(e.kind), str(e.message)[:LONGEST]) for e in events),
+        notes=tuple(dict.fromkeys((*plan.notes, *(() if profile is None else profile.notes)))),
+        software=_software(),
+        made=datetime.now().astimezone().isoformat(timespec="seconds"),
+    )
+
+
+def _allowance(budget: Budget) -> Allowance:
+    device, notes = budget.device, (*budget.notes, *budget.device.notes)
+    return Allowance(budget.limit, budget.margin, budget.source, device.name, device.kind, notes)
+
+
+def _timeline(plan: Plan, profile: Profile | None) -> Timeline | None:
+    """The step as the plan runs it."""
+    if profile is None or profile.timeline is None:
+        return None
+    return profile.timeline if profile.checkpoint == plan.checkpoint else with_blocks(profile, plan.checkpoint).timeline
+
+
+def _blocks(plan: Plan, profile: Profile, timeline: Timeline) -> tuple[BlockCost, ...]:
+    names = tuple(dict.fromkeys((*profile.blocks, *profile.script_blocks, *profile.checkpoint)))
+    seconds = dict(timing_at(profile.timings, plan.micro_batch).blocks) if profile.timings else {}
+
+    def complete(cost: BlockCost) -> BlockCost:
+        each = seconds.get(cost.name)
+        who = "memfit" if cost.name in plan.checkpoint else "the script" if cost.name in profile.script_blocks else ""
+        return replace(cost, recompute=None if each is None else each * plan.accumulation, checkpointed=who)
+
+    return tuple(complete(cost) for cost in block_costs(timeline, plan.micro_batch, names))
+
+
+def _batch_norms(profile: Profile) -> tuple[str, ...]:
+    ends = ".running_mean"
+    return tuple(name.removesuffix(ends) for name in profile.written_buffers if name.endswith(ends))
+
+
+def _pace(stats: Mapping[str, Any], seconds: Sequence[float], waits: Sequence[float]) -> Pace:
+    rate, peak = stats.get("samples_per_second"), stats.get("peak_measured")
+    return Pace(
+        steps=int(stats.get("step") or 0),
+        seconds=tuple(float(s) for s in seconds),
+        waits=tuple(float(s) for s in waits),
+        samples_per_second=None if rate is None else float(rate),
+        peak=None if peak is None else int(peak),
+    )
+
+
+def _count(text: str | None) -> int:
+    return int(text) if text is not None and str(text).isdigit() and int(text) > 0 else 1
+
+
+def _software() -> tuple[tuple[str, str], ...]:
+    found = []
+    for package in ("memfit", "torch", "numpy"):
+        try:
+            found.append((package, installed_version(package)))
+        except PackageNotFoundError:  # run from a checkout
+            continue
+    return tuple(found)

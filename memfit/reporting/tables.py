@@ -1,0 +1,172 @@
+"""The tables of a report, as cells of text: what each view lays out in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from memfit._units import format_bytes, format_seconds
+from memfit.planning.plan import Option, Plan
+from memfit.reporting.advice import loader_share, typical_wait
+from memfit.reporting.colours import COLOURS
+from memfit.reporting.facts import BlockCost, Moment
+from memfit.reporting.report import Report
+from memfit.reporting.words import instead, more_bytes, more_seconds, percent, unit_for, way
+
+MOST = 300
+"""Rows of a table at most; what is beyond is counted."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text under a title."""
+
+    title: str
+    """What it shows."""
+    columns: tuple[str, ...]
+    """Headings."""
+    rows: tuple[tuple[str, ...], ...]
+    """Cells, as many in each row as there are columns."""
+    numbers: frozenset[int] = frozenset()
+    """Columns to align to the right."""
+    marked: frozenset[int] = frozenset()
+    """Rows to stand out."""
+    note: str = ""
+    """What to know about it."""
+
+
+def tables(report: Report) -> tuple[Table, ...]:
+    """All tables that have something to show."""
+    makers = (phases, blocks, options, sizes, levers, waiting, events)
+    return tuple(table for table in (make(report) for make in makers) if table.rows)
+
+
+def phases(report: Report) -> Table:
+    """Memory by phase and category, each phase at its fullest."""
+    moments = () if report.curve is None else report.curve.moments
+    there = {kind for moment in moments for kind, _ in moment.holds}
+    kinds = tuple(kind for kind in COLOURS if kind in there)
+    unit, name = unit_for([moment.total for moment in moments])
+    rows = tuple(_phase_row(moment, kinds, unit) for moment in moments)
+    fullest = max(range(len(moments)), key=lambda i: moments[i].total, default=0)
+    table = Table(
+        "Memory by phase",
+        ("phase", *kinds, "together", "at"),
+        rows,
+        frozenset(range(1, len(kinds) + 2)),
+        frozenset({fullest}),
+        f"Each phase at its fullest moment, in {name}.",
+    )
+    return table if any(moment.where for moment in moments) else without(table, "at")
+
+
+def _phase_row(moment: Moment, kinds: Sequence[str], unit: int) -> tuple[str, ...]:
+    holds = dict(moment.holds)
+    name = f"{moment.phase} {moment.micro_batch}" if moment.micro_batch else moment.phase
+    cells = [f"{holds.get(kind, 0) / unit:.1f}" for kind in kinds]
+    return (name, *cells, f"{moment.total / unit:.1f}", moment.where or "-")
+
+
+def without(table: Table, column: str) -> Table:
+    """The table without a column."""
+    gone = table.columns.index(column)
+    rows = tuple(row[:gone] + row[gone + 1 :] for row in table.rows)
+    numbers = frozenset(i - (i > gone) for i in table.numbers if i != gone)
+    return replace(table, columns=table.columns[:gone] + table.columns[gone + 1 :], rows=rows, numbers=numbers)
+
+
+def blocks(report: Report) -> Table:
+    """What each block takes in one micro-batch."""
+    shown = report.blocks[:MOST]
+    rows = [_block_row(block) for block in shown]
+    total = sum(block.kept for block in report.blocks)
+    rows += [("together", format_bytes(total), "-", "-", "-")] if rows else []
+    note = (
+        f"One micro-batch of {report.plan.micro_batch}: bytes its forward leaves saved for backward, the most that "
+        "comes and goes, and what running it once more would take per step (the price of checkpointing it)."
+    )
+    columns = ("block", "kept", "transient", "forward again", "checkpointed")
+    return Table("Memory by block", columns, tuple(rows), frozenset({1, 2, 3}), note=note + _left_out(report.blocks))
+
+
+def _block_row(block: BlockCost) -> tuple[str, ...]:
+    again = "-" if block.recompute is None else format_seconds(block.recompute)
+    by = f"by {block.checkpointed}" if block.checkpointed else "-"
+    return block.name or "outside the blocks", format_bytes(block.kept), format_bytes(block.transient), again, by
+
+
+def options(report: Report) -> Table:
+    """The plans that were considered, with why they were not taken."""
+    shown = report.plan.options[:MOST]
+    note = "Memory is on the budget's scale: what is held beside the training is part of it."
+    table = Table(
+        "Plans considered",
+        ("micro x accumulation", "precision", "blocks checkpointed", "expected", "at most", "per step", "why not"),
+        tuple(_option_row(option, report.plan) for option in shown),
+        frozenset({2, 3, 4, 5}),
+        frozenset(i for i, option in enumerate(shown) if not option.reason),
+        note + _left_out(report.plan.options),
+    )
+    return table if any(option.precision != "off" for option in shown) else without(table, "precision")
+
+
+def _option_row(option: Option, plan: Plan) -> tuple[str, ...]:
+    seconds = "-" if option.cost.seconds is None else format_seconds(option.cost.seconds)
+    return (
+        f"{option.micro_batch} x {option.accumulation}",
+        "as the script" if option.precision == "off" else option.precision,
+        str(option.checkpoint),
+        format_bytes(option.cost.peak + plan.held),
+        format_bytes(option.cost.upper + plan.held),
+        seconds,
+        option.reason or "this is the plan",
+    )
+
+
+def sizes(report: Report) -> Table:
+    """Micro-batches by size of sample, where samples differ."""
+    rows = tuple((f"{entry[0]:,}", f"{entry[1]:,}") for entry in report.plan.by_size)
+    columns = ("elements of the largest sample, up to", "samples per micro-batch")
+    return Table("Micro-batches by size of sample", columns, rows, frozenset({0, 1}))
+
+
+def levers(report: Report) -> Table:
+    """One step of each lever, more and less."""
+    rows = []
+    for offer in report.offers:
+        what = f"{way(offer)} ({offer.block})" if offer.block else instead(offer, report.plan)
+        fits = f"no, {format_bytes(offer.missing)} missing" if offer.missing else "yes"
+        rows.append((offer.lever, what, more_bytes(offer.more), more_seconds(offer.seconds), fits))
+    columns = ("lever", "instead", "memory", "per step", "fits")
+    note = "Against the plan: memory by the upper bound, seconds per step as predicted."
+    return Table("One step of each lever", columns, tuple(rows), frozenset({2, 3}), note=note)
+
+
+def waiting(report: Report) -> Table:
+    """What the run waits for."""
+    pace, share = report.pace, loader_share(report.pace)
+    if share is None:
+        return Table("What the run waits for", (), ())
+    rows = (
+        ("computing", format_seconds(median(pace.seconds)), percent(1 - share)),
+        ("the loader", format_seconds(typical_wait(pace)), percent(share)),
+    )
+    return Table("What the run waits for", ("for", "per step", "share"), rows, frozenset({1, 2}), note="Medians.")
+
+
+def events(report: Report) -> Table:
+    """What happened, the latest first."""
+    latest = report.events[::-1][:MOST]
+    rows = tuple((f"{event.step:,}", event.kind, event.message) for event in latest)
+    note = "The latest first." + _left_out(report.events)
+    return Table("What happened", ("step", "kind", "what"), rows, frozenset({0}), note=note)
+
+
+def notes(report: Report) -> Iterator[str]:
+    """What the reader should know about the numbers."""
+    yield from dict.fromkeys((*report.notes, *report.allowance.notes))
+
+
+def _left_out(rows: Sequence[object]) -> str:
+    return f" {len(rows) - MOST:,} more are in the JSON." if len(rows) > MOST else ""

@@ -1,0 +1,93 @@
+"""Numbers and names as people read them; the same in every view.
+
+Not covered: what a format needs beyond that (escaping is done where the format is known).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from memfit._units import GiB, KiB, MiB, TiB, format_bytes, format_seconds
+from memfit.planning.plan import Option, Plan
+from memfit.reporting.facts import Offer
+
+
+def printable(text: str) -> str:
+    """The text on one line, with characters that a terminal would obey spelled out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def unit_for(sizes: Iterable[int]) -> tuple[int, str]:
+    """(bytes per unit, its name) to write these sizes in, the largest with at least two digits before the point."""
+    largest = max((abs(size) for size in sizes), default=0)
+    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if largest >= 10 * unit:
+            return unit, name
+    return (MiB, "MiB") if largest >= MiB else (1, "B")
+
+
+def more_bytes(count: int) -> str:
+    """A difference of sizes with its sign."""
+    return f"+{format_bytes(count)}" if count > 0 else format_bytes(count)
+
+
+def more_seconds(seconds: float | None) -> str:
+    """A difference of seconds with its sign; "-" where it is not known."""
+    if seconds is None:
+        return "-"
+    return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
+
+
+def percent(share: float) -> str:
+    """A share of one, for people: "3 %"."""
+    digits = 1 if 0 < abs(share) < 0.0995 else 0
+    return f"{share * 100:.{digits}f}".removesuffix(".0") + " %"
+
+
+def speed(seconds: float, than: float) -> str:
+    """How one duration compares with another: "3 % faster"."""
+    if than <= 0 or abs(seconds / than - 1) < 0.005:
+        return "as fast"
+    return f"{percent(1 - seconds / than)} faster" if seconds < than else f"{percent(seconds / than - 1)} slower"
+
+
+def way(option: Option | Offer) -> str:
+    """A way of running the step: "36 x 15, 4 blocks checkpointed, bfloat16"."""
+    levers = [f"{option.micro_batch} x {option.accumulation}"]
+    levers += [f"{count(option.checkpoint, 'block')} checkpointed"] if option.checkpoint else []
+    levers += [option.precision] if option.precision != "off" else []
+    return ", ".join(levers)
+
+
+def instead(offer: Offer, plan: Plan) -> str:
+    """A way of running the step, against a plan."""
+    return f"{way(offer)}{', no block checkpointed' if plan.checkpoint and not offer.checkpoint else ''}"
+
+
+def count(number: int, what: str) -> str:
+    """ "1 block", "3 blocks"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def blocks_listed(names: Sequence[str]) -> str:
+    """Names of blocks, those that are numbered in a row together: "transformer.h.0 to 5"."""
+    runs: list[tuple[str, int, int]] = []
+    for name in names:
+        stem, _, number = name.rpartition(".")
+        at = int(number) if number.isdecimal() else -1
+        if runs and at > 0 and runs[-1][0] == stem and runs[-1][2] == at - 1:
+            runs[-1] = (stem, runs[-1][1], at)
+        else:
+            runs.append((stem if at >= 0 else name, at, at))
+    return listed([stem if first < 0 else _numbered(stem, first, last) for stem, first, last in runs])
+
+
+def _numbered(stem: str, first: int, last: int) -> str:
+    numbers = f"{first} to {last}" if last > first else str(first)
+    return f"{stem}.{numbers}" if stem else numbers
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Some of the names, and how many there are more."""
+    more = [f"{len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*names[:most], *more])

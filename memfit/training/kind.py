@@ -1,0 +1,66 @@
+"""What is known of one kind of training call: how it is cut, proven, weighted and planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memfit.batches.cut import Layout
+from memfit.engine.accumulate import Weighting
+from memfit.planning.plan import Plan
+from memfit.planning.search import Demand
+from memfit.profiling.profile import Profile
+from memfit.training.call import Call
+from memfit.training.learn import Shapes, outputs_of
+from memfit.training.outputs import Outputs
+
+BY_SAMPLES = Weighting("samples", "by samples")
+
+
+@dataclass
+class Planned:
+    """A plan for one kind of call and what consumes its output."""
+
+    plan: Plan
+    profile: Profile | None
+    """None for a plan that was made elsewhere."""
+    demand: Demand
+
+    def tuned(self, plan: Plan) -> None:
+        """Measuring while training found a better size."""
+        self.plan = plan
+
+
+@dataclass
+class Kind:
+    """One kind of call that was met: same nesting, dtypes and modes of its arguments."""
+
+    layout: Layout
+    """Where its samples lie."""
+    shapes: Shapes
+    """Shapes per sample of the largest one planned for."""
+    outputs: dict[Shapes, Outputs] = field(default_factory=dict)
+    """What it returns, by shapes per sample."""
+    bound: Profile | None = None
+    """Its profile with its own loss, or with one bounded from its output."""
+    whole: int = 0
+    """Samples up to which it runs whole."""
+    proven: Outputs | None = None
+    """What it returned where cutting it was proven on real samples."""
+    proven_at: int = -1
+    """Optimizer steps done before it was proven last; -1 before the first and after the second time."""
+    writes_input: bool = False
+    """Whether its forward writes into the tensors it is given."""
+    weighting: Weighting = BY_SAMPLES
+    """How its own loss is weighted, once inferred."""
+    planned: dict[str, Planned] = field(default_factory=dict)
+    """Plans by what consumes the output."""
+
+    def outputs_of(self, call: Call, shapes: Shapes) -> Outputs:
+        """What the call returns, learnt where these shapes are new; joined as was proven for others, if that tells how."""
+        if shapes not in self.outputs:
+            learnt = outputs_of(call)
+            settled = None if self.proven is None else learnt.settled_like(self.proven)
+            if settled is None:
+                self.proven = None
+            self.outputs[shapes] = settled or learnt
+        return self.outputs[shapes]

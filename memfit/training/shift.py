@@ -1,0 +1,40 @@
+"""How far a lower precision moves the gradient, measured on one sample: the price that goes with the lever.
+
+The same random draws go to both. Not covered: how the difference adds up over training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from memfit.engine.accumulate import Work, checked_loss
+from memfit.engine.context import autocast_off, autocasting
+from memfit.engine.slices import Draws
+from memfit.engine.staged import Staging
+from memfit.training.prove import comparable, probes_of
+
+
+def gradient_shift(own: Work, lowered: Work, staging: Staging, device: torch.device) -> float:
+    """The relative L2 difference between the gradients of both works for their first sample; no trace is left."""
+    draws = Draws()
+    with comparable(staging.model, device), staging.swapped():
+        probes = probes_of(staging.parameters())
+        want = _gradients(own, probes, draws.recording)
+        got = _gradients(lowered, probes, lambda: draws.sliced(0, 1, 1))
+    squares = sum(float((a - b).pow(2).sum()) for a, b in zip(got, want))
+    return (squares / max(sum(float(b.pow(2).sum()) for b in want), 1e-30)) ** 0.5
+
+
+def _gradients(
+    work: Work, probes: Sequence[torch.Tensor], drawing: Callable[[], AbstractContextManager[Any]]
+) -> list[torch.Tensor]:
+    inputs, _ = work.inputs(0, 1, None)
+    with drawing():
+        loss = checked_loss(work.loss(work.forward(inputs)))
+    with autocasting(autocast_off((work.device.type, "cpu"))):
+        found = torch.autograd.grad(loss, list(probes), allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(probes, found)]

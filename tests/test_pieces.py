@@ -1,0 +1,61 @@
+"""How many samples go into each micro-batch."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from memfit.batches.pieces import bounds, equal_sizes, sizes
+
+COUNTS = st.integers(1, 5000)
+
+
+@pytest.mark.parametrize(
+    ("samples", "largest", "pieces"),
+    [
+        (10, 4, (4, 3, 3)),
+        (10, 5, (5, 5)),
+        (10, 9, (5, 5)),
+        (10, 10, (10,)),
+        (10, 11, (10,)),
+        (1, 8, (1,)),
+        (7, 1, (1,) * 7),
+        (5, 0, (1,) * 5),
+        (0, 4, ()),
+    ],
+)
+def test_as_few_as_possible_and_as_equal_as_possible(samples: int, largest: int, pieces: tuple[int, ...]) -> None:
+    assert sizes(samples, largest) == pieces
+
+
+@pytest.mark.parametrize(
+    ("samples", "largest", "pieces"),
+    [(10, 4, (4, 4, 2)), (10, 5, (5, 5)), (10, 99, (10,)), (3, 1, (1, 1, 1)), (5, 0, (1,) * 5), (0, 4, ())],
+)
+def test_full_ones_and_a_remainder_for_compiled_models(samples: int, largest: int, pieces: tuple[int, ...]) -> None:
+    assert equal_sizes(samples, largest) == pieces
+
+
+@given(COUNTS, COUNTS)
+def test_every_sample_is_in_exactly_one_piece(samples: int, largest: int) -> None:
+    for pieces in (sizes(samples, largest), equal_sizes(samples, largest)):
+        assert sum(pieces) == samples
+        assert 0 < min(pieces) <= max(pieces) <= largest
+        # One piece fewer would be too few for the largest allowed.
+        assert len(pieces) == -(-samples // largest)
+        assert len(set(pieces)) <= 2
+
+
+@given(COUNTS, COUNTS)
+def test_balanced_pieces_differ_by_one_at_most_the_larger_first(samples: int, largest: int) -> None:
+    pieces = sizes(samples, largest)
+    assert pieces[0] - pieces[-1] <= 1 and tuple(sorted(pieces, reverse=True)) == pieces
+    # No cut into pieces of at most `largest` has a smaller largest piece with as few of them.
+    assert pieces[0] == -(-samples // len(pieces))
+
+
+@given(st.lists(st.integers(1, 50), max_size=20))
+def test_bounds_lie_end_to_end(pieces: list[int]) -> None:
+    found = list(bounds(pieces))
+    assert [stop - start for start, stop in found] == pieces
+    assert [start for start, _ in found] == [0, *(stop for _, stop in found)][: len(pieces)]
