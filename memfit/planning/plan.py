@@ -153,7 +153,7 @@ class Plan:
         how = f"{self.share} = {self.micro_batch} x {self.accumulation}" if self.accumulation > 1 else f"{self.share} whole"
         with_levers = f" ({', '.join(levers)})" if levers else ""
         mode = ", two passes" if self.mode == "replay" else ""
-        memory = f"{format_bytes(self.predicted.peak)} of {format_bytes(self.limit)}"
+        memory = f"{format_bytes(self.predicted.peak + self.held)} of {format_bytes(self.limit)}"
         return f"batch {how}{with_levers}{mode}: {memory}{seconds}"
 
     def __str__(self) -> str:

@@ -77,8 +77,8 @@ class _Way:
     fits: bool
     keep: int = 0
 
-    def option(self, reason: str) -> Option:
-        cost = Cost(self.peak.expected, self.peak.upper, self.seconds)
+    def option(self, reason: str, standing: int) -> Option:
+        cost = _cost(self.peak, standing, self.seconds)
         name = _lever_name(self.profile)
         return Option(self.micro_batch, self.accumulation, name, len(self.checkpoint), cost, self.fits, reason)
 
@@ -252,7 +252,7 @@ def _plan(chosen: _Way, tried: Sequence[_Way], own: Profile, budget: Budget, dem
         optimizer=own.model.optimizer,
         fingerprint=own.model.fingerprint,
         overhead=chosen.profile.optimizer_seconds,
-        options=tuple(way.option(_reason(way, chosen, budget, standing)) for way in tried),
+        options=tuple(way.option(_reason(way, chosen, budget, standing), standing) for way in tried),
         notes=own.notes,
     )
 

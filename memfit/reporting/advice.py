@@ -6,33 +6,21 @@ Not covered: advice that would need another run to know.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import median
 
 from memfit._units import format_bytes, format_seconds
-from memfit.reporting.facts import Offer, Pace
+from memfit.reporting.facts import Offer
+from memfit.reporting.pace import loader_share, typical_wait
 from memfit.reporting.report import Report
-from memfit.reporting.words import count, instead, percent, speed
+from memfit.reporting.words import count, instead, less_or_more, percent, speed
 
-WAITING = 0.1
+WAITING = 0.05
 """The share of a step spent on waiting for the loader from which it is worth mentioning."""
 
 
 def next_moves(report: Report) -> tuple[str, ...]:
     """What the reader might do now, the most useful first."""
-    return (*_fit(report), *_memory(report), *_loader(report), *_own_checkpoints(report), *_precision(report))
-
-
-def loader_share(pace: Pace) -> float | None:
-    """The share of time from batch to batch that is spent on waiting for the loader; None if it was not measured."""
-    if not pace.seconds or not pace.waits:
-        return None
-    wait, step = typical_wait(pace), median(pace.seconds)
-    return wait / (wait + step) if wait + step > 0 else 0.0
-
-
-def typical_wait(pace: Pace) -> float:
-    """Seconds that a batch is waited for; the first, for which workers start, only counts if it is the only one."""
-    return median(pace.waits[1:] or pace.waits)
+    moves = (_fit, _memory, _loader, _own_checkpoints, _precision, _one_step)
+    return tuple(line for move in moves for line in move(report))
 
 
 def _fit(report: Report) -> Iterator[str]:
@@ -59,8 +47,8 @@ def _other(report: Report, offer: Offer) -> str:
 
 
 def _loader(report: Report) -> Iterator[str]:
-    share = loader_share(report.pace)
-    if share is None or share < WAITING:
+    share = loader_share(report)
+    if share is None or share <= WAITING:
         return
     pin = " and pin_memory=True" if report.allowance.kind in ("cuda", "xpu") else ""
     wait = format_seconds(typical_wait(report.pace))
@@ -87,3 +75,11 @@ def _precision(report: Report) -> Iterator[str]:
         if offer.lever == "precision" and offer.seconds is not None and now is not None and offer.seconds < 0:
             name = offer.precision if offer.precision != "off" else report.script_precision
             yield f"{name}: {speed(now + offer.seconds, now)}, but moves the gradient"
+
+
+def _one_step(report: Report) -> Iterator[str]:
+    """One step of each lever that fits, for those who would rather have the memory or the time."""
+    for offer in report.offers:
+        if offer.lever in ("micro-batch", "checkpoint") and not offer.missing:
+            gain = _other(report, offer).removeprefix(instead(offer, report.plan))
+            yield f"or {instead(offer, report.plan)}: {less_or_more(offer.more)}{gain}"

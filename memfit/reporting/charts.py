@@ -19,9 +19,10 @@ from memfit.planning.plan import Option
 from memfit.reporting.colours import COLOURS, colour
 from memfit.reporting.facts import Curve
 from memfit.reporting.lines import at_moment
+from memfit.reporting.pace import steady
 from memfit.reporting.report import Report
 from memfit.reporting.tables import MOST
-from memfit.reporting.words import printable, unit_for, way
+from memfit.reporting.words import in_unit, printable, unit_for, way
 
 Figure = dict[str, Any]
 
@@ -64,7 +65,7 @@ def _memory(report: Report) -> Chart | None:
     layout["xaxis"] |= {"showticklabels": False, "showgrid": False}
     layout["yaxis"] |= {"range": [0, _top(report, lines) / unit]}
     layout["hovermode"] = "x unified"
-    layout["shapes"], layout["annotations"] = _marks(curve, lines, unit)
+    layout["shapes"], layout["annotations"] = _marks(curve, lines, unit, name)
     peak = curve.peak
     label = (
         f"Memory over one optimizer step by category. The most, {format_bytes(peak.total + plan.held)}, is reached "
@@ -104,14 +105,14 @@ def _top(report: Report, lines: Sequence[tuple[str, int, str, str]]) -> float:
     return 1.1 * max(tallest, *(at for _, at, _, _ in lines))
 
 
-def _marks(curve: Curve, lines: Sequence[tuple[str, int, str, str]], unit: int) -> tuple[list[Figure], list[Figure]]:
+def _marks(curve: Curve, lines: Sequence[tuple[str, int, str, str]], unit: int, name: str) -> tuple[list[Figure], list[Figure]]:
     shapes, notes = [], []
     for words, at, dash, tone in lines:
         y = at / unit
         line = {"color": tone, "width": 1.5, "dash": dash}
         shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line})
         # Predicted and measured lie close together: their names stand at opposite ends.
-        notes.append(_named_line(f"{words} {format_bytes(at)}", y, tone, right=words == "measured peak"))
+        notes.append(_named_line(f"{words} {in_unit(at, unit)} {name}", y, tone, right=words == "measured peak"))
     phases, names = _phase_marks(curve)
     return shapes + phases, notes + names
 
@@ -231,7 +232,7 @@ def _pace(report: Report) -> Chart | None:
         data.append(_steps("waiting for the loader", waits, first, COLOURS["gradients"]))
     layout = _layout("seconds", "optimizer step")
     layout |= {"barmode": "stack", "bargap": 0.15, "hovermode": "x unified"}
-    label = f"Seconds of each optimizer step; the median is {format_seconds(median(seconds))}."
+    label = f"Seconds of each optimizer step; the median is {format_seconds(median(steady(report)))}."
     return Chart("pace", "Seconds of each step", label, {"data": data, "layout": layout}, 260)
 
 

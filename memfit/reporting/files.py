@@ -124,6 +124,4 @@ class _Restoring:
 
 def unreadable(source: str, what: str) -> UsageError:
     """The error for a file that is no report."""
-    return UsageError(
-        f"reading the report {source}", found=what, next_move="save one with run.report().save('report.json')"
-    )
+    return UsageError(f"reading the report {source}", found=what, next_move="save one with run.report().save('report.json')")

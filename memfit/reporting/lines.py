@@ -10,12 +10,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from memfit._units import format_bytes, format_count, format_seconds
+from memfit._units import format_count, format_seconds
 from memfit.planning.plan import Option
 from memfit.reporting.advice import next_moves
 from memfit.reporting.facts import Moment
+from memfit.reporting.offers import measured
+from memfit.reporting.pace import steady
 from memfit.reporting.report import Report
-from memfit.reporting.words import blocks_listed, count, listed, percent, speed, unit_for
+from memfit.reporting.words import (
+    alike,
+    alike_seconds,
+    blocks_listed,
+    count,
+    in_unit,
+    listed,
+    percent,
+    speed,
+    three_digits,
+    unit_for,
+)
 
 
 @dataclass(frozen=True)
@@ -52,16 +65,29 @@ def headline(report: Report) -> str:
 
 def verdict(report: Report) -> Entry:
     """Does it fit?"""
-    plan, allowance = report.plan, report.allowance
-    expected, most = plan.predicted.peak + plan.held, plan.predicted.upper + plan.held
-    numbers = f"{format_bytes(expected)} expected, at most {format_bytes(most)}"
-    budget = f"{format_bytes(allowance.limit)} ({allowance.source}), {format_bytes(allowance.margin)} of it kept free"
+    plan, allowance, peak = report.plan, report.allowance, report.pace.peak
+    sizes = (plan.predicted.peak + plan.held, plan.predicted.upper + plan.held, allowance.limit, allowance.margin, peak or 0)
+    expected, most, limit, margin, seen = alike(*sizes)
+    seen = "" if peak is None else f", {seen} measured"
+    free = f", {margin} of it kept free" if allowance.margin else ""
+    numbers = f"{expected} expected, {most} at most{seen}; budget {limit} ({allowance.source}){free}"
     if not report.fits:
-        return Entry("does not fit", (f"{numbers}, of {budget}",), "bad")
-    peak = report.pace.peak
+        return Entry("does not fit", (numbers,), "bad")
     if peak is not None and peak > allowance.limit:
-        return Entry("over budget", (f"{format_bytes(peak)} measured; {numbers}, of {budget}",), "bad")
-    return Entry("fits", (f"{numbers}, of {budget}",), "good")
+        return Entry("over budget", (numbers, *_beyond(report)), "bad")
+    return Entry("fits", (numbers, *_beyond(report)), "open" if exceeds(report) else "good")
+
+
+def exceeds(report: Report) -> bool:
+    """Whether more memory was measured than predicted at most."""
+    peak = report.pace.peak
+    return peak is not None and peak > report.plan.predicted.upper + report.plan.held
+
+
+def _beyond(report: Report) -> Iterator[str]:
+    if exceeds(report):
+        usual = "; usually freed memory that the C library keeps (docs/memory.md)" if report.allowance.kind == "cpu" else ""
+        yield f"more was measured than predicted at most{usual}"
 
 
 # ---- what changed
@@ -72,41 +98,58 @@ def comparison(report: Report) -> tuple[Row, ...]:
     return (_batch(report), _memory(report), _seconds(report), _checkpoint(report), _precision(report))
 
 
+def samples_per_step(report: Report) -> int:
+    """Samples per optimizer step over all processes."""
+    return report.plan.target_batch or report.plan.share * report.ranks * report.iterations
+
+
 def _batch(report: Report) -> Row:
     plan = report.plan
-    total = plan.target_batch or plan.share * report.ranks * report.iterations
+    total = samples_per_step(report)
+    if plan.by_size:
+        return Row("batch", f"{total:,}", f"{total:,} in micro-batches of {_by_size(report)}", "by size of sample")
+    if plan.accumulation == 1 and report.ranks == report.iterations == 1:
+        return Row("batch", f"{total:,}", f"{total:,} whole", "one forward and backward, as the script asked")
     exact = plan.micro_batch * plan.accumulation == plan.share
     factors = {f"micro{'' if exact else ' (at most)'}": plan.micro_batch, "accumulation": plan.accumulation}
     factors["ranks"] = report.ranks
     if report.iterations > 1:
         factors["your iterations"] = report.iterations
     product = f"{total:,} {'=' if exact else 'as'} {' x '.join(map(str, factors.values()))}"
-    remark = " x ".join(factors) + ("; by size of sample" if plan.by_size else "")
-    return Row("batch", f"{total:,}", product, remark)
+    return Row("batch", f"{total:,}", product, " x ".join(factors))
+
+
+def _by_size(report: Report) -> str:
+    found = [min(n, report.plan.share) for _, n, _ in report.plan.by_size]
+    return f"{min(found)} to {max(found)}" if min(found) < max(found) else str(found[0])
 
 
 def _memory(report: Report) -> Row:
+    plan, allowance, peak = report.plan, report.allowance, report.pace.peak
+    sizes = (plan.asked.peak + plan.held, plan.predicted.peak + plan.held, allowance.limit, peak or 0)
+    asked, here, limit, seen = alike(*sizes)
+    remark = "predicted" + ("" if peak is None else f"; measured {seen}")
+    remark += ", more than predicted at most" if exceeds(report) else ""
+    return Row("memory", asked + _whether_asked_fits(report), f"{here} of {limit}", remark)
+
+
+def _whether_asked_fits(report: Report) -> str:
     plan, allowance = report.plan, report.allowance
-    fits = plan.asked.upper + plan.held <= allowance.limit - allowance.margin
-    asked = format_bytes(plan.asked.peak + plan.held) + ("" if fits else ", does not fit")
-    here = f"{format_bytes(plan.predicted.peak + plan.held)} of {format_bytes(allowance.limit)}"
-    peak = report.pace.peak
-    return Row("memory", asked, here, "predicted" + ("" if peak is None else f"; measured {format_bytes(peak)}"))
+    if plan.asked.upper + plan.held <= allowance.limit - allowance.margin:
+        return ""
+    return ", does not fit" if plan.asked.peak + plan.held > allowance.limit else ", may not fit"
 
 
 def _seconds(report: Report) -> Row:
-    plan, allowance = report.plan, report.allowance
-    runs = plan.asked.seconds is not None and plan.asked.upper + plan.held <= allowance.limit - allowance.margin
-    asked = format_seconds(plan.asked.seconds) if runs and plan.asked.seconds is not None else "-"
-    here = "-" if plan.predicted.seconds is None else format_seconds(plan.predicted.seconds)
-    said = ["predicted"] if plan.predicted.seconds is not None else []
-    said += [f"measured {format_seconds(median(report.pace.seconds))}"] if report.pace.seconds else []
-    by_hand = halved_by_hand(report)
-    if by_hand is not None and by_hand.cost.seconds is not None and plan.predicted.seconds is not None:
-        differs = speed(by_hand.cost.seconds, plan.predicted.seconds)
-        at = f"{by_hand.micro_batch} x {by_hand.accumulation}"
-        said += [f"halving by hand would land at {at}, {differs}"] if differs != "as fast" else []
-    return Row("per step", asked, here, "; ".join(said))
+    plan, ran = report.plan, steady(report)
+    known = (plan.asked.seconds, plan.predicted.seconds, median(ran) if ran else None)
+    words = iter(alike_seconds(*(seconds for seconds in known if seconds is not None)))
+    asked, here, seen = (None if seconds is None else next(words) for seconds in known)
+    if asked is not None and _whether_asked_fits(report):
+        asked = f"{asked} if it fitted"
+    said = ["predicted"] if here is not None else []
+    said += [f"measured {seen}"] if seen is not None else []
+    return Row("per step", asked or "-", here or "-", "; ".join(said))
 
 
 def halved_by_hand(report: Report) -> Option | None:
@@ -155,33 +198,35 @@ def answers(report: Report) -> tuple[Entry, ...]:
 
 
 def _same(report: Report) -> Entry:
-    verification = report.verification
-    if verification is None:
+    found = report.verification
+    if found is None:
         return Entry("same training", ("not verified yet: memfit.verify(run)",), "open")
-    return Entry("same training", tuple(str(verification).splitlines()), "good" if verification.passed else "bad")
-
-
-_DIFFERING = ("batchnorm", "batch norm", "dropout")
+    return Entry("same training" if found.passed else "NOT the same", found.lines(), "good" if found.passed else "bad")
 
 
 def not_equal(report: Report) -> Iterator[str]:
     """What could not be kept equal."""
-    said = [e.message for e in report.events if e.kind == "not equal"]
-    notes = [*(e.message for e in report.events if e.kind == "note"), *report.notes]
-    said += [note for note in notes if any(word in note.lower() for word in _DIFFERING)]
-    if report.batch_norms and report.plan.accumulation > 1 and not any("norm" in line.lower() for line in said):
+    plan = report.plan
+    said = [event.message for event in report.events if event.kind == "not equal"]
+    if plan.precision != "off":
+        said += [note for note in plan.notes if plan.precision in note] or [f"computes in {plan.precision}"]
+    if report.draws and plan.accumulation > 1:
+        where = listed(report.draws, 1)
+        said.append(f"dropout masks are drawn per micro-batch: as random as the whole batch's, but others ({where})")
+    if report.batch_norms and plan.accumulation > 1 and not any("norm" in line.lower() for line in said):
         said.append(f"BatchNorm takes its statistics from each micro-batch ({listed(report.batch_norms, 3)})")
     yield from dict.fromkeys(said)
 
 
 def _cost(report: Report) -> Iterator[str]:
-    pace, plan = report.pace, report.plan
-    if pace.seconds:
-        rate = "" if pace.samples_per_second is None else f", {pace.samples_per_second:.3g} samples/s"
-        steps = count(min(pace.steps, len(pace.seconds)), "step")
-        yield f"{format_seconds(median(pace.seconds))} per step, the median of {steps}{rate}"
+    plan, seconds = report.plan, steady(report)
+    if seconds:
+        rate = samples_per_step(report) / max(median(seconds), 1e-12)
+        median_of = f" (median of {count(len(seconds), 'step')})" if len(seconds) > 1 else ""
+        yield f"{format_seconds(median(seconds))} per step{median_of}, {three_digits(rate)} samples/s"
     elif plan.predicted.seconds is not None:
         yield f"{format_seconds(plan.predicted.seconds)} per step, predicted"
+    yield from _against_others(report)
     again = sum(b.recompute or 0.0 for b in report.blocks if b.checkpointed == "memfit")
     if again and plan.predicted.seconds:
         blocks = count(len(plan.checkpoint), "block")
@@ -192,13 +237,34 @@ def _cost(report: Report) -> Iterator[str]:
         yield f"two passes, because the loss needs the whole output: every forward runs again{kept}"
 
 
+def _against_others(report: Report) -> Iterator[str]:
+    plan, by_hand = report.plan, halved_by_hand(report)
+    now = plan.predicted.seconds
+    alike_timed = by_hand is not None and measured(by_hand) == any(map(measured, plan.options))
+    if by_hand is not None and alike_timed and by_hand.cost.seconds is not None and now is not None:
+        differs = speed(by_hand.cost.seconds, now)
+        at = f"{by_hand.micro_batch} x {by_hand.accumulation}"
+        yield f"halving the batch by hand until it fits would land at {at}: {differs}"
+
+
 def _holds(report: Report) -> Iterator[str]:
     if report.curve is None:
         return
-    peak = report.curve.peak
-    unit, name = unit_for([peak.total])
-    parts = "   ".join(f"{kind} {size / unit:.1f}" for kind, size in peak.holds if size >= 0.05 * unit)
-    yield f"{parts}   ({name}, {at_moment(peak)})"
+    holds = peak_holds(report)
+    unit, name = unit_for([sum(size for _, size in holds)])
+    parts = "   ".join(f"{kind} {in_unit(size, unit)}" for kind, size in holds if size >= 0.05 * unit)
+    yield f"{parts}   ({name}, {at_moment(report.curve.peak)})"
+
+
+def peak_holds(report: Report) -> tuple[tuple[str, int], ...]:
+    """(category, bytes) at the fullest moment; together they are the peak that is expected."""
+    if report.curve is None:
+        return ()
+    plan, peak = report.plan, report.curve.peak
+    found = {"held": plan.held, **dict(peak.holds)}
+    # What the device holds for those tensors beyond their own bytes.
+    found["other"] = found.get("other", 0) + max(0, plan.predicted.peak - peak.total)
+    return tuple((kind, size) for kind, size in found.items() if size)
 
 
 def at_moment(moment: Moment) -> str:

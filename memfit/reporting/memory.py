@@ -25,9 +25,7 @@ def curve_of(timeline: Timeline, samples: int, *, accumulates: bool, points: int
     peaks = [begin + int(totals[begin:end].argmax()) for _, begin, end in phases]
     chosen = _thinned(totals, points, peaks)
     layers = _layers(timeline, samples, happens)
-    moments = tuple(
-        _moment(timeline, happens, name, begin, peak, layers) for (name, begin, _), peak in zip(phases, peaks)
-    )
+    moments = tuple(_moment(timeline, happens, name, begin, peak, layers) for (name, begin, _), peak in zip(phases, peaks))
     drawn = tuple((name, tuple(map(int, np.rint(sizes[chosen])))) for name, sizes in layers.items() if sizes.any())
     windows = len(timeline.window) if accumulates else 1
     return Curve(samples, windows, tuple(map(int, chosen)), drawn, moments)

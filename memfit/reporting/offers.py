@@ -26,35 +26,42 @@ def offers_for(plan: Plan, profile: Profile | None, room: int) -> tuple[Offer, .
     """One step of each lever, and what more memory would allow. `room`: bytes above the plan's upper bound."""
     if plan.by_size:
         return ()
-    found = list(_of_options(plan, room))
-    if profile is not None and profile.timeline is not None:
-        found += _of_profile(_Against(plan, profile, room))
+    against = None if profile is None or profile.timeline is None else _Against(plan, profile, room)
+    found = list(_of_options(plan, room, 1.0 if against is None else against.pace))
+    if against is not None and not against.profile.checkpoint:
+        # A profile taken with blocks checkpointed does not know what they are without.
+        found += (*_of_profile(against), *_more_memory(against))
+    else:
+        found += _larger_budget(plan, room)
     return tuple(found)
 
 
 # ---- from the plan's own options
 
 
-def _of_options(plan: Plan, room: int) -> Iterator[Offer]:
+def _of_options(plan: Plan, room: int, pace: float) -> Iterator[Offer]:
     same = [o for o in plan.options if o.precision == plan.precision and o.fits]
     smaller = [o for o in same if o.micro_batch < plan.micro_batch]
     larger = [o for o in same if o.micro_batch > plan.micro_batch]
     if smaller:
-        yield _offer("micro-batch", max(smaller, key=lambda o: o.micro_batch), plan, room)
+        yield _offer("micro-batch", max(smaller, key=lambda o: o.micro_batch), plan, room, pace)
     if larger:
-        yield _offer("micro-batch", min(larger, key=lambda o: o.micro_batch), plan, room)
+        yield _offer("micro-batch", min(larger, key=lambda o: o.micro_batch), plan, room, pace)
     others = [o for o in plan.options if o.precision != plan.precision and o.fits and o.cost.seconds is not None]
     if others:
-        yield _offer("precision", min(others, key=lambda o: o.cost.seconds or 0.0), plan, room)
+        yield _offer("precision", min(others, key=lambda o: o.cost.seconds or 0.0), plan, room, pace)
+
+
+def _larger_budget(plan: Plan, room: int) -> Iterator[Offer]:
     faster = [o for o in plan.options if not o.fits and _saves(plan, o.cost.seconds)]
     if faster:
-        yield _offer("budget", min(faster, key=lambda o: o.cost.upper), plan, room)
+        yield _offer("budget", min(faster, key=lambda o: o.cost.upper), plan, room, 1.0)
 
 
-def _offer(lever: str, option: Option, plan: Plan, room: int) -> Offer:
+def _offer(lever: str, option: Option, plan: Plan, room: int, pace: float) -> Offer:
     more = option.cost.upper - plan.predicted.upper
     known = option.cost.seconds is not None and plan.predicted.seconds is not None
-    seconds = (option.cost.seconds or 0.0) - (plan.predicted.seconds or 0.0) if known else None
+    then = (option.cost.seconds or 0.0) * (1.0 if measured(option) else pace)
     return Offer(
         lever,
         option.micro_batch,
@@ -63,9 +70,14 @@ def _offer(lever: str, option: Option, plan: Plan, room: int) -> Offer:
         option.precision,
         "",
         more,
-        seconds,
+        then - (plan.predicted.seconds or 0.0) if known else None,
         0 if option.fits else max(0, more - room),
     )
+
+
+def measured(option: Option) -> bool:
+    """Whether an option's seconds were measured while training; those of the others were timed while planning."""
+    return "measured while training" in option.reason
 
 
 def _saves(plan: Plan, seconds: float | None) -> bool:
@@ -89,12 +101,19 @@ class _Against:
         plan = self.plan
         pieces = sizes(plan.share, size)
         more = self._upper(size, blocks) - self._upper(plan.micro_batch, plan.checkpoint)
-        now, then = self.seconds(plan.micro_batch, plan.checkpoint), self.seconds(size, blocks)
-        seconds = None if now is None or then is None else then - now
+        now, then = plan.predicted.seconds, self.seconds(size, blocks)
+        seconds = None if now is None or then is None else then * self.pace - now
         missing = max(0, more - self.room)
         return Offer(lever, size, len(pieces), len(blocks), plan.precision, block, more, seconds, missing)
 
+    @property
+    def pace(self) -> float:
+        """Seconds of the plan by those of the profile: other than 1 where it was measured anew while training."""
+        now, timed = self.plan.predicted.seconds, self.seconds(self.plan.micro_batch, self.plan.checkpoint)
+        return now / timed if now and timed else 1.0
+
     def seconds(self, size: int, blocks: tuple[str, ...]) -> float | None:
+        """Seconds of the step as timed while planning."""
         return step_seconds(self.profile, sizes(self.plan.share, size), blocks, self.plan.mode)
 
     def _upper(self, size: int, blocks: tuple[str, ...]) -> int:
@@ -104,8 +123,6 @@ class _Against:
 
 def _of_profile(against: _Against) -> Iterator[Offer]:
     plan, profile = against.plan, against.profile
-    if profile.checkpoint:  # it was taken with the blocks checkpointed: what they were without is not in it
-        return
     per_block = dict(timing_at(profile.timings, plan.micro_batch).blocks) if profile.timings else {}
     could = _by_gain(profile, plan.micro_batch, per_block)
     free = [name for name in could if name not in plan.checkpoint]
@@ -115,7 +132,6 @@ def _of_profile(against: _Against) -> Iterator[Offer]:
         last = max(plan.checkpoint, key=lambda name: per_block.get(name, 0.0))
         rest = tuple(name for name in plan.checkpoint if name != last)
         yield against.offer("checkpoint", plan.micro_batch, rest, last)
-    yield from _more_memory(against)
 
 
 def _more_memory(against: _Against) -> Iterator[Offer]:
@@ -136,7 +152,7 @@ def _more_memory(against: _Against) -> Iterator[Offer]:
         least = min(lacking, key=lambda o: o.missing)
         best = min(lacking, key=lambda o: o.seconds or 0.0)
         yield least
-        if (best.seconds or 0.0) < (least.seconds or 0.0) - WORTH * (now or 0.0):
+        if (best.seconds or 0.0) < (least.seconds or 0.0) - WORTH * (plan.predicted.seconds or 0.0):
             yield best
 
 

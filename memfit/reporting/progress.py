@@ -99,5 +99,6 @@ def _rich(stream: TextIO) -> RichProgress:
         TimeElapsedColumn(),
         TextColumn("{task.fields[said]}", markup=False, style="dim"),
         console=Console(file=stream),
+        redirect_stdout=sys.stdout.isatty(),  # what goes into a file or a pipe stays there
         transient=True,
     )

@@ -56,6 +56,8 @@ class Report:
     """Blocks that the script checkpoints itself."""
     batch_norms: tuple[str, ...]
     """Modules that keep statistics of their batches."""
+    draws: tuple[str, ...]
+    """Modules that draw random numbers while training: dropout."""
     blocks: tuple[BlockCost, ...]
     """What each block takes in a micro-batch; empty if not known."""
     curve: Curve | None
@@ -161,13 +163,14 @@ def make_report(
     asked: Mapping[str, str],
     verification: Verification | None,
     script_precision: str,
+    draws: Sequence[str] = (),
 ) -> Report:
     """The report of a run.
 
     `profile` is the one the plan rests on, None if the plan came from a file. `events` have `.step`, `.kind` and
     `.message`; `stats` are those of `Run.stats()`, and may name "ranks". `seconds` and `waits` are those of the last
     optimizer steps and batches. `asked` is what the user asked of each lever; "script_accumulation" among it counts the
-    script's own iterations per optimizer step.
+    script's own iterations per optimizer step. `draws` are the names of modules that draw random numbers.
     """
     allowance = _allowance(budget)
     timeline = _timeline(plan, profile)
@@ -182,6 +185,7 @@ def make_report(
         parameters=None if profile is None else profile.model.parameters,
         block_count=None if profile is None else len({*profile.blocks, *profile.script_blocks, *plan.checkpoint}),
         script_blocks=() if profile is None else profile.script_blocks,
+        draws=tuple(map(str, draws)),
         batch_norms=() if profile is None else _batch_norms(profile),
         blocks=() if profile is None or timeline is None else _blocks(plan, profile, timeline),
         curve=None if timeline is None else curve_of(timeline, plan.micro_batch, accumulates=plan.accumulation > 1),

@@ -8,11 +8,12 @@ from statistics import median
 
 from memfit._units import format_bytes, format_seconds
 from memfit.planning.plan import Option, Plan
-from memfit.reporting.advice import loader_share, typical_wait
 from memfit.reporting.colours import COLOURS
 from memfit.reporting.facts import BlockCost, Moment
+from memfit.reporting.offers import measured
+from memfit.reporting.pace import loader_share, steady, typical_wait
 from memfit.reporting.report import Report
-from memfit.reporting.words import instead, more_bytes, more_seconds, percent, unit_for, way
+from memfit.reporting.words import alike_seconds, instead, more_bytes, more_seconds, percent, reason, unit_for, way
 
 MOST = 300
 """Rows of a table at most; what is beyond is counted."""
@@ -100,6 +101,8 @@ def options(report: Report) -> Table:
     """The plans that were considered, with why they were not taken."""
     shown = report.plan.options[:MOST]
     note = "Memory is on the budget's scale: what is held beside the training is part of it."
+    if any(measured(option) for option in shown):
+        note += " Seconds marked * were measured while training, the others timed while planning."
     table = Table(
         "Plans considered",
         ("micro x accumulation", "precision", "blocks checkpointed", "expected", "at most", "per step", "why not"),
@@ -113,22 +116,24 @@ def options(report: Report) -> Table:
 
 def _option_row(option: Option, plan: Plan) -> tuple[str, ...]:
     seconds = "-" if option.cost.seconds is None else format_seconds(option.cost.seconds)
+    anew = measured(option) or (not option.reason and any(map(measured, plan.options)))
     return (
         f"{option.micro_batch} x {option.accumulation}",
         "as the script" if option.precision == "off" else option.precision,
         str(option.checkpoint),
         format_bytes(option.cost.peak + plan.held),
         format_bytes(option.cost.upper + plan.held),
-        seconds,
-        option.reason or "this is the plan",
+        f"{seconds} *" if anew else seconds,
+        reason(option, plan) or "this is the plan",
     )
 
 
 def sizes(report: Report) -> Table:
     """Micro-batches by size of sample, where samples differ."""
-    rows = tuple((f"{entry[0]:,}", f"{entry[1]:,}") for entry in report.plan.by_size)
-    columns = ("elements of the largest sample, up to", "samples per micro-batch")
-    return Table("Micro-batches by size of sample", columns, rows, frozenset({0, 1}))
+    rows = tuple(tuple(f"{number:,}" for number in entry) for entry in report.plan.by_size)
+    columns = ("elements of the largest sample, up to", "samples per micro-batch", "that would fit")
+    note = "Samples are ordered by size within the batch; a micro-batch is as long as its largest sample."
+    return Table("Micro-batches by size of sample", columns, rows, frozenset({0, 1, 2}), note=note)
 
 
 def levers(report: Report) -> Table:
@@ -145,13 +150,11 @@ def levers(report: Report) -> Table:
 
 def waiting(report: Report) -> Table:
     """What the run waits for."""
-    pace, share = report.pace, loader_share(report.pace)
+    share = loader_share(report)
     if share is None:
         return Table("What the run waits for", (), ())
-    rows = (
-        ("computing", format_seconds(median(pace.seconds)), percent(1 - share)),
-        ("the loader", format_seconds(typical_wait(pace)), percent(share)),
-    )
+    computing, loader = alike_seconds(median(steady(report)), typical_wait(report.pace))
+    rows = (("computing", computing, percent(1 - share)), ("the loader", loader, percent(share)))
     return Table("What the run waits for", ("for", "per step", "share"), rows, frozenset({1, 2}), note="Medians.")
 
 

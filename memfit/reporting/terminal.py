@@ -1,4 +1,4 @@
-"""The report on a terminal: the first screen, and the plans that were not taken.
+"""The report on a terminal: the first screen, and some plans that were not taken.
 
 ASCII but for the reader's own names. Not covered: charts and the other tables; `Report.save` has them.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import io
 import shutil
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from memfit._units import format_bytes, format_seconds
+from memfit.planning.plan import Plan
 from memfit.reporting.colours import colour
 from memfit.reporting.lines import Entry, answers, comparison, headline, verdict
 from memfit.reporting.report import Report
-from memfit.reporting.words import printable, way
+from memfit.reporting.words import nearest, printable, reason, way
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -20,6 +23,12 @@ if TYPE_CHECKING:
 
 WIDTH = 120
 """Columns where there is no terminal to ask."""
+NARROW = 40
+"""Columns that are always used."""
+ROOMY = 90
+"""Columns from which the plans that were not taken are listed with their numbers."""
+LABEL = 13
+"""Columns of the labels on the left, the same in all parts."""
 REJECTED = 6
 """Plans shown of those that were not taken."""
 _TONES = {"good": "green", "bad": "bold red", "open": "yellow"}
@@ -32,13 +41,18 @@ def show(report: Report) -> None:
     _print(report, Console(soft_wrap=False))
 
 
-def plain(report: Report) -> str:
-    """The same as text without colours, as wide as the terminal."""
+def plain(report: Report, width: int | None = None) -> str:
+    """The same as text without colours, as wide as the terminal or as said."""
+    return without_colour(lambda console: _print(report, console), width)
+
+
+def without_colour(draw: Callable[[Console], None], width: int | None) -> str:
+    """What is drawn on a console of that width (None: as wide as the terminal), as text."""
     from rich.console import Console
 
-    width = max(40, shutil.get_terminal_size((WIDTH, 24)).columns)
+    wide = width or max(NARROW, shutil.get_terminal_size((WIDTH, 24)).columns)
     to = io.StringIO()
-    _print(report, Console(file=to, width=width, color_system=None, force_terminal=False, force_jupyter=False))
+    draw(Console(file=to, width=wide, color_system=None, force_terminal=False, force_jupyter=False))
     return "\n".join(line.rstrip() for line in to.getvalue().splitlines())
 
 
@@ -54,16 +68,16 @@ def _print(report: Report, console: Console) -> None:
     console.print(_answers(answers(report)))
     if report.plan.rejected:
         console.print()
-        console.print(_rejected(report))
+        console.print(not_taken(report.plan, console.width))
 
 
 def _comparison(report: Report) -> RenderableType:
     from rich.text import Text
 
-    table = _grid()
-    table.add_column(style="dim", no_wrap=True, min_width=12)
-    table.add_column(header="as the script asked", max_width=26)
-    table.add_column(header="with memfit", max_width=26)
+    table = grid()
+    table.add_column(style="dim", no_wrap=True, min_width=LABEL)
+    table.add_column(header="as the script asked", max_width=26, overflow="fold")
+    table.add_column(header="with memfit", max_width=26, overflow="fold")
     table.add_column(style="dim", overflow="fold")
     table.show_header = True
     for row in comparison(report):
@@ -74,8 +88,8 @@ def _comparison(report: Report) -> RenderableType:
 def _answers(entries: tuple[Entry, ...]) -> RenderableType:
     from rich.text import Text
 
-    table = _grid()
-    table.add_column(no_wrap=True, min_width=12)
+    table = grid()
+    table.add_column(no_wrap=True, min_width=LABEL)
     table.add_column(overflow="fold")
     for entry in entries:
         label = Text(entry.label, style=_TONES.get(entry.tone, "dim"))
@@ -96,22 +110,28 @@ def _in_colour(text: object) -> None:
             text.highlight_words([word], style=colour(word))
 
 
-def _rejected(report: Report) -> RenderableType:
+def not_taken(plan: Plan, width: int) -> RenderableType:
+    """Some of the plans that were not taken, those nearest in size first of all; numbers only where there is room."""
     from rich.text import Text
 
-    table = _grid()
-    table.add_column(style="dim", no_wrap=True, min_width=12)
-    table.add_column()
+    table, wide = grid(), width >= ROOMY
+    table.add_column(style="dim", no_wrap=True, min_width=LABEL)
+    table.add_column(overflow="fold")
+    for _ in range(2 * wide):
+        table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim", overflow="fold")
-    rejected = report.plan.rejected
-    for index, option in enumerate(rejected[:REJECTED]):
-        table.add_row("not taken" if not index else "", way(option), Text(printable(option.reason)))
-    if len(rejected) > REJECTED:
-        table.add_row("", f"and {len(rejected) - REJECTED} more", Text('save("report.html") shows them all'))
+    for index, option in enumerate(nearest(plan.rejected, plan.micro_batch, REJECTED)):
+        numbers = (format_bytes(option.cost.upper + plan.held), format_seconds(option.cost.seconds or 0.0))
+        numbers = numbers if option.cost.seconds is not None else (numbers[0], "-")
+        cells = (way(option), *numbers[: 2 * wide], Text(printable(reason(option, plan))))
+        table.add_row("" if index else "not taken", *cells)
+    if len(plan.rejected) > REJECTED:
+        table.add_row("", f"and {len(plan.rejected) - REJECTED} more")
     return table
 
 
-def _grid() -> Table:
+def grid() -> Table:
+    """A table without lines."""
     from rich.table import Table
 
     return Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from memfit.reporting.words import relative
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -41,15 +43,20 @@ class Verification:
         return self.relative_error <= self.tolerance
 
     def __str__(self) -> str:
-        word = "same gradient" if self.passed else "NOT the same gradient"
-        numbers = f"{self.relative_error:.1e} relative to the whole batch (floor of plain PyTorch {self.floor:.1e})"
-        lines = [f"{word}  {numbers}, on {self.samples} samples as {cut_as(self.pieces)}"]
+        return "\n".join(self.lines())
+
+    def lines(self) -> tuple[str, ...]:
+        """What was found, in words; the first line is the answer."""
+        says = "gradient equals the whole batch's to" if self.passed else "gradient DIFFERS from the whole batch's by"
+        floor = f"floor of plain PyTorch {relative(self.floor)}"
+        on = f"on {self.samples} samples as {cut_as(self.pieces)}"
+        lines = [f"{says} {relative(self.relative_error)} ({floor}), {on}"]
         if not self.passed:
-            worst = f"{self.worst_parameter} {self.worst_error:.1e}"
-            lines.append(f"allowed {self.tolerance:.1e}; worst {worst}; the loss differs by {self.loss_error:.1e}")
+            worst = f"{self.worst_parameter} {relative(self.worst_error)}"
+            lines.append(f"allowed {relative(self.tolerance)}; worst {worst}; the loss differs by {relative(self.loss_error)}")
         if self.unsliced:
             lines.append(f"drawn anew in each micro-batch, not compared: {', '.join(self.unsliced)}")
-        return "\n".join([*lines, *self.notes])
+        return (*lines, *self.notes)
 
 
 def cut_as(pieces: Sequence[int]) -> str:

@@ -5,6 +5,8 @@ Not covered: what a format needs beyond that (escaping is done where the format 
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Sequence
 
 from memfit._units import GiB, KiB, MiB, TiB, format_bytes, format_seconds
@@ -24,6 +26,46 @@ def unit_for(sizes: Iterable[int]) -> tuple[int, str]:
         if largest >= 10 * unit:
             return unit, name
     return (MiB, "MiB") if largest >= MiB else (1, "B")
+
+
+def alike(*sizes: int) -> tuple[str, ...]:
+    """Sizes that are to be compared, in one unit: "315 MiB", "1,024 MiB"."""
+    unit, name = unit_for(sizes)
+    return tuple(f"{in_unit(size, unit)} {name}" for size in sizes)
+
+
+def in_unit(size: int, unit: int) -> str:
+    """A size in a unit, without its name; bytes and nothing are whole."""
+    return f"{size:,}" if unit == 1 or not size else three_digits(size / unit)
+
+
+def alike_seconds(*durations: float) -> tuple[str, ...]:
+    """Durations that are to be compared, in one unit: "0.94 s", "4.10 s"."""
+    longest = max(durations, default=0.0)
+    if longest >= 120:
+        return tuple(map(format_seconds, durations))
+    unit, name = (1.0, "s") if longest >= 1 else (1e-3, "ms") if longest >= 1e-3 else (1e-6, "us")
+    return tuple(f"{three_digits(seconds / unit)} {name}" for seconds in durations)
+
+
+def three_digits(value: float) -> str:
+    """A number with about three significant digits: "2,918", "34.1", "0.38"."""
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+
+
+def relative(error: float) -> str:
+    """A relative difference: "3e-8", "1.5e-7", "0"."""
+    if not math.isfinite(error) or error == 0:
+        return f"{error:g}"
+    digits, _, power = f"{error:.1e}".partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}"
+
+
+def less_or_more(count: int) -> str:
+    """A difference of sizes in words: "41.0 MiB less"."""
+    return "as much memory" if not count else f"{format_bytes(abs(count))} {'more' if count > 0 else 'less'}"
 
 
 def more_bytes(count: int) -> str:
@@ -51,6 +93,12 @@ def speed(seconds: float, than: float) -> str:
     return f"{percent(1 - seconds / than)} faster" if seconds < than else f"{percent(seconds / than - 1)} slower"
 
 
+def nearest(options: Sequence[Option], micro_batch: int, most: int) -> tuple[Option, ...]:
+    """At most so many of the options, those with a micro-batch closest to this one, in their order."""
+    closest = sorted(options, key=lambda option: abs(math.log(option.micro_batch / micro_batch)))[:most]
+    return tuple(option for option in options if option in closest)[:most]
+
+
 def way(option: Option | Offer) -> str:
     """A way of running the step: "36 x 15, 4 blocks checkpointed, bfloat16"."""
     levers = [f"{option.micro_batch} x {option.accumulation}"]
@@ -62,6 +110,14 @@ def way(option: Option | Offer) -> str:
 def instead(offer: Offer, plan: Plan) -> str:
     """A way of running the step, against a plan."""
     return f"{way(offer)}{', no block checkpointed' if plan.checkpoint and not offer.checkpoint else ''}"
+
+
+def reason(option: Option, plan: Plan) -> str:
+    """Why an option was not taken, on the scale of the budget; "" for the plan itself."""
+    if option.fits:
+        return re.sub(r"(?<=\d)%", " %", option.reason)
+    need, room = alike(option.cost.upper + plan.held, plan.limit - plan.margin)
+    return f"needs up to {need}, {room} allowed"
 
 
 def count(number: int, what: str) -> str:

@@ -147,6 +147,7 @@ class Run:
 
     def report(self) -> Report:
         """What was asked, what was done and what it cost; `.save("report.html" | ".json" | ".md")`, or print it."""
+        from memfit.reporting.drawing import drawing_modules
         from memfit.reporting.report import make_report
 
         core = self._core
@@ -165,6 +166,7 @@ class Run:
             asked=core.settings.asked(),
             verification=core.verification,
             script_precision=script_precision(self.model.parameters(), core.device),
+            draws=drawing_modules(self.model),
         )
 
     # ---- set up by wrap
@@ -232,7 +234,8 @@ class Run:
             self._guard.stepped()
         if self._script is not None:
             self._compare_with_target(self._script)
-            self._clock.end(self._script.samples_seen)
+            if self._stepper is None:  # in step mode `step` ends it
+                self._clock.end(self._script.samples_seen)
             self._script.samples_seen = 0
 
     def _compare_with_target(self, script: Script) -> None:

@@ -1,0 +1,36 @@
+"""How long steps take and what they wait for, from what was measured.
+
+Not covered: what a step does with its time; the profile times that.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from memfit.reporting.facts import Pace
+from memfit.reporting.report import Report
+
+CHANGES = ("plan", "replan", "out of memory")
+"""Kinds of events after which another plan may be in force."""
+
+
+def steady(report: Report) -> tuple[float, ...]:
+    """Seconds of the steps since the plan last changed; of all that are known where there is none since."""
+    pace = report.pace
+    changed = max((event.step for event in report.events if event.kind in CHANGES and event.step), default=-1)
+    since = pace.steps - changed - 1  # the plan changed during or before step number `changed`, counted from 0
+    return pace.seconds[-since:] if 0 < since < len(pace.seconds) else pace.seconds
+
+
+def loader_share(report: Report) -> float | None:
+    """The share of time from batch to batch that is spent on waiting for the loader; None if it was not measured."""
+    seconds = steady(report)
+    if not seconds or not report.pace.waits:
+        return None
+    wait, step = typical_wait(report.pace), median(seconds)
+    return wait / (wait + step) if wait + step > 0 else 0.0
+
+
+def typical_wait(pace: Pace) -> float:
+    """Seconds that a batch is waited for; the first, for which workers start, only counts if it is the only one."""
+    return median(pace.waits[1:] or pace.waits)
