@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from memfit._arguments import blocks_from, check_count, check_optimizer, micro_batch_from
 from memfit._errors import UsageError
 from memfit._wrap import wrap
+from memfit.engine.intercept import is_compiled
 from memfit.hardware.budget import Budget, probe
 from memfit.levers.checkpoint import candidate_blocks
 from memfit.levers.precision import parse_precision
@@ -20,7 +21,7 @@ from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
 from memfit.profiling.profile import Profile
 from memfit.reporting.verification import Verification
-from memfit.training.core import Core, is_compiled
+from memfit.training.core import Core
 from memfit.training.kinds import Kinds
 from memfit.training.run import Run
 from memfit.training.settings import Settings

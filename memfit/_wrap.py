@@ -14,12 +14,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from memfit._arguments import check_loader, check_model, check_optimizer, check_plan, check_world, settings_from
-from memfit._asked import ASKED, PlanReady
-from memfit.engine.intercept import interception_of
+from memfit._asked import ASKED, Asked, PlanReady
+from memfit._errors import UsageError
+from memfit.engine.intercept import interception_of, is_compiled
 from memfit.hardware.budget import probe
 from memfit.planning.plan import Plan
 from memfit.profiling.build import model_facts
-from memfit.training.core import Core, is_compiled
+from memfit.training.core import Core
 from memfit.training.guard import AccumulationGuard
 from memfit.training.iterate import PassedThrough
 from memfit.training.loader import EffectiveLoader
@@ -86,16 +87,16 @@ def wrap(
     Raises UsageError (a ValueError) for arguments that cannot be meant, DoesNotFit (a ValueError) if no plan fits, Refused
     (a RuntimeError) for training that cannot be cut and stay the same, PlanFileError (a ValueError). Nothing is changed then.
     """
+    asked = ASKED.get()
     if not enabled or os.environ.get("MEMFIT", "").lower() == "off":
+        _check_not_asked(asked)
         run = Run(model, optimizer, loader, core=None)
         run.plainly(loss_fn, before_step)
         return run
-    asked = ASKED.get()
     if asked is not None:
         target_batch, budget = asked.target_batch or target_batch, asked.budget or budget
     check_world()
     device = check_model(model)
-    _undo_earlier(model)
     check_optimizer(optimizer, model)
     loader = loader.source if isinstance(loader, (EffectiveLoader, PassedThrough)) else loader
     check_loader(loader, target_batch, loss_fn)
@@ -118,11 +119,14 @@ def wrap(
         accumulate_in=accumulate_in,
     )
     given = check_plan(plan, model_facts(model, optimizer).fingerprint, model)
-    core = Core(model, optimizer, device, probe(budget=budget, device=device), settings, compiled=is_compiled(model))
+    allowed = probe(budget=budget, device=device)
+    _undo_earlier(model, optimizer)
+    core = Core(model, optimizer, device, allowed, settings, compiled=is_compiled(model))
     run = Run(model, optimizer, None, core=core)
     core.owner = run
-    if asked is not None and asked.stop:
-        core.on_plan = partial(_stop, run)
+    if asked is not None:
+        asked.on_wrap(run)
+        core.on_plan = partial(_stop, run) if asked.stop else core.on_plan
     run.loader = _effective(loader, settings.share, loss_fn, run)
     guard = AccumulationGuard(target_batch, script_accumulation) if target_batch is not None and loader is not None else None
     script = Script(core, lambda: run.batch_samples, lambda: run.batches, guard if loss_fn is None else None)
@@ -132,7 +136,7 @@ def wrap(
         if loss_fn is not None:
             stepper = Stepper(core, loss_fn, run.whole_loss(loss_fn, script))
             _prepare(stepper, core, loader, sample, settings.share)
-            run.take_steps(stepper, before_step)
+            run.take_steps(stepper, loss_fn, before_step)
         else:
             run.intercept(script)
     except PlanReady:
@@ -149,12 +153,24 @@ def _stop(run: Run) -> None:
     raise PlanReady(run)
 
 
-def _undo_earlier(model: nn.Module) -> None:
-    """Wrapping again plans again: what an earlier wrap left on the model goes first."""
-    for module in model.modules():
-        interception = interception_of(module)
-        if interception is not None and isinstance(interception.owner, Run):
-            interception.owner.undo()
+def _check_not_asked(asked: Asked | None) -> None:
+    """Switched off, a script would train to its end where only its plan was asked for."""
+    if asked is not None and asked.stop:
+        raise UsageError(
+            "the plan of this script",
+            found="memfit is switched off in it (enabled=False, or MEMFIT=off in the environment)",
+            next_move="switch it on to see its plan",
+        )
+
+
+def _undo_earlier(model: nn.Module, optimizer: Optimizer) -> None:
+    """Wrapping again plans again: what an earlier wrap left on the model and the optimizer goes first."""
+    found = [interception.owner for module in model.modules() if (interception := interception_of(module)) is not None]
+    hooks = getattr(optimizer, "_optimizer_step_post_hooks", None) or {}
+    found += [getattr(hook, "__self__", None) for hook in hooks.values()]
+    for owner in found:
+        if isinstance(owner, Run):
+            owner.undo()
 
 
 def _effective(loader: Any, share: int | None, loss_fn: LossFn | None, run: Run) -> Any:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from memfit._errors import Refused
-from memfit.batches.tree import Path, children, is_column, leaves, path_name, rebuild
+from memfit.batches.tree import Path, children, flat, is_column, leaves, map_leaves, path_name, rebuild
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,12 @@ def cut(tree: Any, layout: Layout, start: int, stop: int) -> Any:
 
     Raises Refused if it has other parts than the batch the layout was found on.
     """
-    found = [leaf for _, leaf in leaves(tree)]
-    if len(found) != len(layout.axes):
-        raise uncuttable(f"it has {len(found)} parts, and earlier ones like it had {len(layout.axes)}")
-    return rebuild(tree, (_narrow(leaf, axis, start, stop) for leaf, axis in zip(found, layout.axes)))
+    axes = iter(layout.axes)
+    try:
+        made = map_leaves(lambda leaf: _narrow(leaf, next(axes), start, stop), tree)
+        return made if next(axes, made) is made else _refuse_other_parts(tree, layout)
+    except StopIteration:
+        return _refuse_other_parts(tree, layout)
 
 
 def cut_samples(tree: Any, layout: Layout, indices: Sequence[int]) -> Any:
@@ -141,6 +143,10 @@ def uncuttable(reason: str) -> Refused:
         found=reason,
         next_move="pass split=, a function (batch, sizes) -> list of batches with that many samples each",
     )
+
+
+def _refuse_other_parts(tree: Any, layout: Layout) -> NoReturn:
+    raise uncuttable(f"it has {len(flat(tree))} parts, and earlier ones like it had {len(layout.axes)}")
 
 
 def _narrow(leaf: Any, axis: Axis | None, start: int, stop: int) -> Any:

@@ -20,6 +20,8 @@ Path = tuple[str | int, ...]
 
 def children(node: Any) -> list[tuple[str | int, Any]] | None:
     """The named parts of a container, or None for a leaf."""
+    if type(node) is dict:
+        return list(node.items())
     if isinstance(node, torch.Tensor) or is_column(node):
         return None
     if isinstance(node, (tuple, list)):
@@ -35,7 +37,9 @@ def children(node: Any) -> list[tuple[str | int, Any]] | None:
 
 def is_column(node: Any) -> bool:
     """Whether `node` is a list of texts, one per sample, as collating strings gives it: one leaf, cut by slicing."""
-    return type(node) in (list, tuple) and bool(node) and all(isinstance(item, (str, bytes)) for item in node)
+    if type(node) not in (list, tuple) or not node or not isinstance(node[0], (str, bytes)):
+        return False
+    return all(isinstance(item, (str, bytes)) for item in node)
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -48,6 +52,12 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield from leaves(part, (*path, name))
 
 
+def flat(tree: Any) -> list[Any]:
+    """The leaves alone."""
+    parts = children(tree)
+    return [tree] if parts is None else [leaf for _, part in parts for leaf in flat(part)]
+
+
 def rebuild(tree: Any, values: Iterator[Any]) -> Any:
     """A copy of `tree`'s containers whose leaves are taken from `values`, in the order `leaves` gives them."""
     parts = children(tree)
@@ -58,9 +68,10 @@ def rebuild(tree: Any, values: Iterator[Any]) -> Any:
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with `function` applied to every leaf; containers keep their types."""
-    if isinstance(tree, torch.Tensor):
+    parts = children(tree)
+    if parts is None:
         return function(tree)
-    return rebuild(tree, iter([function(leaf) for _, leaf in leaves(tree)]))
+    return _with_parts(tree, [map_leaves(function, part) for _, part in parts], [name for name, _ in parts])
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

@@ -43,7 +43,7 @@ class KnownLoss:
 
 def known_loss(function: Any) -> KnownLoss | None:
     """The entry for a function of torch.nn.functional, or None."""
-    return _KNOWN.get(function)
+    return KNOWN_LOSSES.get(function)
 
 
 def entries_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, int, Count]:
@@ -53,13 +53,13 @@ def entries_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, int, Count]
     waits for the device; parts are weighted by their entries and the total is divided by the true counts at the end.
     """
     entries = max(1, _entries(bound))
-    count = _KNOWN[function].denominator(bound)
+    count = KNOWN_LOSSES[function].denominator(bound)
     return function(**{**bound, "reduction": "sum"}) / entries, entries, count
 
 
 def valid_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, Count]:
     """(the true mean over one part, what it divides by); a part without valid entries gives zero, not NaN."""
-    count = _KNOWN[function].denominator(bound)
+    count = KNOWN_LOSSES[function].denominator(bound)
     total = function(**{**bound, "reduction": "sum"})
     if isinstance(count, int):
         return total / max(count, 1), count
@@ -98,7 +98,7 @@ _OLD = {"size_average": None, "reduce": None, "reduction": "mean"}
 _CLASSES = {"weight": None, "ignore_index": -100, **_OLD}
 _OLD_NAMES = ("size_average", "reduce", "reduction")
 
-_KNOWN: dict[Any, KnownLoss] = {
+KNOWN_LOSSES: dict[Any, KnownLoss] = {
     F.cross_entropy: KnownLoss(
         ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"),
         {**_CLASSES, "label_smoothing": 0.0},

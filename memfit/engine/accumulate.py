@@ -5,7 +5,8 @@ The same function runs for real, on fake tensors while profiling, and on small s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -14,10 +15,10 @@ import torch
 from memfit._errors import UsageError
 from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
-from memfit.engine.context import autocast_off, autocasting
+from memfit.engine.context import without_autocast
 from memfit.engine.handover import Total
 from memfit.engine.staged import Staging
-from memfit.engine.terms import Term, Terms, is_only_term
+from memfit.engine.terms import Term, Terms, is_only_term, standing_in
 
 CountOf = Callable[[Any], Count]
 
@@ -65,9 +66,11 @@ class Weighting:
     watch: bool = False
     """Whether known means stand beside other terms: their denominators then have to be proportional to the samples, which
     is looked at before the gradients are handed over."""
+    by_name: bool = False
+    """Whether its known means are all called as attributes of torch.nn.functional, so that no other call is looked at."""
     rivals: tuple[CountOf, ...] = ()
-    """For "samples": counts that could not be told apart from samples when this was proven; a batch in which they are not
-    proportional to the samples has to be proven again."""
+    """For "samples" and "count": counts that could not be told apart from that when it was proven; a batch in which they are
+    not proportional to it has to be proven again."""
 
 
 class WeightsChanged(Exception):
@@ -102,15 +105,22 @@ def accumulate(
     """
     receivers = [*staging.parameters(), *work.extra_receivers()]
     gathered = Pass(work, staging, weighting, scale)
-    with staging.swapped():
+    with gathering(staging, weighting):
         for index, (start, stop) in enumerate(bounds(pieces)):
             gathered.micro_batch(start, stop, None if shares is None else shares[index])
             if after_micro is not None:
                 after_micro(index)
         if weighting.watch and shares is None:
             _check_shares(gathered.terms, pieces)
-        _check_rivals(gathered.rivals, pieces)
+        _check_rivals(gathered.rivals, pieces if weighting.count is None else gathered.chosen)
     return gathered.total(receivers)
+
+
+@contextmanager
+def gathering(staging: Staging, weighting: Weighting) -> Iterator[None]:
+    """Inside, the model holds aliases of its parameters and known means are found: what every `Pass` runs in."""
+    with staging.swapped(), standing_in() if weighting.by_name else nullcontext():
+        yield
 
 
 class Pass:
@@ -124,6 +134,7 @@ class Pass:
         self._counts: list[Count] = []
         self._unit = 0.0
         self.rivals: list[tuple[Count, ...]] = []
+        self.chosen: list[Count | None] = []
 
     def micro_batch(self, start: int, stop: int, shares: Sequence[float] | None = None) -> None:
         inputs, count = self._work.inputs(start, stop, self._counting())
@@ -135,17 +146,20 @@ class Pass:
         del outputs
         self._losses.append(loss.detach())
         self._weights.append(weight)
-        gradient = torch.as_tensor(weight * self._scale, dtype=loss.dtype, device=loss.device)
-        with autocasting(autocast_off((self._work.device.type, "cpu"))):
-            torch.autograd.backward(loss, gradient)
+        factor = weight * self._scale
+        weighted = loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
+        with without_autocast(self._work.device):
+            torch.autograd.backward(weighted)
 
     def _counting(self) -> CountOf | None:
         if not self._weighting.rivals:
             return self._weighting.count
 
         def count(inputs: Any) -> Count:
+            own = None if self._weighting.count is None else self._weighting.count(inputs)
             self.rivals.append(tuple(rival(inputs) for rival in self._weighting.rivals))
-            return 1
+            self.chosen.append(own)
+            return 1 if own is None else own
 
         return count
 
@@ -156,8 +170,7 @@ class Pass:
             return Total(torch.full((), float("nan"), device=self._work.device), receivers, gradients)
         first = self._losses[0]
         exact = wide(first.device)
-        weights = [torch.as_tensor(w, dtype=exact, device=first.device) for w in self._weights]
-        value = torch.stack(self._losses).to(exact) @ torch.stack(weights)
+        value = torch.stack(self._losses).to(exact) @ _stacked(self._weights, exact, first.device)
         if not self._counts:
             return Total(value.to(first.dtype), receivers, gradients, 1.0 / self._scale)
         share = _sum(self._counts, first.device).to(exact).reciprocal() * self._unit
@@ -171,7 +184,7 @@ class Pass:
         if self._weighting.kind == "term":
             return self._term(outputs, part)
         if self._weighting.watch:
-            with Terms(alone=False, shares=shares) as terms:
+            with Terms(alone=False, shares=shares, by_name=self._weighting.by_name) as terms:
                 loss = checked_loss(self._work.loss(outputs))
             self.terms.append([Term(term.mean.detach(), term.entries, term.count) for term in terms.found])
             return loss, part
@@ -181,7 +194,7 @@ class Pass:
         return loss, part if self._weighting.kind == "samples" else 1.0
 
     def _term(self, outputs: Any, part: float) -> tuple[torch.Tensor, Count | float]:
-        with Terms(alone=True) as terms:
+        with Terms(alone=True, by_name=self._weighting.by_name) as terms:
             loss = checked_loss(self._work.loss(outputs))
         if len(terms.found) != 1 or not is_only_term(loss, terms.found[0]):
             raise WeightsChanged(f"{len(terms.found)} known means in a loss that was one")
@@ -213,6 +226,12 @@ def checked_loss(loss: Any) -> torch.Tensor:
     return loss if loss.dim() == 0 else loss.reshape(())
 
 
+def _stacked(values: Sequence[Count | float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if not any(isinstance(value, torch.Tensor) for value in values):
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])
+
+
 def wide(device: torch.device) -> torch.dtype:
     """The widest floating point type the device has."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -232,11 +251,12 @@ def _not_a_loss(found: str, next_move: str) -> UsageError:
     return UsageError("a loss to run backward from", found=found, next_move=next_move)
 
 
-def _check_rivals(rivals: list[tuple[Count, ...]], pieces: Sequence[int]) -> None:
+def _check_rivals(rivals: list[tuple[Count, ...]], chosen: Sequence[Count | None]) -> None:
+    own = [c for c in chosen if isinstance(c, int)]
     for counts in zip(*rivals):
         known = [c for c in counts if isinstance(c, int)]
-        if len(known) == len(pieces) and any(c * pieces[0] != known[0] * n for c, n in zip(known, pieces)):
-            raise WeightsChanged("a count that was proportional to the samples no longer is")
+        if len(known) == len(own) == len(chosen) and any(c * sum(own) != sum(known) * n for c, n in zip(known, own)):
+            raise WeightsChanged("a count that was proportional to the weights no longer is")
 
 
 def _check_shares(terms: list[list[Term]], pieces: Sequence[int]) -> None:

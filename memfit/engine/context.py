@@ -6,7 +6,7 @@ call and backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -40,19 +40,23 @@ def autocast_now(device_types: Iterable[str]) -> tuple[Autocast, ...]:
     )
 
 
-def autocast_off(device_types: Iterable[str]) -> tuple[Autocast, ...]:
-    """States with autocast off, for inner backward passes."""
-    return tuple(Autocast(kind, False, torch.get_autocast_dtype(kind), True) for kind in dict.fromkeys(device_types))
-
-
-@contextmanager
-def autocasting(states: Iterable[Autocast]) -> Iterator[None]:
+def autocasting(states: Iterable[Autocast]) -> AbstractContextManager[object]:
     """Exactly these autocast states; nothing is entered where they hold already (each entry clears the weight cache)."""
-    with ExitStack() as stack:
-        for state in states:
-            if state.enabled or torch.is_autocast_enabled(state.device_type):
-                stack.enter_context(state.entered())
-        yield
+    differing = [state for state in states if state.enabled or torch.is_autocast_enabled(state.device_type)]
+    if not differing:
+        return nullcontext()
+    stack = ExitStack()
+    for state in differing:
+        stack.enter_context(state.entered())
+    return stack
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast off for a device and the host, for inner backward passes."""
+    kinds = ("cpu",) if device.type == "cpu" else (device.type, "cpu")
+    if not any(torch.is_autocast_enabled(kind) for kind in kinds):
+        return nullcontext()
+    return autocasting(Autocast(kind, False, torch.get_autocast_dtype(kind), True) for kind in kinds)
 
 
 @contextmanager

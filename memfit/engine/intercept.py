@@ -103,3 +103,8 @@ def _goes_through() -> bool:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether calls of the model run compiled code."""
+    return getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod")

@@ -1,15 +1,24 @@
-"""Means of known losses inside a micro-batch: made safe for parts without valid entries, their denominators remembered."""
+"""Means of known losses inside a micro-batch: made safe for parts without valid entries, their denominators remembered.
+
+They are found in two ways: a torch function mode sees every call, but makes every operation of the region slower; standing
+in for the functions in `torch.nn.functional` costs nothing, but misses references taken before (`from
+torch.nn.functional import cross_entropy`). Proofs look both ways and tell which is needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from memfit.batches.weights import Count, entries_mean, known_loss, valid_mean
+from memfit.batches.weights import KNOWN_LOSSES, Count, entries_mean, known_loss, valid_mean
 
 # Operations between a mean and the returned loss that keep it proportional to the mean.
 _LINEAR = ("Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "Mean", "Sum")
@@ -27,35 +36,97 @@ class Term:
     """What the true mean divides by."""
 
 
-class Terms(TorchFunctionMode):
+class Terms:
     """While active, means of known losses are computed so that parts can be weighted, and listed in `found`.
 
     `alone`: the loss is expected to consist of one mean, which is then taken over all entries. Otherwise means stay true
-    means, and `shares[k]` multiplies the k-th of them where the true weight of each is known already.
+    means, and `shares[k]` multiplies the k-th of them where the true weight of each is known already. `by_name`: True finds
+    those called as attributes of torch.nn.functional (inside `standing_in()`), False sees every call through a mode, None
+    does both.
     """
 
-    def __init__(self, *, alone: bool, shares: Sequence[float] | None = None) -> None:
-        super().__init__()
+    def __init__(self, *, alone: bool, shares: Sequence[float] | None = None, by_name: bool | None = False) -> None:
         self.found: list[Term] = []
-        self._alone = alone
-        self._shares = shares
+        self.only_by_name = True
+        """Whether everything found so far was called as an attribute of torch.nn.functional."""
+        self._alone, self._shares, self._by_name = alone, shares, by_name
+        self._modes = ExitStack() if not by_name else None
+        self._outer: Terms | None = None
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        known = known_loss(func)
-        if known is None:
-            return func(*args, **kwargs)
-        bound = known.bind(args, kwargs)
+    def __enter__(self) -> Terms:
+        if self._by_name is not False:
+            self._outer, _ACTIVE.terms = getattr(_ACTIVE, "terms", None), self
+        if self._modes is not None:
+            if self._by_name is None:
+                self._modes.enter_context(standing_in())
+            self._modes.enter_context(_Seen(self))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._by_name is not False:
+            _ACTIVE.terms = self._outer
+        if self._modes is not None:
+            self._modes.close()
+
+    def answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call of a function of torch.nn.functional gives."""
+        known = known_loss(function)
+        bound = None if known is None else known.bind(args, kwargs)
         if bound is None or bound["reduction"] != "mean":
-            return func(*args, **kwargs)
+            return function(*args, **kwargs)
         if self._alone:
-            self.found.append(Term(*entries_mean(func, bound)))
+            self.found.append(Term(*entries_mean(function, bound)))
             return self.found[-1].mean
-        mean, count = valid_mean(func, bound)
+        mean, count = valid_mean(function, bound)
         self.found.append(Term(mean, 1, count))
         return mean if self._shares is None else mean * self._shares[len(self.found) - 1]
+
+
+class _Seen(TorchFunctionMode):
+    """Every torch function that is called."""
+
+    def __init__(self, terms: Terms) -> None:
+        super().__init__()
+        self._terms = terms
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if known_loss(func) is None:
+            return func(*args, **(kwargs or {}))
+        before = len(self._terms.found)
+        result = self._terms.answer(func, args, kwargs or {})
+        self._terms.only_by_name &= len(self._terms.found) == before
+        return result
+
+
+_ACTIVE = threading.local()
+
+
+def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in torch.nn.functional for `function` meanwhile; other threads call straight through."""
+
+    @wraps(function)
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        terms: Terms | None = getattr(_ACTIVE, "terms", None)
+        return function(*args, **kwargs) if terms is None else terms.answer(function, args, kwargs)
+
+    return answered
+
+
+_STAND_INS = {function: _stand_in(function) for function in KNOWN_LOSSES}
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """Inside, calls of known losses as attributes of torch.nn.functional are answered by the `Terms` that is active."""
+    # What others have put there (fused kernels) is theirs and not known.
+    replaced = [(f, s) for f, s in _STAND_INS.items() if getattr(F, f.__name__) is f]
+    try:
+        for function, stand_in in replaced:
+            setattr(F, function.__name__, stand_in)
+        yield
+    finally:
+        for function, _ in replaced:
+            setattr(F, function.__name__, function)
 
 
 def is_only_term(loss: torch.Tensor, term: Term) -> bool:

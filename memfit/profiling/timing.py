@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from memfit._units import MiB
 from memfit.batches.weights import Count
-from memfit.engine.accumulate import CountOf, Pass, Weighting, Work
+from memfit.engine.accumulate import CountOf, Pass, Weighting, Work, gathering
 from memfit.engine.staged import Staging
 from memfit.hardware.meter import Meter
 from memfit.profiling.sandbox import leave_no_trace
@@ -58,7 +58,7 @@ class Stopwatch:
     @contextmanager
     def session(self, work: Work) -> Iterator[None]:
         """Inside, micro-batches meet staged gradients, as all but the first of a step do; nothing is left of it."""
-        with leave_no_trace(self._model, self._device), self._staging.swapped():
+        with leave_no_trace(self._model, self._device), gathering(self._staging, self._weighting):
             try:
                 # Kernels are chosen and libraries set up once per process: the first micro-batch is not representative.
                 Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, 1)

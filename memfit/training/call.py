@@ -17,13 +17,13 @@ from memfit.engine.context import (
     Autocast,
     RandomState,
     autocast_now,
-    autocast_off,
     autocasting,
     modes_as,
     modes_of,
     random_state_kept,
     requires_of,
     requiring_as,
+    without_autocast,
 )
 from memfit.engine.staged import Staging
 from memfit.training.buffers import WrittenBuffers
@@ -196,7 +196,7 @@ class Call:
                 roots.append(found[i])
                 incoming.append(part)
         del found
-        with autocasting(autocast_off((self.device.type, "cpu"))):
+        with without_autocast(self.device):
             torch.autograd.backward(roots, incoming)
 
     def _gradient_part(self, leaf: int, gradient: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:

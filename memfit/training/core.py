@@ -282,8 +282,3 @@ def _resized(plan: Plan, micro_batch: int, rates: dict[int, float]) -> Plan:
     if plan.mode == "replay":
         return plan
     return replace(plan, mode="accumulate" if plan.accumulation > 1 else "whole")
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Whether calls of the model run compiled code."""
-    return getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod")

@@ -37,7 +37,7 @@ class Ordered:
     ) -> None:
         self.samples, self.shapes, self.in_order, self._again = samples, shapes, in_order, again
         self.ragged = bool(sizes) and max(sizes) > RAGGED * max(1, min(sizes))
-        order = sorted(range(samples), key=lambda i: -sizes[i]) if self.ragged else list(range(samples))
+        order = sorted(range(samples), key=lambda i: -sizes[i]) if self.ragged else range(samples)
         self._order = order
         self.sizes = [sizes[i] if sizes else 0 for i in order]
         self._make = piece
@@ -53,9 +53,9 @@ class Ordered:
 
         def piece(indices: Sequence[int]) -> Any:
             start, stop = indices[0], indices[-1] + 1
-            if list(indices) != list(range(start, stop)):
-                return cut_samples(tree, layout, indices)
-            return cut(tree, layout, start, stop)
+            if indices == range(start, stop) or list(indices) == list(range(start, stop)):
+                return cut(tree, layout, start, stop)
+            return cut_samples(tree, layout, indices)
 
         def again(part: Any, samples: int) -> Ordered:
             return Ordered.of_tree(part, Layout(layout.axes, samples), shapes)
@@ -119,17 +119,25 @@ class Ordered:
             lambda leaf: twin_of_part(leaf, twin) if isinstance(leaf, torch.Tensor) else leaf, self.copies(index, count)
         )
 
-    def spread(self, count: int, counts: Sequence[Callable[[Any], Any]] = ()) -> Callable[[int, int], Any]:
-        """`count` samples that are as different as there are, in size or by these counts, for proofs."""
-        if counts and not self.in_order:
-            order = sorted(self._order, key=lambda i: [int(c(self._make([i]))) for c in counts])
+    def spread(
+        self, count: int, rivals: Sequence[Callable[[Any], Any]] = (), own: Callable[[Any], Any] | None = None
+    ) -> Callable[[int, int], Any]:
+        """`count` samples that are as different as there are, in size or in these counts relative to `own`, for proofs."""
+        if rivals and not self.in_order:
+
+            def apart(i: int) -> list[float]:
+                sample = self._make([i])
+                whole = 1 if own is None else max(1, int(own(sample)))
+                return [int(rival(sample)) / whole for rival in rivals]
+
+            order = sorted(self._order, key=apart)
+            chosen = [*order[: count // 2], *order[count // 2 - count :]]
         else:
-            order = self._order
-        step = max(1, (self.samples - 1) // max(1, count - 1)) if counts or self.ragged else 1
-        chosen = order[:count] if self.in_order else [order[i * step] for i in range(count)]
+            step = max(1, (self.samples - 1) // max(1, count - 1)) if self.ragged else 1
+            chosen = self._order[:count] if self.in_order else [self._order[i * step] for i in range(count)]
         return lambda low, high: self._make(chosen[low:high])
 
-    def _with_order(self, order: list[int]) -> Ordered:
+    def _with_order(self, order: Sequence[int]) -> Ordered:
         """The batch's samples in this order."""
         view = Ordered(0, [], self._make, shapes=self.shapes, in_order=self.in_order, again=self._again)
         view.samples, view._order, view.ragged = len(order), order, self.ragged

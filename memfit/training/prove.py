@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from memfit._units import MiB
-from memfit.batches.tree import leaves, path_name
+from memfit.batches.tree import Path, leaves, path_name
 from memfit.batches.weights import Count
-from memfit.engine.accumulate import Weighting, Work, checked_loss
+from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_loss
+from memfit.engine.intercept import is_compiled
 from memfit.engine.slices import Draws
 from memfit.engine.staged import Staging
 from memfit.engine.terms import Terms, is_only_term
@@ -162,20 +163,21 @@ def infer_weighting(
     work: Work, samples: int, staging: Staging, model: nn.Module
 ) -> tuple[Weighting | None, Deviation]:
     """How the losses of parts make the loss of the whole, proven on losses and gradients; None if no way does."""
+    by_name = not is_compiled(model)  # compiled code is built anew for every stand-in
     for by_operations in (False, True):
         draws = Draws(by_operations=by_operations)
         with comparable(model, work.device), staging.swapped():
             probes = probes_of(staging.parameters())
             counts = _count_candidates(work, samples)
             with draws.recording():
-                whole = _measured(work, 0, samples, probes, counts)
+                whole = _measured(work, 0, samples, probes, counts, by_name)
             if draws.unsliced and not by_operations:
                 continue
             parts = []
             start = 0
             for size in parts_of(samples):
                 with draws.sliced(start, start + size, samples):
-                    parts.append(_measured(work, start, start + size, probes, counts))
+                    parts.append(_measured(work, start, start + size, probes, counts, by_name))
                 start += size
             return _choose(whole, parts, counts)
     raise AssertionError("unreachable: the second round always returns")
@@ -190,21 +192,29 @@ class _Measured:
     gradients: list[torch.Tensor | None]
     terms: int
     only_term: bool
+    by_name: bool
     term_count: float
     counts: tuple[float, ...]
     dtype: torch.dtype
 
 
-def _measured(work: Work, start: int, stop: int, probes: Sequence[torch.Tensor], counts: Sequence[Any]) -> _Measured:
+def _measured(
+    work: Work, start: int, stop: int, probes: Sequence[torch.Tensor], counts: Sequence[Any], by_name: bool
+) -> _Measured:
     found: list[Count] = []
+    missing: list[Any] = []
 
     def count(inputs: Any) -> Count:
-        found.extend(c(inputs) for c in counts)
+        for candidate in counts:
+            try:
+                found.append(candidate(inputs))
+            except WeightsChanged:
+                missing.append(candidate)
         return 0
 
     inputs, _ = work.inputs(start, stop, count)
     outputs = work.forward(inputs)
-    with Terms(alone=False) as terms:
+    with Terms(alone=False, by_name=None if by_name else False) as terms:
         loss = checked_loss(work.loss(outputs))
     gradients = torch.autograd.grad(loss, list(probes), allow_unused=True)
     only = len(terms.found) == 1 and is_only_term(loss, terms.found[0])
@@ -214,6 +224,7 @@ def _measured(work: Work, start: int, stop: int, probes: Sequence[torch.Tensor],
         [None if g is None else g.detach() for g in gradients],
         len(terms.found),
         only,
+        by_name and terms.only_by_name,
         float(terms.found[0].count) if terms.found else 0.0,
         tuple(float(c) for c in found),
         loss.dtype if loss.dtype in TOLERANCE else torch.float32,
@@ -224,11 +235,12 @@ def _choose(
     whole: _Measured, parts: Sequence[_Measured], counts: Sequence[LeafCount]
 ) -> tuple[Weighting | None, Deviation]:
     limit = max(_tolerance(whole.dtype), max((_tolerance(g.dtype) for g in whole.gradients if g is not None), default=0.0))
+    by_name = all(m.by_name for m in (whole, *parts))
     if all(m.only_term for m in (whole, *parts)):
-        ways = [(Weighting("term", "by what its mean divides by"), [p.term_count for p in parts])]
+        ways = [(Weighting("term", "by what its mean divides by", by_name=by_name), [p.term_count for p in parts])]
     else:
         watch = whole.terms > 0
-        ways = [(Weighting("samples", "by samples", watch=watch), [float(p.samples) for p in parts])]
+        ways = [(Weighting("samples", "by samples", watch=watch, by_name=by_name), [float(p.samples) for p in parts])]
     if not whole.terms:
         ways += [
             (Weighting("count", f"by {count.label}", count=count), [p.counts[i] for p in parts])
@@ -246,10 +258,9 @@ def _choose(
 
 def _with_rivals(chosen: Weighting, others: Sequence[tuple[Weighting, list[float]]]) -> Weighting:
     """Counts that could not be told apart on these samples are looked at on later batches."""
-    if chosen.kind != "samples" or chosen.watch:
+    if chosen.kind not in ("samples", "count") or chosen.watch:
         return chosen
-    rivals = tuple(other.count for other, _ in others if other.count is not None)
-    return Weighting("samples", chosen.label, rivals=rivals)
+    return replace(chosen, rivals=tuple(other.count for other, _ in others if other.count is not None))
 
 
 def _difference(whole: _Measured, parts: Sequence[_Measured], weights: list[float]) -> float:
@@ -277,15 +288,17 @@ def _difference(whole: _Measured, parts: Sequence[_Measured], weights: list[floa
 class LeafCount:
     """Counts valid entries in one leaf of a micro-batch."""
 
-    index: int
-    """Which leaf, in the order of `tree.leaves`."""
+    path: Path
+    """Which leaf."""
     rule: str
     """labels: entries that are not -100. shifted: the same without the first position. mask: the sum. nonzero."""
     label: str
     """In words."""
 
     def __call__(self, inputs: Any) -> Count:
-        leaf = list(leaves(inputs))[self.index][1]
+        leaf = next((leaf for path, leaf in leaves(inputs) if path == self.path), None)
+        if not isinstance(leaf, torch.Tensor):
+            raise WeightsChanged(f"there is no {path_name(self.path)} to count in")
         if self.rule == "mask":
             count = leaf.sum()
         elif self.rule == "nonzero":
@@ -293,7 +306,7 @@ class LeafCount:
         else:
             count = ((leaf[..., 1:] if self.rule == "shifted" else leaf) != -100).sum()
         # Read through NumPy: on the CPU a count is on the host already, and nothing may look like waiting for a device.
-        return int(count.numpy()) if leaf.device.type == "cpu" else count
+        return int(count.numpy()) if leaf.device.type == "cpu" and type(count) is torch.Tensor else count
 
 
 def _count_candidates(work: Work, samples: int) -> list[LeafCount]:
@@ -301,23 +314,24 @@ def _count_candidates(work: Work, samples: int) -> list[LeafCount]:
     found: list[LeafCount] = []
 
     def look(inputs: Any) -> Count:
-        for index, (path, leaf) in enumerate(leaves(inputs)):
+        for path, leaf in leaves(inputs):
             if isinstance(leaf, torch.Tensor):
-                found.extend(_rules(index, path_name(path), leaf))
+                found.extend(_rules(path, leaf))
         return 0
 
     work.inputs(0, samples, look)
     return found
 
 
-def _rules(index: int, name: str, leaf: torch.Tensor) -> Iterator[LeafCount]:
+def _rules(path: Path, leaf: torch.Tensor) -> Iterator[LeafCount]:
+    name = path_name(path)
     if leaf.dtype is torch.bool or (leaf.dim() > 1 and not leaf.is_complex() and _zeros_and_ones(leaf)):
-        yield LeafCount(index, "mask", f"the entries set in {name}")
+        yield LeafCount(path, "mask", f"the entries set in {name}")
     elif not leaf.is_floating_point() and leaf.dim() > 0:
-        yield LeafCount(index, "labels", f"the valid labels in {name}")
+        yield LeafCount(path, "labels", f"the valid labels in {name}")
         if leaf.dim() > 1:
-            yield LeafCount(index, "shifted", f"the valid labels after the first position in {name}")
-            yield LeafCount(index, "nonzero", f"the entries of {name} that are not padding")
+            yield LeafCount(path, "shifted", f"the valid labels after the first position in {name}")
+            yield LeafCount(path, "nonzero", f"the entries of {name} that are not padding")
 
 
 def _zeros_and_ones(leaf: torch.Tensor) -> bool:

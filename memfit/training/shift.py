@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memfit.engine.accumulate import Work, checked_loss
-from memfit.engine.context import autocast_off, autocasting
+from memfit.engine.context import without_autocast
 from memfit.engine.slices import Draws
 from memfit.engine.staged import Staging
 from memfit.training.prove import comparable, probes_of
@@ -35,6 +35,6 @@ def _gradients(
     inputs, _ = work.inputs(0, 1, None)
     with drawing():
         loss = checked_loss(work.loss(work.forward(inputs)))
-    with autocasting(autocast_off((work.device.type, "cpu"))):
+    with without_autocast(work.device):
         found = torch.autograd.grad(loss, list(probes), allow_unused=True)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(probes, found)]

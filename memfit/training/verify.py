@@ -16,7 +16,7 @@ import torch
 from memfit._errors import UsageError
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import CountOf, Work, accumulate, checked_loss
-from memfit.engine.context import autocast_off, autocasting
+from memfit.engine.context import without_autocast
 from memfit.engine.slices import Draws
 from memfit.reporting.verification import Verification
 from memfit.training.core import Core, Reference
@@ -71,7 +71,7 @@ def _whole(core: Core, work: Work, samples: int, drawing: Callable[[], Any]) -> 
             inputs, _ = work.inputs(0, samples, None)
             with drawing():
                 loss = checked_loss(work.loss(work.forward(inputs)))
-            with autocasting(autocast_off((core.device.type, "cpu"))):
+            with without_autocast(core.device):
                 loss.backward()
         return _Gradient(float(loss.detach()), core.staging.take(parameters))
     finally:

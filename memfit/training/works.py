@@ -87,15 +87,22 @@ class CallWork:
         return (arguments, start, stop), None if count is None else count(arguments)
 
     def forward(self, inputs: Any) -> Any:
+        if self._finish is None and not self._steps:
+            return inputs  # the model computes its loss itself: all of it is looked at for known means
         arguments, start, stop = inputs
+        return self._value(arguments), start, stop
+
+    def _value(self, arguments: Any) -> Any:
         with precision_applied(self._precision, self.device):
             found = self.call.run(arguments)
         if self.values is not None:
             self.values.append([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found])
-        return found[self._leaf], start, stop
+        return found[self._leaf]
 
     def loss(self, outputs: Any) -> torch.Tensor:
         value, start, stop = outputs
+        if self._finish is None and not self._steps:
+            return self._value(value)
         with precision_applied(self._precision, self.device):
             for step in self._steps:
                 value = step.apply(value, stop - start)
@@ -188,7 +195,12 @@ def axis_of_argument(argument: torch.Tensor, shape: tuple[int, ...], axis: Axis,
 
 def moved(tree: Any, device: torch.device) -> Any:
     """A batch on the device the model computes on."""
-    return map_leaves(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.device == device:
+            return leaf
+        return leaf.to(device, non_blocking=True)
+
+    return map_leaves(move, tree)
 
 
 def _takes_classes(bound: dict[str, Any]) -> bool:
