@@ -7,6 +7,7 @@ valid labels, class weights or elements, whichever that loss counts. Not covered
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,18 @@ class KnownLoss:
 def known_loss(function: Any) -> KnownLoss | None:
     """The entry for a function of torch.nn.functional, or None."""
     return KNOWN_LOSSES.get(function)
+
+
+def all_arguments(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that `__torch_function__` was given for `function`, and the one that torch left out."""
+    if function is not F.l1_loss or "weight" in kwargs:
+        return kwargs
+    # torch 2.13 does not pass l1_loss's weight on to subclasses and modes; it still stands in the calling frame.
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back
+    weight = None if frame is None else frame.f_locals["weight"]
+    return kwargs if weight is None else {**kwargs, "weight": weight}
 
 
 def entries_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, int, Count]:
@@ -126,6 +139,6 @@ KNOWN_LOSSES: dict[Any, KnownLoss] = {
         ("input", "target", "weight", *_OLD_NAMES, "pos_weight"),
         {"weight": None, **_OLD, "pos_weight": None},
         _element_count,
-        ("target", "weight"),
+        ("target", "weight", "pos_weight"),
     ),
 }

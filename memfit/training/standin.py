@@ -14,7 +14,7 @@ import torch
 
 from memfit._errors import Refused
 from memfit.batches.cut import Axis
-from memfit.batches.weights import known_loss
+from memfit.batches.weights import all_arguments, known_loss
 from memfit.engine.handover import give, refuse_create_graph
 from memfit.training.call import Call
 from memfit.training.route import Step, step
@@ -82,7 +82,7 @@ class StandIn(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = all_arguments(func, kwargs or {})
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -141,6 +141,7 @@ class KnownLossEnd:
         self._function, self._bound = function, bound
         known = known_loss(function)
         assert known is not None
+        self._compete = "ignore_index" in bound and axis.dim == (0 if len(shape) == 1 else 1)
         self._axes = {
             name: axis_of_argument(bound[name], shape, axis, classes=_takes_classes(bound))
             for name in known.cut_with_input
@@ -149,8 +150,8 @@ class KnownLossEnd:
 
     @property
     def cuts_target(self) -> bool:
-        """Whether the target has one entry per sample, as the value has."""
-        return self._axes.get("target") is not None
+        """Whether the target has one entry per sample, as the value has, and samples are not the classes of the loss."""
+        return self._axes.get("target") is not None and not self._compete
 
     def __call__(self, value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         pieces = {
@@ -161,7 +162,7 @@ class KnownLossEnd:
     def first(self, samples: int, *, backwards: bool = False) -> KnownLossEnd:
         """The same on copies of the first `samples` samples' arguments, in the opposite order if `backwards`."""
         other = object.__new__(KnownLossEnd)
-        other._function, other._axes = self._function, self._axes
+        other._function, other._axes, other._compete = self._function, self._axes, self._compete
         other._bound = {name: value for name, value in self._bound.items() if name != "input"}
         for name, axis in self._axes.items():
             if axis is not None:
@@ -172,7 +173,7 @@ class KnownLossEnd:
     def twin(self, twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> tuple[KnownLossEnd, list[torch.Tensor]]:
         """The same on twins of the first `samples` samples' arguments, and those twins."""
         other = object.__new__(KnownLossEnd)
-        other._function, other._axes = self._function, self._axes
+        other._function, other._axes, other._compete = self._function, self._axes, self._compete
         other._bound = {name: value for name, value in self._bound.items() if name != "input"}
         made = []
         for name, value in other._bound.items():
