@@ -173,8 +173,11 @@ class Pass:
         value = torch.stack(self._losses).to(exact) @ _stacked(self._weights, exact, first.device)
         if not self._counts:
             return Total(value.to(first.dtype), receivers, gradients, 1.0 / self._scale)
-        share = _sum(self._counts, first.device).to(exact).reciprocal() * self._unit
-        return Total((value * share).to(first.dtype), receivers, gradients, share / self._scale)
+        count = _sum(self._counts, first.device).to(exact)
+        share = count.reciprocal() * self._unit
+        # Without a single valid entry the loss is 0/0, as it would be whole, but torch's gradient of it is zero.
+        factor = torch.where(count == 0, torch.zeros_like(share), share) / self._scale
+        return Total((value * share).to(first.dtype), receivers, gradients, factor)
 
     def _loss(
         self, outputs: Any, samples: int, count: Count | None, shares: Sequence[float] | None

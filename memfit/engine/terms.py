@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from memfit.batches.weights import KNOWN_LOSSES, Count, entries_mean, known_loss, valid_mean
+from memfit.batches.weights import KNOWN_LOSSES, Count, all_arguments, entries_mean, known_loss, valid_mean
 
 # Operations between a mean and the returned loss that keep it proportional to the mean.
 _LINEAR = ("Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "Mean", "Sum")
@@ -90,10 +90,11 @@ class _Seen(TorchFunctionMode):
         self._terms = terms
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = all_arguments(func, kwargs or {})
         if known_loss(func) is None:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         before = len(self._terms.found)
-        result = self._terms.answer(func, args, kwargs or {})
+        result = self._terms.answer(func, args, kwargs)
         self._terms.only_by_name &= len(self._terms.found) == before
         return result
 
