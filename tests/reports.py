@@ -59,6 +59,12 @@ def report(room: int = 400, share: int = 16, prof: Profile | None = None, **fiel
     return make_report(**(given | fields))
 
 
+def ragged() -> Report:
+    """A report of samples that differ in size: 5 to 2 of them at a time."""
+    by_size = ((100, 5, 8), (200, 3, 4), (300, 2, 2))
+    return report(330, plan=replace(planned(330), by_size=by_size, median=200))
+
+
 def hostile() -> Report:
     """A report in which every name is out to be markup, and everything there can be is there."""
     prof = profile()

@@ -19,14 +19,28 @@ WAITING = 0.05
 
 def next_moves(report: Report) -> tuple[str, ...]:
     """What the reader might do now, the most useful first."""
-    moves = (_fit, _memory, _loader, _own_checkpoints, _precision, _one_step)
+    moves = (_fit, _memory, _loader, _own_checkpoints, _precision)
     return tuple(line for move in moves for line in move(report))
+
+
+def one_step(report: Report) -> tuple[str, ...]:
+    """One step of each lever that fits, for those who would rather have the memory or the time."""
+    found = []
+    for offer in report.offers:
+        if offer.lever in ("micro-batch", "checkpoint") and not offer.missing:
+            gain = _other(report, offer).removeprefix(instead(offer, report.plan))
+            found.append(f"{instead(offer, report.plan)}: {less_or_more(offer.more)}{gain}")
+    return tuple(found)
 
 
 def _fit(report: Report) -> Iterator[str]:
     if not report.fits:
         need = report.allowance.limit - report.room
         yield f"give it budget={format_bytes(need).replace(' ', '')!r} or more, or plan again within this budget"
+    peak = report.pace.peak
+    if peak is not None and peak > report.allowance.limit:
+        over = format_bytes(peak - report.allowance.limit)
+        yield f"ask for a budget that is {over} smaller: that much more was measured than allowed"
 
 
 def _memory(report: Report) -> Iterator[str]:
@@ -75,11 +89,3 @@ def _precision(report: Report) -> Iterator[str]:
         if offer.lever == "precision" and offer.seconds is not None and now is not None and offer.seconds < 0:
             name = offer.precision if offer.precision != "off" else report.script_precision
             yield f"{name}: {speed(now + offer.seconds, now)}, but moves the gradient"
-
-
-def _one_step(report: Report) -> Iterator[str]:
-    """One step of each lever that fits, for those who would rather have the memory or the time."""
-    for offer in report.offers:
-        if offer.lever in ("micro-batch", "checkpoint") and not offer.missing:
-            gain = _other(report, offer).removeprefix(instead(offer, report.plan))
-            yield f"or {instead(offer, report.plan)}: {less_or_more(offer.more)}{gain}"

@@ -253,7 +253,16 @@ def _steps(name: str, values: Sequence[float], first: int, tone: str) -> Figure:
 def _named_line(text: str, at: float, tone: str, *, right: bool = False) -> Figure:
     corner = {"x": 1 if right else 0, "xanchor": "right" if right else "left"}
     font = {"color": tone, "size": 11}
-    return {"xref": "paper", **corner, "y": at, "yanchor": "bottom", "text": text, "showarrow": False, "font": font}
+    return {
+        "xref": "paper",
+        **corner,
+        "y": at,
+        "yanchor": "bottom",
+        "text": text,
+        "showarrow": False,
+        "font": font,
+        "bgcolor": "paper",
+    }
 
 
 def _layout(up: str, along: str) -> Figure:

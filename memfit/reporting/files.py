@@ -20,8 +20,9 @@ T = TypeVar("T")
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole: beside it first, then in its place. Raises UsageError with the system's reason."""
+def write_text(path: Path, text: str, what: str = "the report") -> None:
+    """Write a file whole: beside it first, then in its place. Raises UsageError with the system's reason; `what` names what
+    is written in it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         try:
@@ -32,7 +33,7 @@ def write_text(path: Path, text: str) -> None:
             beside.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(
-            f"writing the report {str(path)!r}",
+            f"writing {what} {str(path)!r}",
             found=error.strerror or str(error),
             next_move="name a file in a directory that exists and that you may write to",
         ) from error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from memfit._units import format_bytes, format_seconds
 from memfit.reporting.charts import charts
 from memfit.reporting.colours import COLOURS, MEANING, colour
-from memfit.reporting.lines import answers, at_moment, comparison, headline, verdict
+from memfit.reporting.lines import answers, at_moment, comparison, headline, peak_holds, verdict
 from memfit.reporting.report import Report
 from memfit.reporting.tables import MOST, Table, blocks, events, levers, notes, options, phases, sizes, waiting
 from memfit.reporting.words import printable
@@ -123,6 +123,10 @@ class Gauge:
     """From the left."""
     budget: float
     """Where the budget ends, percent of the bar."""
+    measured: float | None
+    """Where the measured peak lies, percent of the bar; None if it was not measured."""
+    measured_size: str
+    """The measured peak, for people."""
     label: str
     """What it shows, in a sentence."""
 
@@ -131,25 +135,17 @@ def gauge(report: Report) -> Gauge | None:
     """The fullest moment of the step; None where nothing is known about what memory holds."""
     if report.curve is None:
         return None
-    plan, peak, limit = report.plan, report.curve.peak, report.allowance.limit
-    holds = [("held", plan.held)] if plan.held else []
-    beyond = plan.predicted.peak - peak.total
-    holds += [*peak.holds, *([("other", beyond)] if beyond > 0.01 * peak.total else [])]
-    whole = max(limit, sum(size for _, size in holds))
+    plan, limit, seen = report.plan, report.allowance.limit, report.pace.peak
+    holds = peak_holds(report)
+    whole = max(limit, seen or 0, sum(size for _, size in holds))
     parts = tuple(
         Part(kind, MEANING.get(kind, ""), colour(kind), format_bytes(size), round(100 * size / whole, 3))
-        for kind, size in _merged(holds)
+        for kind, size in holds
         if size > 0.001 * whole  # narrower than a pixel
     )
-    label = f"{format_bytes(plan.predicted.peak + plan.held)} of {format_bytes(limit)}, {at_moment(peak)}"
-    return Gauge(parts, round(100 * limit / whole, 3), label)
-
-
-def _merged(holds: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    found: dict[str, int] = {}
-    for kind, size in holds:
-        found[kind] = found.get(kind, 0) + size
-    return list(found.items())
+    label = f"{format_bytes(plan.predicted.peak + plan.held)} of {format_bytes(limit)}, {at_moment(report.curve.peak)}"
+    measured = None if seen is None else round(100 * seen / whole, 3)
+    return Gauge(parts, round(100 * limit / whole, 3), measured, format_bytes(seen or 0), label)
 
 
 @dataclass(frozen=True)

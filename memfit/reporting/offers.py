@@ -7,7 +7,7 @@ micro-batches are no single choice; sharding.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.batches.pieces import sizes
 from memfit.planning.compose import recomputable
@@ -16,7 +16,7 @@ from memfit.planning.search import micro_batch_sizes, step_seconds, timing_at, w
 from memfit.profiling.profile import Profile
 from memfit.reporting.facts import Offer
 
-WORTH = 0.01
+WORTH = 0.02
 """A share of a step's seconds that is worth mentioning."""
 ASKED = 4
 """How many larger micro-batches are priced: each costs a replay of the timeline."""
@@ -41,6 +41,7 @@ def offers_for(plan: Plan, profile: Profile | None, room: int) -> tuple[Offer, .
 
 def _of_options(plan: Plan, room: int, pace: float) -> Iterator[Offer]:
     same = [o for o in plan.options if o.precision == plan.precision and o.fits]
+    same = [o for o in same if measured(o)] or same  # where some were measured, those can be compared with the plan
     smaller = [o for o in same if o.micro_batch < plan.micro_batch]
     larger = [o for o in same if o.micro_batch > plan.micro_batch]
     if smaller:
@@ -127,7 +128,10 @@ def _of_profile(against: _Against) -> Iterator[Offer]:
     could = _by_gain(profile, plan.micro_batch, per_block)
     free = [name for name in could if name not in plan.checkpoint]
     if free:
-        yield against.offer("checkpoint", plan.micro_batch, (*plan.checkpoint, free[0]), free[0])
+        offer = against.offer("checkpoint", plan.micro_batch, (*plan.checkpoint, free[0]), free[0])
+        if offer.more < 0:
+            seconds = None if offer.seconds is None else max(0.0, offer.seconds)  # below the noise of timing
+            yield replace(offer, seconds=seconds)
     if plan.checkpoint:
         last = max(plan.checkpoint, key=lambda name: per_block.get(name, 0.0))
         rest = tuple(name for name in plan.checkpoint if name != last)

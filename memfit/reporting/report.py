@@ -189,7 +189,7 @@ def make_report(
         batch_norms=() if profile is None else _batch_norms(profile),
         blocks=() if profile is None or timeline is None else _blocks(plan, profile, timeline),
         curve=None if timeline is None else curve_of(timeline, plan.micro_batch, accumulates=plan.accumulation > 1),
-        offers=offers_for(plan, profile, room),
+        offers=_offers(plan, profile, room, events),
         pace=_pace(stats, seconds, waits),
         verification=verification,
         events=tuple(Happening(int(e.step), str(e.kind), str(e.message)[:LONGEST]) for e in events),
@@ -218,9 +218,15 @@ def _blocks(plan: Plan, profile: Profile, timeline: Timeline) -> tuple[BlockCost
     def complete(cost: BlockCost) -> BlockCost:
         each = seconds.get(cost.name)
         who = "memfit" if cost.name in plan.checkpoint else "the script" if cost.name in profile.script_blocks else ""
-        return replace(cost, recompute=None if each is None else each * plan.accumulation, checkpointed=who)
+        return replace(cost, recompute=None if each is None else max(0.0, each) * plan.accumulation, checkpointed=who)
 
     return tuple(complete(cost) for cost in block_costs(timeline, plan.micro_batch, names))
+
+
+def _offers(plan: Plan, profile: Profile | None, room: int, events: Sequence[Any]) -> tuple[Offer, ...]:
+    """What other choices would need; none larger than the plan's where memory has run out before."""
+    most = plan.micro_batch if any(event.kind == "out of memory" for event in events) else plan.share
+    return tuple(offer for offer in offers_for(plan, profile, room) if offer.micro_batch <= most)
 
 
 def _batch_norms(profile: Profile) -> tuple[str, ...]:

@@ -88,7 +88,8 @@ def blocks(report: Report) -> Table:
         "comes and goes, and what running it once more would take per step (the price of checkpointing it)."
     )
     columns = ("block", "kept", "transient", "forward again", "checkpointed")
-    return Table("Memory by block", columns, tuple(rows), frozenset({1, 2, 3}), note=note + _left_out(report.blocks))
+    table = Table("Memory by block", columns, tuple(rows), frozenset({1, 2, 3}), note=note + _left_out(report.blocks))
+    return table if any(block.checkpointed for block in shown) else without(table, "checkpointed")
 
 
 def _block_row(block: BlockCost) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ NARROW = 40
 """Columns that are always used."""
 ROOMY = 90
 """Columns from which the plans that were not taken are listed with their numbers."""
-LABEL = 13
+LABEL = 14
 """Columns of the labels on the left, the same in all parts."""
 REJECTED = 6
 """Plans shown of those that were not taken."""

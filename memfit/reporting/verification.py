@@ -12,6 +12,10 @@ from itertools import groupby
 from memfit.reporting.words import relative
 
 
+UNCLEAR = 0.05
+"""A floor above this is no rounding: the whole batch run twice does not even equal itself."""
+
+
 @dataclass(frozen=True)
 class Verification:
     """How far the gradient of the plan is from that of the whole batch, on the same samples and random draws."""
@@ -39,8 +43,14 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether it is the same training: relative_error within tolerance. A gradient that is not finite is not."""
-        return self.relative_error <= self.tolerance
+        """Whether it is the same training: relative_error within tolerance. Neither is a gradient that is not finite, nor one
+        that cannot be told apart from another."""
+        return self.relative_error <= self.tolerance and self.clear
+
+    @property
+    def clear(self) -> bool:
+        """Whether the comparison can tell anything: the whole batch equals itself but for rounding."""
+        return self.floor <= UNCLEAR
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -48,6 +58,8 @@ class Verification:
     def lines(self) -> tuple[str, ...]:
         """What was found, in words; the first line is the answer."""
         says = "gradient equals the whole batch's to" if self.passed else "gradient DIFFERS from the whole batch's by"
+        if not self.clear:
+            return (f"cannot be told: plain PyTorch run twice on the whole batch differs by {relative(self.floor)}", *self.notes)
         floor = f"floor of plain PyTorch {relative(self.floor)}"
         on = f"on {self.samples} samples as {cut_as(self.pieces)}"
         lines = [f"{says} {relative(self.relative_error)} ({floor}), {on}"]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from memfit._units import GiB, KiB, MiB, TiB, format_bytes, format_seconds
 from memfit.planning.plan import Option, Plan
+from memfit.planning.search import NEARLY
 from memfit.reporting.facts import Offer
 
 
@@ -88,7 +89,7 @@ def percent(share: float) -> str:
 
 def speed(seconds: float, than: float) -> str:
     """How one duration compares with another: "3 % faster"."""
-    if than <= 0 or abs(seconds / than - 1) < 0.005:
+    if than <= 0 or abs(seconds / than - 1) < NEARLY - 1:
         return "as fast"
     return f"{percent(1 - seconds / than)} faster" if seconds < than else f"{percent(seconds / than - 1)} slower"
 
