@@ -198,7 +198,7 @@ class Plan:
                 found=f"it has version {data['version']}, and this memfit knows versions up to {VERSION}",
                 next_move="update memfit, or plan again",
             )
-        return _build(Plan, data, source)
+        return _consistent(_build(Plan, data, source))
 
     def export(self, tool: str) -> str:
         """The arguments to paste into another tool ("torch", "accelerate", "transformers", "lightning"), and what that tool
@@ -213,6 +213,15 @@ class Plan:
         from html import escape
 
         return f"<pre>{escape(str(self))}</pre>"
+
+
+def _consistent(plan: Plan) -> Plan:
+    """A plan whose micro-batch was edited by hand, with what follows from that."""
+    accumulation = -(-plan.share // plan.micro_batch)
+    if accumulation == plan.accumulation or plan.by_size:
+        return plan
+    mode = "whole" if accumulation == 1 else "accumulate" if plan.mode == "whole" else plan.mode
+    return replace(plan, accumulation=accumulation, mode=mode)
 
 
 def _remeasured(option: Option, seconds: float | None, taken: int, all_seconds: dict[int, float]) -> Option:

@@ -56,12 +56,13 @@ class Stopwatch:
         self._meter: Meter | None = None
 
     @contextmanager
-    def session(self, work: Work) -> Iterator[None]:
-        """Inside, micro-batches meet staged gradients, as all but the first of a step do; nothing is left of it."""
+    def session(self, work: Work, first: int = 1) -> Iterator[None]:
+        """Inside, micro-batches meet staged gradients, as all but the first of a step do; nothing is left of it. `first`:
+        samples of the micro-batch that leaves them."""
         with leave_no_trace(self._model, self._device), gathering(self._staging, self._weighting):
             try:
                 # Kernels are chosen and libraries set up once per process: the first micro-batch is not representative.
-                Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, 1)
+                Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, first)
                 self._meter = Meter(self._device)
                 yield
             finally:
@@ -143,7 +144,7 @@ def time_sizes(watch: Stopwatch, work: Work, sizes: Sequence[int], seconds: floa
     stop = time.perf_counter() + seconds
     best: dict[int, Timing] = {}
     growth: dict[int, int | None] = {}
-    with watch.session(work):
+    with watch.session(work, sizes[0]):
         for round_ in range(8):
             for size in sizes if not round_ else tuple(best):
                 if best and time.perf_counter() + _expected(best, size) > stop:

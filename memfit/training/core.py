@@ -215,7 +215,8 @@ class Core:
         left = samples
         while left:
             choice = tuner.next_choice(beside=bool(found), most=samples)
-            found.append(min(choice, left))
+            size = min(choice, left)
+            found.append(size - 1 if left - size == 1 and size > 2 else size)  # batch norm cannot run a single sample
             tuner.expect(choice, found[-1])
             left -= found[-1]
         return tuple(found)

@@ -35,8 +35,8 @@ from memfit.training.tune import doubling
 
 TIMING_SECONDS = 1.2
 """How long micro-batches are timed while planning; training itself goes on measuring (`tune.py`)."""
-SAME = 0.01
-"""How far the composed prediction may be from the whole trace of the chosen plan."""
+SAFE_FROM_SINGLES = 3
+"""Where micro-batches may have this many samples or more, no sample is left by itself (at most 2: 3 = 2 + 1)."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Planner:
         self._settings, self._staging = settings, staging
         give_back_free_heap()
         self._seen: int | None = None
+        self._no_singles = False
         self._meter = Meter(device)
         self._start = self._meter.held() - self._known_bytes()
         self._budget = budget
@@ -113,6 +114,7 @@ class Planner:
         own = profile if profile is not None and lever == "off" else self.profile(task, lever)
         if timed:
             own = self.timed(task, own)
+            task = replace(task, demand=self._without_singles(task.demand))
         try:
             if self._settings.precision == "fast":
                 plan, profile = self._fast(task, own)
@@ -238,14 +240,29 @@ class Planner:
         work = task.real_work(profile.precision if profile.precision_is_lever else "off")
         watch = Stopwatch(self._model, self._staging, task.weighting, self._device, blocks)
         give_back_free_heap()
-        timings = time_sizes(watch, work, doubling(fitting), TIMING_SECONDS)
+        try:
+            timings = time_sizes(watch, work, doubling(fitting), TIMING_SECONDS)
+        except ValueError as error:
+            self._no_singles = _needs_company(error) and fitting[-1] >= SAFE_FROM_SINGLES
+            if not self._no_singles:
+                raise
+            fitting = [n for n in fitting if n >= SAFE_FROM_SINGLES]
+            timings = time_sizes(watch, work, doubling(fitting), TIMING_SECONDS)
         return profile.with_timings(timings, self._optimizer_seconds(allowed))
 
     def _optimizer_seconds(self, allowed: int) -> float:
         return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))
 
+    def _without_singles(self, demand: Demand) -> Demand:
+        """The demand without sizes that leave a sample by itself, where the model cannot run one."""
+        if not self._no_singles or demand.micro_batch is not None:
+            return demand
+        sizes = tuple(n for n in demand.sizes or micro_batch_sizes(demand.share) if n >= SAFE_FROM_SINGLES)
+        return replace(demand, sizes=sizes)
+
     def constrained(self, demand: Demand) -> Demand:
         """The demand with the levers the user prescribed."""
+        demand = self._without_singles(demand)
         settings = self._settings
         if settings.whole:
             demand = replace(demand, micro_batch=demand.share)
@@ -287,6 +304,11 @@ class Planner:
                 found.update({id(v): v for v in state.values() if isinstance(v, torch.Tensor)})
         on_device = [t for t in found.values() if t.device.type == self._device.type]
         return sum(t.numel() * t.element_size() for t in on_device)
+
+
+def _needs_company(error: ValueError) -> bool:
+    """Whether torch says that batch norm cannot take the statistics of a single value."""
+    return "more than 1 value per channel" in str(error)
 
 
 def _state_there(optimizer: Optimizer) -> int:

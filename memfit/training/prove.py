@@ -8,6 +8,7 @@ Everything runs on the device, leaves no trace, and keeps gradients of a bounded
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -201,15 +202,14 @@ class _Measured:
 def _measured(
     work: Work, start: int, stop: int, probes: Sequence[torch.Tensor], counts: Sequence[Any], by_name: bool
 ) -> _Measured:
-    found: list[Count] = []
-    missing: list[Any] = []
+    found: list[Count | float] = []
 
     def count(inputs: Any) -> Count:
         for candidate in counts:
             try:
                 found.append(candidate(inputs))
             except WeightsChanged:
-                missing.append(candidate)
+                found.append(math.nan)  # this part has no such tensor, so nothing is weighted by it
         return 0
 
     inputs, _ = work.inputs(start, stop, count)

@@ -8,6 +8,7 @@ kernel kills instead of raising (oneDNN on the CPU may).
 from __future__ import annotations
 
 import gc
+import re
 import traceback
 from collections.abc import Callable
 from typing import TypeVar
@@ -35,11 +36,17 @@ _TEXTS = (
     "cannot allocate memory",
     "not enough memory",
     "could not create a memory object",
-    "could not create a primitive",
+    "hiperroroutofmemory",
+    "cudaerrormemoryallocation",
+    "out_of_device_memory",
+    "out_of_host_memory",
     "std::bad_alloc",
     "failed to allocate",
     "insufficient memory",
 )
+
+# oneDNN says the same of a descriptor where it has no implementation, which no smaller batch changes.
+_ONEDNN = re.compile("could not create a primitive(?! descriptor)")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -49,7 +56,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
-    return any(known in text for known in _TEXTS)
+    return any(known in text for known in _TEXTS) or _ONEDNN.search(text) is not None
 
 
 class Again(Exception):

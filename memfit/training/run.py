@@ -104,7 +104,7 @@ class Run:
             self._before_step()
         self.optimizer.step()
         self._watch(value)
-        self._clock.end(len(batch) if hasattr(batch, "__len__") else 0)
+        self._clock.end(self._stepper.samples or 0)
         return value
 
     def undo(self) -> None:
@@ -177,9 +177,10 @@ class Run:
         interception.install()
         self._undo.append(interception.remove)
 
-    def take_steps(self, stepper: Stepper, before_step: Callable[[], Any] | None) -> None:
+    def take_steps(self, stepper: Stepper, loss_fn: LossFn, before_step: Callable[[], Any] | None) -> None:
         """Step mode."""
-        self._stepper, self._before_step = stepper, before_step
+        self._stepper = stepper
+        self.plainly(loss_fn, before_step)
 
     def follow(self, guard: AccumulationGuard | None, script: Script | None) -> None:
         """Count the optimizer's steps."""
@@ -187,7 +188,7 @@ class Run:
         if register is None:
             return
         self._guard, self._script = guard, script
-        self._undo.append(register(lambda *_: self._stepped()).remove)
+        self._undo.append(register(self._stepped).remove)
 
     def on_batch(self, info: BatchInfo) -> None:
         """The loader is about to yield a batch."""
@@ -222,7 +223,7 @@ class Run:
 
     # ---- inside
 
-    def _stepped(self) -> None:
+    def _stepped(self, *_: object) -> None:
         core = self._core
         if core is None:
             return
@@ -275,7 +276,7 @@ class Run:
         return loss.detach()
 
     def plainly(self, loss_fn: LossFn | None, before_step: Callable[[], Any] | None) -> None:
-        """Switched off: `step` runs the whole batch as plain PyTorch would."""
+        """Once switched off or undone, `step` runs the whole batch as plain PyTorch would."""
         self._plain_loss_fn, self._before_step = loss_fn, before_step
 
 

@@ -24,6 +24,7 @@ from memfit.levers.checkpoint import checkpointed
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search, with_blocks
 from memfit.planning.sizes import by_size, peak_of, profile_between
+from memfit.profiling.build import CHECK
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.profile import Profile
 from memfit.profiling.sandbox import leave_no_trace
@@ -82,6 +83,7 @@ class Stepper:
         self.samples: int | None = None
         self._core, self._loss_fn, self._whole_loss = core, loss_fn, whole_loss
         self._weighting: Weighting | None = None
+        self._proven_ragged = False
         self._together = False
         self._share = 1
         self._plans: list[Planned] = []
@@ -171,8 +173,8 @@ class Stepper:
         """Have a weighting, and a plan in force that covers the batch."""
         self._share = max(share, self._share)
         profile = None
-        if self._weighting is None and not self._together:
-            profile = self._weigh(batch)
+        if not self._together and (self._weighting is None or (batch.ragged and not self._proven_ragged)):
+            profile = self._weigh(batch)  # padding differs between parts only where samples differ in size
         if not self._together and self._core.fixed is None:
             self._plan(batch, profile)
 
@@ -193,9 +195,11 @@ class Stepper:
 
     # ---- weighting
 
-    def _weigh(self, batch: Ordered, counts: Sequence[CountOf] = ()) -> Profile | None:
-        """How micro-batches are weighted, proven on a few samples; returns the profile made to know how many fit."""
+    def _weigh(self, batch: Ordered, before: Weighting | None = None) -> Profile | None:
+        """How micro-batches are weighted, proven on a few samples, such as tell `before` from its rivals; returns the
+        profile made to know how many fit."""
         core = self._core
+        self._proven_ragged = self._proven_ragged or batch.ragged
         if core.settings.weight is not None:
             self._weighting = Weighting("count", "by weight=", count=_by_hand(core.settings.weight, core.device))
             self._remember(batch)
@@ -208,16 +212,17 @@ class Stepper:
             self._weigh_unproven(batch)
         else:
             with checkpointed(core.model, blocks):
-                self._weigh_by_proof(batch, few, counts)
+                self._weigh_by_proof(batch, few, before)
         if self._together:
             core.reference = None  # what there was to compare with does not hold; the two passes leave their own
         else:
             self._remember(batch)
         return profile
 
-    def _weigh_by_proof(self, batch: Ordered, few: int, counts: Sequence[CountOf]) -> None:
+    def _weigh_by_proof(self, batch: Ordered, few: int, before: Weighting | None) -> None:
         core = self._core
-        work = self._work(batch.spread(few, counts), few, "off")
+        pieces = batch.spread(few) if before is None else batch.spread(few, before.rivals, before.count)
+        work = self._work(pieces, few, "off")
         self._weighting, deviation = infer_weighting(work, few, core.staging, core.model)
         if self._weighting is None:
             if math.isnan(deviation.relative):
@@ -249,7 +254,7 @@ class Stepper:
         """The weighting did not hold: prove it anew on samples that tell its rivals apart."""
         before = self._weighting
         if not doubted and before is not None:
-            self._weigh(batch, before.rivals)
+            self._weigh(batch, before)
         if doubted or self._weighting == before:
             self._run_together("its weighting did not hold for a later batch")
             self._core.reference = None
@@ -345,7 +350,7 @@ class Stepper:
         def real_work(precision: str) -> Work:
             return self._work(batch.around(index), demand.share, precision)
 
-        available = batch.available or demand.share
+        available = batch.available or max(demand.share, CHECK)  # samples may be repeated where they need not be neighbours
         return Task(make_work, real_work, self._weighting or BY_SAMPLES, available, demand, self._core.compiled)
 
     def _work(self, piece: Callable[[int, int], Any], samples: int, precision: str) -> StepWork:

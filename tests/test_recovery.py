@@ -1,0 +1,450 @@
+"""Running out of memory where nobody foresaw it: the effective batch starts again, smaller, and trains exactly once."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import mlp, points, wrapped
+from stepping import PieceSizes, plain, sgd, stepper
+from torch import Tensor, nn
+from zoo.plain import relative_error
+
+import memfit
+from memfit.training.recover import is_out_of_memory
+
+EXACT = 1e-12
+
+# What torch and its libraries say; the numbers differ from case to case.
+TEXTS: dict[str, Callable[[], BaseException]] = {
+    "torch": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity"),
+    "cuda": lambda: RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    "cublas": lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cudnn": lambda: RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "cusolver": lambda: RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+    "nccl": lambda: RuntimeError("NCCL error: unhandled cuda error, NCCL version 2.21.5\nCuda failure 2 'out of memory'"),
+    "mps": lambda: RuntimeError("MPS backend out of memory (MPS allocated: 17.99 GB, other allocations: 80.00 MB)"),
+    "hip": lambda: RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
+    "hip code": lambda: RuntimeError("HIP error: hipErrorOutOfMemory"),
+    "hipblas": lambda: RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"),
+    "xpu": lambda: RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
+    "cpu": lambda: RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+        "8589934592 bytes. Error code 12 (Cannot allocate memory)"
+    ),
+    "cpu on Windows": lambda: RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8589934592 bytes."),
+    "oneDNN primitive": lambda: RuntimeError("could not create a primitive"),
+    "oneDNN memory": lambda: RuntimeError("could not create a memory object"),
+    "C++": lambda: RuntimeError("std::bad_alloc"),
+    "Python": lambda: MemoryError(),
+}
+
+OTHERS: list[BaseException] = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("could not create a primitive descriptor for a convolution forward propagation primitive"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."),
+    RuntimeError("Expected all tensors to be on the same device"),
+    ValueError("Expected more than 1 value per channel when training, got input size torch.Size([1, 8])"),
+    ValueError("out of memory"),
+    KeyError("out of memory"),
+    IndexError("index out of range in self"),
+    KeyboardInterrupt(),
+]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_way_of_saying_that_memory_ran_out_is_known(name: str) -> None:
+    assert is_out_of_memory(TEXTS[name]())
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=lambda error: f"{type(error).__name__}: {error}"[:40])
+def test_no_other_error_is_taken_for_one(error: BaseException) -> None:
+    assert not is_out_of_memory(error)
+
+
+class Fuse(nn.Module):
+    """Passes its input on, until it is armed: then the next `times` micro-batches fail, in forward or in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times, self.skip, self.where = 0, 0, "forward"
+        self.make: Callable[[], BaseException] = TEXTS["torch"]
+        self.seen: list[int] = []
+
+    def arm(self, make: Callable[[], BaseException], times: int = 1, *, where: str = "forward", skip: int = 0) -> None:
+        """Fail `times` times, after `skip` passes that go well."""
+        self.make, self.times, self.where, self.skip = make, times, where, skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        if self.where == "forward":
+            self.pass_through()
+        return _Through.apply(x, self) if self.where == "backward" else x
+
+    def pass_through(self) -> None:
+        if self.times and self.skip:
+            self.skip -= 1
+        elif self.times:
+            self.times -= 1
+            raise self.make()
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fuse: Fuse) -> Tensor:
+        ctx.fuse = fuse
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.fuse.pass_through()
+        return gradient, None
+
+
+class Net(nn.Module):
+    """A net with a fuse in the middle, dropout and batch norm on demand."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.first, self.fuse, self.last = mlp(dropout=dropout, outputs=8), Fuse(), mlp(inputs=8, seed=1)
+        self.norm = nn.BatchNorm1d(8).double() if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.fuse(self.norm(self.first(x))))
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def kinds(run: memfit.Run) -> list[str]:
+    return [event.kind for event in run.events]
+
+
+# ---- step mode
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_after_any_of_them_the_batch_trains_once_in_smaller_micro_batches(name: str, where: str) -> None:
+    model = Net()
+    run, seen = stepper(model, loss_fn, 6)
+    run.step(points(seed=1))
+    want = plain(model, loss_fn, points())[1]
+    trained = copy.deepcopy(model)
+    model.fuse.arm(TEXTS[name], where=where, skip=1)
+    run.step(points())
+    assert model.fuse.times == 0
+    assert relative_error(seen.gradients[1], want) <= EXACT
+    assert len(seen.gradients) == 2
+    optimizer = sgd(trained)
+    loss_fn(trained, points()).backward()
+    optimizer.step()
+    assert relative_error(dict(model.named_parameters()), dict(trained.named_parameters())) <= EXACT
+    assert kinds(run).count("out of memory") == 1
+    assert run.plan is not None and (run.plan.micro_batch, run.plan.accumulation) == (3, 4)
+
+
+def test_the_event_says_what_was_tried_and_what_is_done_now() -> None:
+    model = Net()
+    run, _ = stepper(model, loss_fn, 6)
+    run.step(points())
+    model.fuse.arm(TEXTS["cpu"])
+    run.step(points())
+    event = next(event for event in run.events if event.kind == "out of memory")
+    assert event.step == 1
+    assert "a micro-batch of 6 ran out of memory" in event.message
+    assert "DefaultCPUAllocator: can't allocate memory" in event.message
+    assert "started again at 3" in event.message
+
+
+def test_it_may_happen_several_times_in_one_batch() -> None:
+    model = Net()
+    run, seen = stepper(model, loss_fn, 12)
+    run.step(points(seed=1))
+    want = plain(model, loss_fn, points())[1]
+    model.fuse.arm(TEXTS["cudnn"], times=3)
+    model.fuse.seen.clear()
+    run.step(points())
+    assert model.fuse.seen == [12, 6, 3, *[1] * 12]
+    assert relative_error(seen.gradients[1], want) <= EXACT
+    assert kinds(run).count("out of memory") == 3
+    model.fuse.seen.clear()
+    run.step(points())
+    assert model.fuse.seen == [1] * 12
+
+
+def test_at_a_single_sample_the_error_is_the_users() -> None:
+    model = Net()
+    run, seen = stepper(model, loss_fn, 4)
+    run.step(points())
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    model.fuse.arm(TEXTS["torch"], times=99)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        run.step(points())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
+    assert len(seen.gradients) == 1
+    model.fuse.arm(TEXTS["torch"], times=0)
+    want = plain(model, loss_fn, points())[1]
+    run.step(points())
+    assert relative_error(seen.gradients[1], want) <= EXACT
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_ordinary_error_is_not_tried_again(where: str) -> None:
+    model = Net()
+    run, seen = stepper(model, loss_fn, 4)
+    run.step(points())
+    model.fuse.arm(lambda: RuntimeError("CUDA error: device-side assert triggered"), where=where)
+    model.fuse.seen.clear()
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        run.step(points())
+    assert model.fuse.seen == [4]
+    assert "out of memory" not in kinds(run)
+    assert len(seen.gradients) == 1 and run.plan is not None and run.plan.micro_batch == 4
+
+
+def test_random_draws_are_those_of_a_batch_that_never_failed() -> None:
+    """As if the smaller micro-batch had been planned: bit for bit the same draws, and the same state afterwards."""
+    results = []
+    for planned, fails in ((6, 1), (3, 0)):
+        model = Net(dropout=0.5)
+        run, seen = stepper(model, loss_fn, planned)
+        torch.manual_seed(6)
+        run.step(points(2))
+        model.fuse.arm(TEXTS["torch"], times=fails, skip=1)
+        torch.manual_seed(7)
+        run.step(points())
+        results.append((seen.gradients[1], torch.get_rng_state()))
+    (got, state), (want, expected) = results
+    assert all(torch.equal(g, w) for g, w in zip(got.values(), want.values()) if g is not None and w is not None)
+    assert torch.equal(state, expected)
+
+
+def test_batch_statistics_count_no_failed_attempt() -> None:
+    results = []
+    for planned, fails in ((6, 1), (3, 0)):
+        model = Net(norm=True)
+        run, _ = stepper(model, loss_fn, planned)
+        run.step(points(3))
+        model.fuse.arm(TEXTS["torch"], times=fails, skip=1)
+        run.step(points())
+        results.append(model.norm.state_dict())
+    got, want = results
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert int(got["num_batches_tracked"]) == 1 + 4
+
+
+def test_what_the_failed_attempt_held_is_free_before_the_next_one() -> None:
+    model = Net()
+    run, _ = stepper(model, loss_fn, 6)
+    run.step(points())
+    held: list[weakref.ref[Tensor]] = []
+    alive: list[list[bool]] = []
+
+    def look(module: nn.Module, args: Any, output: Tensor) -> None:
+        alive.append([ref() is not None for ref in held])
+        held.append(weakref.ref(output))
+
+    model.first.register_forward_hook(look)
+    model.fuse.arm(TEXTS["torch"])
+    run.step(points())
+    assert alive[1] == [False]
+
+
+def test_the_optimizer_step_is_never_tried_again() -> None:
+    model = Net()
+    run, _ = stepper(model, loss_fn, 6)
+    run.step(points())
+    calls: list[int] = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    handle = run.optimizer.register_step_pre_hook(fail)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(torch.OutOfMemoryError):
+        run.step(points())
+    handle.remove()
+    assert calls == [1] and "out of memory" not in kinds(run)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_running_out_of_memory_in_before_step_is_not_tried_again() -> None:
+    model = Net()
+    calls: list[int] = []
+
+    def before_step() -> None:
+        calls.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    run = wrapped(model, 6, loss_fn=loss_fn, before_step=before_step)
+    with pytest.raises(torch.OutOfMemoryError):
+        run.step(points())
+    assert calls == [1]
+
+
+def test_samples_of_different_sizes_recover_too() -> None:
+    samples = [torch.rand(size, 7, dtype=torch.float64) for size in (9, 2, 4, 6, 3, 8, 2, 5, 7, 3, 4, 2)]
+
+    def collate(parts: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+    def mean_of_means(model: nn.Module, batch: Tensor) -> Tensor:
+        there = (batch != 0).any(-1, keepdim=True)
+        return ((model(batch) * there).sum((1, 2)) / there.sum((1, 2))).square().mean()
+
+    model = Net()
+    seen = []
+    run = memfit.wrap(
+        model,
+        sgd(model),
+        torch.utils.data.DataLoader(samples, batch_size=6, collate_fn=collate),  # type: ignore[arg-type]
+        loss_fn=mean_of_means,
+        target_batch=12,
+        before_step=lambda: seen.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}),
+    )
+    for _ in range(6):  # sizes of micro-batches are settled by then
+        for batch in run.loader:
+            run.step(batch)
+    want = plain(model, mean_of_means, collate(samples))[1]
+    sizes = PieceSizes(model.first)
+    assert run.plan is not None and run.plan.by_size
+    before = run.plan
+    model.fuse.arm(TEXTS["torch"])
+    for batch in run.loader:
+        run.step(batch)
+    assert relative_error(seen[-1], want) <= EXACT
+    if before.micro_batch > 1:
+        assert run.plan.micro_batch == before.micro_batch // 2
+    assert sum(sizes.sizes) > 12
+
+
+def test_recomputing_a_checkpointed_block_may_fail_too() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Sequential(mlp(outputs=7)), nn.Sequential(mlp(outputs=7, seed=1))])
+            self.fuse = Fuse()
+            self.blocks[1].append(self.fuse)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Blocks()
+    run = wrapped(model, 6, fields={"checkpoint": ("blocks.0", "blocks.1")}, loss_fn=loss_fn)
+    run.step(points(2))
+    want = plain(model, loss_fn, points())[1]
+    # One forward goes well, and the recomputation in its backward fails.
+    model.fuse.arm(TEXTS["torch"], skip=1)
+    run.step(points())
+    assert model.fuse.times == 0
+    assert relative_error({n: p.grad for n, p in model.named_parameters()}, want) <= EXACT
+    assert kinds(run).count("out of memory") == 1
+
+
+# ---- script mode
+
+
+def known(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def unknown(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.softplus(model(x)).gather(1, y[:, None]).log().square().sum()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize(
+    ("loss", "where", "skip"),
+    [
+        pytest.param(known, "forward", 1, id="accumulate, forward"),
+        pytest.param(known, "backward", 1, id="accumulate, backward"),
+        pytest.param(unknown, "forward", 1, id="replay, first pass"),
+        pytest.param(unknown, "forward", 3, id="replay, second pass"),
+        pytest.param(unknown, "backward", 1, id="replay, backward"),
+    ],
+)
+def test_script_mode_recovers_wherever_its_passes_fail(loss: Any, where: str, skip: int, times: int) -> None:
+    model = Net()
+    run = wrapped(model, 6)
+    loss(model, *points(seed=1)).backward()
+    model.zero_grad()
+    want = plain(model, lambda m, b: loss(m, *b), points())[1]
+    model.fuse.arm(TEXTS["cublas"], times, where=where, skip=skip)
+    loss(model, *points()).backward()
+    assert model.fuse.times == 0
+    assert relative_error({n: p.grad for n, p in model.named_parameters()}, want) <= EXACT
+    assert kinds(run).count("out of memory") == times
+    model.zero_grad()
+    model.fuse.seen.clear()
+    loss(model, *points()).backward()
+    assert max(model.fuse.seen) <= 6 // 2**times
+    assert relative_error({n: p.grad for n, p in model.named_parameters()}, want) <= EXACT
+
+
+@pytest.mark.parametrize("loss", [known, unknown])
+def test_script_mode_draws_as_if_nothing_had_failed(loss: Any) -> None:
+    gradients = []
+    for planned, fails in ((6, 1), (3, 0)):
+        model = Net(dropout=0.5)
+        wrapped(model, planned)
+        torch.manual_seed(2)
+        loss(model, *points(seed=1)).backward()
+        model.zero_grad()
+        model.fuse.arm(TEXTS["torch"], fails)
+        torch.manual_seed(3)
+        loss(model, *points()).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    assert relative_error(*gradients) == 0.0
+
+
+@pytest.mark.parametrize("loss", [known, unknown])
+def test_script_mode_lets_the_error_through_at_a_single_sample(loss: Any) -> None:
+    model = Net()
+    wrapped(model, 6)
+    loss(model, *points()).backward()
+    model.zero_grad()
+    model.fuse.arm(TEXTS["torch"], times=99)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss(model, *points()).backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.fuse.arm(TEXTS["torch"], times=0)
+    want = plain(model, lambda m, b: loss(m, *b), points())[1]
+    loss(model, *points()).backward()
+    assert relative_error({n: p.grad for n, p in model.named_parameters()}, want) <= EXACT
+
+
+def test_a_gradient_scaler_of_the_script_is_left_where_it_was() -> None:
+    scales, parameters = [], []
+    for fails in (1, 0):
+        model = Net()
+        optimizer = sgd(model)
+        wrapped(model, 6, optimizer=optimizer)
+        scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+        for seed in range(4):
+            if seed == 2:
+                model.fuse.arm(TEXTS["torch"], fails, skip=1)
+            optimizer.zero_grad()
+            scaler.scale(known(model, *points(seed=seed))).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler.state_dict())
+        parameters.append(dict(model.named_parameters()))
+    assert scales[0] == scales[1]
+    assert relative_error(*parameters) <= EXACT
