@@ -5,9 +5,14 @@ A context variable, so that nothing is left behind when the command is done.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+
+
+def _ignore(run: Any) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -16,10 +21,12 @@ class Asked:
 
     target_batch: int | None = None
     """Used instead of the script's target_batch, if given."""
-    budget: str | None = None
+    budget: int | float | str | None = None
     """Used instead of the script's budget, if given."""
     stop: bool = True
     """Whether to raise PlanReady as soon as a plan is in force."""
+    on_wrap: Callable[[Any], None] = _ignore
+    """Called with each Run that `wrap` makes, before it plans."""
 
 
 class PlanReady(BaseException):

@@ -1,0 +1,3 @@
+"""The command line: memfit probe | plan | verify | report | demo."""
+
+from memfit.cli.commands import main as main

@@ -1,0 +1,54 @@
+"""How a command ends: what goes to stderr, and the exit code.
+
+0    done
+1    the user's own code raised an exception, or a verification failed
+2    memfit could not do it: a MemfitError, printed in its three parts
+130  Ctrl-C
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import typer
+
+from memfit._errors import MemfitError
+from memfit.reporting.words import printable
+
+FAILED, NOT_DONE, INTERRUPTED = 1, 2, 130
+"""Exit codes."""
+
+
+@contextmanager
+def ending(user_file: Path | None = None) -> Iterator[None]:
+    """Turn what is raised inside into what a shell understands.
+
+    Exceptions of the code in `user_file` are printed as Python would, without our own frames above it. Raises typer.Exit.
+    """
+    try:
+        yield
+    except MemfitError as error:
+        print("\n".join(map(printable, f"memfit: {error}".splitlines())), file=sys.stderr)
+        raise typer.Exit(NOT_DONE) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except typer.Exit:
+        raise
+    except Exception as error:
+        if user_file is None:
+            raise
+        traceback.print_exception(type(error), error, _from(user_file, error.__traceback__))
+        raise typer.Exit(FAILED) from None
+
+
+def _from(file: Path, frames: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame in `file` on. None if the file was never entered, as with a syntax error."""
+    while frames is not None and os.path.abspath(frames.tb_frame.f_code.co_filename) != os.path.abspath(file):
+        frames = frames.tb_next
+    return frames

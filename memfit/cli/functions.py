@@ -1,0 +1,115 @@
+"""FILE.py:function, a function that returns (model, optimizer, loader[, loss_fn]): loading it, and training with it.
+
+Not covered: functions that take arguments.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import memfit
+from memfit._errors import UsageError
+from memfit.training.run import Run
+
+RETURNS = "(model, optimizer, loader) or (model, optimizer, loader, loss_fn)"
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a function returned."""
+
+    model: Any
+    """The module to train."""
+    optimizer: Any
+    """Its optimizer."""
+    loader: Any
+    """The loader of its batches."""
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    """(model, batch) to a scalar; None: the model has to return its loss."""
+
+    def wrapped(self, target_batch: int | None, budget: int | float | str | None) -> Run:
+        """`memfit.wrap` of it."""
+        return memfit.wrap(
+            self.model, self.optimizer, self.loader, loss_fn=self.loss_fn, target_batch=target_batch, budget=budget
+        )
+
+
+def split_target(target: str) -> tuple[Path, str | None]:
+    """(file, function) of "FILE.py:function"; the function is None where only a file is named."""
+    file, colon, name = target.rpartition(":")
+    if colon and name.isidentifier() and not Path(target).exists():
+        return Path(file), name
+    return Path(target), None
+
+
+def check_file(file: Path) -> None:
+    """A Python file that can be read. Raises UsageError."""
+    if not file.exists():
+        raise UsageError(f"running {str(file)!r}", found="there is no such file", next_move="check its name and folder")
+    if not file.is_file():
+        raise UsageError(f"running {str(file)!r}", found="it is not a file", next_move="name a Python file")
+
+
+def made_by(file: Path, name: str) -> Training:
+    """What the function of that name returns. Raises UsageError; exceptions of the user's code pass as they are."""
+    check_file(file)
+    module = _imported(file)
+    function = getattr(module, name, None)
+    asked = f"{file.name}:{name}"
+    if not callable(function):
+        own = (n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__)
+        found = "there is no such function in it" if function is None else f"it is of type {type(function).__name__}"
+        raise UsageError(asked, found=found, next_move=f"name one of its functions: {', '.join(own) or '(it has none)'}")
+    made = function()
+    if not isinstance(made, (tuple, list)) or len(made) not in (3, 4):
+        size = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
+        raise UsageError(asked, found=f"it returned a {type(made).__name__}{size}", next_move=f"let it return {RETURNS}")
+    return Training(*made)
+
+
+def train_once(run: Run, training: Training, asked: str) -> None:
+    """One training step. Raises UsageError where only the script could do it."""
+    batch = next(iter(run.loader), None)
+    if batch is None:
+        raise UsageError(asked, found="its loader yields nothing", next_move="return one that yields batches")
+    if training.loss_fn is not None:
+        run.step(batch)
+        return
+    loss = _own_loss(run.model, batch)
+    if loss is None:
+        raise UsageError(
+            asked,
+            found="it returned no loss_fn, and the model does not return its loss when called with a batch as keywords",
+            next_move="return (model, optimizer, loader, loss_fn), where loss_fn(model, batch) is the loss to minimise",
+        )
+    loss.backward()
+    run.optimizer.step()
+
+
+def _own_loss(model: Any, batch: Any) -> Any:
+    """The loss that a model returns itself, as those of Hugging Face do; None where it does not."""
+    if not isinstance(batch, Mapping):
+        return None
+    device = next(model.parameters()).device
+    output = model(**{name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()})
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
+def _imported(file: Path) -> ModuleType:
+    """The file as a module, its folder on the path; it stays imported, so that workers can find its classes."""
+    sys.path.insert(0, str(file.resolve().parent))
+    name = file.stem if file.stem not in sys.modules else f"memfit_given_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, str(file))
+    if spec is None or spec.loader is None:
+        raise UsageError(f"importing {str(file)!r}", found="it is not a Python file", next_move="name a file ending in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

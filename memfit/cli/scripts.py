@@ -1,0 +1,91 @@
+"""Running a training script until it has a plan, and no further.
+
+The script runs as `python script.py` would run it: as `__main__`, with its own arguments and its own folder on the path.
+Not covered: scripts that start their training in other processes.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from memfit._asked import ASKED, Asked, PlanReady
+from memfit._errors import UsageError
+from memfit.reporting.report import Report
+from memfit.training.run import Run
+
+LINE = "model, optimizer, loader = memfit.wrap(model, optimizer, loader, target_batch=...)"
+
+
+def planned_by_script(script: Path, arguments: Sequence[str], asked: Asked) -> Report:
+    """The report of the first plan that `script` makes; the script is stopped there.
+
+    Raises UsageError if it ends without one. Its own exceptions, and a SystemExit with a code, pass as they are.
+    """
+    runs: list[Run] = []
+    with running_as_main(script, arguments) as module:
+        report = stopped_at_plan(partial(_execute, script, module), replace(asked, on_wrap=runs.append))
+    if report is None:  # or the script caught even a BaseException, and went on
+        report = next((run.report() for run in runs if run.plan is not None), None)
+    if report is None:
+        raise _without_plan(script, wrapped=bool(runs))
+    return report
+
+
+def stopped_at_plan(work: Callable[[], object], asked: Asked) -> Report | None:
+    """Run `work()` with what is asked of `memfit.wrap`; the report of the plan it was stopped at, None if it ended."""
+    token = ASKED.set(asked)
+    try:
+        work()
+    except PlanReady as ready:
+        report = ready.run.report()
+        traceback.clear_frames(ready.__traceback__)  # iterators of loaders live in them, and with these their workers
+        return report
+    finally:
+        ASKED.reset(token)
+    return None
+
+
+@contextmanager
+def running_as_main(script: Path, arguments: Sequence[str]) -> Iterator[ModuleType]:
+    """A fresh `__main__` for the script, its arguments and its folder; all as before afterwards."""
+    module = ModuleType("__main__")
+    module.__file__ = str(script)
+    before = sys.argv, sys.path[:], sys.modules["__main__"]
+    sys.argv, sys.modules["__main__"] = [str(script), *arguments], module
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield module
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = before
+
+
+def _execute(script: Path, module: ModuleType) -> None:
+    with io.open_code(str(script.resolve())) as file:
+        code = compile(file.read(), str(script), "exec", dont_inherit=True)
+    try:
+        exec(code, module.__dict__)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+
+
+def _without_plan(script: Path, *, wrapped: bool) -> UsageError:
+    if wrapped:
+        return UsageError(
+            f"the plan of {script.name}",
+            found="it called memfit.wrap, but ended before the model was called to train",
+            next_move="let it run at least one training step, or pass loss_fn= to memfit.wrap",
+        )
+    return UsageError(
+        f"the plan of {script.name}",
+        found="it ended without calling memfit.wrap",
+        next_move=f"add this line before its training loop: {LINE}",
+    )

@@ -1,0 +1,161 @@
+"""The training with memfit, under the limit, and what came of it: `python -m memfit.demo.train`."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
+
+from torch import Tensor, nn
+
+import memfit
+from memfit._errors import MemfitError
+from memfit._units import format_bytes, format_seconds
+from memfit.demo.limit import Limit, limit_this_process, limited_device
+from memfit.demo.model import next_byte_loss
+from memfit.demo.task import Demo, Training, training
+from memfit.demo.telling import more, tell
+from memfit.demo.text import LibraryText
+from memfit.reporting.progress import progress
+from memfit.training.run import Run
+
+FEWEST, MOST = 3, 30
+"""Steps, where they are chosen by how long one takes."""
+
+
+def run(demo: Demo) -> bool:
+    """Train and tell; whether the gradient was the same."""
+    text, device = LibraryText(demo.shape.length), limited_device()
+    limit = limit_this_process(demo.budget, device)
+    loss = Loss()
+    fitted = fit(demo, training(demo, text, device), loss, limit)
+    train(demo, fitted, loss)
+    same = tell_verification(fitted)
+    fitted.report().save(demo.report)
+    tell("report", f"{demo.report}  (open it in a browser; it needs no network)")
+    return same
+
+
+class Loss:
+    """The loss, telling how many sequences have been through it."""
+
+    def __init__(self) -> None:
+        self.seen: Callable[[int], None] | None = None
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The loss of a micro-batch."""
+        loss = next_byte_loss(model, batch)
+        if self.seen is not None:
+            self.seen(len(batch[0]))
+        return loss
+
+
+def fit(demo: Demo, task: Training, loss: Loss, limit: Limit) -> Run:
+    """The one line, and the plan it came to."""
+
+    def clip() -> None:
+        nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
+
+    with progress("planning", None) as bar, redirect_stderr(io.StringIO()):  # the plan is told below
+        bar.say("")
+        fitted = memfit.wrap(
+            task.model,
+            task.optimizer,
+            task.loader,
+            loss_fn=loss,
+            target_batch=demo.target,
+            before_step=clip,
+            budget=limit.budget,
+        )
+    plan = fitted.plan
+    assert plan is not None
+    tell("plan", plan.summary())
+    if limit.budget is None:
+        before = format_bytes(plan.limit - demo.budget)
+        more(f"it found the limit by itself: {format_bytes(demo.budget)} ({limit.said}) on top of {before} held before")
+    else:
+        more(f"it was told the limit: {limit.said}")
+    return fitted
+
+
+def train(demo: Demo, fitted: Run, loss: Loss) -> None:
+    """Train, showing the loss; then the most memory it took."""
+    tell("training", f"run.step(batch), {demo.target} sequences each")
+    peaks: list[int] = []
+    began = time.perf_counter()
+    for step, batch in enumerate(endless(fitted.loader), 1):
+        with showing(loss, f"step {step}", demo.target):
+            start = time.perf_counter()
+            value = float(fitted.step(batch))
+            took = time.perf_counter() - start
+        more(f"step {step:<3} loss {value:.3f}   {format_seconds(took)}")
+        peak = fitted.stats()["peak_measured"]
+        peaks += [] if peak is None else [int(peak)]
+        if is_last(demo, step, time.perf_counter() - began, took):
+            break
+    tell_peak(fitted, peaks)
+
+
+@contextmanager
+def showing(loss: Loss, label: str, total: int) -> Iterator[None]:
+    """On a terminal, a bar that moves with every micro-batch."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with progress(label, total) as bar:
+        loss.seen = bar.advance
+        yield
+    loss.seen = None
+
+
+def is_last(demo: Demo, step: int, elapsed: float, took: float) -> bool:
+    """Whether training ends after this step."""
+    if demo.steps is not None:
+        return step >= demo.steps
+    return step >= MOST or (step >= FEWEST and elapsed + took > demo.seconds) or elapsed > 2 * demo.seconds
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    """Epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def tell_peak(fitted: Run, peaks: list[int]) -> None:
+    """The most memory that was measured, against the budget."""
+    plan = fitted.plan
+    assert plan is not None
+    errors = sum(event.kind == "out of memory" for event in fitted.events)
+    if peaks:
+        most, allowed = format_bytes(max(peaks)), format_bytes(plan.limit)
+        tell("measured", f"peak {most} of the {allowed} allowed, {errors} out-of-memory errors")
+
+
+def tell_verification(fitted: Run) -> bool:
+    """What `memfit.verify` finds."""
+    with progress("verifying", None) as bar:
+        bar.say("")
+        found = memfit.verify(fitted)
+    first, *others = str(found).splitlines()
+    tell("verified", first)
+    for line in others:
+        more(line)
+    return found.passed
+
+
+def main() -> int:
+    """The exit code."""
+    try:
+        return 0 if run(Demo.from_json(sys.argv[1])) else 1
+    except MemfitError as error:
+        print(f"memfit: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
