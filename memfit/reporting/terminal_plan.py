@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from memfit._units import format_seconds
+from memfit._units import format_bytes, format_seconds
 from memfit.planning.plan import Plan
 from memfit.reporting.terminal import LABEL, grid, not_taken, without_colour
 from memfit.reporting.words import alike, blocks_listed, count, printable
@@ -48,14 +48,12 @@ def _print(plan: Plan, console: Console) -> None:
 
 def lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """(label, words) of what the plan says."""
-    expected, most, limit, margin = alike(
-        plan.predicted.peak + plan.held, plan.predicted.upper + plan.held, plan.limit, plan.margin
-    )
+    expected, most = alike(plan.predicted.peak + plan.held, plan.predicted.upper + plan.held)
     yield "batch", _batch(plan)
-    free = f" ({margin} of it kept free)" if plan.margin else ""
-    yield "memory", f"{expected} expected, {most} at most, of {limit}{free}"
-    asked, _ = alike(plan.asked.peak + plan.held, plan.limit)
-    yield "", f"the whole batch at once would need {asked}"
+    yield "memory", f"{expected} expected, {most} at most"
+    yield "", f"the whole batch at once would need {format_bytes(plan.asked.peak + plan.held)}"
+    free = f", {format_bytes(plan.margin)} of it kept free" if plan.margin else ""
+    yield "budget", f"{format_bytes(plan.limit)}{free}"
     if plan.predicted.seconds is not None:
         yield "per step", format_seconds(plan.predicted.seconds)
     blocks = f"{count(len(plan.checkpoint), 'block')}: {blocks_listed(plan.checkpoint)}" if plan.checkpoint else "none"

@@ -11,7 +11,6 @@ from itertools import groupby
 
 from memfit.reporting.words import relative
 
-
 UNCLEAR = 0.05
 """A floor above this is no rounding: the whole batch run twice does not even equal itself."""
 
@@ -59,7 +58,10 @@ class Verification:
         """What was found, in words; the first line is the answer."""
         says = "gradient equals the whole batch's to" if self.passed else "gradient DIFFERS from the whole batch's by"
         if not self.clear:
-            return (f"cannot be told: plain PyTorch run twice on the whole batch differs by {relative(self.floor)}", *self.notes)
+            return (
+                f"cannot be told: plain PyTorch run twice on the whole batch differs by {relative(self.floor)}",
+                *self.notes,
+            )
         floor = f"floor of plain PyTorch {relative(self.floor)}"
         on = f"on {self.samples} samples as {cut_as(self.pieces)}"
         lines = [f"{says} {relative(self.relative_error)} ({floor}), {on}"]

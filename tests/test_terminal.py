@@ -1,0 +1,127 @@
+"""The report and the plan on a terminal: never wider than it, nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import handmade
+import pytest
+import reports
+
+from memfit.planning.plan import Plan
+from memfit.reporting.lines import comparison, headline
+from memfit.reporting.terminal import plain, show
+from memfit.reporting.terminal_plan import plain_plan, show_plan
+
+WIDTHS = (40, 60, 80, 120)
+REPORTS = {
+    "accumulates": reports.report(330, verification=reports.SAME, draws=("drop",)),
+    "whole": reports.report(800),
+    "ragged": reports.ragged(),
+    "hostile": reports.hostile(),
+    "from a file": reports.report(plan=reports.planned(330), profile=None, prof=reports.profile()),
+}
+LONG = "a" * 300
+
+
+def plans() -> dict[str, Plan]:
+    notes = ("computes in bfloat16, because nothing fits in float32; it moves the gradient by 0.0042 (relative)",)
+    return {
+        "searched": reports.planned(330),
+        "by hand": handmade.plan(target_batch=1024, notes=notes, precision="bfloat16"),
+        "ragged": reports.ragged().plan,
+        "whole": reports.planned(800),
+        "hostile": replace(reports.hostile().plan, notes=(reports.HARMFUL, LONG), model=LONG),
+    }
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", REPORTS)
+def test_no_line_of_a_report_is_wider_than_the_terminal(name: str, width: int) -> None:
+    lines = plain(REPORTS[name], width).splitlines()
+    assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", plans())
+def test_no_line_of_a_plan_is_wider_than_the_terminal(name: str, width: int) -> None:
+    lines = plain_plan(plans()[name], width).splitlines()
+    assert max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_nothing_is_cut_off(name: str) -> None:
+    """Every word of the comparison is there, whatever the width, once line breaks are taken out."""
+    whole = "".join(plain(REPORTS[name], 200).split())
+    for row in comparison(REPORTS[name]):
+        assert "".join(row.name.split()) in whole
+    assert "…" not in plain(REPORTS[name], 60)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_name_reaches_the_terminal_as_an_order(width: int) -> None:
+    for text in (plain(REPORTS["hostile"], width), plain_plan(plans()["hostile"], width)):
+        assert all(line.isprintable() for line in text.splitlines())
+    assert "\\x1b[31m[red]" in "".join(plain(REPORTS["hostile"], width).split())
+
+
+def test_markup_of_rich_is_shown_as_it_is() -> None:
+    made = reports.report(330, events=[reports.event(1, "note", "[bold]not bold[/bold] :smile:")])
+    assert "[bold]not bold[/bold] :smile:" in plain(made, 120)
+
+
+def test_our_own_words_are_ascii() -> None:
+    for name in ("accumulates", "whole", "ragged", "from a file"):
+        assert plain(REPORTS[name], 120).isascii()
+
+
+def test_the_first_screen_is_in_order() -> None:
+    text = plain(REPORTS["accumulates"], 120)
+    order = [headline(REPORTS["accumulates"]), "fits", "as the script asked", "batch", "memory", "per step", "same training"]
+    order += ["not kept equal", "it costs", "memory holds", "next", "not taken"]
+    found = [text.index(word) for word in order]
+    assert found == sorted(found)
+
+
+def test_it_fits_the_screen() -> None:
+    assert len(plain(REPORTS["accumulates"], 120).splitlines()) <= 40
+
+
+def test_numbers_in_columns_end_in_one_column() -> None:
+    """The plans that were not taken: "at most" and "per step" are aligned to the right."""
+    lines = plain(REPORTS["accumulates"], 120).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("not taken"))
+    ends = {line.index(" B ") for line in lines[start:] if " B " in line}
+    assert len(ends) == 1
+
+
+def test_str_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    assert str(REPORTS["accumulates"]) == plain(REPORTS["accumulates"], 70)
+
+
+def test_show_prints_on_stdout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    show(REPORTS["accumulates"])
+    show_plan(reports.planned(330))
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    lines = [line.rstrip() for line in printed.out.splitlines()]
+    assert lines == [*plain(REPORTS["accumulates"], 100).splitlines(), *plain_plan(reports.planned(330), 100).splitlines()]
+
+
+def test_a_plan_says_what_it_decided() -> None:
+    text = plain_plan(handmade.plan(checkpoint=("h.0", "h.1"), target_batch=1024), 80)
+    assert "memfit plan  GPT, AdamW, on EPYC" in text
+    assert "512 of 1,024 = 8 x 64   micro x accumulation" in text
+    assert "3,072 MiB expected, 4,096 MiB at most\n" in text
+    assert "6.00 GiB, 256 MiB of it kept free\n" in text
+    assert "the whole batch at once would need 90.0 GiB" in text
+    assert "1.50 s" in text and "2 blocks: h.0 to 1" in text and "the script's own" in text
+
+
+def test_a_plan_by_size_lists_its_sizes() -> None:
+    text = plain_plan(reports.ragged().plan, 80)
+    assert "samples of up to 200 elements: 3 per micro-batch (4 would fit)" in text
+    assert "in micro-batches by size of sample" in text
