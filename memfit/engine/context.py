@@ -5,6 +5,7 @@ call and backward.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -57,6 +58,19 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if not any(torch.is_autocast_enabled(kind) for kind in kinds):
         return nullcontext()
     return autocasting(Autocast(kind, False, torch.get_autocast_dtype(kind), True) for kind in kinds)
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Compiled models run eagerly; nothing is compiled, and what was compiled stays.
+
+    Compiling while dispatch modes of ours are active would trace into them, give up, and run that code eagerly for good.
+    """
+    if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import nn
 from memfit._errors import MemfitError
 from memfit.batches.cut import Layout, candidate_layouts, uncuttable
 from memfit.batches.tree import is_column, leaves, map_leaves
-from memfit.engine.context import autocast_now
+from memfit.engine.context import autocast_now, uncompiled
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.trace import TraceFailed, telling_failures
@@ -141,13 +141,13 @@ def _fake_outputs(call: Call, few: int, many: int) -> tuple[Any, Any]:
     found = []
     with leave_no_trace(call.model, call.device, buffers=False), telling_failures(), world.replacing(call.model):
         twins = [twin_call(call, world.twin, n)[0] for n in (few, many)]
-        with world.entered(), torch.enable_grad():
+        with world.entered(), uncompiled(), torch.enable_grad():
             found = [t.output() for t in twins]
     return found[0], found[1]
 
 
 def _real_outputs(call: Call, few: int, many: int) -> tuple[Any, Any]:
-    with leave_no_trace(call.model, call.device), torch.enable_grad():
+    with leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
         found = []
         for n in (few, many):
             output = call.output(call.arguments(0, n))

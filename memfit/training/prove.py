@@ -21,6 +21,7 @@ from memfit._units import MiB
 from memfit.batches.tree import Path, leaves, path_name
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_loss
+from memfit.engine.context import uncompiled
 from memfit.engine.intercept import is_compiled
 from memfit.engine.slices import Draws
 from memfit.engine.staged import Staging
@@ -64,8 +65,8 @@ def parts_of(samples: int) -> tuple[int, ...]:
 
 @contextmanager
 def comparable(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """No trace left, and batch norm frozen: the circumstances in which whole and parts are compared."""
-    with leave_no_trace(model, device):
+    """No trace left, nothing compiled, and batch norm frozen: the circumstances in which whole and parts are compared."""
+    with leave_no_trace(model, device), uncompiled():
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.training = False

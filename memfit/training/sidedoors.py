@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from memfit._errors import Refused
 from memfit.batches.tree import leaves, tensors
+from memfit.engine.context import uncompiled
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.training.call import Call
 
@@ -44,7 +45,7 @@ def look_for_side_doors(call: Call, samples: int, allowed: Sequence[str] = ()) -
     named = _computed_by_hooks(call.model)
     looked_at = copy.copy(call)
     looked_at.copies = True
-    with leave_no_trace(call.model, call.device), torch.enable_grad():
+    with leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
         tree = looked_at.arguments(0, samples)
         given = [(t, t._version) for t in tensors(tree)]
         watch = _Made()

@@ -130,6 +130,7 @@ def _compare(
     error = _distance(whole.gradients, parts.gradients) / norm
     name, worst = _worst(core, whole, parts, norm)
     notes = ["batch norm frozen for the comparison"] if core.normalises_batches() else []
+    notes += ["run eagerly for the comparison, not as compiled"] if core.compiled else []
     return Verification(
         relative_error=error,
         floor=floor,
