@@ -236,7 +236,8 @@ def test_the_gauge_adds_up() -> None:
     assert drawn.budget == 100 and drawn.measured == pytest.approx(100 * 300 / 330, abs=0.01)
     beyond = gauge(reports.report(330, stats={"step": 1, "peak_measured": 660}))
     assert beyond is not None and beyond.budget == 50 and beyond.measured == 100
-    assert gauge(REPORTS["from a file"]) is None
+    unknown = gauge(REPORTS["from a file"])
+    assert unknown is not None and [part.name for part in unknown.parts] == ["training"]
 
 
 def test_bars_are_as_long_as_their_numbers() -> None:

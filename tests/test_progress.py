@@ -6,7 +6,8 @@ import io
 import os
 import pty
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -32,14 +33,25 @@ def lines_of(work: Callable[[Progress, Clock], None], total: int | None = 10) ->
 def on_a_terminal(work: Callable[[Progress], None], total: int | None = 4, label: str = "planning") -> str:
     """What a terminal receives."""
     leader, follower = pty.openpty()
-    with open(follower, "w", encoding="utf-8", closefd=True) as stream:
+    received: list[bytes] = []
+    reader = threading.Thread(target=lambda: received.extend(all_of(leader)))
+    reader.start()
+    with open(follower, "w", encoding="utf-8") as stream:
         assert stream.isatty()
         with progress(label, total, to=stream) as bar:
             work(bar)
-        stream.flush()
-        text = os.read(leader, 1 << 20).decode()
+    reader.join()
     os.close(leader)
-    return text
+    return b"".join(received).decode()
+
+
+def all_of(leader: int) -> Iterator[bytes]:
+    """What is written to a pseudo terminal until its other end is closed, which Linux tells by an error."""
+    try:
+        while data := os.read(leader, 1 << 16):
+            yield data
+    except OSError:
+        return
 
 
 def test_elsewhere_there_are_plain_lines_and_few_of_them() -> None:

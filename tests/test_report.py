@@ -241,7 +241,7 @@ def test_layers_sum_to_the_totals_and_the_peak_is_among_them(name: str) -> None:
 def test_what_memory_holds_at_the_peak_sums_to_the_predicted_peak(name: str) -> None:
     made = everything()[name]
     holds = peak_holds(made)
-    assert sum(size for _, size in holds) == (made.plan.predicted.peak + made.plan.held if made.curve else 0)
+    assert sum(size for _, size in holds) == made.plan.predicted.peak + made.plan.held
 
 
 @pytest.mark.parametrize("points_", [4, 10, 16, 10_000])

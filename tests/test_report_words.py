@@ -112,6 +112,13 @@ def test_predicted_and_measured_are_in_the_same_unit() -> None:
     assert row(made, "per step").here == "0.99 s" and row(made, "per step").remark == "predicted; measured 1.01 s"
 
 
+def test_what_was_not_timed_while_planning_is_told_as_measured() -> None:
+    made = ran(1.0, 2.0, 3.0, plan=replace(reports.planned(330), predicted=Cost(284, 319), asked=Cost(532, 598)))
+    assert (row(made, "per step").asked, row(made, "per step").here) == ("-", "2.00 s")
+    assert row(made, "per step").remark == "measured"
+    assert row(reports.report(330, plan=made.plan), "per step").remark == ""
+
+
 def test_an_exact_product_is_an_equation() -> None:
     assert row(reports.report(290), "batch").here == "16 = 4 x 4 x 1"
     assert row(reports.report(330), "batch").remark.startswith("micro (at most)")

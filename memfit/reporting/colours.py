@@ -11,6 +11,7 @@ COLOURS = {
     "optimizer": "#8a70b8",
     "kept": "#bf5b47",
     "transient": "#e2a18e",
+    "training": "#4a78b0",
     "other": "#a9adb4",
 }
 """The categories of a timeline, and what the process holds beside it."""
@@ -24,7 +25,8 @@ MEANING = {
     "optimizer": "the optimizer's state",
     "kept": "saved for backward",
     "transient": "comes and goes while computing",
-    "other": "everything else",
+    "training": "parameters, gradients, the optimizer's state and what is computed, together",
+    "other": "what the device holds beyond the tensors' own bytes, and what the script keeps beside",
 }
 """What each category is, for people."""
 

@@ -132,18 +132,19 @@ class Gauge:
 
 
 def gauge(report: Report) -> Gauge | None:
-    """The fullest moment of the step; None where nothing is known about what memory holds."""
-    if report.curve is None:
-        return None
+    """The fullest moment of the step; None where the plan predicts nothing."""
     plan, limit, seen = report.plan, report.allowance.limit, report.pace.peak
     holds = peak_holds(report)
+    if not holds:
+        return None
     whole = max(limit, seen or 0, sum(size for _, size in holds))
     parts = tuple(
         Part(kind, MEANING.get(kind, ""), colour(kind), format_bytes(size), round(100 * size / whole, 3))
         for kind, size in holds
         if size > 0.001 * whole  # narrower than a pixel
     )
-    label = f"{format_bytes(plan.predicted.peak + plan.held)} of {format_bytes(limit)}, {at_moment(report.curve.peak)}"
+    where = "" if report.curve is None else f", {at_moment(report.curve.peak)}"
+    label = f"{format_bytes(plan.predicted.peak + plan.held)} of {format_bytes(limit)}{where}"
     measured = None if seen is None else round(100 * seen / whole, 3)
     return Gauge(parts, round(100 * limit / whole, 3), measured, format_bytes(seen or 0), label)
 

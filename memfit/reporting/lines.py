@@ -147,9 +147,9 @@ def _seconds(report: Report) -> Row:
     asked, here, seen = (None if seconds is None else next(words) for seconds in known)
     if asked is not None and _whether_asked_fits(report):
         asked = f"{asked} if it fitted"
-    said = ["predicted"] if here is not None else []
-    said += [f"measured {seen}"] if seen is not None else []
-    return Row("per step", asked or "-", here or "-", "; ".join(said))
+    said = ["predicted"] if here is not None else ["measured"] if seen is not None else []
+    said += [f"measured {seen}"] if here is not None and seen is not None else []
+    return Row("per step", asked or "-", here or seen or "-", "; ".join(said))
 
 
 def halved_by_hand(report: Report) -> Option | None:
@@ -265,9 +265,10 @@ def _holds(report: Report) -> Iterator[str]:
 
 def peak_holds(report: Report) -> tuple[tuple[str, int], ...]:
     """(category, bytes) at the fullest moment; together they are the peak that is expected."""
+    plan = report.plan
     if report.curve is None:
-        return ()
-    plan, peak = report.plan, report.curve.peak
+        return tuple((kind, size) for kind, size in (("held", plan.held), ("training", plan.predicted.peak)) if size)
+    peak = report.curve.peak
     found = {"held": plan.held, **dict(peak.holds)}
     # What the device holds for those tensors beyond their own bytes.
     found["other"] = found.get("other", 0) + max(0, plan.predicted.peak - peak.total)

@@ -13,7 +13,7 @@ from memfit.reporting.facts import BlockCost, Moment
 from memfit.reporting.offers import measured
 from memfit.reporting.pace import loader_share, steady, typical_wait
 from memfit.reporting.report import Report
-from memfit.reporting.words import alike_seconds, instead, more_bytes, more_seconds, percent, reason, unit_for, way
+from memfit.reporting.words import instead, more_bytes, more_seconds, percent, reason, unit_for, way
 
 MOST = 300
 """Rows of a table at most; what is beyond is counted."""
@@ -102,6 +102,8 @@ def options(report: Report) -> Table:
     """The plans that were considered, with why they were not taken."""
     shown = report.plan.options[:MOST]
     note = "Memory is on the budget's scale: what is held beside the training is part of it."
+    if report.plan.by_size:
+        note += f" These are for samples of the median size, {report.plan.median:,} elements."
     if any(measured(option) for option in shown):
         note += " Seconds marked * were measured while training, the others timed while planning."
     table = Table(
@@ -154,7 +156,7 @@ def waiting(report: Report) -> Table:
     share = loader_share(report)
     if share is None:
         return Table("What the run waits for", (), ())
-    computing, loader = alike_seconds(median(steady(report)), typical_wait(report.pace))
+    computing, loader = format_seconds(median(steady(report))), format_seconds(typical_wait(report.pace))
     rows = (("computing", computing, percent(1 - share)), ("the loader", loader, percent(share)))
     return Table("What the run waits for", ("for", "per step", "share"), rows, frozenset({1, 2}), note="Medians.")
 
@@ -170,6 +172,8 @@ def events(report: Report) -> Table:
 def notes(report: Report) -> Iterator[str]:
     """What the reader should know about the numbers."""
     yield from dict.fromkeys((*report.notes, *report.allowance.notes))
+    if report.curve is None and report.plan.by_size:
+        yield "memory over one step is not drawn: it differs with the sizes of the samples"
 
 
 def _left_out(rows: Sequence[object]) -> str:
