@@ -9,6 +9,7 @@ what is measured here.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -164,9 +165,8 @@ def import_cost(rounds: int = 9) -> dict:
 def output(script: str) -> str:
     """The last line a fresh process prints."""
     path = f"{ROOT}:{ROOT / 'tests'}"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True, env={**ENV, "PYTHONPATH": path}
-    )
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path})
     return done.stdout.strip().splitlines()[-1]
 
 
@@ -188,7 +188,4 @@ def rounded(value: object) -> object:
 
 
 if __name__ == "__main__":
-    import os
-
-    ENV = dict(os.environ)
     main()

@@ -99,7 +99,6 @@ def wrap(
     device = check_model(model)
     check_optimizer(optimizer, model)
     loader = loader.source if isinstance(loader, (EffectiveLoader, PassedThrough)) else loader
-    check_loader(loader, target_batch, loss_fn)
     settings = settings_from(
         model,
         target_batch=target_batch,
@@ -118,6 +117,7 @@ def wrap(
         batchnorm=batchnorm,
         accumulate_in=accumulate_in,
     )
+    check_loader(loader, target_batch, loss_fn)
     given = check_plan(plan, model_facts(model, optimizer).fingerprint, model)
     allowed = probe(budget=budget, device=device)
     _undo_earlier(model, optimizer)
@@ -138,6 +138,8 @@ def wrap(
             _prepare(stepper, core, loader, sample, settings.share)
             run.take_steps(stepper, loss_fn, before_step)
         else:
+            if asked is None or not asked.stop:
+                core.on_plan = partial(_announce, core)
             run.intercept(script)
     except PlanReady:
         raise
@@ -145,7 +147,7 @@ def wrap(
         run.undo()
         raise
     run.follow(guard, script)
-    _say(run, loader)
+    _say(run, loader, target_batch)
     return run
 
 
@@ -196,16 +198,27 @@ def _prepare(stepper: Stepper, core: Core, loader: Any, sample: Any, share: int 
     stepper.prepare(ordered, share or loader.batch_size)
 
 
-def _say(run: Run, loader: Any) -> None:
+def _say(run: Run, loader: Any, target_batch: int | None) -> None:
     """One line on stderr; people parse what their scripts print on stdout."""
-    lines = [f"memfit: {run.plan.summary() if run.plan is not None else 'planning at the first training call'}"]
+    lines = [f"memfit: {run.plan.summary()}"] if run.plan is not None else []
     before, now = _length(loader), _length(run.loader)
     if before is not None and now is not None and before != now:
         lines.append(
             f"memfit: the loader has {now} iterations per epoch now, not {before}; schedulers built before were sized by the "
             "old number"
         )
-    print("\n".join(lines), file=sys.stderr)
+    there = _length(getattr(loader, "dataset", None))
+    if target_batch is not None and there is not None and target_batch > there:
+        lines.append(f"memfit: target_batch={target_batch} is more than the {there} samples there are: one batch per epoch")
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def _announce(core: Core) -> None:
+    """The plan made inside the first training call; later ones are events."""
+    assert core.plan is not None
+    core.on_plan = lambda: None
+    print(f"memfit: {core.plan.summary()}", file=sys.stderr)
 
 
 def _length(loader: Any) -> int | None:

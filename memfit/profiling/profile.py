@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
+from memfit._units import format_bytes, format_count, format_seconds
 from memfit.profiling.allocator import Peak, peak_on
 from memfit.profiling.timeline import Timeline, fit
 from memfit.profiling.timing import Timing
@@ -101,6 +102,34 @@ class Profile:
         if micro_batch <= last:
             return max((more for n, more in self.excess if n <= micro_batch), default=self.excess[0][1])
         return int(at_last + max(0.0, *slopes, 0.0) * (micro_batch - last))
+
+    def __str__(self) -> str:
+        model = self.model
+        lines = [
+            f"memfit profile of {model.name} ({format_count(model.parameters)} parameters) with {model.optimizer} on "
+            f"{self.device}, {self.precision}, {self.source}",
+            f"  held anyway       parameters {format_bytes(model.parameter_bytes)}, gradients "
+            f"{format_bytes(model.gradient_bytes)}",
+        ]
+        lines += [f"  micro-batch {n:<5} {self._of_size(n)}" for n in self._shown()]
+        if self.optimizer_seconds:
+            lines.append(f"  optimizer's step  {format_seconds(self.optimizer_seconds)}")
+        if self.blocks:
+            names = f"{self.blocks[0]} to {self.blocks[-1]}"
+            lines.append(f"  blocks            {len(self.blocks)} that could be checkpointed: {names}")
+        if self.script_blocks:
+            lines.append(f"  checkpointed      {len(self.script_blocks)} by the script itself")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+    def _shown(self) -> tuple[int, ...]:
+        known = [t.samples for t in self.timings] or [n for n, _ in self.points] or [n for n, _ in self.peaks]
+        return tuple(known) if len(known) > 1 or self.timeline is None else (1, 2, 4, 8, 16)
+
+    def _of_size(self, samples: int) -> str:
+        peak = self.peak(samples)
+        at_most = f", at most {format_bytes(peak.upper)}" if peak.upper > peak.expected else ""
+        took = next((f", {format_seconds(t.seconds)}" for t in self.timings if t.samples == samples), "")
+        return f"{format_bytes(peak.expected)}{at_most}{took}"
 
     def with_timings(self, timings: tuple[Timing, ...], optimizer_seconds: float) -> Profile:
         """The same with measured times, and corrected where more memory was measured than traced."""

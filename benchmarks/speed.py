@@ -1,0 +1,174 @@
+"""Step mode against the best of an exhaustive search over (micro-batch, checkpoint all or none) under the same limit.
+
+    python benchmarks/speed.py [family ...]
+
+One process per family. Its candidates are plain loops as a careful person writes them; those whose peak fits the limit (by
+memfit's profile, whose error is about a thousandth here: glibc's thresholds are pinned) run in turns with memfit's own steps.
+The second row lets both sides compute in lower precision.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from statistics import median
+
+from common import MiB, child, save, table
+
+CASES = ("gpt", "bert", "vit", "t5", "resnet", "convnext", "unet", "lstm")
+TARGET, ROUNDS = 32, 4
+SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 32)
+
+
+def run_case(family_name: str, share: float, precision: str) -> dict:
+    from torch.utils.data import DataLoader
+    from zoo import FAMILIES as ZOO, first_batch
+
+    import memfit
+
+    family = ZOO[family_name]
+    model = family.build("bench")
+    sample = first_batch(family, TARGET, size="bench")
+    profile = memfit.profile(model, adamw(model), sample, loss_fn=family.loss)
+    least, whole = profile.peak(1).expected, profile.peak(TARGET, accumulates=False).expected
+    budget = int(1.1 * least + share * (whole - least)) + 32 * MiB
+
+    mine = copy.deepcopy(model)
+    loader = DataLoader(family.dataset(size="bench", n=TARGET), batch_size=8, collate_fn=family.collate)
+    run = memfit.wrap(
+        mine, adamw(mine), loader, loss_fn=family.loss, target_batch=TARGET, budget=budget, precision=precision
+    )
+    batch = next(iter(run.loader))
+    for _ in range(6):  # while micro-batch sizes are measured
+        run.step(batch)
+
+    ways: dict[str, Callable[[], object]] = {"memfit": lambda: run.step(batch)}
+    for way in candidates(profile, budget, precision):
+        ways[way_name(*way)] = plain_step(family, copy.deepcopy(model), sample, *way)
+    times = timed(ways)
+    mine_seconds = times.pop("memfit")
+    best = min(times, key=lambda name: times[name])
+    plan = run.plan
+    return {
+        "family": family_name,
+        "precision": precision,
+        "budget": budget,
+        "plan": f"{plan.micro_batch} x {plan.accumulation}, {len(plan.checkpoint)} blocks, {plan.precision}",
+        "memfit": mine_seconds,
+        "best": times[best],
+        "best_way": best,
+        "ratio": times[best] / mine_seconds,
+        "candidates": times,
+    }
+
+
+def adamw(model):
+    import torch
+
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+
+
+def candidates(profile, budget: int, precision: str) -> list[tuple[int, tuple[str, ...], str]]:
+    """What fits: every size, with no and with all blocks checkpointed, in every precision that is allowed."""
+    from memfit.planning.search import with_blocks
+
+    found = []
+    for blocks in ((), profile.blocks) if profile.blocks else ((),):
+        priced = with_blocks(profile, blocks)
+        for size in SIZES:
+            if priced.peak(size, accumulates=size < TARGET).expected + 16 * MiB <= budget:
+                found.append((size, blocks, "float32"))
+    return found + [(n, b, "bfloat16") for n, b, _ in found if precision == "fast"]
+
+
+def way_name(size: int, blocks: tuple[str, ...], precision: str) -> str:
+    return f"{size} x {math.ceil(TARGET / size)}, {len(blocks)} blocks, {precision}"
+
+
+def plain_step(family, model, sample, size: int, blocks: tuple[str, ...], precision: str) -> Callable[[], object]:
+    import torch
+    from zoo.plain import parts
+
+    from memfit.levers.checkpoint import checkpoint_blocks
+
+    optimizer = adamw(model)
+    if blocks:
+        checkpoint_blocks(model, blocks, None)
+    sizes = [size] * (TARGET // size) + ([TARGET % size] if TARGET % size else [])
+    pieces = parts(sample, sizes)
+    total = family.count(sample)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        for piece in pieces:
+            with torch.autocast("cpu", torch.bfloat16) if precision == "bfloat16" else nullcontext():
+                loss = family.loss(model, piece)
+            (loss * (family.count(piece) / total)).backward()
+        optimizer.step()
+
+    return step
+
+
+def timed(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The median seconds of each, run in turns; those far behind after the first round are left out of the others."""
+    first = {name: once(way) for name, way in ways.items()}
+    fastest = min(first.values())
+    left = {name: way for name, way in ways.items() if name == "memfit" or first[name] <= 1.35 * fastest}
+    found: dict[str, list[float]] = {name: [] for name in left}
+    for turn in range(ROUNDS):
+        order = list(left.items())
+        for name, way in order if turn % 2 else reversed(order):
+            found[name].append(once(way))
+    return {name: median(times) for name, times in found.items()}
+
+
+def once(way: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    way()
+    return time.perf_counter() - start
+
+
+def main(names: list[str]) -> None:
+    results = []
+    for precision in ("auto", "fast"):
+        for name in names or CASES:
+            for share in (0.15, 0.5):
+                found = child("speed.py", ["--case", name, str(share), precision], pinned=True, timeout=1800)
+                results.append({"share": share, **found})
+                print(*results[-1].values(), flush=True)
+    alive = [r for r in results if "died" not in r]
+    rows = [
+        (
+            *(r["family"], r["precision"], r["budget"] // MiB, r["plan"]),
+            *(f"{r[key]:.2f}" for key in ("memfit", "best")),
+            r["best_way"],
+            f"{r['ratio']:.3f}",
+        )
+        for r in alive
+    ]
+    header = ("family", "precision", "budget MiB", "plan", "memfit s", "best s", "best way", "ratio")
+    print(table("speed against an exhaustive search", header, rows))
+    summary = {}
+    for precision in ("auto", "fast"):
+        ratios = [r["ratio"] for r in alive if r["precision"] == precision]
+        if ratios:
+            summary[precision] = {
+                "cases": len(ratios),
+                "geometric_mean": math.exp(sum(map(math.log, ratios)) / len(ratios)),
+                "worst": min(ratios),
+            }
+    summary["died"] = len(results) - len(alive)
+    print(json.dumps(summary, indent=1))
+    print(save("speed", {"summary": summary, "cases": results}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--case"]:
+        print(json.dumps(run_case(sys.argv[2], float(sys.argv[3]), sys.argv[4])))
+    else:
+        main(sys.argv[1:])
