@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,23 @@ def check_model(model: Any) -> torch.device:
             found="this version of memfit wraps one model",
             next_move="wrap the largest one; the others run as they are",
         )
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            "memfit.wrap(model, optimizer, loader)",
-            found=f"the model is of type {type(model).__name__}",
-            next_move="pass the torch.nn.Module first, then its optimizer, then the loader",
-        )
+    check_module(model)
     _check_wrappers(model)
     parameters = list(model.parameters())
     if any(isinstance(p, UninitializedTensorMixin) for p in parameters):
         raise UsageError("wrapping a lazy model", found="its parameters have no shape yet", next_move="run one forward first")
     _check_trainable(model, parameters)
     return _one_device(model, parameters)
+
+
+def check_module(model: Any) -> None:
+    """A torch module. Raises UsageError."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "training a model",
+            found=f"the model is of type {type(model).__name__}",
+            next_move="pass the torch.nn.Module first, then its optimizer, then the loader",
+        )
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
@@ -89,6 +95,8 @@ def check_loader(loader: Any, target_batch: int | None, loss_fn: Any) -> None:
             found=f"the loader is of type {type(loader).__name__}, which cannot be iterated",
             next_move="pass a torch.utils.data.DataLoader, any iterable of batches, or None",
         )
+    if isinstance(loader, Sized) and len(loader) == 0:
+        raise _without_batches(f"the {type(loader).__name__} is empty")
     if target_batch is not None:
         raise UsageError(
             f"target_batch={target_batch} with a loader of type {type(loader).__name__}",
@@ -129,7 +137,7 @@ def settings_from(
     _check_functions(loss_fn, before_step, weight, split)
     _check_later(shard, offload, methods, batchnorm)
     if accumulate_in not in ("float32", "param"):
-        raise _choice("accumulate_in", accumulate_in, ("float32", "param"))
+        raise choice_of("accumulate_in", accumulate_in, ("float32", "param"))
     micro, whole = micro_batch_from(micro_batch)
     blocks, every = blocks_from(checkpoint, model)
     return Settings(
@@ -230,13 +238,37 @@ def _check_backward_hooks(model: nn.Module) -> None:
 
 
 def _holds_optimizer(hook: Any) -> bool:
-    closure = getattr(hook, "__closure__", None) or ()
-    held = [cell.cell_contents for cell in closure] + [getattr(hook, "__self__", None)]
-    for value in held:
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        if any(isinstance(v, torch.optim.Optimizer) for v in values):
-            return True
-    return False
+    """Whether a hook has an optimizer at hand: handed to it, or kept where its code, which calls some `step`, looks."""
+    given, looked_up = _reach(hook)
+    return any(map(_is_optimizer, given)) or any(map(_is_optimizer, looked_up))
+
+
+def _reach(hook: Any) -> tuple[list[Any], list[Any]]:
+    """(what a hook was handed when it was made, what it can look up if it calls a method `step`)."""
+    if isinstance(hook, partial):
+        given, looked_up = _reach(hook.func)
+        return [*given, *hook.args, *hook.keywords.values()], looked_up
+    owner = getattr(hook, "__self__", None if hasattr(hook, "__code__") else hook)
+    function = getattr(hook, "__func__", hook) if hasattr(hook, "__code__") else getattr(type(hook), "__call__", None)
+    code = getattr(function, "__code__", None)
+    given = [owner, *_cells(function), *(getattr(function, "__defaults__", None) or ())]
+    if code is None or "step" not in code.co_names:
+        return given, []
+    known = getattr(function, "__globals__", {})
+    return given, [*getattr(owner, "__dict__", {}).values(), *(known[name] for name in code.co_names if name in known)]
+
+
+def _cells(function: Any) -> Iterator[Any]:
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+
+
+def _is_optimizer(value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(v, torch.optim.Optimizer) for v in values)
 
 
 def _check_length(loader: DataLoader[Any], target_batch: int | None) -> None:
@@ -245,6 +277,8 @@ def _check_length(loader: DataLoader[Any], target_batch: int | None) -> None:
     length = len(loader.dataset)  # type: ignore[arg-type]
     if length == 0:
         raise UsageError("training from this loader", found="its data set is empty", next_move="pass one with samples")
+    if target_batch is None and len(loader) == 0:
+        raise _without_batches(f"its {length} samples make no batch of {loader.batch_size} with drop_last=True")
     drops = loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
     if target_batch is not None and target_batch > length and drops:
         raise UsageError(
@@ -252,6 +286,10 @@ def _check_length(loader: DataLoader[Any], target_batch: int | None) -> None:
             found=f"the data set has {length} samples, so every epoch would be dropped",
             next_move=f"use a target of at most {length}, or drop_last=False (one batch of {length} per epoch)",
         )
+
+
+def _without_batches(found: str) -> UsageError:
+    return UsageError("training from this loader", found=f"there is no batch in it: {found}", next_move="pass one with batches")
 
 
 def check_count(name: str, value: Any) -> None:
@@ -288,7 +326,7 @@ def _check_later(shard: Any, offload: Any, methods: Any, batchnorm: Any) -> None
             f"methods={tuple(methods)!r}", found="this version cuts calls of forward only", next_move="leave methods= away"
         )
     if batchnorm != "micro":
-        raise _choice("batchnorm", batchnorm, ("micro",))
+        raise choice_of("batchnorm", batchnorm, ("micro",))
 
 
 def micro_batch_from(value: Any) -> tuple[int | None, bool]:
@@ -298,7 +336,7 @@ def micro_batch_from(value: Any) -> tuple[int | None, bool]:
     if value == "off":
         return None, True
     if isinstance(value, str):
-        raise _choice("micro_batch", value, ("auto", "off", "a whole number"))
+        raise choice_of("micro_batch", value, ("auto", "off", "a whole number"))
     check_count("micro_batch", value)
     return value, False
 
@@ -312,7 +350,7 @@ def blocks_from(value: Any, model: nn.Module) -> tuple[tuple[str, ...] | None, b
     if value == "all":
         return candidate_blocks(model), True
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise _choice("checkpoint", value, ("auto", "off", "all", "a list of block names"))
+        raise choice_of("checkpoint", value, ("auto", "off", "all", "a list of block names"))
     names = tuple(value)
     known = dict(model.named_modules())
     unknown = [name for name in names if not isinstance(name, str) or name not in known or not name]
@@ -333,5 +371,6 @@ def _bad_precision(value: Any) -> str:
     )
 
 
-def _choice(name: str, value: Any, allowed: Sequence[str]) -> UsageError:
+def choice_of(name: str, value: Any, allowed: Sequence[str]) -> UsageError:
+    """The error for a value that is none of those allowed."""
     return UsageError(f"{name}={value!r}", found="memfit does not know it", next_move=f"use {', '.join(allowed)}")

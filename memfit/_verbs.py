@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memfit._arguments import blocks_from, check_count, check_optimizer, micro_batch_from
+from memfit._arguments import blocks_from, check_count, check_module, check_optimizer, choice_of, micro_batch_from
 from memfit._errors import UsageError
 from memfit._wrap import wrap
 from memfit.engine.intercept import is_compiled
@@ -53,6 +53,7 @@ def profile(
             found="this version profiles for the device the model is on",
             next_move="leave device= away",
         )
+    check_module(model)
     check_optimizer(optimizer, model)
     on_meta = any(p.is_meta for p in model.parameters())
     here = torch.device("cpu") if on_meta else next(model.parameters()).device
@@ -87,6 +88,8 @@ def plan(
         blocks: tuple[str, ...] | None = None
     elif checkpoint in ("off", "all"):
         blocks = profile.blocks if checkpoint == "all" else ()
+    elif isinstance(checkpoint, str):
+        raise choice_of("checkpoint", checkpoint, ("auto", "off", "all", "a list of block names"))
     else:
         blocks = tuple(checkpoint)
         unknown = sorted(set(blocks) - known)

@@ -248,12 +248,18 @@ def _describe(option: Option) -> str:
 _NESTED: dict[str, type] = {"predicted": Cost, "asked": Cost, "cost": Cost}
 _OPTIONAL = {"seconds": float, "target_batch": int}
 _FLOATS = ("overhead",)
+_CHOICES = {
+    "mode": ("whole", "accumulate", "replay"),
+    "precision": ("off", "float32", "bfloat16", "float16"),
+    "shard": ("off",),
+    "offload": ("off",),
+}
 
 
 def _build(kind: Any, data: Any, source: str) -> Any:
     """An instance of a plan dataclass from plain JSON values, each checked."""
     if not isinstance(data, dict):
-        raise _unreadable(source, f"a {kind.__name__} is not an object")
+        raise _unreadable(source, f"where a {kind.__name__} belongs, there is {data!r}")
     known = {f.name: f for f in dataclasses.fields(kind)}
     unknown = sorted(set(data) - set(known))
     missing = sorted(n for n, f in known.items() if n not in data and _required(f))
@@ -292,6 +298,8 @@ def _value(f: Any, value: Any, source: str) -> Any:
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         raise _wrong(f, value, source)
     if f.name in ("share", "micro_batch", "accumulation") and value < 1:
+        raise _wrong(f, value, source)
+    if f.name in _CHOICES and value not in _CHOICES[f.name]:
         raise _wrong(f, value, source)
     return value
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memfit.batches.tree import map_leaves
+from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work
 from memfit.engine.context import random_state_kept
 from memfit.engine.handover import Total, hand_over
@@ -61,8 +61,17 @@ class Script:
             call, samples = self._kinds.to_cut(plain, (args, kwargs), self._batch_samples())
             self.samples_seen += samples or 0
             if call is None:
-                return plain(*args, **kwargs)
+                output = plain(*args, **kwargs)
+                self._guard_whole(output)
+                return output
         return stand_ins(self, call)
+
+    def _guard_whole(self, output: Any) -> None:
+        """What runs whole may be added up by the script as well as what is cut."""
+        if self._guard is not None:
+            for tensor in tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._about_to_hand_over(list(self._known.values())))
 
     def _is_training_call(self) -> bool:
         if not torch.is_grad_enabled() or not any(p.requires_grad for p in self._known.values()):
