@@ -1,17 +1,12 @@
-"""The report and the plan on a terminal: never wider than it, nothing that a terminal would obey."""
+"""The report on a terminal: never wider than it, nothing that a terminal would obey."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import handmade
 import pytest
 import reports
 
-from memfit.planning.plan import Plan
 from memfit.reporting.lines import comparison, headline
 from memfit.reporting.terminal import plain, show
-from memfit.reporting.terminal_plan import plain_plan, show_plan
 
 WIDTHS = (40, 60, 80, 120)
 REPORTS = {
@@ -21,31 +16,12 @@ REPORTS = {
     "hostile": reports.hostile(),
     "from a file": reports.report(plan=reports.planned(330), profile=None, prof=reports.profile()),
 }
-LONG = "a" * 300
-
-
-def plans() -> dict[str, Plan]:
-    notes = ("computes in bfloat16, because nothing fits in float32; it moves the gradient by 0.0042 (relative)",)
-    return {
-        "searched": reports.planned(330),
-        "by hand": handmade.plan(target_batch=1024, notes=notes, precision="bfloat16"),
-        "ragged": reports.ragged().plan,
-        "whole": reports.planned(800),
-        "hostile": replace(reports.hostile().plan, notes=(reports.HARMFUL, LONG), model=LONG),
-    }
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", REPORTS)
 def test_no_line_of_a_report_is_wider_than_the_terminal(name: str, width: int) -> None:
     lines = plain(REPORTS[name], width).splitlines()
-    assert max(map(len, lines)) <= width
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", plans())
-def test_no_line_of_a_plan_is_wider_than_the_terminal(name: str, width: int) -> None:
-    lines = plain_plan(plans()[name], width).splitlines()
     assert max(map(len, lines)) <= width
 
 
@@ -60,9 +36,9 @@ def test_nothing_is_cut_off(name: str) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_name_reaches_the_terminal_as_an_order(width: int) -> None:
-    for text in (plain(REPORTS["hostile"], width), plain_plan(plans()["hostile"], width)):
-        assert all(line.isprintable() for line in text.splitlines())
-    assert "\\x1b[31m[red]" in "".join(plain(REPORTS["hostile"], width).split())
+    text = plain(REPORTS["hostile"], width)
+    assert all(line.isprintable() for line in text.splitlines())
+    assert "\\x1b[31m[red]" in "".join(text.split())
 
 
 def test_markup_of_rich_is_shown_as_it_is() -> None:
@@ -104,24 +80,7 @@ def test_show_prints_on_stdout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     show(REPORTS["accumulates"])
-    show_plan(reports.planned(330))
     printed = capsys.readouterr()
     assert printed.err == ""
     lines = [line.rstrip() for line in printed.out.splitlines()]
-    assert lines == [*plain(REPORTS["accumulates"], 100).splitlines(), *plain_plan(reports.planned(330), 100).splitlines()]
-
-
-def test_a_plan_says_what_it_decided() -> None:
-    text = plain_plan(handmade.plan(checkpoint=("h.0", "h.1"), target_batch=1024), 80)
-    assert "memfit plan  GPT, AdamW, on EPYC" in text
-    assert "512 of 1,024 = 8 x 64   micro x accumulation" in text
-    assert "3,072 MiB expected, 4,096 MiB at most\n" in text
-    assert "6.00 GiB, 256 MiB of it kept free\n" in text
-    assert "the whole batch at once would need 90.0 GiB" in text
-    assert "1.50 s" in text and "2 blocks: h.0 to 1" in text and "the script's own" in text
-
-
-def test_a_plan_by_size_lists_its_sizes() -> None:
-    text = plain_plan(reports.ragged().plan, 80)
-    assert "samples of up to 200 elements: 3 per micro-batch (4 would fit)" in text
-    assert "in micro-batches by size of sample" in text
+    assert lines == plain(REPORTS["accumulates"], 100).splitlines()
