@@ -261,15 +261,46 @@ def test_a_notebook_gets_the_first_screen_without_scripts(name: str) -> None:
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
+IN_A_BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
+
+
+def opened(page: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """The page as a browser makes it (stdout), and what its console says (stderr)."""
+    always = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=8000"]
+    command = [str(CHROMIUM), *always, *flags, f"--user-data-dir={page.parent}/profile", "--dump-dom", page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, check=True)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
+@IN_A_BROWSER
 @pytest.mark.parametrize("name", ["full", "hostile"])
 def test_a_browser_draws_it_without_a_complaint(name: str, tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text(PAGES[name], encoding="utf-8")
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=8000"]
-    command = [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path}/profile", "--dump-dom", f"file://{tmp_path}/report.html"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    ran = opened(tmp_path / "report.html")
     assert not re.findall(r".*CONSOLE.*", ran.stderr)
     for key in charts(REPORTS[name]):
         place = re.search(rf'<div id="{key}".*?</svg>', ran.stdout, re.DOTALL)
         assert place is not None and "main-svg" in place[0], key
+
+
+MEASURE = """<iframe id="page" src="report.html" width="{width}" height="900"></iframe><p id="widest"></p><script>
+document.getElementById("page").onload = () => setTimeout(() => {{
+  const root = document.getElementById("page").contentDocument.documentElement;
+  document.getElementById("widest").textContent = root.clientWidth + " " + root.scrollWidth;
+}}, 2000);
+</script>"""
+
+
+@pytest.mark.slow
+@IN_A_BROWSER
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("name", ["full", "hostile", "ragged"])
+def test_the_page_is_never_wider_than_its_window(name: str, width: int, tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text(PAGES[name], encoding="utf-8")
+    (tmp_path / "window.html").write_text(MEASURE.format(width=width), encoding="utf-8")
+    ran = opened(tmp_path / "window.html", "--allow-file-access-from-files")
+    found = re.search(r'id="widest">(\d+) (\d+)<', ran.stdout)
+    assert found is not None, "the page did not load"
+    seen, needed = map(int, found.groups())
+    assert width - 20 <= seen <= width
+    assert needed <= seen

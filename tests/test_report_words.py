@@ -196,7 +196,7 @@ def test_a_verification_prints_as_its_lines() -> None:
 
 
 def test_dropout_is_named_where_the_batch_is_cut() -> None:
-    assert "(modules drop, 1 more)" in said(reports.report(330, draws=("drop", "attn.drop")), "not kept equal")
+    assert "(in drop, 1 more)" in said(reports.report(330, draws=("drop", "attn.drop")), "not kept equal")
     assert said(reports.report(800, draws=("drop",)), "not kept equal") == ""
     assert said(reports.report(330), "not kept equal") == ""
 

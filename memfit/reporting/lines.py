@@ -219,7 +219,7 @@ def not_equal(report: Report) -> Iterator[str]:
         said += [note for note in plan.notes if plan.precision in note] or [f"computes in {plan.precision}"]
     if report.draws and plan.accumulation > 1:
         where = listed(report.draws, 1)
-        said.append(f"dropout masks are drawn per micro-batch: as random as the whole batch's, but others (modules {where})")
+        said.append(f"dropout: masks are drawn for each micro-batch, not for the whole batch (in {where})")
     if report.batch_norms and plan.accumulation > 1 and not any("norm" in line.lower() for line in said):
         said.append(f"BatchNorm takes its statistics from each micro-batch ({listed(report.batch_norms, 3)})")
     yield from dict.fromkeys(said)

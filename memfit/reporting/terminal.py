@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import shutil
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from memfit._units import format_bytes, format_seconds
@@ -43,16 +42,11 @@ def show(report: Report) -> None:
 
 def plain(report: Report, width: int | None = None) -> str:
     """The same as text without colours, as wide as the terminal or as said."""
-    return without_colour(lambda console: _print(report, console), width)
-
-
-def without_colour(draw: Callable[[Console], None], width: int | None) -> str:
-    """What is drawn on a console of that width (None: as wide as the terminal), as text."""
     from rich.console import Console
 
     wide = width or max(NARROW, shutil.get_terminal_size((WIDTH, 24)).columns)
     to = io.StringIO()
-    draw(Console(file=to, width=wide, color_system=None, force_terminal=False, force_jupyter=False))
+    _print(report, Console(file=to, width=wide, color_system=None, force_terminal=False, force_jupyter=False))
     return "\n".join(line.rstrip() for line in to.getvalue().splitlines())
 
 
@@ -68,13 +62,13 @@ def _print(report: Report, console: Console) -> None:
     console.print(_answers(answers(report)))
     if report.plan.rejected:
         console.print()
-        console.print(not_taken(report.plan, console.width))
+        console.print(_not_taken(report.plan, console.width))
 
 
 def _comparison(report: Report) -> RenderableType:
     from rich.text import Text
 
-    table = grid()
+    table = _grid()
     table.add_column(style="dim", no_wrap=True, min_width=LABEL)
     table.add_column(header="as the script asked", max_width=26, overflow="fold")
     table.add_column(header="with memfit", max_width=26, overflow="fold")
@@ -88,7 +82,7 @@ def _comparison(report: Report) -> RenderableType:
 def _answers(entries: tuple[Entry, ...]) -> RenderableType:
     from rich.text import Text
 
-    table = grid()
+    table = _grid()
     table.add_column(no_wrap=True, min_width=LABEL)
     table.add_column(overflow="fold")
     for entry in entries:
@@ -110,11 +104,11 @@ def _in_colour(text: object) -> None:
             text.highlight_words([word], style=colour(word))
 
 
-def not_taken(plan: Plan, width: int) -> RenderableType:
+def _not_taken(plan: Plan, width: int) -> RenderableType:
     """Some of the plans that were not taken, those nearest in size first of all; numbers only where there is room."""
     from rich.text import Text
 
-    table, wide = grid(), width >= ROOMY
+    table, wide = _grid(), width >= ROOMY
     table.add_column(style="dim", no_wrap=True, min_width=LABEL)
     table.add_column(overflow="fold")
     for _ in range(2 * wide):
@@ -130,7 +124,7 @@ def not_taken(plan: Plan, width: int) -> RenderableType:
     return table
 
 
-def grid() -> Table:
+def _grid() -> Table:
     """A table without lines."""
     from rich.table import Table
 
