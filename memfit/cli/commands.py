@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -193,7 +192,7 @@ def _no_arguments(target: str, arguments: list[str] | None) -> None:
 def _planned_by_function(training: Training, target: str, asked: Asked) -> Report:
     def work() -> None:
         run = training.wrapped(asked.target_batch, asked.budget)
-        train_once(run, training, target)
+        train_once(run, target)
 
     with progress(f"planning {target}", None) as bar:
         bar.say("")
@@ -212,9 +211,8 @@ def _verified(training: Training, target: str, target_batch: int | None, budget:
         bar.say("planning")
         run = training.wrapped(target_batch, budget)
         bar.say("comparing one batch whole with the same in micro-batches")
-        step = partial(train_once, run, training, target)
         try:
             return run.verify()
         except UsageError:  # nothing was cut so far
-            step()
+            train_once(run, target)
             return run.verify()

@@ -43,12 +43,13 @@ def ending(user_file: Path | None = None) -> Iterator[None]:
     except Exception as error:
         if user_file is None:
             raise
-        traceback.print_exception(type(error), error, _from(user_file, error.__traceback__))
+        traceback.print_exception(type(error), error, _from(user_file, error))
         raise typer.Exit(FAILED) from None
 
 
-def _from(file: Path, frames: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame in `file` on. None if the file was never entered, as with a syntax error."""
+def _from(file: Path, error: BaseException) -> TracebackType | None:
+    """The traceback from the first frame in `file` on; all of it if the error is none of the file's, but our own."""
+    frames = error.__traceback__
     while frames is not None and os.path.abspath(frames.tb_frame.f_code.co_filename) != os.path.abspath(file):
         frames = frames.tb_next
-    return frames
+    return error.__traceback__ if frames is None and not isinstance(error, SyntaxError) else frames

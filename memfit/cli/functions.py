@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,8 +32,8 @@ class Training:
     """Its optimizer."""
     loader: Any
     """The loader of its batches."""
-    loss_fn: Callable[[Any, Any], Any] | None = None
-    """(model, batch) to a scalar; None: the model has to return its loss."""
+    loss_fn: Callable[[Any, Any], Any]
+    """(model, batch) to a scalar."""
 
     def wrapped(self, target_batch: int | None, budget: int | float | str | None) -> Run:
         """`memfit.wrap` of it."""
@@ -69,37 +70,32 @@ def made_by(file: Path, name: str) -> Training:
         raise UsageError(asked, found=found, next_move=f"name one of its functions: {', '.join(own) or '(it has none)'}")
     made = function()
     if not isinstance(made, (tuple, list)) or len(made) not in (3, 4):
-        size = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
-        raise UsageError(asked, found=f"it returned a {type(made).__name__}{size}", next_move=f"let it return {RETURNS}")
-    return Training(*made)
+        is_tuple = isinstance(made, (tuple, list))
+        what = f"a {type(made).__name__} of {len(made)}" if is_tuple else f"a value of type {type(made).__name__}"
+        raise UsageError(asked, found=f"it returned {what}", next_move=f"let it return {RETURNS}")
+    loss_fn = made[3] if len(made) == 4 and made[3] is not None else partial(_own_loss, asked)
+    return Training(*made[:3], loss_fn)
 
 
-def train_once(run: Run, training: Training, asked: str) -> None:
-    """One training step. Raises UsageError where only the script could do it."""
+def train_once(run: Run, asked: str) -> None:
+    """One training step. Raises UsageError where there is no batch."""
     batch = next(iter(run.loader), None)
     if batch is None:
         raise UsageError(asked, found="its loader yields nothing", next_move="return one that yields batches")
-    if training.loss_fn is not None:
-        run.step(batch)
-        return
-    loss = _own_loss(run.model, batch)
+    run.step(batch)
+
+
+def _own_loss(asked: str, model: Any, batch: Any) -> Any:
+    """The loss that a model returns itself, as those of Hugging Face do. Raises UsageError where it does not."""
+    output = model(**batch) if isinstance(batch, Mapping) else None
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
         raise UsageError(
             asked,
             found="it returned no loss_fn, and the model does not return its loss when called with a batch as keywords",
             next_move="return (model, optimizer, loader, loss_fn), where loss_fn(model, batch) is the loss to minimise",
         )
-    loss.backward()
-    run.optimizer.step()
-
-
-def _own_loss(model: Any, batch: Any) -> Any:
-    """The loss that a model returns itself, as those of Hugging Face do; None where it does not."""
-    if not isinstance(batch, Mapping):
-        return None
-    device = next(model.parameters()).device
-    output = model(**{name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()})
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss
 
 
 def _imported(file: Path) -> ModuleType:

@@ -44,13 +44,13 @@ def stopped_at_plan(work: Callable[[], object], asked: Asked) -> Report | None:
     token = ASKED.set(asked)
     try:
         work()
+        return None
     except PlanReady as ready:
-        report = ready.run.report()
-        traceback.clear_frames(ready.__traceback__)  # iterators of loaders live in them, and with these their workers
-        return report
+        run, frames = ready.run, ready.__traceback__
     finally:
         ASKED.reset(token)
-    return None
+    traceback.clear_frames(frames)  # iterators of loaders live in them, and with these their workers
+    return run.report()
 
 
 @contextmanager

@@ -74,10 +74,9 @@ def fit(demo: Demo, task: Training, loss: Loss, limit: Limit) -> Run:
     assert plan is not None
     tell("plan", plan.summary())
     if limit.budget is None:
-        before = format_bytes(plan.limit - demo.budget)
-        more(f"it found the limit by itself: {format_bytes(demo.budget)} ({limit.said}) on top of {before} held before")
+        more(f"the limit was not told but found ({limit.said}): {format_bytes(plan.limit)} with what Python itself holds")
     else:
-        more(f"it was told the limit: {limit.said}")
+        more(f"the limit was told to memfit: {limit.said}")
     return fitted
 
 

@@ -54,6 +54,7 @@ class Run:
         self._script: Script | None = None
         self._plain_loss_fn: LossFn | None = None
         self._measured_plan: Plan | None = None
+        self._peak_from = 0
 
     # ---- what it is
 
@@ -129,7 +130,7 @@ class Run:
             "samples_per_second": self._clock.rate,
             "loader_wait": None if self._batch is None else self._batch.waited,
             "peak_predicted": None if plan is None else plan.predicted.peak + plan.held,
-            "peak_measured": None if self._core is None else self._core.planner.measured_peak(),
+            "peak_measured": self._measured_peak(),
             "micro_batch": None if plan is None else plan.micro_batch,
             "accumulation": None if plan is None else plan.accumulation,
         }
@@ -223,6 +224,11 @@ class Run:
 
     # ---- inside
 
+    def _measured_peak(self) -> int | None:
+        """Most bytes held in steps by this plan; None before the first whole one, or where the platform cannot tell."""
+        core = self._core
+        return core.planner.measured_peak() if core is not None and core.steps > self._peak_from else None
+
     def _stepped(self, *_: object) -> None:
         core = self._core
         if core is None:
@@ -230,7 +236,7 @@ class Run:
         core.steps += 1
         if core.plan is not self._measured_plan:
             core.planner.reset_peak()  # neither what planning itself held nor a plan before this one counts
-            self._measured_plan = core.plan
+            self._measured_plan, self._peak_from = core.plan, core.steps
         if self._guard is not None:
             self._guard.stepped()
         if self._script is not None:
