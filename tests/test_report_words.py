@@ -13,7 +13,7 @@ from memfit._units import GiB, KiB, MiB
 from memfit.planning.plan import Cost, Option
 from memfit.reporting.facts import BlockCost, Offer
 from memfit.reporting.lines import Entry, answers, comparison, verdict
-from memfit.reporting.pace import loader_share, steady
+from memfit.reporting.pace import loader_share, seconds_of, steady
 from memfit.reporting.report import Report
 from memfit.reporting.tables import tables
 from memfit.reporting.verification import Verification, cut_as
@@ -234,15 +234,32 @@ def test_recomputing_halving_by_hand_and_two_passes_are_priced() -> None:
     lines = said(reports.report(330), "it costs")
     assert "running 2 blocks again takes about 6.6 % of it" in lines  # 0.36 of 5.42 seconds
     assert "halving the batch by hand until it fits would land at 2 x 8: 86 % slower" in lines  # 10.1 against 5.42
+    ran_out = [reports.event(1, "out of memory", "a micro-batch of 8 ran out of memory")]
+    assert "halving" not in said(reports.report(330, events=ran_out), "it costs")
     replay = replace(reports.planned(330), mode="replay", keep=1)
     assert "two passes" in said(reports.report(330, plan=replay), "it costs")
     assert "but for 1 of 3" in said(reports.report(330, plan=replay), "it costs")
 
 
-def test_seconds_timed_under_other_conditions_are_not_compared_with_halving_by_hand() -> None:
-    plan = reports.planned(330)
+def slower_while_training() -> Report:
+    """Steps of 4 samples turned out to take twice as long as timed; those of 3 were measured too."""
+    plan = reports.planned(290)
+    assert plan.predicted.seconds is not None
     options = tuple(replace(o, reason="9% slower, measured while training") if o.micro_batch == 3 else o for o in plan.options)
-    assert "halving" not in said(reports.report(330, plan=replace(plan, options=options)), "it costs")
+    options = tuple(o if o.reason else replace(o, cost=replace(o.cost, seconds=2 * plan.predicted.seconds)) for o in options)
+    cost = replace(plan.predicted, seconds=2 * plan.predicted.seconds)
+    return reports.report(290, plan=replace(plan, predicted=cost, options=options))
+
+
+def test_what_was_timed_while_planning_is_scaled_to_what_was_measured_since() -> None:
+    made, before = slower_while_training(), reports.report(290)
+    assert (made.drift, before.drift) == (pytest.approx(2), 1)
+    assert (row(before, "per step").asked, row(before, "per step").here) == ("3.10 s if it fitted", "6.42 s")
+    assert (row(made, "per step").asked, row(made, "per step").here) == ("6.20 s if it fitted", "12.8 s")
+    seconds = {o.micro_batch: (seconds_of(o, made), o.cost.seconds) for o in made.plan.options}
+    assert seconds[4][0] == seconds[4][1] and seconds[3][0] == seconds[3][1], "measured"
+    assert seconds[16][1] is not None and seconds[16][0] == pytest.approx(2 * seconds[16][1]), "timed while planning"
+    assert said(made, "next") == said(before, "next")
 
 
 # ---- what happened, what next?

@@ -19,7 +19,7 @@ from memfit.planning.plan import Option
 from memfit.reporting.colours import COLOURS, colour
 from memfit.reporting.facts import Curve
 from memfit.reporting.lines import at_moment
-from memfit.reporting.pace import steady
+from memfit.reporting.pace import seconds_of, steady
 from memfit.reporting.report import Report
 from memfit.reporting.tables import MOST
 from memfit.reporting.words import in_unit, printable, unit_for, way
@@ -142,10 +142,10 @@ def _speed(report: Report) -> Chart | None:
     timed = [o for o in report.plan.options[:MOST] if o.cost.seconds is not None]
     if len(timed) < 2:
         return None
-    data = _points(timed, [o.cost.seconds or 0.0 for o in timed], "s per step")
+    data = _points(timed, [seconds_of(o, report) or 0.0 for o in timed], "s per step")
     layout = _layout("seconds", "samples per micro-batch")
     layout["xaxis"] |= _doubling([o.micro_batch for o in timed])
-    fastest = min(timed, key=lambda o: o.cost.seconds or 0.0)
+    fastest = min(timed, key=lambda o: seconds_of(o, report) or 0.0)
     label = f"Seconds per step against the size of the micro-batch; fastest is {way(fastest)}."
     return Chart("speed", "Seconds per step", label, {"data": data, "layout": layout}, 300)
 

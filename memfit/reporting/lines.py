@@ -14,8 +14,7 @@ from memfit._units import format_bytes, format_count, format_seconds
 from memfit.planning.plan import Option
 from memfit.reporting.advice import next_moves, one_step
 from memfit.reporting.facts import Moment
-from memfit.reporting.offers import measured
-from memfit.reporting.pace import steady
+from memfit.reporting.pace import asked_seconds, seconds_of, steady
 from memfit.reporting.report import Report
 from memfit.reporting.words import (
     alike,
@@ -142,7 +141,7 @@ def _whether_asked_fits(report: Report) -> str:
 
 def _seconds(report: Report) -> Row:
     plan, ran = report.plan, steady(report)
-    known = (plan.asked.seconds, plan.predicted.seconds, median(ran) if ran else None)
+    known = (asked_seconds(report), plan.predicted.seconds, median(ran) if ran else None)
     words = iter(alike_seconds(*(seconds for seconds in known if seconds is not None)))
     asked, here, seen = (None if seconds is None else next(words) for seconds in known)
     if asked is not None and _whether_asked_fits(report):
@@ -153,10 +152,12 @@ def _seconds(report: Report) -> Row:
 
 
 def halved_by_hand(report: Report) -> Option | None:
-    """Where halving the batch until it fits would have ended; None where the whole batch fits or that is this plan."""
+    """Where halving the batch until it fits would have ended; None where the whole batch fits, where that is this plan, and
+    where memory has run out, so that what fits is not known."""
     plan = report.plan
     plain = {o.micro_batch: o for o in plan.options if o.precision == "off" and not o.checkpoint and o.fits}
-    if plan.share in plain or plan.by_size:
+    ran_out = any(event.kind == "out of memory" for event in report.events)
+    if plan.share in plain or plan.by_size or ran_out:
         return None
     halves = (-(-plan.share // 2**k) for k in range(1, plan.share.bit_length()))
     found = next((plain[size] for size in halves if size in plain), None)
@@ -245,11 +246,10 @@ def _cost(report: Report) -> Iterator[str]:
 
 
 def _against_others(report: Report) -> Iterator[str]:
-    plan, by_hand = report.plan, halved_by_hand(report)
-    now = plan.predicted.seconds
-    alike_timed = by_hand is not None and measured(by_hand) == any(map(measured, plan.options))
-    if by_hand is not None and alike_timed and by_hand.cost.seconds is not None and now is not None:
-        differs = speed(by_hand.cost.seconds, now)
+    by_hand, now = halved_by_hand(report), report.plan.predicted.seconds
+    seconds = None if by_hand is None else seconds_of(by_hand, report)
+    if by_hand is not None and seconds is not None and now is not None:
+        differs = speed(seconds, now)
         at = f"{by_hand.micro_batch} x {by_hand.accumulation}"
         yield f"halving the batch by hand until it fits would land at {at}: {differs}"
 

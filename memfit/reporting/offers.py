@@ -81,6 +81,17 @@ def measured(option: Option) -> bool:
     return "measured while training" in option.reason
 
 
+def drift(plan: Plan, profile: Profile | None) -> float:
+    """Seconds of the plan as measured while training, by those timed while planning; 1 where it was not measured."""
+    own = next((option.cost.seconds for option in plan.options if not option.reason), None)
+    if own is None or profile is None or not any(map(measured, plan.options)):
+        return 1.0
+    pieces = sizes(plan.share, plan.micro_batch)
+    # Where samples differ in size, the plan's own prediction stays as it was planned.
+    timed = plan.predicted.seconds if plan.by_size else step_seconds(profile, pieces, plan.checkpoint, plan.mode)
+    return own / timed if timed else 1.0
+
+
 def _saves(plan: Plan, seconds: float | None) -> bool:
     now = plan.predicted.seconds
     return now is not None and seconds is not None and seconds < now * (1 - WORTH)
@@ -109,9 +120,8 @@ class _Against:
 
     @property
     def pace(self) -> float:
-        """Seconds of the plan by those of the profile: other than 1 where it was measured anew while training."""
-        now, timed = self.plan.predicted.seconds, self.seconds(self.plan.micro_batch, self.plan.checkpoint)
-        return now / timed if now and timed else 1.0
+        """What seconds timed while planning come to while training."""
+        return drift(self.plan, self.profile)
 
     def seconds(self, size: int, blocks: tuple[str, ...]) -> float | None:
         """Seconds of the step as timed while planning."""

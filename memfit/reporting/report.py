@@ -23,7 +23,7 @@ from memfit.profiling.timeline import Timeline
 from memfit.reporting.facts import Allowance, BlockCost, Curve, Happening, Offer, Pace
 from memfit.reporting.files import read_text, restored, strict, unreadable, write_text
 from memfit.reporting.memory import block_costs, curve_of
-from memfit.reporting.offers import offers_for
+from memfit.reporting.offers import drift, offers_for
 from memfit.reporting.verification import Verification
 
 VERSION = 1
@@ -62,6 +62,8 @@ class Report:
     """What each block takes in a micro-batch; empty if not known."""
     curve: Curve | None
     """Memory over one step; None if not known."""
+    drift: float
+    """What a second timed while planning comes to while training; 1 where nothing was measured anew."""
     offers: tuple[Offer, ...]
     """What other choices would need and take."""
     pace: Pace
@@ -189,6 +191,7 @@ def make_report(
         batch_norms=() if profile is None else _batch_norms(profile),
         blocks=() if profile is None or timeline is None else _blocks(plan, profile, timeline),
         curve=None if timeline is None else curve_of(timeline, plan.micro_batch, accumulates=plan.accumulation > 1),
+        drift=drift(plan, profile),
         offers=_offers(plan, profile, room, events),
         pace=_pace(stats, seconds, waits),
         verification=verification,

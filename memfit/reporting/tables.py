@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from memfit._units import format_bytes, format_seconds
-from memfit.planning.plan import Option, Plan
+from memfit.planning.plan import Option
 from memfit.reporting.colours import COLOURS
 from memfit.reporting.facts import BlockCost, Moment
 from memfit.reporting.offers import measured
-from memfit.reporting.pace import loader_share, steady, typical_wait
+from memfit.reporting.pace import anew, loader_share, seconds_of, steady, typical_wait
 from memfit.reporting.report import Report
 from memfit.reporting.words import instead, more_bytes, more_seconds, percent, reason, unit_for, way
 
@@ -105,11 +105,11 @@ def options(report: Report) -> Table:
     if report.plan.by_size:
         note += f" These are for samples of the median size, {report.plan.median:,} elements."
     if any(measured(option) for option in shown):
-        note += " Seconds marked * were measured while training, the others timed while planning."
+        note += " Seconds marked * were measured while training; the others were timed while planning, and scaled to those."
     table = Table(
         "Plans considered",
         ("micro x accumulation", "precision", "blocks checkpointed", "expected", "at most", "per step", "why not"),
-        tuple(_option_row(option, report.plan) for option in shown),
+        tuple(_option_row(option, report) for option in shown),
         frozenset({2, 3, 4, 5}),
         frozenset(i for i, option in enumerate(shown) if not option.reason),
         note + _left_out(report.plan.options),
@@ -117,17 +117,17 @@ def options(report: Report) -> Table:
     return table if any(option.precision != "off" for option in shown) else without(table, "precision")
 
 
-def _option_row(option: Option, plan: Plan) -> tuple[str, ...]:
-    seconds = "-" if option.cost.seconds is None else format_seconds(option.cost.seconds)
-    anew = measured(option) or (not option.reason and any(map(measured, plan.options)))
+def _option_row(option: Option, report: Report) -> tuple[str, ...]:
+    seconds, held = seconds_of(option, report), report.plan.held
+    words = "-" if seconds is None else format_seconds(seconds)
     return (
         f"{option.micro_batch} x {option.accumulation}",
         "as the script" if option.precision == "off" else option.precision,
         str(option.checkpoint),
-        format_bytes(option.cost.peak + plan.held),
-        format_bytes(option.cost.upper + plan.held),
-        f"{seconds} *" if anew else seconds,
-        reason(option, plan) or "this is the plan",
+        format_bytes(option.cost.peak + held),
+        format_bytes(option.cost.upper + held),
+        f"{words} *" if anew(option, report.plan) else words,
+        reason(option, report.plan) or "this is the plan",
     )
 
 

@@ -10,9 +10,9 @@ import shutil
 from typing import TYPE_CHECKING
 
 from memfit._units import format_bytes, format_seconds
-from memfit.planning.plan import Plan
 from memfit.reporting.colours import colour
 from memfit.reporting.lines import Entry, answers, comparison, headline, verdict
+from memfit.reporting.pace import seconds_of
 from memfit.reporting.report import Report
 from memfit.reporting.words import nearest, printable, reason, way
 
@@ -62,7 +62,7 @@ def _print(report: Report, console: Console) -> None:
     console.print(_answers(answers(report)))
     if report.plan.rejected:
         console.print()
-        console.print(_not_taken(report.plan, console.width))
+        console.print(_not_taken(report, console.width))
 
 
 def _comparison(report: Report) -> RenderableType:
@@ -104,19 +104,19 @@ def _in_colour(text: object) -> None:
             text.highlight_words([word], style=colour(word))
 
 
-def _not_taken(plan: Plan, width: int) -> RenderableType:
+def _not_taken(report: Report, width: int) -> RenderableType:
     """Some of the plans that were not taken, those nearest in size first of all; numbers only where there is room."""
     from rich.text import Text
 
-    table, wide = _grid(), width >= ROOMY
+    plan, table, wide = report.plan, _grid(), width >= ROOMY
     table.add_column(style="dim", no_wrap=True, min_width=LABEL)
     table.add_column(overflow="fold")
     for _ in range(2 * wide):
         table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim", overflow="fold")
     for index, option in enumerate(nearest(plan.rejected, plan.micro_batch, REJECTED)):
-        numbers = (format_bytes(option.cost.upper + plan.held), format_seconds(option.cost.seconds or 0.0))
-        numbers = numbers if option.cost.seconds is not None else (numbers[0], "-")
+        seconds = seconds_of(option, report)
+        numbers = (format_bytes(option.cost.upper + plan.held), "-" if seconds is None else format_seconds(seconds))
         cells = (way(option), *numbers[: 2 * wide], Text(printable(reason(option, plan))))
         table.add_row("" if index else "not taken", *cells)
     if len(plan.rejected) > REJECTED:
