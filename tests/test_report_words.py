@@ -304,7 +304,10 @@ def test_more_memory_is_priced_and_one_step_of_each_lever_offered() -> None:
 
 
 def test_over_the_budget_the_next_move_is_a_smaller_one() -> None:
-    assert "a budget that is 20 B smaller" in said(measured(350), "next")
+    made = measured(350)
+    on_cpu = replace(made, allowance=replace(made.allowance, kind="cpu"))
+    assert "a budget that is 20 B smaller" in said(made, "next") and "C library" not in said(made, "next")
+    assert "C library" in said(on_cpu, "next")
 
 
 def test_the_scripts_own_checkpointing_is_priced() -> None:

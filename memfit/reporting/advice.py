@@ -40,7 +40,8 @@ def _fit(report: Report) -> Iterator[str]:
     peak = report.pace.peak
     if peak is not None and peak > report.allowance.limit:
         over = format_bytes(peak - report.allowance.limit)
-        yield f"ask for a budget that is {over} smaller: that much more was measured than allowed"
+        heap = ", or let the C library give freed memory back (docs/memory.md)" if report.allowance.kind == "cpu" else ""
+        yield f"ask for a budget that is {over} smaller, which is what was measured above it{heap}"
 
 
 def _memory(report: Report) -> Iterator[str]:
