@@ -45,7 +45,7 @@ def progress(
     if not stream.isatty():
         yield _Lines(printable(label), total, stream, clock)
         return
-    bar = _rich(stream)
+    bar = _rich(stream, counted=total is not None)
     with bar:
         yield _Bar(bar, bar.add_task(printable(label), total=total, said=""))
 
@@ -88,14 +88,14 @@ class _Bar:
         self._bar.update(self._task, said=printable(text))
 
 
-def _rich(stream: TextIO) -> RichProgress:
+def _rich(stream: TextIO, *, counted: bool) -> RichProgress:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress as RichProgress, TextColumn, TimeElapsedColumn
 
     return RichProgress(
         TextColumn("memfit: {task.description}", markup=False),
         BarColumn(bar_width=30),
-        MofNCompleteColumn(),
+        *([MofNCompleteColumn()] if counted else []),
         TimeElapsedColumn(),
         TextColumn("{task.fields[said]}", markup=False, style="dim"),
         console=Console(file=stream),
