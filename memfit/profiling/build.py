@@ -85,7 +85,7 @@ def traced_profile(
         points=tuple((n, t.peak(n)) for n, t in zip(chosen, trace.timelines)),
         source="traced" if whole is not None else "traced at single sizes",
         blocks=tuple(b for b in subject.blocks if b not in own and b not in subject.checkpoint),
-        script_blocks=tuple(b for b in own if b not in subject.checkpoint),
+        script_blocks=tuple(b for b in subject.blocks if b in own),
         written_buffers=trace.written,
         notes=_guess_notes(trace.guesses),
     )

@@ -99,7 +99,9 @@ class Ledger(TorchDispatchMode):
         for name in blocks:
             block = model.get_submodule(name)
             hooks.append(block.register_forward_pre_hook(partial(self._begin_visit, name), with_kwargs=True))
-            hooks.append(block.register_forward_hook(partial(self._end_visit, name), with_kwargs=True))
+            ended = partial(self._end_visit, name)
+            # Recomputation stops in the middle of a block by an exception, once all that is needed is there.
+            hooks.append(block.register_forward_hook(ended, with_kwargs=True, always_call=True))
         try:
             yield
         finally:
