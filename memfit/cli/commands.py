@@ -54,13 +54,13 @@ def plan(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="train.py | FILE.py:function",
+            metavar="TRAIN.py|FILE.py:FUNCTION",
             help="A script that calls memfit.wrap, or a function that returns (model, optimizer, loader[, loss_fn]).",
         ),
     ],
     arguments: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Argument(metavar="[-- SCRIPT ARGUMENTS]", help="Passed to the script."),
+        typer.Argument(metavar="-- ARGUMENTS", help="The script's own arguments, after --."),
     ] = None,
     target_batch: TargetBatch = None,
     budget: Budget = None,
@@ -98,7 +98,7 @@ def plan(
 def verify(
     target: Annotated[
         str,
-        typer.Argument(metavar="FILE.py:function", help="A function that returns (model, optimizer, loader, loss_fn)."),
+        typer.Argument(metavar="FILE.py:FUNCTION", help="A function that returns (model, optimizer, loader, loss_fn)."),
     ],
     target_batch: TargetBatch = None,
     budget: Budget = None,

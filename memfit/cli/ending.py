@@ -38,7 +38,7 @@ def ending(user_file: Path | None = None) -> Iterator[None]:
         raise typer.Exit(NOT_DONE) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except typer.Exit:
+    except (typer.Exit, BrokenPipeError):  # typer ends quietly where nobody reads on
         raise
     except Exception as error:
         if user_file is None:

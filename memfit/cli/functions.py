@@ -73,8 +73,9 @@ def made_by(file: Path, name: str) -> Training:
         is_tuple = isinstance(made, (tuple, list))
         what = f"a {type(made).__name__} of {len(made)}" if is_tuple else f"a value of type {type(made).__name__}"
         raise UsageError(asked, found=f"it returned {what}", next_move=f"let it return {RETURNS}")
-    loss_fn = made[3] if len(made) == 4 and made[3] is not None else partial(_own_loss, asked)
-    return Training(*made[:3], loss_fn)
+    model, optimizer, loader, *rest = made
+    loss_fn = next(iter(rest), None)
+    return Training(model, optimizer, loader, partial(_own_loss, asked) if loss_fn is None else loss_fn)
 
 
 def train_once(run: Run, asked: str) -> None:

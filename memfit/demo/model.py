@@ -33,10 +33,13 @@ class ByteGPT(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(BYTES, shape.width)
         self.places = nn.Embedding(shape.length, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
+        blocks = [Block(shape) for _ in range(shape.blocks)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, BYTES, bias=False)
         self.apply(_initialise)
+        for block in blocks:
+            block.quieten(2 * shape.blocks)
 
     def forward(self, text: Tensor) -> Tensor:
         """The logits of each byte's successor."""
@@ -60,6 +63,12 @@ class Block(nn.Module):
         """The features after this block."""
         x = x + self._attended(self.before(x))
         return x + self.narrow(F.gelu(self.wide(self.between(x))))
+
+    def quieten(self, additions: int) -> None:
+        """Let as many additions to the features begin as one."""
+        with torch.no_grad():
+            for layer in (self.joined, self.narrow):
+                layer.weight.mul_(additions**-0.5)
 
     def _attended(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape

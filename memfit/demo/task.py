@@ -71,6 +71,6 @@ def training(demo: Demo, text: LibraryText, device: torch.device) -> Training:
     """The training, from the same seed in every process."""
     torch.manual_seed(0)
     model = ByteGPT(demo.shape).to(device)
-    optimizer = AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    optimizer = AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
     order = torch.Generator().manual_seed(0)
     return Training(model, optimizer, DataLoader(text, batch_size=demo.target, shuffle=True, drop_last=True, generator=order))
