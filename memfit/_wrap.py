@@ -124,9 +124,7 @@ def wrap(
     core = Core(model, optimizer, device, allowed, settings, compiled=is_compiled(model))
     run = Run(model, optimizer, None, core=core)
     core.owner = run
-    if asked is not None:
-        asked.on_wrap(run)
-        core.on_plan = partial(_stop, run) if asked.stop else core.on_plan
+    _tell_of_plans(run, core, asked, in_script=loss_fn is None and given is None)
     run.loader = _effective(loader, settings.share, loss_fn, run)
     guard = AccumulationGuard(target_batch, script_accumulation) if target_batch is not None and loader is not None else None
     script = Script(core, lambda: run.batch_samples, lambda: run.batches, guard if loss_fn is None else None)
@@ -138,8 +136,6 @@ def wrap(
             _prepare(stepper, core, loader, sample, settings.share)
             run.take_steps(stepper, loss_fn, before_step)
         else:
-            if asked is None or not asked.stop:
-                core.on_plan = partial(_announce, core)
             run.intercept(script)
     except PlanReady:
         raise
@@ -149,6 +145,16 @@ def wrap(
     run.follow(guard, script)
     _say(run, loader, target_batch)
     return run
+
+
+def _tell_of_plans(run: Run, core: Core, asked: Asked | None, *, in_script: bool) -> None:
+    """What happens once there is a plan: the command line takes it, or a script's reader sees one line."""
+    if asked is not None:
+        asked.on_wrap(run)
+    if asked is not None and asked.stop:
+        core.on_plan = partial(_stop, run)
+    elif in_script:
+        core.on_plan = partial(_announce, core)
 
 
 def _stop(run: Run) -> None:

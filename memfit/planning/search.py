@@ -139,14 +139,15 @@ class _Pricing:
             return (self._every, least) if least.upper < peak.upper else ((), peak)
         seconds = dict(timing_at(self.profile.timings, size).blocks) if self.profile.timings else {}
         room = float(allowed - (least.upper - least.allocated))
-        for _ in range(6):
-            names = choose_blocks(self.profile.timeline, self._recomputes, size, room, seconds)
+        for attempt in range(8):
+            names = choose_blocks(self.profile.timeline, self._recomputes, size, room, seconds, accumulates=accumulates)
             if names is None:
                 break
             found = self.peak(size, names, accumulates)
             if found.upper <= allowed:
                 return names, found
-            room -= found.upper - allowed
+            # What was found is too large by its own margin; the next may be anything smaller, or soon surely fits.
+            room = float(found.allocated - 1 if attempt < 4 else allowed - (found.upper - found.allocated))
         return self._every, least
 
 

@@ -1,0 +1,188 @@
+"""The house: imports go one way, the front door is small, importing does nothing, functions stay short."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import memfit
+
+ROOT = Path(memfit.__file__).parent
+MODULES = sorted(p for p in ROOT.rglob("*.py") if "__pycache__" not in p.parts)
+
+# Each room may import from itself and from those before it.
+ROOMS = (
+    ("_errors", "_units"),
+    ("batches", "hardware"),
+    ("engine",),
+    ("levers",),
+    ("profiling",),
+    ("planning",),
+    ("reporting",),
+    ("training",),
+    ("_asked", "_arguments"),
+    ("_wrap",),
+    ("_verbs",),
+    ("__init__",),
+    ("integrations", "cli", "demo", "__main__"),
+)
+LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
+PUBLIC = {
+    *("wrap", "probe", "profile", "plan", "apply", "verify"),
+    *("Budget", "Device", "Event", "Plan", "Profile", "Report", "Run", "Verification"),
+    *("MemfitError", "UsageError", "DoesNotFit", "PlanFileError", "Refused"),
+}
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(ROOT).parts[0]
+    return first.removesuffix(".py")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports_of(path: Path, *, top_level: bool = False) -> list[str]:
+    """The modules a file imports, by their full names; `top_level`: only those imported with the file itself."""
+    tree = ast.parse(path.read_text())
+    nodes = _outside_functions(tree) if top_level else list(ast.walk(tree))
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            found.append(str(node.module))
+    return found
+
+
+def _outside_functions(tree: ast.Module) -> list[ast.AST]:
+    found: list[ast.AST] = []
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or _only_for_types(node):
+            continue
+        found.append(node)
+        pending += list(ast.iter_child_nodes(node))
+    return found
+
+
+def _only_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING"
+
+
+def test_every_room_has_its_place() -> None:
+    assert {room_of(path) for path in MODULES} <= LEVEL.keys()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_go_one_way(path: Path) -> None:
+    here = LEVEL[room_of(path)]
+    for name in imports_of(path):
+        if name == "memfit" or name.startswith("memfit."):
+            there = name.split(".")[1] if "." in name else "__init__"
+            assert LEVEL[there] <= here, f"{name_of(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if room_of(p) == "planning"], ids=name_of)
+def test_planning_computes_with_values_alone(path: Path) -> None:
+    assert not [name for name in imports_of(path) if name.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if room_of(p) == "integrations"], ids=name_of)
+def test_guests_import_public_names_alone(path: Path) -> None:
+    assert not [name for name in imports_of(path) if name.startswith("memfit.") and room_of(path) not in name]
+
+
+def test_the_front_door() -> None:
+    import types
+
+    names = {
+        name
+        for name, value in vars(memfit).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert names == PUBLIC
+    assert len(names) <= 25
+    assert [
+        n for n in ("wrap", "probe", "profile", "plan", "apply", "verify") if not callable(getattr(memfit, n))
+    ] == []
+
+
+def test_public_names_have_docstrings() -> None:
+    for name in PUBLIC:
+        assert (getattr(memfit, name).__doc__ or "").strip(), name
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_function_is_longer_than_sixty_lines(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert _body_lines(node) <= 60, f"{node.name} has {_body_lines(node)} lines"
+
+
+def _body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from the first statement after the docstring to the end."""
+    body = node.body[1:] if ast.get_docstring(node) and len(node.body) > 1 else node.body
+    return (node.end_lineno or node.lineno) - body[0].lineno + 1
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_public_functions_and_classes_have_docstrings(path: Path) -> None:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{name_of(path)}: {node.name}"
+
+
+HEAVY = (
+    "transformers",
+    "lightning",
+    "accelerate",
+    "plotly",
+    "rich",
+    "scipy",
+    "jinja2",
+    "typer",
+    "pynvml",
+    "torch._dynamo",
+)
+
+CHILD = f"""
+import logging, os, random, sys, warnings
+import numpy, torch
+before = (dict(os.environ), list(logging.root.handlers), torch.get_rng_state(), random.getstate(), sys.excepthook)
+defaults = (torch.get_default_dtype(), torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision())
+there = set(sys.modules)
+threads = torch.get_num_threads()
+import memfit
+assert (dict(os.environ), list(logging.root.handlers)) == before[:2]
+assert torch.equal(torch.get_rng_state(), before[2]) and (random.getstate(), sys.excepthook) == before[3:]
+assert (torch.get_default_dtype(), torch.backends.cudnn.benchmark, torch.get_float32_matmul_precision()) == defaults
+assert torch.get_num_threads() == threads
+handlers = logging.getLogger("memfit").handlers
+assert all(isinstance(h, logging.NullHandler) for h in handlers), handlers
+assert not torch.cuda.is_initialized()
+print(*[name for name in {HEAVY!r} if name in sys.modules and name not in there])
+"""
+
+
+def test_importing_changes_nothing_and_brings_nothing_heavy() -> None:
+    environment = {"PYTHONPATH": str(ROOT.parent), "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+    child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, env=environment, check=False)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.split() == [] and child.stderr == ""
+
+
+def test_typing_is_declared() -> None:
+    assert (ROOT / "py.typed").exists()

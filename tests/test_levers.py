@@ -1,0 +1,254 @@
+"""The levers: names, types and numbers stay what they were; only what is held changes."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import wrapped
+from stepping import plain, sgd
+from torch import Tensor, nn
+from zoo import FAMILIES, first_batch
+from zoo.plain import gradients_of, relative_error
+
+import memfit
+from memfit import UsageError
+from memfit.engine.intercept import interception_of
+from memfit.levers.checkpoint import candidate_blocks, checkpoint_blocks, checkpointed
+from memfit.levers.precision import lower_precisions, parse_precision, precision_applied, script_precision
+
+CPU = torch.device("cpu")
+
+
+class Blocks(nn.Module):
+    """Blocks with batch norm and dropout."""
+
+    def __init__(self, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self._block(dropout) for _ in range(3))
+
+    @staticmethod
+    def _block(dropout: float) -> nn.Module:
+        return nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def blocks(dropout: float = 0.5) -> Blocks:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Blocks(dropout).double()
+
+
+X = torch.linspace(-1, 1, 84, dtype=torch.float64).reshape(12, 7)
+NAMES = ("blocks.0", "blocks.1", "blocks.2")
+
+
+def seeded_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    torch.manual_seed(5)
+    model(X).square().sum().backward()
+    return gradients_of(model)
+
+
+def test_names_types_and_keys_are_unchanged() -> None:
+    model = blocks()
+    keys, names = list(model.state_dict()), [(n, type(m)) for n, m in model.named_modules()]
+    parameters = [(n, id(p)) for n, p in model.named_parameters()]
+    with checkpointed(model, NAMES):
+        assert list(model.state_dict()) == keys
+        assert [(n, type(m)) for n, m in model.named_modules()] == names
+        assert [(n, id(p)) for n, p in model.named_parameters()] == parameters
+        model.load_state_dict(blocks().state_dict())
+        assert model.blocks[0][0].weight.shape == (7, 7)
+
+
+def test_gradients_through_dropout_are_the_same_bit_for_bit() -> None:
+    model = blocks()
+    want = seeded_gradients(copy.deepcopy(model))
+    state = torch.get_rng_state()
+    with checkpointed(model, NAMES):
+        got = seeded_gradients(model)
+    assert all(torch.equal(g, w) for g, w in zip(got.values(), want.values()) if g is not None and w is not None)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_batch_statistics_are_counted_once() -> None:
+    model = blocks()
+    other = copy.deepcopy(model)
+    seeded_gradients(other)
+    with checkpointed(model, NAMES):
+        seeded_gradients(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers()))
+    assert int(model.blocks[0][1].num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet", "t5", "convnext"])
+def test_families_compute_the_same_with_every_block_checkpointed(name: str) -> None:
+    family = FAMILIES[name]
+    for package in family.requires:
+        pytest.importorskip(package)
+    model, batch = family.build(dtype=torch.float64, dropout=0.1), first_batch(family, 5, dtype=torch.float64)
+    torch.manual_seed(1)
+    want = plain(model, family.loss, batch)[1]
+    names = candidate_blocks(model)
+    ran = [0]
+    model.get_submodule(names[0]).register_forward_pre_hook(lambda *_: ran.__setitem__(0, ran[0] + 1))
+    with checkpointed(model, names):
+        torch.manual_seed(1)
+        family.loss(model, batch).backward()
+    assert ran == [1]  # hooks of the block itself run with its first forward alone
+    assert relative_error(gradients_of(model), want) == 0.0
+
+
+def test_without_gradients_blocks_run_as_they_are() -> None:
+    model = blocks(dropout=0.0)
+    model.eval()
+    with torch.no_grad():
+        want = model(X)
+        with checkpointed(model, NAMES):
+            assert torch.equal(model(X), want)
+    with checkpointed(model, NAMES):
+        out = model(X)
+    assert torch.equal(out, want) and out.requires_grad
+
+
+def test_less_is_saved_for_backward() -> None:
+    def saved(model: nn.Module) -> int:
+        sizes = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(X)
+        return sum(sizes)
+
+    model = blocks()
+    without = saved(model)
+    with checkpointed(model, NAMES):
+        assert saved(model) < without / 2
+
+
+def test_undone_nothing_is_left_also_after_an_exception() -> None:
+    model = blocks()
+    before = [set(vars(m)) for m in model.modules()]
+    undo = checkpoint_blocks(model, NAMES)
+    assert all(interception_of(block) is not None for block in model.blocks)
+    undo()
+    assert [set(vars(m)) for m in model.modules()] == before
+    with pytest.raises(KeyError), checkpointed(model, NAMES):
+        raise KeyError
+    assert [set(vars(m)) for m in model.modules()] == before
+
+
+def test_a_forward_that_was_replaced_on_the_instance_comes_back() -> None:
+    model = blocks()
+    own = lambda x: x * 2.0  # noqa: E731
+    model.blocks[1].forward = own
+    with checkpointed(model, NAMES):
+        assert torch.equal(model.blocks[1](X), X * 2.0)
+    assert vars(model.blocks[1])["forward"] is own
+
+
+def test_blocks_that_are_not_there() -> None:
+    for names in (["blocks.3"], [""]):
+        with pytest.raises(UsageError, match=r"blocks\.0, blocks\.1"):
+            checkpoint_blocks(blocks(), names)
+
+
+def test_copies_and_saved_models_are_plain() -> None:
+    model = blocks()
+    with checkpointed(model, NAMES):
+        other = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+    file.seek(0)
+    for plain_one in (other, torch.load(file, weights_only=False)):
+        assert all(interception_of(m) is None for m in plain_one.modules())
+        assert all(
+            torch.equal(a, b) for a, b in zip(seeded_gradients(plain_one).values(), seeded_gradients(model).values())
+        )
+        model.zero_grad()
+
+
+def test_a_run_applies_the_plans_blocks_and_undo_takes_them_back() -> None:
+    model = blocks(dropout=0.0)
+    before = [set(vars(m)) for m in model.modules()]
+    run = wrapped(model, 5, fields={"checkpoint": NAMES[:2]}, loss_fn=lambda m, b: m(b).square().sum())
+    assert [interception_of(b) is not None for b in model.blocks] == [True, True, False]
+    run.step(X)
+    run.undo()
+    assert [set(vars(m)) for m in model.modules()] == before
+
+
+def test_script_mode_with_checkpointed_blocks_is_transparent() -> None:
+    family = FAMILIES["gpt"]
+    model, batch = family.build(dtype=torch.float64), first_batch(family, 7, dtype=torch.float64)
+    want = plain(model, family.script_loss, batch)[1]
+    run = wrapped(model, 3, share=7, fields={"checkpoint": candidate_blocks(model)})
+    family.script_loss(model, batch).backward()
+    assert relative_error(gradients_of(model), want) <= 1e-12
+    run.undo()
+
+
+# ---- precision
+
+
+def test_precisions_by_name() -> None:
+    for name in ("auto", "off", "fast", "float32", "bfloat16", "float16"):
+        assert parse_precision(name) == name
+    with pytest.raises(UsageError, match="fp8"):
+        parse_precision("fp8")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("off", torch.float32), ("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_what_forwards_compute_in(name: str, dtype: torch.dtype) -> None:
+    with precision_applied(name, CPU):
+        assert nn.Linear(3, 3)(torch.ones(2, 3)).dtype is dtype
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_scripts_own_autocast_is_never_overridden() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        for name in ("off", "float32", "float16"):
+            with precision_applied(name, CPU):
+                assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+        assert lower_precisions([torch.ones(1)], CPU) == ()
+        assert script_precision([torch.ones(1)], CPU) == "bfloat16"
+
+
+def test_the_scripts_precision_and_what_lies_below() -> None:
+    single, half, double = torch.ones(1), torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.float64)
+    assert [script_precision([t], CPU) for t in (single, half, double)] == ["float32", "bfloat16", "float64"]
+    assert script_precision([single, half], CPU) == "mixed"
+    assert lower_precisions([single], CPU) == ("bfloat16", "float16")
+    assert (
+        lower_precisions([half], CPU) == lower_precisions([single, half], CPU) == lower_precisions([double], CPU) == ()
+    )
+
+
+def test_backward_runs_outside_of_autocast() -> None:
+    """Micro-batches and the whole batch agree in bfloat16 as far as rounding of the sums goes."""
+    model = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 4))
+    batch = (X.float(), torch.arange(12) % 4)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    enabled: list[bool] = []
+    model[2].register_full_backward_hook(lambda *_: enabled.append(torch.is_autocast_enabled("cpu")))
+    run = memfit.wrap(model, sgd(model), loss_fn=loss_fn, precision="bfloat16", micro_batch=12)
+    run.step(batch)
+    enabled.clear()
+    run.step(batch)
+    assert enabled == [False]
