@@ -249,7 +249,7 @@ def _reach(hook: Any) -> tuple[list[Any], list[Any]]:
         given, looked_up = _reach(hook.func)
         return [*given, *hook.args, *hook.keywords.values()], looked_up
     owner = getattr(hook, "__self__", None if hasattr(hook, "__code__") else hook)
-    function = getattr(hook, "__func__", hook) if hasattr(hook, "__code__") else getattr(type(hook), "__call__", None)
+    function = getattr(hook, "__func__", hook) if hasattr(hook, "__code__") else type(hook).__call__
     code = getattr(function, "__code__", None)
     given = [owner, *_cells(function), *(getattr(function, "__defaults__", None) or ())]
     if code is None or "step" not in code.co_names:

@@ -47,13 +47,16 @@ def known_loss(function: Any) -> KnownLoss | None:
     return KNOWN_LOSSES.get(function)
 
 
+_L1_LOSS = F.l1_loss  # also while something else stands in its place
+
+
 def all_arguments(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments that `__torch_function__` was given for `function`, and the one that torch left out."""
-    if function is not F.l1_loss or "weight" in kwargs:
+    if getattr(function, "__wrapped__", function) is not _L1_LOSS or "weight" in kwargs:
         return kwargs
     # torch 2.13 does not pass l1_loss's weight on to subclasses and modes; it still stands in the calling frame.
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+    while frame is not None and frame.f_code is not _L1_LOSS.__code__:
         frame = frame.f_back
     weight = None if frame is None else frame.f_locals["weight"]
     return kwargs if weight is None else {**kwargs, "weight": weight}
