@@ -102,7 +102,7 @@ def layout_from_two(small: Any, few: int, large: Any, many: int) -> Layout:
 
     Raises Refused where a leaf changed in a way that has no batch dimension.
     """
-    _refuse_packed(large)
+    refuse_packed(large)
     first, second = list(leaves(small)), list(leaves(large))
     if [path for path, _ in first] != [path for path, _ in second]:
         raise uncuttable("its structure depends on the number of samples")
@@ -115,7 +115,7 @@ def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layo
 
     Raises Refused for packed sequences.
     """
-    _refuse_packed(tree)
+    refuse_packed(tree)
     choices = [_dims_of_size(leaf, samples) for _, leaf in leaves(tree)]
     if not any(dims != [None] for dims in choices):
         return
@@ -147,6 +147,14 @@ def uncuttable(reason: str) -> Refused:
 
 def _refuse_other_parts(tree: Any, layout: Layout) -> NoReturn:
     raise uncuttable(f"it has {len(flat(tree))} parts, and earlier ones like it had {len(layout.axes)}")
+
+
+def refuse_packed(tree: Any) -> None:
+    """Raise Refused if the batch holds a packed sequence."""
+    if isinstance(tree, PackedSequence):
+        raise uncuttable("it holds a PackedSequence, in which the time steps of all samples are interleaved")
+    for _, part in children(tree) or ():
+        refuse_packed(part)
 
 
 def _narrow(leaf: Any, axis: Axis | None, start: int, stop: int) -> Any:
@@ -194,13 +202,6 @@ def _check_constant(path: Path, small: Any, few: int, large: Any, many: int) -> 
     known = isinstance(small, (bool, int, float, str)) and isinstance(large, (bool, int, float, str))
     what = f"{small!r} for {few} samples and {large!r} for {many}" if known else f"of type {type(large).__name__}"
     raise uncuttable(f"{path_name(path)} is {what}: neither the same for all samples nor a tensor")
-
-
-def _refuse_packed(tree: Any) -> None:
-    if isinstance(tree, PackedSequence):
-        raise uncuttable("it holds a PackedSequence, in which the time steps of all samples are interleaved")
-    for _, part in children(tree) or ():
-        _refuse_packed(part)
 
 
 def _dims_of_size(leaf: Any, samples: int) -> list[Axis | None]:

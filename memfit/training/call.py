@@ -99,7 +99,13 @@ class Call:
         return requiring_as(self.requires)
 
     def first(self, samples: int, *, backwards: bool = False) -> Call:
-        """A call on copies of the first `samples` samples, in the opposite order if `backwards`, without gradients for them."""
+        """A call on copies of the first `samples` samples, without gradients for them; in the opposite order if `backwards`
+        (not where only `split` knows the samples)."""
+        if self.split is not None:
+            tree, layout = map_leaves(_copy, self.arguments(0, samples)), Layout(self.layout.axes, samples)
+            return Call(
+                self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast, split=self.split
+            )
         found = [leaf for _, leaf in leaves(self.arguments(0, samples))]
         made = [_copied(leaf, axis, backwards) for leaf, axis in zip(found, self.layout.axes)]
         tree = rebuild(self.tree, iter(made))

@@ -11,7 +11,7 @@ from typing import Any
 
 from memfit._errors import DoesNotFit, Refused
 from memfit._units import format_bytes
-from memfit.batches.cut import Layout, shared_samples, uncuttable
+from memfit.batches.cut import Layout, refuse_packed, shared_samples, uncuttable
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work
 from memfit.planning.search import Demand, search
@@ -50,23 +50,45 @@ class Kinds:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._kinds: dict[Hashable, Kind] = {}
+        self._unknown: set[Hashable] = set()
 
     def to_cut(self, plain: Callable[..., Any], tree: Tree, hint: int | None) -> tuple[Call | None, int | None]:
         """(the call if it has to be cut, else None; the samples in it, if they can be told). `hint`: samples in the
         loader's batch."""
-        key = structure_of(tree, self._core.model, self._core.device)
+        by_split = self._core.settings.split is not None
+        key = structure_of(tree, self._core.model, self._core.device, by_split=by_split)
         kind = self._kinds.get(key)
-        samples = None if kind is None else samples_by(tree, kind.layout)
+        samples = self._told(tree, hint) if by_split else None if kind is None else samples_by(tree, kind.layout)
         if kind is not None and samples is not None:
             call = self._known(kind, plain, tree, samples)
         else:
-            samples = hint if hint is not None and _has_dimension(tree, hint) else shared_samples(tree)
+            samples = self._told(tree, hint)
+            if samples is None:
+                self._runs_unknown(key, tree, hint)
             if samples is None or samples < 2:
                 return None, samples
             call = self._first(key, plain, tree, samples)
         if call is not None:
             call.key = key
         return call, samples
+
+    def _told(self, tree: Tree, hint: int | None) -> int | None:
+        """Samples in a call that nothing is known about: the loader's, where they fit its tensors, or those it shows."""
+        fits = hint is not None and (self._core.settings.split is not None or _has_dimension(tree, hint))
+        return hint if fits else shared_samples(tree)
+
+    def _runs_unknown(self, key: Hashable, tree: Tree, hint: int | None) -> None:
+        """A call whose samples cannot be told: raise Refused if a prescribed micro-batch means it to be cut, else say that it
+        runs whole."""
+        core = self._core
+        prescribed = core.fixed.micro_batch if core.fixed is not None else core.settings.micro_batch
+        if key in self._unknown or not tensors(tree):
+            return
+        if hint is not None and prescribed is not None and prescribed < hint:
+            refuse_packed(tree)
+            raise uncuttable(f"none of the call's tensors has a dimension of {hint}, the samples in the batch")
+        self._unknown.add(key)
+        core.note("note", "a call whose tensors do not show how many samples it has runs whole; split= says how to cut it")
 
     def task(self, plain: Callable[..., Any], tree: Tree) -> Task:
         """What there is to profile in a call with these arguments, whole or cut."""
@@ -176,20 +198,19 @@ class Kinds:
         """None if the call may be cut this way; else how far its parts are from the whole."""
         few, allowed = min(PROOF_SAMPLES, call.samples), self._core.settings.allow_inexact
         outputs, deviation = joined_outputs(call, few)
-        if deviation.agrees:
-            kind.outputs[shapes] = call.outputs = outputs
-        elif allowed and mixing_module(call, few, allowed) is None:
+        if not deviation.agrees:
+            if not self._is_allowed(deviation, call, few):
+                return deviation
             self._accept(deviation)
-        else:
-            return deviation
+        kind.outputs[shapes] = call.outputs = outputs
         entrances = look_for_side_doors(call, few, allowed)
         self._core.staging.stage_also(entrances.parameters)
         kind.writes_input = call.copies = entrances.writes_input
         if outputs.loss is not None:
             found = self._infer(kind, call)
-            if found is not None and not allowed:
-                return found
             if found is not None:
+                if not self._is_allowed(found, call, few):
+                    return found
                 self._accept(found)
         kind.proven, kind.proven_at = outputs, self._core.steps
         return None
@@ -201,6 +222,13 @@ class Kinds:
         weighting, deviation = infer_weighting(work, few, self._core.staging, self._core.model)
         kind.weighting = weighting or BY_SAMPLES
         return deviation if weighting is None else None
+
+    def _is_allowed(self, deviation: Deviation, call: Call, few: int) -> bool:
+        """Whether the user accepted this deviation by its own name, or by those of the modules it comes from."""
+        allowed = self._core.settings.allow_inexact
+        if not allowed or deviation.where in allowed:
+            return bool(allowed)
+        return mixing_module(call, few, ()) is not None and mixing_module(call, few, allowed) is None
 
     def _accept(self, deviation: Deviation) -> None:
         self._core.note(

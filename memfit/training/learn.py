@@ -5,7 +5,9 @@ Where the model cannot run on fake tensors, the two small runs are real ones tha
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,18 +26,27 @@ from memfit.training.outputs import Outputs, learn_outputs
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def structure_of(tree: Tree, model: nn.Module, device: torch.device) -> Hashable:
-    """What two calls share if they can be cut the same way: nesting, dtypes, plain values, mode and autocast."""
+def structure_of(tree: Tree, model: nn.Module, device: torch.device, *, by_split: bool = False) -> Hashable:
+    """What two calls share if they can be cut the same way: nesting, dtypes, plain values, mode and autocast.
+
+    `by_split`: only `split` knows how; what it cuts beside tensors (lists of lengths) may differ from call to call.
+    """
+    if by_split:
+        found = tuple(_kind(leaf) for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+    else:
+        found = tuple((path, _kind(leaf)) for path, leaf in leaves(tree))
     return (
-        tuple((path, _kind(leaf)) for path, leaf in leaves(tree)),
+        found,
         model.training,
         tuple((a.device_type, a.enabled, a.dtype) for a in autocast_now((device.type, "cpu"))),
     )
 
 
 def shapes_per_sample(tree: Tree, layout: Layout) -> Shapes:
-    """Every leaf's shape with the samples' factor taken out."""
+    """Every leaf's shape with the samples' factor taken out; nothing where only `split` knows what belongs to a sample."""
     found = []
+    if not layout.cuts:
+        return ()
     for (_, leaf), axis in zip(leaves(tree), layout.axes):
         if not isinstance(leaf, torch.Tensor):
             found.append(())
@@ -90,17 +101,42 @@ def ways_to_cut(
         raise first_error
     if first_error is None:
         raise uncuttable(f"none of the call's tensors has a dimension of {samples}, the samples in the batch")
+    _surface_own_error(_call(model, plain, tree, next(candidate_layouts(tree, samples)), device, None))
     raise uncuttable(f"on a few samples the model says: {str(first_error).splitlines()[0]}") from first_error
 
 
-def outputs_of(call: Call) -> Outputs:
-    """What the model returns for any number of samples of a call like this one."""
-    few, many = (2, 3) if call.samples >= 3 else (1, 2)
+def outputs_of(call: Call, *, known: bool = False) -> Outputs:
+    """What the model returns for any number of samples of a call like this one.
+
+    With `known`, calls like it were cut the same way before: what the model raises now is its own error, met for real.
+    """
+    few, many = _few(call)
     try:
         small, large = _fake_outputs(call, few, many)
     except TraceFailed:
         small, large = _real_outputs(call, few, many)
+    except Exception:
+        if not known:
+            raise
+        small, large = _real_outputs(call, few, many)
     return learn_outputs(small, few, large, many)
+
+
+def _few(call: Call) -> tuple[int, int]:
+    return (2, 3) if call.samples >= 3 else (1, 2)
+
+
+def _surface_own_error(call: Call) -> None:
+    """Raise what the model raises whether or not its batch is cut, from its own frames; return if cutting is the reason."""
+    try:
+        _fake_outputs(call, call.samples)
+    except TraceFailed:
+        return
+    except Exception:
+        pass
+    else:
+        return
+    _real_outputs(call, *_few(call))
 
 
 def twin_call(call: Call, twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> tuple[Call, list[torch.Tensor]]:
@@ -131,29 +167,46 @@ def twin_of_part(tensor: torch.Tensor, twin: Callable[[torch.Tensor], torch.Tens
 def _learnt(
     model: nn.Module, plain: Callable[..., Any], tree: Tree, layout: Layout, device: torch.device, split: Split | None
 ) -> Call:
-    call = Call(model, plain, tree, layout, Outputs(None, ()), device, split=split)
+    call = _call(model, plain, tree, layout, device, split)
     call.outputs = outputs_of(call)
     return call
 
 
-def _fake_outputs(call: Call, few: int, many: int) -> tuple[Any, Any]:
+def _call(
+    model: nn.Module, plain: Callable[..., Any], tree: Tree, layout: Layout, device: torch.device, split: Split | None
+) -> Call:
+    return Call(model, plain, tree, layout, Outputs(None, ()), device, split=split)
+
+
+def _fake_outputs(call: Call, *samples: int) -> list[Any]:
     world = FakeWorld()
     found = []
     with leave_no_trace(call.model, call.device, buffers=False), telling_failures(), world.replacing(call.model):
-        twins = [twin_call(call, world.twin, n)[0] for n in (few, many)]
-        with world.entered(), uncompiled(), torch.enable_grad():
+        twins = [twin_call(call, world.twin, n)[0] for n in samples]
+        with _fakes_silent(), world.entered(), uncompiled(), torch.enable_grad():
             found = [t.output() for t in twins]
-    return found[0], found[1]
+    return found
 
 
-def _real_outputs(call: Call, few: int, many: int) -> tuple[Any, Any]:
+@contextmanager
+def _fakes_silent() -> Iterator[None]:
+    """torch logs errors of fake operators with their stack; here they are an answer."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+def _real_outputs(call: Call, *samples: int) -> list[Any]:
     with leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
         found = []
-        for n in (few, many):
+        for n in samples:
             output = call.output(call.arguments(0, n))
             found.append(map_leaves(_without_data, output))
             del output
-    return found[0], found[1]
+    return found
 
 
 def _without_data(leaf: Any) -> Any:

@@ -136,11 +136,11 @@ def _unjoined(leaf: Leaf, value: Any) -> Leaf:
 
 
 def mixing_module(call: Call, samples: int, allowed: Sequence[str]) -> Deviation | None:
-    """The first module, in order of completion, whose output for the whole differs from that of the parts; None if all of
-    them are allowed to."""
+    """The first module, in order of completion, whose output for the whole differs from that of the parts although its
+    input does not; None if all such modules are allowed to, or hold one that is."""
     call = frozen_norms(call)
     whole, parts = _Recorded(call.model), []
-    with comparable(call.model, call.device), torch.no_grad():
+    with comparable(call.model, call.device), torch.enable_grad():
         draws = Draws()
         with draws.recording(), whole.watching():
             call.run(call.arguments(0, samples))
@@ -151,14 +151,25 @@ def mixing_module(call: Call, samples: int, allowed: Sequence[str]) -> Deviation
                 call.run(call.arguments(start, start + size))
             parts.append(part)
             start += size
-    for name, value in whole.outputs.items():
-        pieces = [part.outputs.get(name) for part in parts]
-        if value is None or any(piece is None for piece in pieces):
+    for name in whole.outputs:
+        label = name or type(call.model).__name__
+        accepted = any(a == label or (a + ".").startswith(name + "." if name else "") for a in allowed)
+        given = _module_difference([record.inputs.get(name) for record in (whole, *parts)], samples)
+        if accepted or not given.agrees:
             continue
-        difference = _joined_difference(value, [p for p in pieces if p is not None], samples, parts_of(samples))
-        if difference > _tolerance(value.dtype) and name not in allowed:
-            return Deviation(name or type(call.model).__name__, difference, _tolerance(value.dtype))
+        made = _module_difference([record.outputs[name] for record in (whole, *parts) if name in record.outputs], samples)
+        if not made.agrees:
+            return replace(made, where=label)
     return None
+
+
+def _module_difference(found: Sequence[torch.Tensor | None], samples: int) -> Deviation:
+    """How far what a module took or gave for the parts is from that for the whole; it agrees where that cannot be told."""
+    known = [t for t in found if t is not None and t.dim() > 0]
+    if len(known) < 1 + len(parts_of(samples)):
+        return Deviation("", 0.0, 1.0)
+    difference = _joined_difference(known[0], known[1:], samples, parts_of(samples))
+    return Deviation("", difference, _tolerance(known[0].dtype))
 
 
 def infer_weighting(
@@ -300,14 +311,16 @@ class LeafCount:
         leaf = next((leaf for path, leaf in leaves(inputs) if path == self.path), None)
         if not isinstance(leaf, torch.Tensor):
             raise WeightsChanged(f"there is no {path_name(self.path)} to count in")
-        if self.rule == "mask":
-            count = leaf.sum()
-        elif self.rule == "nonzero":
-            count = (leaf != 0).sum()
-        else:
-            count = ((leaf[..., 1:] if self.rule == "shifted" else leaf) != -100).sum()
         # Read through NumPy: on the CPU a count is on the host already, and nothing may look like waiting for a device.
-        return int(count.numpy()) if leaf.device.type == "cpu" and type(count) is torch.Tensor else count
+        on_host = leaf.device.type == "cpu" and type(leaf) is torch.Tensor and leaf.dtype is not torch.bfloat16
+        entries: Any = leaf.detach().numpy() if on_host else leaf
+        if self.rule == "mask":
+            count = entries.sum()
+        elif self.rule == "nonzero":
+            count = (entries != 0).sum()
+        else:
+            count = ((entries[..., 1:] if self.rule == "shifted" else entries) != -100).sum()
+        return int(count) if on_host else count
 
 
 def _count_candidates(work: Work, samples: int) -> list[LeafCount]:
@@ -356,18 +369,23 @@ def probes_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _whole_and_parts(call: Call, samples: int) -> tuple[list[Any], list[list[Any]]]:
     for by_operations in (False, True):
         draws = Draws(by_operations=by_operations)
-        with comparable(call.model, call.device), torch.no_grad():
+        # Recording a graph, as in training: models look at it, and may register hooks.
+        with comparable(call.model, call.device), torch.enable_grad():
             with draws.recording():
-                whole = call.run(call.arguments(0, samples))
+                whole = _detached(call.run(call.arguments(0, samples)))
             if draws.unsliced and not by_operations:
                 continue
             parts, start = [], 0
             for size in parts_of(samples):
                 with draws.sliced(start, start + size, samples):
-                    parts.append(call.run(call.arguments(start, start + size)))
+                    parts.append(_detached(call.run(call.arguments(start, start + size))))
                 start += size
             return whole, parts
     raise AssertionError("unreachable: the second round always returns")
+
+
+def _detached(found: list[Any]) -> list[Any]:
+    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
 
 
 def _leaf_difference(leaf: Leaf, whole: torch.Tensor, parts: Sequence[torch.Tensor], samples: int) -> float:
@@ -403,10 +421,11 @@ def _joined_difference(whole: torch.Tensor, parts: Sequence[torch.Tensor], sampl
 
 
 class _Recorded:
-    """The floating point outputs of all modules, by name, in order of completion."""
+    """The first floating point input and output of all modules, by name, in order of completion."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
+        self.inputs: dict[str, torch.Tensor | None] = {}
         self.outputs: dict[str, torch.Tensor | None] = {}
 
     @contextmanager
@@ -414,15 +433,22 @@ class _Recorded:
         def after(module: nn.Module, args: Any, out: Any) -> None:
             name = self._names.get(module)
             if name is not None:
-                found = [t for _, t in leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
                 # A module that runs several times cannot be compared run by run.
-                self.outputs[name] = found[0].detach() if found and name not in self.outputs else None
+                again = name in self.outputs
+                self.inputs[name] = None if again else _first_float(args)
+                self.outputs[name] = None if again else _first_float(out)
 
         hook = nn.modules.module.register_module_forward_hook(after)
         try:
             yield
         finally:
             hook.remove()
+
+
+def _first_float(tree: Any) -> torch.Tensor | None:
+    found = (t for _, t in leaves(tree) if isinstance(t, torch.Tensor) and t.is_floating_point())
+    first = next(found, None)
+    return None if first is None else first.detach()
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -264,4 +264,4 @@ def _reference(call: Call, consumer: Consumer, weighting: Weighting) -> MadeRefe
     def work(count: int, backwards: bool) -> Work:
         return its.first(count, backwards=backwards).work(kept.first(count, backwards=backwards), "off")
 
-    return MadeReference(samples, weighting, work)
+    return MadeReference(samples, weighting, work, reversible=call.split is None)

@@ -53,7 +53,8 @@ def look_for_side_doors(call: Call, samples: int, allowed: Sequence[str] = ()) -
             output = looked_at.output(tree)
         mine = {id(leaf) for _, leaf in leaves(output)}
         alive = [t for t in (reference() for reference in watch.made) if t is not None and id(t) not in mine]
-        names = [name for name in _holders(alive, call.model) if name not in named and name not in allowed]
+        found = _holders(alive, call.model, inside=_reachable(leaf for _, leaf in leaves(output)))
+        names = [name for name in found if name not in named and name not in allowed]
         own = {id(t) for t in (*call.model.parameters(), *(t for t, _ in given))}
         leaves_ = _graph_leaves(tensors(output))
         strangers = tuple(p for p in leaves_ if isinstance(p, nn.Parameter) and id(p) not in own)
@@ -97,36 +98,78 @@ class _Made(TorchFunctionMode):
         return out
 
 
-def _holders(alive: list[torch.Tensor], model: nn.Module) -> list[str]:
-    """Names of what holds on to these tensors, other than the graph itself."""
+def _holders(alive: list[torch.Tensor], model: nn.Module, inside: set[int]) -> list[str]:
+    """Names of what holds on to these tensors, other than the graph itself and the objects `inside` the output."""
     if not alive:
         return []
     wanted = {id(t) for t in alive}
     places = {id(m.__dict__): (name, m.__dict__) for name, m in model.named_modules()}
     found = []
     for holder in gc.get_referrers(*alive):
-        if holder is alive or isinstance(holder, (types.FrameType, types.CellType)):
+        if holder is alive or id(holder) in inside or isinstance(holder, (types.FrameType, types.CellType)):
             continue
         if id(holder) in places:
             name, attributes = places[id(holder)]
             found += [f"{name}.{key}" if name else key for key, value in attributes.items() if id(value) in wanted]
         elif isinstance(holder, (list, dict, set)):
-            where = _container(holder, places)
+            where = _container(holder, places, wanted)
             found += [where] if where else []
+        elif not _is_ours(holder):
+            kept = [key for key, value in getattr(holder, "__dict__", {}).items() if id(value) in wanted]
+            found += [f"{type(holder).__name__}.{key}" for key in kept]
     return list(dict.fromkeys(found))
 
 
-def _container(holder: Any, places: dict[int, tuple[str, dict[str, Any]]]) -> str | None:
+def _container(holder: Any, places: dict[int, tuple[str, dict[str, Any]]], wanted: set[int]) -> str | None:
     for name, attributes in places.values():
         for key, value in attributes.items():
             if value is holder:
                 return f"{name}.{key}" if name else key
-    owners = gc.get_referrers(holder)
-    if any(isinstance(owner, torch._C._FunctionBase) for owner in owners):
-        return None  # what a custom autograd function keeps for its backward
-    if any(isinstance(owner, types.FrameType) and "memfit" in owner.f_code.co_filename for owner in owners):
+    if _belongs_to_ours(holder):
         return None
-    return "a list outside the model (filled by a forward hook?)" if isinstance(holder, list) else None
+    for owner in gc.get_referrers(holder):
+        if isinstance(holder, dict) and getattr(owner, "__dict__", None) is holder:
+            key = next(key for key, value in holder.items() if id(value) in wanted)
+            return f"{getattr(owner, '__name__', type(owner).__name__)}.{key}"
+    return None if isinstance(holder, set) else f"a {type(holder).__name__} outside the model (filled by a forward hook?)"
+
+
+def _belongs_to_ours(holder: Any) -> bool:
+    """Whether the container is, or lies in one that is, no place of the script's."""
+    open_, seen = [holder], {id(holder)}
+    for _ in range(3):
+        owners = [o for o in gc.get_referrers(*open_) if o is not open_ and id(o) not in seen and not _is_looking(o)]
+        if any(_is_ours(owner) for owner in owners):
+            return True
+        seen.update(id(owner) for owner in owners)
+        open_ = [owner for owner in owners if isinstance(owner, (list, tuple, dict, set))]
+        if not open_:
+            return False
+    return False
+
+
+def _is_looking(owner: Any) -> bool:
+    return isinstance(owner, types.FrameType) and owner.f_code.co_filename == __file__
+
+
+def _is_ours(owner: Any) -> bool:
+    """Whether it is what a custom autograd function keeps for its backward, or belongs to torch or memfit."""
+    if isinstance(owner, types.FrameType):
+        return "memfit" in owner.f_code.co_filename
+    kind = type(owner).__module__.split(".")[0]
+    return isinstance(owner, (torch._C._FunctionBase, torch.Tensor)) or kind in ("torch", "memfit", "weakref")
+
+
+def _reachable(roots: Iterable[Any]) -> set[int]:
+    """The ids of objects that belong to the output without being its leaves: caches and the like."""
+    found: set[int] = set()
+    open_ = [root for root in roots if not isinstance(root, (torch.Tensor, nn.Module, type, types.FunctionType))]
+    for _ in range(6):
+        fresh = [o for o in open_ if id(o) not in found]
+        found.update(id(o) for o in fresh)
+        kinds = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType)
+        open_ = [o for o in gc.get_referents(*fresh) if not isinstance(o, kinds)] if fresh else []
+    return found
 
 
 def _computed_by_hooks(model: nn.Module) -> set[str]:
