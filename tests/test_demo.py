@@ -26,7 +26,7 @@ from memfit.demo.task import Demo
 shape = Shape(length=64, width=32, heads=2, blocks=4)
 sys.exit(run_demo(Demo(budget=256 << 20, steps=4, report="out.html", target=1024, shape=shape)))
 """
-LABELS = ("asked", "needs", "without memfit", "plan", "training", "measured", "verified", "report")
+LABELS = ("asked", "needs", "without memfit", "with memfit", "plan", "training", "measured", "verified", "report")
 
 
 @pytest.mark.skipif(not can_limit(torch.device("cpu")), reason="this system cannot limit a process")

@@ -19,6 +19,7 @@ from memfit.demo.model import next_byte_loss
 from memfit.demo.task import Demo, Training, training
 from memfit.demo.telling import more, tell
 from memfit.demo.text import LibraryText
+from memfit.hardware.meter import host_level
 from memfit.reporting.progress import progress
 from memfit.training.run import Run
 
@@ -30,9 +31,9 @@ def run(demo: Demo) -> bool:
     """Train and tell; whether the gradient was the same."""
     text, device = LibraryText(demo.shape.length), limited_device()
     limit = limit_this_process(demo.budget, device)
-    loss = Loss()
-    fitted = fit(demo, training(demo, text, device), loss, limit)
-    train(demo, fitted, loss)
+    loss, peak = Loss(), Peak()
+    fitted = fit(demo, training(demo, text, device), loss, limit, peak)
+    train(demo, fitted, loss, peak)
     same = tell_verification(fitted)
     fitted.report().save(demo.report)
     tell("report", f"{demo.report}  (open it in a browser; it needs no network)")
@@ -53,12 +54,33 @@ class Loss:
         return loss
 
 
-def fit(demo: Demo, task: Training, loss: Loss, limit: Limit) -> Run:
+class Peak:
+    """The most memory of this process, by the kernel's own record where there is one, on the scale of memfit's budget."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def look(self) -> None:
+        """Take in what the record says now. memfit clears it when its plan changes, so it is looked at every step."""
+        level = host_level()
+        if level.record is not None:
+            self.most = max(self.most, level.record - (level.counted - level.held))
+
+    def take(self, measured: float | None) -> None:
+        """Take in what memfit measured."""
+        self.most = max(self.most, int(measured or 0))
+
+
+def fit(demo: Demo, task: Training, loss: Loss, limit: Limit, peak: Peak) -> Run:
     """The one line, and the plan it came to."""
+    kernel_counts = limit.real and next(task.model.parameters()).device.type == "cpu"
 
-    def clip() -> None:
+    def before_step() -> None:
         nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
+        if kernel_counts:
+            peak.look()
 
+    tell("with memfit", f"run = memfit.wrap(model, optimizer, loader, loss_fn=loss_fn, target_batch={demo.target})")
     with progress("planning", None) as bar, redirect_stderr(io.StringIO()):  # the plan is told below
         bar.say("")
         fitted = memfit.wrap(
@@ -67,7 +89,7 @@ def fit(demo: Demo, task: Training, loss: Loss, limit: Limit) -> Run:
             task.loader,
             loss_fn=loss,
             target_batch=demo.target,
-            before_step=clip,
+            before_step=before_step,
             budget=limit.budget,
         )
     plan = fitted.plan
@@ -80,10 +102,9 @@ def fit(demo: Demo, task: Training, loss: Loss, limit: Limit) -> Run:
     return fitted
 
 
-def train(demo: Demo, fitted: Run, loss: Loss) -> None:
+def train(demo: Demo, fitted: Run, loss: Loss, peak: Peak) -> None:
     """Train, showing the loss; then the most memory it took."""
     tell("training", f"run.step(batch), {demo.target} sequences each")
-    peaks: list[int] = []
     began = time.perf_counter()
     for step, batch in enumerate(endless(fitted.loader), 1):
         with showing(loss, f"step {step}", demo.target):
@@ -91,11 +112,10 @@ def train(demo: Demo, fitted: Run, loss: Loss) -> None:
             value = float(fitted.step(batch))
             took = time.perf_counter() - start
         more(f"step {step:<3} loss {value:.3f}   {format_seconds(took)}")
-        peak = fitted.stats()["peak_measured"]
-        peaks += [] if peak is None else [int(peak)]
+        peak.take(fitted.stats()["peak_measured"])
         if is_last(demo, step, time.perf_counter() - began, took):
             break
-    tell_peak(fitted, peaks)
+    tell_peak(fitted, peak)
 
 
 @contextmanager
@@ -123,13 +143,13 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def tell_peak(fitted: Run, peaks: list[int]) -> None:
+def tell_peak(fitted: Run, peak: Peak) -> None:
     """The most memory that was measured, against the budget."""
     plan = fitted.plan
     assert plan is not None
     errors = sum(event.kind == "out of memory" for event in fitted.events)
-    if peaks:
-        most, allowed = format_bytes(max(peaks)), format_bytes(plan.limit)
+    if peak.most:
+        most, allowed = format_bytes(peak.most), format_bytes(plan.limit)
         tell("measured", f"peak {most} of the {allowed} allowed, {errors} out-of-memory errors")
 
 
