@@ -22,6 +22,7 @@ from helpers import Forwards, assert_transparent, cut_gradients, fixed_plan, mlp
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from zoo import FAMILIES, first_batch
 from zoo.plain import gradients_of, relative_error
@@ -642,6 +643,43 @@ def test_a_model_fed_with_its_own_output() -> None:
     assert_transparent(mlp(outputs=7), script, *points())
 
 
+def test_outputs_of_several_calls_joined_by_the_script() -> None:
+    def script(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(torch.cat([model(x[:7]), model(x[7:])]), y).backward()
+
+    assert_transparent(mlp(), script, *points())
+
+
+def test_batches_of_every_size_in_one_step() -> None:
+    """Those that fit a micro-batch run whole beside those that are cut."""
+
+    def script(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        for n in (12, 1, 2, 6, 5, 11):
+            F.cross_entropy(model(x[:n]), y[:n]).backward()
+
+    assert_transparent(mlp(), script, *points())
+
+
+def test_adversarial_training() -> None:
+    """The gradient of the input, asked for first, makes the next input."""
+
+    def script(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
+        F.cross_entropy(model((x + 0.1 * gradient.sign()).detach()), y).backward()
+
+    assert_transparent(mlp(), script, *points())
+
+
+def test_a_checkpointed_loss() -> None:
+    """It counts what is saved for backward: memfit's own passes must not be among it."""
+
+    def script(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        checkpoint(lambda out: F.cross_entropy(out, y), model(x), use_reentrant=False).backward()
+
+    assert_transparent(mlp(), script, *points())
+
+
 def test_a_model_called_twice_for_one_loss() -> None:
     """Siamese: the loss needs both outputs together."""
 
@@ -1007,6 +1045,29 @@ def test_a_compiled_model_runs_compiled_in_at_most_two_sizes(in_place: bool, kno
     assert relative_error(gradients_of(inner), gradients_of(plain)) <= 1e-12
     assert ran == [4, 4, 3] * (1 if known else 2)
     assert run.plan is not None and run.plan.micro_batch == 4
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of dynamo, about the graph breaks that stand-ins are
+@pytest.mark.parametrize("compiled", ["known loss", "any loss", "model and loss", "the whole step"])
+def test_a_compiled_script_around_a_cut_model(compiled: str) -> None:
+    def script(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        def model_and_loss(x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(model(x), y)
+
+        def step(x: Tensor, y: Tensor) -> None:
+            F.cross_entropy(model(x), y).backward()
+
+        if compiled == "known loss":
+            torch.compile(lambda out, y: F.cross_entropy(out, y), backend="eager")(model(x), y).backward()
+        elif compiled == "any loss":
+            torch.compile(lambda out: (out.sin() + out).square().mean(), backend="eager")(model(x)).backward()
+        elif compiled == "model and loss":
+            torch.compile(model_and_loss, backend="eager")(x, y).backward()
+        else:
+            torch.compile(step, backend="eager")(x, y)
+
+    assert_transparent(mlp(), script, *points())
     torch._dynamo.reset()
 
 

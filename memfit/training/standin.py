@@ -7,6 +7,8 @@ node whose backward replays the call, so no gradient is ever lost, whichever way
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -82,25 +84,9 @@ class StandIn(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = all_arguments(func, kwargs or {})
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func in _DETACHING and isinstance(args[0], StandIn):
-            return args[0].detached().detach()
-        if func in _LIKE and isinstance(args[0], StandIn):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(args[0].without_data(), *args[1:], **kwargs)
-        result = _known_loss(func, args, kwargs)
-        if result is None:
-            result = _next_step(func, args, kwargs)
-        if result is not None:
-            return result
-        if func is torch.autograd.grad:
-            _refuse_as_goal(kwargs.get("inputs", args[1] if len(args) > 1 else ()))
-        if _writes(func, kwargs):
-            _map_standins(StandIn.settle, (args, kwargs))
-        return func(*_map_standins(StandIn.computed, args), **_map_standins(StandIn.computed, kwargs))
+        if "torch._dynamo" in sys.modules:
+            return _opaque()(func, args, all_arguments(func, kwargs or {}))
+        return _answer(func, args, all_arguments(func, kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(
@@ -154,6 +140,37 @@ class StandIn(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.computed().__deepcopy__(memo)
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a torch function gives for arguments among which there are stand-ins."""
+    if func in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func in _DETACHING and isinstance(args[0], StandIn):
+        return args[0].detached().detach()
+    if func in _LIKE and isinstance(args[0], StandIn):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(args[0].without_data(), *args[1:], **kwargs)
+    result = _known_loss(func, args, kwargs)
+    if result is None:
+        result = _next_step(func, args, kwargs)
+    if result is not None:
+        return result
+    if func is torch.autograd.grad:
+        _refuse_as_goal(kwargs.get("inputs", args[1] if len(args) > 1 else ()))
+    if _writes(func, kwargs):
+        _map_standins(StandIn.settle, (args, kwargs))
+    return func(*_map_standins(StandIn.computed, args), **_map_standins(StandIn.computed, kwargs))
+
+
+@functools.cache
+def _opaque() -> Callable[..., Any]:
+    """`_answer` for scripts that compile: compiled callers break their graph here instead of tracing into it."""
+    from torch._dynamo import config
+
+    getattr(config, "nontraceable_tensor_subclasses", set()).add(StandIn)
+    return torch._dynamo.disable(_answer)
 
 
 def stand_ins(owner: Owner, call: Call) -> Any:
@@ -224,7 +241,7 @@ class _Then(torch.autograd.Function):
 
 def _known_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     known = known_loss(func)
-    if known is None or not torch.is_grad_enabled():
+    if known is None or not torch.is_grad_enabled() or _watching_saved_tensors():
         return None
     bound = known.bind(args, kwargs)
     if bound is None:
@@ -236,6 +253,13 @@ def _known_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
         return None
     standin: StandIn = bound["input"]
     return standin._owner.accumulate_known_loss(standin, func, bound)
+
+
+def _watching_saved_tensors() -> bool:
+    """Whether the script has hooks on what is saved for backward (a checkpointed loss counts it): then only the loss itself
+    may save anything here."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore[reportAttributeAccessIssue]
+    return top is not None and top(False) is not None
 
 
 def _next_step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn | None:
