@@ -825,6 +825,26 @@ def test_time_before_batch(flattened: bool, time: int) -> None:
     assert shapes[-3:] == [(time, 4)] * 3
 
 
+def test_a_mask_with_as_many_rows_as_samples_is_no_batch() -> None:
+    """[time, time] for all samples, where time happens to be the number of samples."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                self.query, self.head = nn.Linear(6, 6).double(), nn.Linear(6, 4).double()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            query = self.query(x)
+            return self.head(((query @ query.transpose(1, 2) + mask).softmax(-1) @ query).mean(1))
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, N, 6, dtype=torch.float64, generator=generator)
+    mask = torch.full((N, N), -torch.inf, dtype=torch.float64).triu(1)
+    assert_transparent(Masked(), lambda model, x, m: F.cross_entropy(model(x, m), points()[1]).backward(), x, mask)
+
+
 def test_a_flattened_output_of_batch_before_time() -> None:
     class Flat(nn.Module):
         def __init__(self) -> None:

@@ -121,8 +121,9 @@ def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layo
         return
     seen = set()
     ordered = islice(product(*choices), 4096)
-    # Layouts in which all tensors agree on the dimension come first: [batch, ...] everywhere, then [time, batch, ...].
-    for axes in sorted(ordered, key=lambda axes: (_disagreement(axes), [_rank(axis) for axis in axes])):
+    # Layouts in which all tensors agree on the dimension come first: [batch, ...] everywhere, then [time, batch, ...]; those
+    # in which a tensor with such a dimension is the same for all samples come last.
+    for axes in sorted(ordered, key=lambda axes: (axes.count(None), _disagreement(axes), [_rank(axis) for axis in axes])):
         if axes not in seen and len(seen) < limit and any(axis is not None for axis in axes):
             seen.add(axes)
             yield Layout(axes, samples)
@@ -209,8 +210,8 @@ def _dims_of_size(leaf: Any, samples: int) -> list[Axis | None]:
         return [Axis(0)] if len(leaf) == samples else [None]
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
         return [None]
-    dims: list[Axis | None] = [Axis(dim) for dim, size in enumerate(leaf.shape) if size == samples]
-    return dims or [None]
+    # None last: what has a dimension of that size may still be the same for all samples (a [time, time] mask).
+    return [*(Axis(dim) for dim, size in enumerate(leaf.shape) if size == samples), None]
 
 
 def _disagreement(axes: tuple[Axis | None, ...]) -> int:
