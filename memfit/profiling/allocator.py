@@ -21,7 +21,7 @@ from memfit.profiling.timeline import Timeline
 PAGE = 4096
 HEAP_TENSOR = 32 * MiB
 """Tensors from this size on never live in glibc's heap: its dynamic threshold stops here (DEFAULT_MMAP_THRESHOLD_MAX)."""
-HEAP_WASTE = 1.0
+HEAP_WASTE = 0.8
 """How much of the tensors in the heap may be lost to what it keeps, beyond their own bytes: see benchmarks/heap.py."""
 CUDA_WORKSPACE = 2 * 8_519_680
 """cuBLAS keeps 8.125 MiB per handle and stream, one handle each for the forward and the backward thread
@@ -75,6 +75,15 @@ def heap_peak(timeline: Timeline, samples: int, accumulates: bool = True) -> int
     signed = np.where(timeline.birth, sizes[timeline.event], -sizes[timeline.event])
     curve = np.cumsum(np.where(small, signed, 0.0))
     return int(curve.max(initial=0.0) - min(0.0, curve.min(initial=0.0)))
+
+
+def mapped_swing(timeline: Timeline, samples: int) -> int:
+    """Most bytes at once, beyond what the step begins with, in tensors so large that glibc maps each by itself."""
+    sizes = timeline.sizes(samples)
+    start = timeline.phases[1].start if len(timeline.phases) > 1 else 0
+    large = (sizes[timeline.event] >= HEAP_TENSOR) & (np.arange(len(timeline.event)) >= start)
+    signed = np.where(timeline.birth, sizes[timeline.event], -sizes[timeline.event])
+    return int(np.cumsum(np.where(large, signed, 0.0)).max(initial=0.0))
 
 
 @dataclass

@@ -24,6 +24,7 @@ from memfit.profiling.profile import Profile
 from memfit.reporting.verification import Verification
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.events import Events
+from memfit.training.heap import HeapWatch
 from memfit.training.planner import Planner
 from memfit.training.recover import Again, Recovery
 from memfit.training.scaling import LossScale, computes_in_half
@@ -96,6 +97,7 @@ class Core:
         self.fixed: Plan | None = None
         self.reference: Reference | None = None
         self.verification: Verification | None = None
+        self.heap = HeapWatch()
         self._undo_levers: Callable[[], None] = lambda: None
         self._checked_escapes = False
         self._tuner: Tuner | None = None
@@ -120,6 +122,7 @@ class Core:
         )
         self.plan, self.profile, self.largest = plan, profile, plan.micro_batch
         self._on_changed, self._tuner = on_changed, None
+        self.heap.ceiling = self.planner.heap_ceiling(plan, profile)
         if profile is not None and profile.source != "measured":
             self.buffers.declare(profile.written_buffers)
 
@@ -194,8 +197,8 @@ class Core:
             known = shares if shares is not None and len(shares) == len(pieces) else None
             scale = self.scale.scale if half else 1.0
             try:
-                after = None if tuner is None else tuner.micro_batch_done
-                total = self._run(partial(accumulate, work, pieces, self.staging, weighting), scale, known, after)
+                run = partial(accumulate, work, pieces, self.staging, weighting)
+                total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:
                 shares = difference.shares
                 raise Again from None
@@ -206,6 +209,17 @@ class Core:
             total.on_handover = self.scale.seen
         self._end_tuning()
         return total
+
+    def _after_micro_batch(self, tuner: Tuner | None) -> Callable[[int], None] | None:
+        if self.heap.ceiling is None:
+            return None if tuner is None else tuner.micro_batch_done
+
+        def after(index: int) -> None:
+            if tuner is not None:
+                tuner.micro_batch_done(index)
+            self.heap.check()
+
+        return after
 
     def tuned_pieces(self, samples: int, largest: int, tuner: Tuner | None) -> tuple[int, ...]:
         """The micro-batches' sizes for that many samples of one size; several sizes in turn while they are measured."""
@@ -275,6 +289,7 @@ class Core:
 
     def _change(self, plan: Plan) -> None:
         self.plan, self.largest = plan, plan.micro_batch
+        self.heap.ceiling = self.planner.heap_ceiling(plan, self.profile)
         self._on_changed(plan)
 
 

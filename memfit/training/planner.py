@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,16 +24,22 @@ from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.levers.precision import PRECISIONS, lower_precisions, script_precision
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, micro_batch_sizes, search, with_blocks
+from memfit.profiling.allocator import heap_peak, mapped_swing, thresholds_pinned
 from memfit.profiling.build import Subject, measured_profile, state_bytes, traced_profile
 from memfit.profiling.profile import Profile
 from memfit.profiling.timing import Stopwatch, optimizer_seconds, time_sizes
 from memfit.profiling.trace import MakeWork, TraceFailed
+from memfit.training.heap import give_back_free_heap
 from memfit.training.settings import Settings
 from memfit.training.shift import gradient_shift
 from memfit.training.tune import doubling
 
 TIMING_SECONDS = 1.2
 """How long micro-batches are timed while planning; training itself goes on measuring (`tune.py`)."""
+MOST_WASTE = 3
+"""Where even this many times what lives in the heap would fit, it is not watched."""
+ONE_MORE = 0.8
+"""How much more of that one micro-batch may add to what the C library keeps already."""
 SAFE_FROM_SINGLES = 3
 """Where micro-batches may have this many samples or more, no sample is left by itself (at most 2: 3 = 2 + 1)."""
 
@@ -86,6 +91,20 @@ class Planner:
     def allowance(self, plan: Plan) -> Budget:
         """The budget as it was when the plan was made."""
         return replace(self._budget, held=plan.held, limit=plan.limit, margin=plan.margin)
+
+    def heap_ceiling(self, plan: Plan, profile: Profile | None) -> int | None:
+        """Bytes of anonymous memory from which on free heap pages are given back; None where they cannot matter."""
+        if self._device.type != "cpu" or sys.platform != "linux" or thresholds_pinned():
+            return None
+        allowed = plan.limit - plan.margin
+        timeline = None if profile is None else with_blocks(profile, plan.checkpoint).timeline
+        if timeline is None:
+            kept, swing = max(0, plan.predicted.upper - plan.predicted.peak), 0
+        else:
+            kept, swing = heap_peak(timeline, plan.micro_batch), mapped_swing(timeline, plan.micro_batch)
+        if plan.held + plan.predicted.peak + MOST_WASTE * kept <= allowed:
+            return None
+        return int(allowed - self._base + self._start - swing - ONE_MORE * kept)
 
     def measured_peak(self) -> int | None:
         """Most bytes held since the meter was reset, on the budget's scale; None where the platform cannot tell."""
@@ -148,22 +167,26 @@ class Planner:
     def _search(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
         """The plan by composition, then traced whole; where the trace needs more, that is learnt and searched again."""
         demand, budget = task.demand, self.budget()
+        whole = less = 0
         for _ in range(4):
-            plan = search([profile], self.budget(), demand)
+            now = self.budget()
+            try:
+                plan = search([profile], replace(now, limit=now.limit - less), demand)
+            except DoesNotFit:
+                if not less:
+                    raise
+                break
             whole = self._traced_whole(task, plan, profile) or plan.predicted.upper
             # Looked at anew: searching and tracing have loaded libraries, which take room themselves.
             budget = self.budget()
             if whole <= budget.room:
                 return replace(plan, held=budget.held, limit=budget.limit), profile
-            sizes = demand.sizes or micro_batch_sizes(demand.share)
-            smaller = tuple(n for n in sizes if n < plan.micro_batch)
-            if not smaller or demand.micro_batch is not None:
-                break
-            demand = replace(demand, sizes=smaller)
+            less += max(1, whole - plan.predicted.upper)
         raise DoesNotFit(
             f"a batch of {demand.share} within {format_bytes(budget.limit)}",
-            found="the plan that was composed needs more when it is traced whole",
-            next_move="give it a larger budget, or prescribe micro_batch=1",
+            found=f"the plan that came nearest needs {format_bytes(whole)} when it is traced whole, and "
+            f"{format_bytes(budget.room)} are left",
+            next_move=f"give it budget={format_bytes(budget.limit + whole - budget.room)!r} or more",
         )
 
     def _traced_whole(self, task: Task, plan: Plan, profile: Profile) -> int | None:
@@ -315,13 +338,3 @@ def _state_there(optimizer: Optimizer) -> int:
     """Bytes of the optimizer's state that exist already."""
     there = [v for state in optimizer.state.values() if isinstance(state, dict) for v in state.values()]
     return sum(v.numel() * v.element_size() for v in there if isinstance(v, torch.Tensor))
-
-
-def give_back_free_heap() -> None:
-    """Let the C library return the heap pages that planning has freed, so that they do not count as held."""
-    if sys.platform != "linux":
-        return
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        return  # not glibc

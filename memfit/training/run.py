@@ -234,6 +234,7 @@ class Run:
         if core is None:
             return
         core.steps += 1
+        core.heap.check()
         if core.plan is not self._measured_plan:
             core.planner.reset_peak()  # neither what planning itself held nor a plan before this one counts
             self._measured_plan, self._peak_from = core.plan, core.steps

@@ -1,0 +1,41 @@
+"""Free heap pages go back to the kernel once the process holds more than it may, and not before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FRAGMENTED = """
+import torch
+from memfit.hardware.meter import Meter
+from memfit.training.heap import HeapWatch
+
+meter, watch = Meter(torch.device("cpu")), HeapWatch()
+torch.empty(31 * 2**20, dtype=torch.uint8)  # freed: glibc's dynamic threshold rises, and what follows lives in the heap
+kept = [torch.ones(2**20, dtype=torch.uint8) for _ in range(256)]
+full = meter.held()
+kept = kept[::8]  # what stays holds the heap's top in its place
+before = meter.held()
+watch.check()
+untouched = meter.held()
+watch.ceiling = full
+watch.check()
+below = watch.given_back
+watch.ceiling = 2**20
+watch.check()
+print(full, before, untouched, below, watch.given_back, meter.held())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the heap of glibc")
+def test_free_pages_are_given_back_above_the_ceiling_only() -> None:
+    done = subprocess.run([sys.executable, "-c", FRAGMENTED], capture_output=True, text=True, check=True, cwd=ROOT)
+    full, before, untouched, below, given_back, after = map(int, done.stdout.split())
+    assert before > full - (64 << 20)  # glibc keeps what was freed
+    assert abs(untouched - before) < 16 << 20
+    assert (below, given_back) == (0, 1)
+    assert after < full - (128 << 20)
