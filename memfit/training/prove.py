@@ -84,12 +84,13 @@ def frozen_norms(call: Call) -> Call:
 
 
 def joined_outputs(call: Call, samples: int) -> tuple[Outputs, Deviation]:
-    """The call's outputs with it settled how they are joined, and how far the joined parts are from the whole.
+    """The call's outputs with it settled how they are joined, and how far the joined parts, or the state that they leave in
+    the model's buffers, are from the whole.
 
     What no gradient flows through and cannot be joined is marked so: using it is then refused, training is not.
     """
-    whole, parts = _whole_and_parts(frozen_norms(call), samples)
-    outputs, worst = call.outputs, Deviation("the output", 0.0, 1.0)
+    whole, parts, worst = _whole_and_parts(frozen_norms(call), samples)
+    outputs = call.outputs
     if any(len(found) != len(outputs.leaves) for found in (whole, *parts)):
         return outputs, Deviation("the structure of the output", float("inf"), 1.0)
     settled = []
@@ -366,22 +367,39 @@ def probes_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return chosen
 
 
-def _whole_and_parts(call: Call, samples: int) -> tuple[list[Any], list[list[Any]]]:
+def _whole_and_parts(call: Call, samples: int) -> tuple[list[Any], list[list[Any]], Deviation]:
+    """What the call returns for the whole and for its parts, and how far the state it leaves in buffers differs."""
     for by_operations in (False, True):
         draws = Draws(by_operations=by_operations)
         # Recording a graph, as in training: models look at it, and may register hooks.
         with comparable(call.model, call.device), torch.enable_grad():
             with draws.recording():
                 whole = _detached(call.run(call.arguments(0, samples)))
-            if draws.unsliced and not by_operations:
-                continue
+            written = {name: b.detach().clone() for name, b in _states(call.model)}
+        if draws.unsliced and not by_operations:
+            continue
+        with comparable(call.model, call.device), torch.enable_grad():
             parts, start = [], 0
             for size in parts_of(samples):
                 with draws.sliced(start, start + size, samples):
                     parts.append(_detached(call.run(call.arguments(start, start + size))))
                 start += size
-            return whole, parts
+            return whole, parts, _state_deviation(written, dict(_states(call.model)))
     raise AssertionError("unreachable: the second round always returns")
+
+
+def _states(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that can be compared; whole numbers (counters) may count micro-batches."""
+    return ((name, b) for name, b in model.named_buffers() if b.is_floating_point())
+
+
+def _state_deviation(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> Deviation:
+    worst = Deviation("the state of the model", 0.0, 1.0)
+    for name, value in wanted.items():
+        difference = relative_difference(value, found[name]) if name in found else float("inf")
+        if difference / _tolerance(value.dtype) > worst.relative / worst.limit:
+            worst = Deviation(name, difference, _tolerance(value.dtype))
+    return worst
 
 
 def _detached(found: list[Any]) -> list[Any]:
