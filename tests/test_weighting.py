@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import mlp, points
+from helpers import mlp, points, wrapped
 from stepping import LossFn, error_of_step, plain, stepper
 from torch import Tensor, nn
 from zoo import FAMILIES, first_batch
 from zoo.data import IGNORED
 from zoo.losses import variants_for
-from zoo.plain import relative_error
+from zoo.plain import gradients_of, relative_error
 
 EXACT = 1e-12
 CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
@@ -276,3 +276,29 @@ def test_a_weighting_proven_on_samples_of_one_length_is_proven_again_on_ragged_o
     ragged = lengths(5, 3, 2, 4, 1, 5, 2, 2, 3, 1, 4, 2)
     run.step(SampleBatch(ragged, pad))
     assert relative_error(seen.gradients[1], plain(before, loss_fn, pad(ragged))[1]) <= EXACT
+
+
+class Masked(nn.Module):
+    """A model that returns its own masked mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, labels: Tensor, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        each = F.mse_loss(self.inner(x), y, reduction="none").mean(1)
+        return (each * mask).sum() / mask.sum()
+
+
+def test_script_mode_tells_counts_apart_that_were_alike_at_first() -> None:
+    mask = [1, 0, 1, 1, 1, 1, 0, 1, 1, 0, 0, 1]
+    alike = masked_batch(mask, [3 if m else IGNORED for m in mask])
+    unlike = masked_batch(mask, [IGNORED, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, IGNORED])
+    model = Masked()
+    want = plain(model, lambda m, b: m(**b), unlike)[1]
+    run = wrapped(model, 5)
+    for batch in (alike, unlike, unlike):
+        model.zero_grad()
+        model(**batch).backward()
+    assert relative_error(gradients_of(model), want) <= EXACT
+    run.undo()

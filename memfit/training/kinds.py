@@ -14,7 +14,8 @@ from memfit._units import format_bytes
 from memfit.batches.cut import Layout, refuse_packed, shared_samples, uncuttable
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work
-from memfit.planning.search import Demand, search
+from memfit.levers.checkpoint import checkpointed
+from memfit.planning.search import Demand, search, with_blocks
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
 from memfit.training.call import Call, Tree
@@ -106,8 +107,10 @@ class Kinds:
     def prove_again(self, call: Call) -> None:
         """The weighting of the call's own loss did not hold on this batch: infer it anew. Raises Refused."""
         kind = self._kinds[call.key]
-        deviation = self._infer(kind, call)
-        if deviation is not None or kind.weighting.rivals:
+        before, (few, blocks) = kind.weighting, self._provable(kind, call)
+        with checkpointed(self._core.model, blocks):
+            deviation = self._infer(kind, call, few)
+        if deviation is not None or kind.weighting == before:
             raise self._mixes(call, deviation or Deviation("the loss", float("nan"), 0.0))
 
     def _first(self, key: Hashable, plain: Callable[..., Any], tree: Tree, samples: int) -> Call | None:
@@ -196,7 +199,27 @@ class Kinds:
 
     def _prove(self, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
         """None if the call may be cut this way; else how far its parts are from the whole."""
-        few, allowed = min(PROOF_SAMPLES, call.samples), self._core.settings.allow_inexact
+        few, blocks = self._provable(kind, call)
+        with checkpointed(self._core.model, blocks):
+            return self._prove_on(few, kind, call, shapes)
+
+    def _provable(self, kind: Kind, call: Call) -> tuple[int, tuple[str, ...]]:
+        """(samples to prove with that fit at once, blocks to checkpoint for that)."""
+        core, most = self._core, min(PROOF_SAMPLES, call.samples)
+        if kind.bound is None:
+            return most, ()
+        room = core.planner.budget().room
+        applied = () if core.plan is None else core.plan.checkpoint
+        for blocks in (applied,) if applied else ((), kind.bound.blocks):
+            cheaper = with_blocks(kind.bound, blocks)
+            fitting = [n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room]
+            if fitting:
+                return max(fitting), () if applied else blocks
+        return min(2, most), () if applied else kind.bound.blocks
+
+    def _prove_on(self, few: int, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
+        """The same, on the first `few` samples."""
+        allowed = self._core.settings.allow_inexact
         outputs, deviation = joined_outputs(call, few)
         if not deviation.agrees:
             if not self._is_allowed(deviation, call, few):
@@ -207,7 +230,7 @@ class Kinds:
         self._core.staging.stage_also(entrances.parameters)
         kind.writes_input = call.copies = entrances.writes_input
         if outputs.loss is not None:
-            found = self._infer(kind, call)
+            found = self._infer(kind, call, few)
             if found is not None:
                 if not self._is_allowed(found, call, few):
                     return found
@@ -215,10 +238,9 @@ class Kinds:
         kind.proven, kind.proven_at = outputs, self._core.steps
         return None
 
-    def _infer(self, kind: Kind, call: Call) -> Deviation | None:
+    def _infer(self, kind: Kind, call: Call, few: int) -> Deviation | None:
         assert call.outputs.loss is not None
         work = CallWork(frozen_norms(call), call.outputs.loss, draws=False)
-        few = min(PROOF_SAMPLES, call.samples)
         weighting, deviation = infer_weighting(work, few, self._core.staging, self._core.model)
         kind.weighting = weighting or BY_SAMPLES
         return deviation if weighting is None else None

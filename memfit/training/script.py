@@ -117,12 +117,12 @@ class Script:
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
         """The model's own loss by accumulate."""
-        try:
-            return self._accumulated(call, OWN_LOSS, self._kinds.weighting(call))
-        except WeightsChanged:
-            with self.aside():
-                self._kinds.prove_again(call)
-            return self._accumulated(call, OWN_LOSS, self._kinds.weighting(call))
+        while True:
+            try:
+                return self._accumulated(call, OWN_LOSS, self._kinds.weighting(call))
+            except WeightsChanged:
+                with self.aside():
+                    self._kinds.prove_again(call)  # raises where it comes to the same
 
     def values(self, call: Call) -> list[Any]:
         """The joined outputs' leaves, computed on first use."""

@@ -1,0 +1,206 @@
+"""From a budget to a plan to a run: what is planned fits, planning itself stays inside, and what runs is what was traced."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from handmade import budget
+from helpers import wrapped
+from stepping import is_fake, plain, sgd
+from test_compose import of_family
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import default_collate
+from zoo import FAMILIES
+from zoo.plain import gradients_of, relative_error
+
+import memfit
+from memfit import DoesNotFit, Run
+from memfit.batches.samples import SampleBatch
+from memfit.planning.search import with_blocks
+from memfit.profiling.ledger import Ledger
+
+MIB = 1 << 20
+CPU = torch.device("cpu")
+SHARE, LENGTH, WIDTH = 12, 2000, 64
+
+
+class Deep(nn.Module):
+    """Four blocks that each keep about two MiB per sample, and hardly any parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.mean((1, 2))
+
+
+def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.mse_loss(model(batch), torch.ones(len(batch)))
+
+
+def batch(n: int = SHARE) -> Tensor:
+    return torch.rand(n, LENGTH, WIDTH)
+
+
+def step_mode(size: int, n: int = SHARE, **settings: Any) -> Run:
+    model = Deep()
+    return memfit.wrap(model, sgd(model, 0.01), loss_fn=loss_fn, sample=batch(n), budget=size, **settings)
+
+
+def test_a_plan_fits_its_budget_and_more_room_allows_more() -> None:
+    # The batch itself stays within what the process held already; the budget is for what comes on top.
+    plans = [step_mode(size * MIB, checkpoint="off").plan for size in (100, 180, 900)]
+    assert all(plan is not None and plan.held + plan.predicted.upper + plan.margin <= plan.limit for plan in plans)
+    largest = [max(o.micro_batch for o in plan.options if o.fits) for plan in plans if plan is not None]
+    assert largest[0] < largest[1] < largest[2] == SHARE
+    assert plans[0] is not None and plans[0].mode == "accumulate"
+    assert any("needs up to" in option.reason for option in plans[0].rejected)
+
+
+def test_where_a_single_sample_does_not_fit_blocks_are_checkpointed() -> None:
+    model = Deep()
+    optimizer = sgd(model, 0.01)
+    profile = memfit.profile(model, optimizer, batch(6), loss_fn=loss_fn)
+    without, every = profile.peak(1).upper, with_blocks(profile, profile.blocks).peak(1).upper
+    assert every < 0.7 * without
+    between = budget((without + every) // 2, kind="cpu")
+    with pytest.raises(DoesNotFit, match="checkpoint='auto'"):
+        memfit.plan(profile, between, target_batch=SHARE, checkpoint="off")
+    plan = memfit.plan(profile, between, target_batch=SHARE)
+    assert plan.checkpoint and plan.predicted.upper <= between.room
+    run = memfit.apply(plan, model, optimizer, loss_fn=loss_fn)
+    x = batch()
+    want = plain(model, loss_fn, x)[1]
+    run.step(x)
+    assert relative_error(gradients_of(model), want) <= 1e-6
+
+
+def test_what_is_planned_is_what_runs() -> None:
+    run = step_mode(100 * MIB, checkpoint="off")
+    assert run.plan is not None
+    sizes: list[int] = []
+    run.model.blocks[0].register_forward_pre_hook(lambda m, args: sizes.append(len(args[0])))
+    largest = max(option.micro_batch for option in run.plan.options if option.fits)
+    for _ in range(4):
+        sizes.clear()
+        run.step(batch())
+        assert sum(sizes) == SHARE and max(sizes) <= largest
+    assert run.plan.predicted.seconds is not None and run.stats()["micro_batch"] == run.plan.micro_batch
+
+
+class Sizes:
+    """The sizes of forwards on real data, and whether they recorded gradients."""
+
+    def __init__(self, model: Deep) -> None:
+        self.seen: list[tuple[int, bool]] = []
+        self.handle = model.blocks[0].register_forward_pre_hook(self._before)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not is_fake(args[0]):
+            self.seen.append((len(args[0]), torch.is_grad_enabled()))
+
+
+def test_planning_runs_nothing_that_would_not_fit_in_step_mode() -> None:
+    model = Deep()
+    sizes = Sizes(model)
+    run = memfit.wrap(
+        model, sgd(model), loss_fn=loss_fn, sample=batch(), budget=100 * MIB, checkpoint="off", target_batch=SHARE
+    )
+    assert run.plan is not None
+    largest = max(option.micro_batch for option in run.plan.options if option.fits)
+    assert sizes.seen and max(n for n, recorded in sizes.seen if recorded) <= largest < SHARE
+
+
+def test_planning_is_made_inside_the_first_training_call_in_script_mode() -> None:
+    model = Deep()
+    run = memfit.wrap(model, sgd(model), budget=100 * MIB, checkpoint="off")
+    assert run.plan is None
+    x = batch()
+    sizes = Sizes(model)
+    F.mse_loss(model(x), torch.ones(SHARE)).backward()
+    assert run.plan is not None and run.plan.mode == "accumulate"
+    assert run.plan.held + run.plan.predicted.upper + run.plan.margin <= run.plan.limit
+    assert max(n for n, recorded in sizes.seen if recorded) <= max(o.micro_batch for o in run.plan.options if o.fits)
+
+
+def test_the_verbs_by_hand_come_to_the_same() -> None:
+    model = Deep()
+    optimizer = sgd(model)
+    profile = memfit.profile(model, optimizer, batch(6), loss_fn=loss_fn)
+    assert profile.source == "traced" and len(profile.blocks) == 4
+    plan = memfit.plan(profile, memfit.probe(budget=100 * MIB, device="cpu"), target_batch=SHARE, checkpoint="off")
+    assert 1 <= plan.micro_batch < SHARE and plan.share == plan.target_batch == SHARE
+    with pytest.raises(DoesNotFit):
+        memfit.plan(profile, memfit.probe(budget=20 * MIB, device="cpu"), target_batch=SHARE, checkpoint="off")
+    run = memfit.apply(plan, model, optimizer, loss_fn=loss_fn)
+    run.step(batch())
+    assert run.plan == plan
+    verification = memfit.verify(run)
+    assert verification.relative_error <= verification.tolerance
+
+
+def test_explicit_levers_are_kept_or_refused_with_a_reason() -> None:
+    run = step_mode(400 * MIB, micro_batch=3, checkpoint=["blocks.1"])
+    assert run.plan is not None and (run.plan.micro_batch, run.plan.checkpoint) == (3, ("blocks.1",))
+    with pytest.raises(DoesNotFit, match="allow micro_batch='auto'"):
+        step_mode(100 * MIB, micro_batch=SHARE, checkpoint="off")
+
+
+# ---- law 2: traced = applied
+
+
+def _applied_peak(model: nn.Module, optimizer: Optimizer, run: Run, make: Any, samples: int) -> int:
+    """Most bytes alive in one real step, as a ledger over the real tensors has it."""
+    for _ in range(2):
+        run.step(make())
+    model.zero_grad(set_to_none=True)
+    effective = make()
+    ledger = Ledger(CPU)
+    gc.collect()
+    gc.disable()
+    try:
+        with ledger:
+            ledger.present(model.parameters(), "parameters")
+            ledger.present(model.buffers(), "buffers")
+            states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+            ledger.present(states, "optimizer")
+            ledger.restart()
+            run.step(effective)
+        return ledger.timeline().peak(samples)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "convnext", "resnet", "superres"])
+def test_what_runs_holds_what_was_traced(name: str, every: bool) -> None:
+    family, samples = FAMILIES[name], 4
+    for package in family.requires:
+        pytest.importorskip(package)
+    traced = of_family(name)
+    blocks = traced.blocks if every else ()
+    if every and not blocks:
+        pytest.skip("nothing to checkpoint")
+    timeline = (of_family(name, blocks) if blocks else with_blocks(traced, ())).timeline
+    assert timeline is not None
+    model, data = family.build(), family.dataset(n=2 * samples)
+    optimizer = AdamW(model.parameters())
+    run = wrapped(
+        model, samples, share=2 * samples, optimizer=optimizer, fields={"checkpoint": blocks}, loss_fn=family.loss
+    )
+
+    def make() -> SampleBatch:
+        return SampleBatch([data[i] for i in range(2 * samples)], family.collate or default_collate)
+
+    got = _applied_peak(model, optimizer, run, make, samples)
+    # Copies of what batch norm writes, in case the batch has to start again, are beside what the profile counts.
+    copies = sum(b.nbytes for b in model.buffers())
+    assert timeline.peak(samples) * 0.98 <= got <= timeline.peak(samples) + copies
