@@ -293,7 +293,7 @@ class Masked(nn.Module):
 def test_script_mode_tells_counts_apart_that_were_alike_at_first() -> None:
     mask = [1, 0, 1, 1, 1, 1, 0, 1, 1, 0, 0, 1]
     alike = masked_batch(mask, [3 if m else IGNORED for m in mask])
-    unlike = masked_batch(mask, [IGNORED, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, IGNORED])
+    unlike = masked_batch(mask, [3, 3, IGNORED, IGNORED, 3, 3, 3, 3, 3, 3, 3, 3])
     model = Masked()
     want = plain(model, lambda m, b: m(**b), unlike)[1]
     run = wrapped(model, 5)
