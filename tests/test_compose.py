@@ -43,14 +43,14 @@ def of_family(name: str, blocks: tuple[str, ...] = ()) -> Profile:
     return traced(family.build(), family.loss, first_batch(family, 6), blocks)
 
 
-WITH_BLOCKS = ("gpt", "hf_gpt2", "bert", "vit", "t5", "resnet", "resnet_group", "convnext", "unet", "superres")
+WITH_BLOCKS = ("gpt", "bert", "vit", "t5", "resnet", "resnet_group", "convnext", "unet", "superres")
 """Families whose blocks can be checkpointed."""
 UNORDERED = 64
 """Bytes by which a composed peak may exceed a traced one: within one operation's backward, which of the gradients of a
 norm's weight and of its input is there first is not known (`planning/compose.py`)."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("hf_gpt2", "lora", "frozen")])
 def test_the_traced_peak_is_affine_and_right_at_a_size_that_was_not_traced(name: str) -> None:
     family = FAMILIES[name]
     profile = of_family(name)
