@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 MiB = 2**20
 PINNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc gives freed memory back at once: what a prediction can be judged by."""
-FAMILIES = ("gpt", "hf_gpt2", "bert", "vit", "t5", "resnet", "convnext", "unet", "lstm", "superres")
+FAMILIES = ("gpt", "bert", "vit", "t5", "resnet", "convnext", "unet", "lstm")
 CORRECTED = ("lstm", "resnet", "convnext", "unet", "superres")
 """Families whose kernels take scratch memory that tensors do not show; measured while planning, not predicted."""
 

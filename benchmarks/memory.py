@@ -15,9 +15,9 @@ from statistics import median
 
 from common import CORRECTED, FAMILIES, MiB, anonymous_peak, child, limit_data, reset_peak, save, status, table
 
-ROOMS = (0.25, 0.45, 0.8)
+ROOMS = (0.03, 0.12, 0.4)
 """Rooms as a share of what the whole batch would need, above what the smallest micro-batch needs."""
-STEPS = 6
+STEPS = 5
 
 
 def run_case(family_name: str, share: float) -> dict:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 from memfit._arguments import check_loader, check_model, check_optimizer, check_plan, check_world, settings_from
 from memfit._asked import ASKED, Asked, PlanReady
 from memfit._errors import UsageError
+from memfit._tested import untested
 from memfit.engine.intercept import interception_of, is_compiled
 from memfit.hardware.budget import probe
 from memfit.planning.plan import Plan
@@ -124,6 +126,9 @@ def wrap(
     core = Core(model, optimizer, device, allowed, settings, compiled=is_compiled(model))
     run = Run(model, optimizer, None, core=core)
     core.owner = run
+    outside = untested(torch.__version__)
+    if outside is not None:
+        core.note("note", outside)
     _tell_of_plans(run, core, asked, in_script=loss_fn is None and given is None)
     run.loader = _effective(loader, settings.share, loss_fn, run)
     guard = AccumulationGuard(target_batch, script_accumulation) if target_batch is not None and loader is not None else None

@@ -22,7 +22,7 @@ class Verification:
     relative_error: float
     """Relative L2 difference of the gradient, all parameters concatenated."""
     floor: float
-    """The same difference between two summation orders of plain PyTorch."""
+    """What rounding alone moves it by in plain PyTorch: another order of summation, or parameters off by their last bit."""
     samples: int
     """Samples that were compared."""
     pieces: tuple[int, ...]
