@@ -93,6 +93,8 @@ class Plan:
     by_size: tuple[tuple[int, int, int], ...] = ()
     """Step mode, samples of different sizes, ascending: (elements of the largest sample, samples per micro-batch, most that
     would fit)."""
+    size_peaks: tuple[tuple[int, int, int, int], ...] = ()
+    """For each entry of by_size: (expected, at most) bytes with one sample per micro-batch, the same with the most."""
     median: int = 0
     """Elements of the median sample where samples differ in size."""
     overhead: float = 0.0
@@ -135,15 +137,27 @@ class Plan:
         options = tuple(_remeasured(option, seconds.get(option.micro_batch), micro_batch, seconds) for option in self.options)
         taken = next((o for o in options if o.micro_batch == micro_batch and o.fits), None)
         predicted = self.predicted if taken is None else replace(taken.cost, seconds=seconds.get(micro_batch))
-        factor = micro_batch / self.micro_batch
+        elements = micro_batch * self.unit
+        table = tuple((size, min(most, max(1, round(elements / max(1, size)))), most) for size, _, most in self.by_size)
         return replace(
             self,
             micro_batch=micro_batch,
             accumulation=-(-self.share // micro_batch),
-            predicted=self.predicted if self.by_size else predicted,
-            by_size=tuple((size, min(most, max(1, round(n * factor))), most) for size, n, most in self.by_size),
+            predicted=replace(predicted, **self._peak_by_size(table)) if self.by_size else predicted,
+            by_size=table,
             options=options,
         )
+
+    def _peak_by_size(self, table: tuple[tuple[int, int, int], ...]) -> dict[str, int]:
+        """The largest peak of the micro-batches in a table; {} where the plan does not know."""
+        found = [
+            tuple(int(a + (b - a) * (n - 1) / max(1, most - 1)) for a, b in ((low, high), (low_most, high_most)))
+            for (_, n, most), (low, low_most, high, high_most) in zip(table, self.size_peaks)
+        ]
+        if not found:
+            return {"peak": self.predicted.peak, "upper": self.predicted.upper}
+        peak, upper = max(found, key=lambda pair: pair[1])
+        return {"peak": peak, "upper": upper}
 
     def summary(self) -> str:
         """One line: what runs and what it takes."""
@@ -248,6 +262,7 @@ def _describe(option: Option) -> str:
 _NESTED: dict[str, type] = {"predicted": Cost, "asked": Cost, "cost": Cost}
 _OPTIONAL = {"seconds": float, "target_batch": int}
 _FLOATS = ("overhead",)
+_ROWS = {"by_size": 3, "size_peaks": 4}
 _CHOICES = {
     "mode": ("whole", "accumulate", "replay"),
     "precision": ("off", "float32", "bfloat16", "float16"),
@@ -278,9 +293,10 @@ def _value(f: Any, value: Any, source: str) -> Any:
         return _build(_NESTED[f.name], value, source)
     if f.name == "options":
         return tuple(_build(Option, item, source) for item in _list(f, value, source))
-    if f.name == "by_size":
+    if f.name in _ROWS:
         pairs = _list(f, value, source)
-        if not all(isinstance(p, list) and len(p) == 3 and all(type(n) is int and n > 0 for n in p) for p in pairs):
+        length = _ROWS[f.name]
+        if not all(isinstance(p, list) and len(p) == length and all(type(n) is int and n > 0 for n in p) for p in pairs):
             raise _wrong(f, value, source)
         return tuple(tuple(p) for p in pairs)
     if f.name in ("checkpoint", "notes") and f.type != "int":

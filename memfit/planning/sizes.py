@@ -46,6 +46,15 @@ def by_size(ends: Ends, plan: Plan, room: int, middle: int, steps: int = 8) -> t
     return tuple(table)
 
 
+def peaks_of(ends: Ends, table: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int, int], ...]:
+    """For each entry of a table: (expected, upper) bytes with one sample per micro-batch, the same with the most."""
+    found = []
+    for elements, _, most in table:
+        one, all_ = peak_between(ends, elements, 1), peak_between(ends, elements, most)
+        found.append((one.expected, one.upper, all_.expected, all_.upper))
+    return tuple(found)
+
+
 def peak_of(ends: Ends, table: tuple[tuple[int, int, int], ...]) -> Peak:
     """The largest peak of the micro-batches in a table."""
     return max((peak_between(ends, elements, n) for elements, n, _ in table), key=lambda peak: peak.upper)

@@ -22,7 +22,10 @@ PAGE = 4096
 HEAP_TENSOR = 32 * MiB
 """Tensors from this size on never live in glibc's heap: its dynamic threshold stops here (DEFAULT_MMAP_THRESHOLD_MAX)."""
 HEAP_WASTE = 0.8
-"""How much of the tensors in the heap may be lost to what it keeps, beyond their own bytes: see benchmarks/heap.py."""
+"""How much of the tensors in the heap may be lost to what it keeps, beyond their own bytes, where free pages are given back
+in time (`training/heap.py`): see benchmarks/heap.py."""
+RESERVED_WASTE = 2.0
+"""The same where what the process has reserved is limited (RLIMIT_DATA, RLIMIT_AS): pages given back still count there."""
 CUDA_WORKSPACE = 2 * 8_519_680
 """cuBLAS keeps 8.125 MiB per handle and stream, one handle each for the forward and the backward thread
 (aten/src/ATen/cuda/CublasHandlePool.cpp; 32 MiB each on sm_90)."""
@@ -48,12 +51,14 @@ def peak_on(
     accumulates: bool = True,
     environ: Mapping[str, str] = os.environ,
     capability: tuple[int, int] | None = None,
+    waste: float = HEAP_WASTE,
 ) -> Peak:
-    """The peak of a step with micro-batches of `samples` on a device of this `kind` ("cpu", "cuda", ...)."""
+    """The peak of a step with micro-batches of `samples` on a device of this `kind` ("cpu", "cuda", ...); `waste` is how
+    much of its heap the C library may keep beyond the tensors in it."""
     allocated = timeline.peak(samples, accumulates=accumulates)
     if kind == "cpu":
         heap = 0 if thresholds_pinned(environ) else heap_peak(timeline, samples, accumulates)
-        return Peak(allocated, allocated, allocated + int(HEAP_WASTE * heap))
+        return Peak(allocated, allocated, allocated + int(waste * heap))
     if kind in ("cuda", "xpu"):
         workspace = 2 * 32 * MiB if capability is not None and capability[0] == 9 else CUDA_WORKSPACE
         reserved = reserved_peak(timeline, samples, accumulates) + workspace

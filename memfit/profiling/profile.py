@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 from memfit._units import format_bytes, format_count, format_seconds
-from memfit.profiling.allocator import Peak, peak_on
+from memfit.profiling.allocator import HEAP_WASTE, Peak, peak_on
 from memfit.profiling.timeline import Timeline, fit
 from memfit.profiling.timing import Timing
 
@@ -74,6 +74,8 @@ class Profile:
     """(samples, bytes) by which measured micro-batches exceeded the trace: scratch inside kernels, mostly."""
     notes: tuple[str, ...] = ()
     """What the reader should know about these numbers."""
+    heap_waste: float = HEAP_WASTE
+    """How much of its heap the C library may keep beyond the tensors in it."""
 
     def peak(self, micro_batch: int, *, accumulates: bool = True) -> Peak:
         """The peak of a step with micro-batches of that many samples, parameters and all included.
@@ -89,7 +91,9 @@ class Profile:
 
     def priced(self, timeline: Timeline, micro_batch: int, *, accumulates: bool = True) -> Peak:
         """The peak of a timeline of this step with other levers, corrected by what was measured."""
-        peak = peak_on(self.device, timeline, micro_batch, accumulates=accumulates, capability=self.capability)
+        peak = peak_on(
+            self.device, timeline, micro_batch, accumulates=accumulates, capability=self.capability, waste=self.heap_waste
+        )
         more = self.excess_at(micro_batch)
         return Peak(peak.allocated, peak.expected + more, peak.upper + more)
 

@@ -24,7 +24,7 @@ from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.levers.precision import PRECISIONS, lower_precisions, script_precision
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, micro_batch_sizes, search, with_blocks
-from memfit.profiling.allocator import heap_peak, mapped_swing, thresholds_pinned
+from memfit.profiling.allocator import HEAP_WASTE, RESERVED_WASTE, heap_peak, mapped_swing, thresholds_pinned
 from memfit.profiling.build import Subject, measured_profile, state_bytes, traced_profile
 from memfit.profiling.profile import Profile
 from memfit.profiling.timing import Stopwatch, optimizer_seconds, time_sizes
@@ -76,6 +76,7 @@ class Planner:
         self._meter = Meter(device)
         self._start = self._meter.held() - self._known_bytes()
         self._budget = budget
+        self._heap_waste = RESERVED_WASTE if _limits_what_is_reserved(budget) else HEAP_WASTE
         explicit = device.type == "cpu" and budget.held == 0
         self._base = 0 if explicit else max(0, budget.held - self._known_bytes())
 
@@ -157,7 +158,8 @@ class Planner:
         subject = self._subject(task, lever, checkpoint)
         if not task.compiled:
             try:
-                return traced_profile(subject, task.make_work(lever), task.available, sizes, like)
+                found = traced_profile(subject, task.make_work(lever), task.available, sizes, like)
+                return replace(found, heap_waste=self._heap_waste)
             except TraceFailed as failed:
                 reason = failed.reason
         else:
@@ -332,6 +334,12 @@ class Planner:
 def _needs_company(error: ValueError) -> bool:
     """Whether torch says that batch norm cannot take the statistics of a single value."""
     return "more than 1 value per channel" in str(error)
+
+
+def _limits_what_is_reserved(budget: Budget) -> bool:
+    """Whether the limit that binds counts what the process has reserved, touched or not."""
+    limits = budget.device.limits
+    return budget.source.startswith("probed") and bool(limits) and limits[0].name.startswith("RLIMIT")
 
 
 def _state_there(optimizer: Optimizer) -> int:

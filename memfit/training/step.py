@@ -23,7 +23,7 @@ from memfit.engine.terms import Terms, is_only_term
 from memfit.levers.checkpoint import checkpointed
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search, with_blocks
-from memfit.planning.sizes import by_size, peak_of, profile_between
+from memfit.planning.sizes import by_size, peak_of, peaks_of, profile_between
 from memfit.profiling.build import CHECK
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.profile import Profile
@@ -332,12 +332,12 @@ class Stepper:
         timed = planner.timed(self._task(batch, middle, fixed), between)
         found = search([timed], planner.budget(), replace(planner.constrained(fixed), checkpoint=()))
         table = by_size(ends, found, planner.budget().room, batch.sizes[middle])
-        peak = peak_of(ends, table)
+        peak, peaks = peak_of(ends, table), peaks_of(ends, table)
         cost = replace(found.predicted, peak=peak.expected, upper=peak.upper)
         notes = (*plan.notes, "samples differ in size: micro-batches are made of samples of similar size")
-        return replace(
-            found, by_size=table, median=batch.sizes[middle], checkpoint=plan.checkpoint, predicted=cost, notes=notes
-        ), timed
+        checkpoint = plan.checkpoint
+        plan = replace(found, by_size=table, size_peaks=peaks, median=batch.sizes[middle])
+        return replace(plan, checkpoint=checkpoint, predicted=cost, notes=notes), timed
 
     def _task(self, batch: Ordered, index: int, demand: Demand) -> Task:
         def make_work(precision: str) -> MakeWork:
