@@ -24,7 +24,7 @@ from memfit.demo.show import run_demo
 from memfit.demo.task import Demo
 
 shape = Shape(length=64, width=32, heads=2, blocks=4)
-sys.exit(run_demo(Demo(budget=256 << 20, steps=4, report="out.html", target=1024, shape=shape)))
+sys.exit(run_demo(Demo(budget=512 << 20, steps=4, report="out.html", target=2048, shape=shape)))
 """
 LABELS = ("asked", "needs", "without memfit", "with memfit", "plan", "training", "measured", "verified", "report")
 
