@@ -20,13 +20,13 @@ from memfit._errors import UsageError
 from memfit._tested import untested
 from memfit.engine.intercept import interception_of, is_compiled
 from memfit.hardware.budget import probe
+from memfit.loading.iterate import PassedThrough
+from memfit.loading.loader import EffectiveLoader
+from memfit.loading.pool import planning_pool
 from memfit.planning.plan import Plan
 from memfit.profiling.build import model_facts
 from memfit.training.core import Core
 from memfit.training.guard import AccumulationGuard
-from memfit.training.iterate import PassedThrough
-from memfit.training.loader import EffectiveLoader
-from memfit.training.pool import planning_pool
 from memfit.training.run import Run
 from memfit.training.script import Script
 from memfit.training.step import Stepper

@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from memfit._errors import UsageError
 from memfit.batches.samples import SampleBatch
-from memfit.training.loader import BatchInfo, EffectiveLoader
+from memfit.loading.loader import BatchInfo, EffectiveLoader
 
 # Python 3.12 warns about forking beside torch's threads; a plain DataLoader forks the same way.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
@@ -665,8 +665,8 @@ def test_pinning_is_left_out_where_there_is_no_accelerator(share, collated, work
 
 @pytest.mark.parametrize("collated", [False, True])
 def test_what_is_pinned_is_the_collated_whole(collated, monkeypatch):
-    monkeypatch.setattr("memfit.training.loader._pinning_works", lambda: True)
-    monkeypatch.setattr("memfit.training.loader.pinned", lambda batch: ("pinned", batch))
+    monkeypatch.setattr("memfit.loading.loader._pinning_works", lambda: True)
+    monkeypatch.setattr("memfit.loading.loader.pinned", lambda batch: ("pinned", batch))
     loader = effective(numbers(8, batch_size=2, pin_memory=True), 4, collated)
     batches = list(loader)
     for kind, batch in batches if collated else [batch.collate() for batch in batches]:
@@ -733,7 +733,7 @@ def child(script, *, before=""):
 BIG = """
     import os, sys, torch
     from torch.utils.data import DataLoader, Dataset
-    from memfit.training.loader import EffectiveLoader
+    from memfit.loading.loader import EffectiveLoader
 
     class Images(Dataset):
         def __len__(self):
@@ -784,7 +784,7 @@ def test_the_same_batch_collated_by_a_worker_does_not_get_through(small_shared_m
 MANY = """
     import resource, torch
     from torch.utils.data import DataLoader, Dataset
-    from memfit.training.loader import EffectiveLoader
+    from memfit.loading.loader import EffectiveLoader
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 

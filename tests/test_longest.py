@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from memfit.training.longest import longest_samples
+from memfit.loading.longest import longest_samples
 
 
 class Texts(Dataset):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memfit._errors import UsageError
-from memfit.training.packing import Kept, PackingCollate, keep, pack, unpack
+from memfit.loading.packing import Kept, PackingCollate, keep, pack, unpack
 
 Pair = collections.namedtuple("Pair", "image label")
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from memfit.batches.samples import SampleBatch, count_elements
-from memfit.training.packing import pack
+from memfit.loading.packing import pack
 
 
 @dataclass

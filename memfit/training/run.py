@@ -14,12 +14,12 @@ import torch
 from memfit._errors import UsageError
 from memfit.engine.intercept import Interception
 from memfit.levers.precision import script_precision
+from memfit.loading.iterate import PassedThrough
+from memfit.loading.loader import BatchInfo, EffectiveLoader
 from memfit.planning.plan import Plan
 from memfit.training.core import Core
 from memfit.training.events import Event
 from memfit.training.guard import AccumulationGuard
-from memfit.training.iterate import PassedThrough
-from memfit.training.loader import BatchInfo, EffectiveLoader
 from memfit.training.script import Script
 from memfit.training.step import Stepper
 from memfit.training.works import LossFn

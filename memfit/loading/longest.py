@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from memfit.batches.samples import count_elements
-from memfit.training.draws import preserved
+from memfit.loading.draws import preserved
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from memfit.batches.cut import shared_samples
-from memfit.training.loader import BatchInfo
+from memfit.loading.loader import BatchInfo
 
 
 class PassedThrough:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
 from memfit._errors import UsageError
-from memfit.training.packing import Kept, Packed
+from memfit.loading.packing import Kept, Packed
 
 Piece = Packed | Kept
 

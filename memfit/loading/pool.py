@@ -7,8 +7,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from memfit.batches.samples import SampleBatch
-from memfit.training.draws import preserved
-from memfit.training.longest import longest_samples, own_copy
+from memfit.loading.draws import preserved
+from memfit.loading.longest import longest_samples, own_copy
 
 LONGEST, SPREAD = 4, 28
 """How many samples of each kind."""

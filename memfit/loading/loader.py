@@ -23,9 +23,9 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from memfit._errors import UsageError
 from memfit.batches.samples import SampleBatch
-from memfit.training.draws import Order, Stream, keeps_own_order, mixed, peek_seed, seeded
-from memfit.training.packing import PackingCollate, keep
-from memfit.training.pieces import Counted, CountingCollate, Grouping, Regrouped, as_counted
+from memfit.loading.draws import Order, Stream, keeps_own_order, mixed, peek_seed, seeded
+from memfit.loading.packing import PackingCollate, keep
+from memfit.loading.pieces import Counted, CountingCollate, Grouping, Regrouped, as_counted
 
 
 @dataclass(frozen=True)
