@@ -126,9 +126,6 @@ def wrap(
     core = Core(model, optimizer, device, allowed, settings, compiled=is_compiled(model))
     run = Run(model, optimizer, None, core=core)
     core.owner = run
-    outside = untested(torch.__version__)
-    if outside is not None:
-        core.note("note", outside)
     _tell_of_plans(run, core, asked, in_script=loss_fn is None and given is None)
     run.loader = _effective(loader, settings.share, loss_fn, run)
     guard = AccumulationGuard(target_batch, script_accumulation) if target_batch is not None and loader is not None else None
@@ -154,6 +151,9 @@ def wrap(
 
 def _tell_of_plans(run: Run, core: Core, asked: Asked | None, *, in_script: bool) -> None:
     """What happens once there is a plan: the command line takes it, or a script's reader sees one line."""
+    outside = untested(torch.__version__)
+    if outside is not None:
+        core.note("note", outside)
     if asked is not None:
         asked.on_wrap(run)
     if asked is not None and asked.stop:

@@ -1,1 +1,1 @@
-"""The script's loader, made to yield effective batches: which samples they are, how workers send them, and which are longest."""
+"""The script's loader, made to yield effective batches: which samples, sent how, and which are longest."""
