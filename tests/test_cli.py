@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import fixed_plan, mlp
@@ -255,7 +256,9 @@ def test_errors_of_wrap_are_printed_in_three_parts(tmp_path: Path) -> None:
 def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
     before = "print('ready', flush=True); import time; time.sleep(60)"
     command = [sys.executable, "-m", "memfit", "plan", script(tmp_path, before=before)]
-    with subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=-1, stderr=-1, text=True) as process:
+    settings: dict[str, Any] = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": -1, "stderr": -1, "text": True}
+    # Started in the background of a shell, the tests themselves ignore SIGINT, and children inherit that.
+    with subprocess.Popen(command, **settings, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.2)
