@@ -6,7 +6,7 @@ Lines of the standard library differ in length, so samples are padded. memfit pu
 """
 
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -50,12 +50,17 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten(), ignore_index=PADDING)
 
 
-def main() -> None:
+def training() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, Callable[[nn.Module, dict[str, Tensor]], Tensor]]:
+    """What there is to train; `memfit plan examples/02_own_step.py:training` plans it without training."""
     torch.manual_seed(0)
     model = Lines()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loader = DataLoader(library_lines(), batch_size=64, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    return model, optimizer, loader, loss_fn
 
+
+def main() -> None:
+    model, optimizer, loader, _ = training()
     run = memfit.wrap(
         model,
         optimizer,
