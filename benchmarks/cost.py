@@ -92,47 +92,44 @@ def replay_cost(family_name: str, rounds: int = 7) -> dict:
     import copy
 
     import torch
+    from gradients import Opaque
+    from helpers import wrapped
     from zoo import FAMILIES as ZOO, first_batch
-
-    import memfit
+    from zoo.losses import variants_for
+    from zoo.plain import parts
 
     family = ZOO[family_name]
     model = family.build("bench")
     batch = first_batch(family, 16, size="bench")
-
-    def opaque(loss: torch.Tensor) -> torch.Tensor:
-        return loss
+    variant = variants_for(family)[0]
 
     def steps(replayed: bool) -> Callable[[], None]:
         own = copy.deepcopy(model)
-        optimizer = torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=0.0)
-        memfit.wrap(own, optimizer, micro_batch=4, target_batch=16)
-        loss = family.replayed_loss if replayed else family.script_loss
+        wrapped(own, 4, share=16)
 
         def step() -> None:
-            optimizer.zero_grad()
-            opaque(loss(own, batch)).backward()
-            optimizer.step()
+            own.zero_grad(set_to_none=True)
+            scores = family.logits(own, batch)
+            variant.loss(Opaque.apply(scores) if replayed else scores, batch).backward()
 
         return step
 
-    plain = copy.deepcopy(model)
-    pieces = [family.piece(batch, start, start + 4) for start in range(0, 16, 4)] if hasattr(family, "piece") else None
+    plain, pieces = copy.deepcopy(model), parts(batch, (4, 4, 4, 4))
 
     def forward() -> None:
         with torch.no_grad():
-            for piece in pieces or ():
-                family.script_loss(plain, piece)
+            for piece in pieces:
+                family.logits(plain, piece)
 
     accumulate, replay, forwards = interleaved([steps(False), steps(True), forward], rounds)
-    share = forwards / accumulate if pieces else None
+    share = forwards / accumulate
     return {
         "family": family_name,
         "accumulate_s": accumulate,
         "replay_s": replay,
         "ratio": replay / accumulate,
         "forward_share": share,
-        "allowed": None if share is None else 1.03 * (1 + share),
+        "allowed": 1.03 * (1 + share),
     }
 
 
