@@ -44,12 +44,14 @@ def run_case(family_name: str, share: float) -> dict:
     planning = anonymous_peak() - before
     reset_peak()
     batches = iter(run.loader)
-    for _ in range(STEPS):
+    for step in range(3 * STEPS):
         batch = next(batches, None)
         if batch is None:
             batches = iter(run.loader)
             batch = next(batches)
         run.step(batch)
+        if step + 1 >= STEPS and run.stats()["peak_measured"] is not None:  # a whole step under the last plan
+            break
     peak = anonymous_peak()
     plan = run.plan
     errors = sum(event.kind == "out of memory" for event in run.events)

@@ -68,6 +68,8 @@ class Weighting:
     is looked at before the gradients are handed over."""
     by_name: bool = False
     """Whether its known means are all called as attributes of torch.nn.functional, so that no other call is looked at."""
+    inferred: bool = False
+    """For "count": whether it was inferred, and not stated by hand."""
     rivals: tuple[CountOf, ...] = ()
     """For "samples" and "count": counts that could not be told apart from that when it was proven; a batch in which they are
     not proportional to it has to be proven again."""
@@ -139,6 +141,7 @@ class Pass:
     def micro_batch(self, start: int, stop: int, shares: Sequence[float] | None = None) -> None:
         inputs, count = self._work.inputs(start, stop, self._counting())
         if isinstance(count, (int, float)) and count == 0:
+            self._check_nothing(inputs)
             return  # nothing valid in it: its own mean would be 0/0, and 0 * NaN is NaN
         outputs = self._work.forward(inputs)
         del inputs
@@ -150,6 +153,16 @@ class Pass:
         weighted = loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
         with without_autocast(self._work.device):
             torch.autograd.backward(weighted)
+
+    def _check_nothing(self, inputs: Any) -> None:
+        """Where the weighting was inferred: a micro-batch without anything to count must have no loss of its own (losses
+        that divide by max(count, 1) have one)."""
+        if not self._weighting.inferred:
+            return
+        with torch.no_grad():
+            loss = self._work.loss(self._work.forward(inputs)).detach()
+        if bool((loss.isfinite() & (loss != 0)).any()):
+            raise WeightsChanged("a micro-batch without anything to count has a loss all the same")
 
     def _counting(self) -> CountOf | None:
         if not self._weighting.rivals:

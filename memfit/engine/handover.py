@@ -13,6 +13,8 @@ import torch
 from memfit._errors import Refused
 
 Factor = float | torch.Tensor
+ALMOST = 2.0**-50
+"""A factor this close to one is one: what two orders of adding up the same counts differ by."""
 
 
 @dataclass
@@ -95,4 +97,15 @@ def _scaled(gradient: torch.Tensor, factor: Factor, dtype: torch.dtype, keep: bo
 
 
 def _times(factor: Factor, incoming: torch.Tensor) -> Factor:
-    return incoming if isinstance(factor, float) and factor == 1.0 else incoming * factor
+    factor, given = _on_host(factor), _on_host(incoming)
+    if isinstance(factor, float) and isinstance(given, float):
+        product = factor * given
+        return 1.0 if abs(product - 1.0) < ALMOST else product
+    return given if isinstance(factor, float) and factor == 1.0 else given * factor
+
+
+def _on_host(factor: Factor) -> Factor:
+    """A factor as a number where it is on the host anyway: multiplying by one then costs no pass over the gradients."""
+    if isinstance(factor, float) or type(factor) is not torch.Tensor or factor.device.type != "cpu":
+        return factor
+    return float(factor.detach().numpy()) if factor.dtype in (torch.float32, torch.float64) else factor

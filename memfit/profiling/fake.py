@@ -99,6 +99,7 @@ class _Values(TorchDispatchMode):
         self._fakes = fakes
         self._fake_type = _fake_tensor_type()
         self._real = WeakTensorKeyDictionary()
+        self._likely = WeakTensorKeyDictionary()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -117,11 +118,12 @@ class _Values(TorchDispatchMode):
         args, kwargs = _map_tensors(self._twin, args), _map_tensors(self._twin, kwargs or {})
         known = self._known(func, args, kwargs)
         if func in _READS:
-            return self._read(func, known)
+            return self._read(func, args, known)
         if func in _UNCACHED:
             return self._without_cache(func, args, kwargs)
         if known is None:
-            return self._forget_written(func, args, func(*args, **kwargs))  # pyright: ignore[reportCallIssue]
+            out = self._forget_written(func, args, func(*args, **kwargs))  # pyright: ignore[reportCallIssue]
+            return self._with_likely_answer(func, args, out)
         real = _run_for_real(func, *known)
         out = self._shaped_by_value(real) if torch.Tag.dynamic_output_shape in func.tags else func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         self._remember_all(out, real)
@@ -146,11 +148,23 @@ class _Values(TorchDispatchMode):
         real = self._real.__getitem__
         return _map_tensors(real, args), _on_cpu(_map_tensors(real, kwargs))
 
-    def _read(self, func: Any, known: tuple[Any, Any] | None) -> Any:
+    def _read(self, func: Any, args: Any, known: tuple[Any, Any] | None) -> Any:
         if known is not None:
             return _run_for_real(func, *known)
         self.guesses.append(str(func))
-        return False if func is not torch.ops.aten._local_scalar_dense.default else 1
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is not torch.bool:
+            return 1
+        return bool(self._likely.get(args[0], False)) if isinstance(args[0], torch.Tensor) else False
+
+    def _with_likely_answer(self, func: Any, args: Any, out: Any) -> Any:
+        """Checks of values are written so that they pass: nothing is NaN or too large, and all is finite."""
+        if not isinstance(out, torch.Tensor) or out.dtype is not torch.bool:
+            return out
+        if func in _ALL:
+            self._likely[out] = True
+        elif func in _NOT and args[0] in self._likely:
+            self._likely[out] = not self._likely[args[0]]
+        return out
 
     def _without_cache(self, func: Any, args: Any, kwargs: Any) -> Any:
         enabled, self._fakes.cache_enabled = self._fakes.cache_enabled, False
@@ -213,6 +227,10 @@ _READS = (
     torch.ops.aten.is_nonzero.default,
     torch.ops.aten.allclose.default,
 )
+
+
+_ALL = (torch.ops.aten.all.default, torch.ops.aten.all.dim, torch.ops.aten.all.dims)
+_NOT = (torch.ops.aten.logical_not.default, torch.ops.aten.bitwise_not.default)
 
 
 def _fake_tensor_type() -> type:

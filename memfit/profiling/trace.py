@@ -75,7 +75,7 @@ def trace_step(
     with ExitStack() as stack:
         stack.enter_context(leave_no_trace(model, device, buffers=False))
         stack.enter_context(_collected_by_hand())
-        stack.enter_context(telling_failures())
+        stack.enter_context(telling_failures(world))
         twins = stack.enter_context(world.replacing(model))
         stack.enter_context(levers())
         stepping = _Stepping(model, optimizer, world, ledger, twins, weighting)
@@ -225,8 +225,9 @@ def _collected_by_hand() -> Iterator[None]:
 
 
 @contextmanager
-def telling_failures() -> Iterator[None]:
-    """Fake mode's own ways of saying that it needs real data, as TraceFailed."""
+def telling_failures(world: FakeWorld) -> Iterator[None]:
+    """Fake mode's own ways of saying that it needs real data, as TraceFailed; and whatever the model raises after a value
+    had to be guessed, which a real run need not raise."""
     from torch._subclasses import fake_tensor as fakes
 
     kinds = (
@@ -239,3 +240,9 @@ def telling_failures() -> Iterator[None]:
         yield
     except kinds as error:
         raise TraceFailed(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+    except TraceFailed:
+        raise
+    except Exception as error:
+        if not world.guesses:
+            raise
+        raise TraceFailed(f"it depends on values, and where they are guessed it raises {type(error).__name__}") from error

@@ -181,7 +181,7 @@ def _call(
 def _fake_outputs(call: Call, *samples: int) -> list[Any]:
     world = FakeWorld()
     found = []
-    with leave_no_trace(call.model, call.device, buffers=False), telling_failures(), world.replacing(call.model):
+    with leave_no_trace(call.model, call.device, buffers=False), telling_failures(world), world.replacing(call.model):
         twins = [twin_call(call, world.twin, n)[0] for n in samples]
         with _fakes_silent(), world.entered(), uncompiled(), torch.enable_grad():
             found = [t.output() for t in twins]

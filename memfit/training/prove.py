@@ -256,7 +256,7 @@ def _choose(
         ways = [(Weighting("samples", "by samples", watch=watch, by_name=by_name), [float(p.samples) for p in parts])]
     if not whole.terms:
         ways += [
-            (Weighting("count", f"by {count.label}", count=count), [p.counts[i] for p in parts])
+            (Weighting("count", f"by {count.label}", count=count, inferred=True), [p.counts[i] for p in parts])
             for i, count in enumerate(counts)
         ]
     ways.append((Weighting("sum", "as a sum"), []))

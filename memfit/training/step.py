@@ -241,7 +241,7 @@ class Stepper:
         """Whether the loss is one known mean, told on fake tensors."""
         core, world = self._core, FakeWorld()
         try:
-            with leave_no_trace(core.model, core.device, buffers=False), telling_failures(), world.replacing(core.model):
+            with leave_no_trace(core.model, core.device, buffers=False), telling_failures(world), world.replacing(core.model):
                 work = self._task(batch, 0, Demand(1)).make_work("off")(world.twin, 1)
                 with world.entered(), Terms(alone=False) as terms:
                     inputs, _ = work.inputs(0, 1, None)
