@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,11 @@ from memfit.training.settings import Settings
 def check_world() -> None:
     """One process, for now."""
     here = world()
-    if here.size > 1:
+    asked = os.environ.get("WORLD_SIZE", "")
+    size = max(here.size, int(asked) if asked.isdigit() else 1)
+    if size > 1:
         raise Refused(
-            f"running as process {here.rank} of {here.size} ({here.launcher})",
+            f"running as process {here.rank} of {size} ({here.launcher if here.size > 1 else 'WORLD_SIZE'})",
             found="this version of memfit trains in one process",
             next_move="start one process, or pass enabled=False to run without memfit",
         )

@@ -46,8 +46,8 @@ class Kind:
     """Samples up to which it runs whole."""
     proven: Outputs | None = None
     """What it returned where cutting it was proven on real samples."""
-    proven_at: int = -1
-    """Optimizer steps done before it was proven last; -1 before the first and after the second time."""
+    prove_at: int = 0
+    """Optimizer steps after which cutting it is proven again, on the batch that comes then."""
     writes_input: bool = False
     """Whether its forward writes into the tensors it is given."""
     weighting: Weighting = BY_SAMPLES

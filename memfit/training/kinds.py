@@ -39,6 +39,8 @@ from memfit.training.works import CallWork
 
 LOSS_BOUND = 3
 """Copies of a model's output that an unseen loss is taken to need at once: log-probabilities, their gradient, a temporary."""
+PROVE_AGAIN = 4
+"""A proof is repeated at the next batch, and then whenever this many times as many optimizer steps have been done."""
 PROOF_SAMPLES = 5
 """Samples that proofs run on."""
 
@@ -145,7 +147,7 @@ class Kinds:
             self._grew(kind, call, shapes)
         if self._runs_whole(kind, call):
             return None
-        if kind.proven is None or 0 <= kind.proven_at < core.steps:
+        if kind.proven is None or core.steps >= kind.prove_at:
             self._prove_known(kind, call, shapes)
         return call
 
@@ -156,7 +158,7 @@ class Kinds:
         if deviation is not None:
             raise self._mixes(call, deviation)
         if again:
-            kind.proven_at = -1
+            kind.prove_at = PROVE_AGAIN * self._core.steps
 
     def _grew(self, kind: Kind, call: Call, shapes: Shapes) -> None:
         """The inputs are larger than any planned for: everything is planned anew, before they run."""
@@ -235,7 +237,7 @@ class Kinds:
                 if not self._is_allowed(found, call, few):
                     return found
                 self._accept(found)
-        kind.proven, kind.proven_at = outputs, self._core.steps
+        kind.proven, kind.prove_at = outputs, self._core.steps + 1
         return None
 
     def _infer(self, kind: Kind, call: Call, few: int) -> Deviation | None:
@@ -262,9 +264,11 @@ class Kinds:
     def _mixes(self, call: Call, deviation: Deviation) -> Refused:
         few = min(PROOF_SAMPLES, call.samples)
         found = mixing_module(call, few, self._core.settings.allow_inexact) or deviation
+        micro_batch = self._core.settings.micro_batch
         budget = format_bytes(self._core.planner.budget().limit)
+        why = f"{budget} require" if micro_batch is None else f"micro_batch={micro_batch} asks"
         return Refused(
-            f"cutting a batch of {call.samples} into micro-batches, as {budget} require",
+            f"cutting a batch of {call.samples} into micro-batches, as {why}",
             found=f"{found.where} mixes samples: its value for {few} samples together differs by {found.relative:.2g} from "
             "that for the same samples in two parts",
             next_move=f"accept that with allow_inexact=[{found.where!r}], compute what needs all samples together outside the "
