@@ -1,6 +1,6 @@
 """Measured peak against the budget and against the prediction, with a memory limit really set on the process.
 
-    python benchmarks/memory.py [family ...]
+    python benchmarks/memory.py [--rooms 0.03,0.12] [family ...]
 
 Each case is a fresh process: RLIMIT_DATA is set so that the process may grow by a certain room, memfit finds that out by
 itself (no budget= is passed), plans and trains some steps in step mode. Three rooms per family, with glibc's thresholds
@@ -99,18 +99,22 @@ def room_for(family, share: float) -> int:
 
 
 def main(names: list[str]) -> None:
+    rooms = ROOMS
+    if names[:1] == ["--rooms"]:
+        rooms, names = tuple(map(float, names[1].split(","))), names[2:]
     rows, results = [], []
     for pinned in (True, False):
         for name in names or FAMILIES:
-            for share in ROOMS:
+            for share in rooms:
                 found = child("memory.py", ["--case", name, str(share)], pinned=pinned)
                 results.append({"pinned": pinned, "share": share, **found})
                 rows.append(row(name, share, pinned, found))
                 print(*rows[-1], flush=True)
+                # Kept as it goes: a full run takes long.
+                save("memory", {"cases": results, "summary": summarise(results)})
     print(table("measured peak against room and prediction", HEADER, rows))
     summary = summarise(results)
     print(json.dumps(summary, indent=1))
-    print(save("memory", {"cases": results, "summary": summary}))
 
 
 HEADER = ("family", "share", "glibc", "room MiB", "growth", "within", "micro", "ckpt", "predicted", "measured", "error")
