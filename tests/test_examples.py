@@ -34,7 +34,9 @@ def test_the_first_example_prints_the_same_losses() -> None:
 def test_the_others_run_and_verify(name: str) -> None:
     printed = run(name)
     found = losses(printed)
-    assert found[-1] < found[0] or name.startswith("03")
+    assert len(found) > 2
+    if name == "02_own_step.py":  # the other one learns from noise
+        assert found[-1] < found[0]
     assert "gradient equals the whole batch's to" in printed
 
 

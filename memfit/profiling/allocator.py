@@ -23,7 +23,8 @@ HEAP_TENSOR = 32 * MiB
 """Tensors from this size on never live in glibc's heap: its dynamic threshold stops here (DEFAULT_MMAP_THRESHOLD_MAX)."""
 HEAP_WASTE = 0.8
 """How much of the tensors in the heap may be lost to what it keeps, beyond their own bytes, where free pages are given back
-in time (`training/heap.py`): see benchmarks/heap.py."""
+in time (`training/heap.py`). Chosen from runs of two models (up to 0.75 seen); benchmarks/heap.py, which is to calibrate it,
+has not been run whole."""
 RESERVED_WASTE = 2.0
 """The same where what the process has reserved is limited (RLIMIT_DATA, RLIMIT_AS): pages given back still count there."""
 CUDA_WORKSPACE = 2 * 8_519_680
