@@ -26,7 +26,7 @@ def run_case(family_name: str, share: float) -> dict:
     from zoo import FAMILIES as ZOO
 
     import memfit
-    from memfit.training.heap import give_back_free_heap
+    from memfit.hardware.heap import give_back_free_heap
 
     family = ZOO[family_name]
     model = family.build("bench", dropout=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from memfit._tested import untested
 from memfit.engine.intercept import interception_of, is_compiled
 from memfit.hardware.budget import probe
 from memfit.loading.iterate import PassedThrough
-from memfit.loading.loader import EffectiveLoader
+from memfit.loading.loader import EffectiveLoader, leftover
 from memfit.loading.pool import planning_pool
 from memfit.planning.plan import Plan
 from memfit.profiling.build import model_facts
@@ -120,6 +121,7 @@ def wrap(
         accumulate_in=accumulate_in,
     )
     check_loader(loader, target_batch, loss_fn)
+    settings = replace(settings, leftover=leftover(loader, settings.share))
     given = check_plan(plan, model_facts(model, optimizer).fingerprint, model)
     allowed = probe(budget=budget, device=device)
     _undo_earlier(model, optimizer)

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from memfit._units import KiB, MiB
-from memfit.hardware.meter import Level, Meter, allocator_level, host_level, mac_resident, peak_between, windows_level
+from memfit.hardware.meter import (
+    Level,
+    Meter,
+    allocator_level,
+    host_level,
+    mac_resident,
+    peak_between,
+    reserved_level,
+    windows_level,
+)
 
 ROOT = Path(__file__).parents[1]
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the proc file system")
@@ -57,6 +66,45 @@ def test_peak_remembers_what_is_freed_until_it_is_reset() -> None:
     second = meter.peak()
     assert first is not None and abs(first - before - 100 * MiB) < SLACK
     assert second is not None and abs(second - before) < SLACK
+
+
+@linux
+def test_what_is_reserved_counts_untouched_and_its_peak_shows_below_the_record() -> None:
+    """The kernel's record of the address space cannot be cleared: a larger peak before must not hide a later one."""
+    fresh_mebibytes(400)
+    meter = Meter(CPU, reserved=True)
+    before = meter.held()
+    torch.empty(100 * MiB, dtype=torch.uint8)
+    first = meter.peak()
+    meter.reset_peak()
+    second = meter.peak()
+    assert first is not None and abs(first - before - 100 * MiB) < SLACK
+    assert second is not None and abs(second - before) < SLACK
+
+
+@linux
+def test_lifting_the_record_takes_nothing_that_rlimit_data_counts() -> None:
+    fresh_mebibytes(400)
+    before = reserved_level().held
+    meter = Meter(CPU, reserved=True)
+    assert meter.held() - before < SLACK
+
+
+@linux
+def test_under_a_limit_on_address_space_the_record_is_left_alone() -> None:
+    script = """
+import resource, torch
+from memfit.hardware.meter import Meter, reserved_level
+torch.ones(400 << 20, dtype=torch.uint8)
+now = reserved_level()
+resource.setrlimit(resource.RLIMIT_AS, (now.counted + (200 << 20),) * 2)
+meter = Meter(torch.device("cpu"), reserved=True)
+torch.ones(100 << 20, dtype=torch.uint8)
+print((reserved_level().counted - now.counted) >> 20, meter.peak() is None)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT, check=True)
+    grown, unknown = done.stdout.split()
+    assert int(grown) < 100 and unknown == "True"
 
 
 @linux

@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from memfit._errors import UsageError
 from memfit.batches.samples import SampleBatch
-from memfit.loading.loader import BatchInfo, EffectiveLoader
+from memfit.loading.loader import BatchInfo, EffectiveLoader, leftover
 
 # Python 3.12 warns about forking beside torch's threads; a plain DataLoader forks the same way.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
@@ -834,3 +834,18 @@ def test_collation_equals_that_of_the_script_also_in_its_strides():
         assert ours["name"] == plain["name"] and torch.equal(ours["box"], plain["box"])
         assert torch.equal(ours["image"], plain["image"]) and ours["image"].stride() == plain["image"].stride()
         assert ours.keys() == default_collate([Images(1)[0]]).keys()
+
+
+@pytest.mark.parametrize(
+    ("made", "share", "expected"),
+    [
+        ({"batch_size": 4}, 8, 4),
+        ({"batch_size": 4, "drop_last": True}, 8, 0),
+        ({"batch_size": 4}, None, 0),
+        ({"batch_size": 3}, None, 2),
+        ({"batch_size": None}, 8, None),
+        ({"batch_sampler": [[0, 1], [2]]}, 8, None),
+    ],
+)
+def test_what_is_left_over_at_the_end_of_an_epoch(made, share, expected):
+    assert leftover(DataLoader(list(range(20)), **made), share) == expected

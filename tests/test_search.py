@@ -94,6 +94,15 @@ def test_where_nothing_was_timed_the_fewest_pieces_without_checkpointing_win() -
     assert all(o.micro_batch <= plan.micro_batch or not o.fits or o.checkpoint for o in plan.options)
 
 
+def test_kernels_for_sizes_that_have_not_run_are_counted() -> None:
+    """Sizes 2 and 8 have run; every other size of micro-batch in an epoch keeps 50 more."""
+    keeping = timed(kept_per_size=50, timings=tuple(Timing(n, 0.2 + 0.1 * n, 0.1) for n in (2, 8)))
+    peaks = {n: keeping.peak(n).upper for n in (2, 5, 8)}
+    for size, leftover, new in ((8, 0, 0), (8, 2, 0), (8, 5, 1), (8, None, 1), (5, 0, 1), (2, 9, 1)):
+        plan = plan_for(10_000, keeping, micro_batch=size, leftover=leftover, checkpoint=())
+        assert plan.predicted.upper == peaks[size] + 50 * new, (size, leftover)
+
+
 @pytest.mark.parametrize("micro_batch", [1, 3, 5, 16, 40])
 def test_a_prescribed_micro_batch_is_kept(micro_batch: int) -> None:
     plan = plan_for(10_000, micro_batch=micro_batch)

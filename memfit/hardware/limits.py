@@ -54,13 +54,23 @@ def rlimits(proc: str = "/proc", resource_module: Any = _resource) -> tuple[Limi
     status = read_status(proc)
     found = []
     for name, counted in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
-        number = getattr(resource_module, name, None)
-        if number is None or counted not in status:
-            continue
-        soft, _ = resource_module.getrlimit(number)
-        if 0 <= soft != resource_module.RLIM_INFINITY:
+        soft = _soft(name, resource_module)
+        if soft is not None and counted in status:
             found.append(Limit(name, max(0, soft - status[counted]), soft))
     return tuple(found)
+
+
+def is_set(name: str, resource_module: Any = _resource) -> bool:
+    """Whether this rlimit ("RLIMIT_AS", ...) is known here and bounds the process."""
+    return _soft(name, resource_module) is not None
+
+
+def _soft(name: str, resource_module: Any) -> int | None:
+    number = getattr(resource_module, name, None)
+    if number is None:
+        return None
+    soft, _ = resource_module.getrlimit(number)
+    return soft if 0 <= soft != resource_module.RLIM_INFINITY else None
 
 
 # ---- the machine

@@ -3,11 +3,16 @@
 Not covered: pages of this process that were swapped out, memory shared with other processes, two meters on the same
 host memory at once (the kernel keeps one record per process). The kernel counts in batches per core: on machines with
 many cores its figure can be off by some MiB.
+
+Two scales on the CPU: *resident* is what lies in RAM, which cgroups and the machine bound; *reserved* is what the process has
+asked for, touched or not, which RLIMIT_DATA and RLIMIT_AS bound (getrlimit(2)). Kernels reserve scratch and code buffers that
+they hardly touch, so that the two differ by tens of MiB for convolutions.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -16,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memfit.hardware.driver import numbered, read_driver
-from memfit.hardware.limits import read_status
+from memfit.hardware.limits import is_set, read_status
 
 if TYPE_CHECKING:
     import torch
@@ -43,14 +48,19 @@ class Meter:
     committed bytes. On CUDA they are what the allocator has reserved, plus context and libraries as of the last
     `refresh()`. On XPU they are the reserved bytes, on MPS all that Metal allocated for this process.
 
-    `proc` is the root of the proc file system, `nvml` a module like pynvml (without it context and libraries on CUDA
-    are estimated).
+    `reserved` counts on the CPU under Linux the private writable memory the process has asked for instead. `proc` is the
+    root of the proc file system, `nvml` a module like pynvml (without it context and libraries on CUDA are estimated).
     """
 
-    def __init__(self, device: torch.device, *, proc: str = "/proc", nvml: Any | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, reserved: bool = False, proc: str = "/proc", nvml: Any | None = None
+    ) -> None:
         device = numbered(device) if device.type in ("cuda", "xpu") else device
-        self._read = _reader(device, proc)
-        self._clear = partial(_clear_record, proc) if device.type == "cpu" else _nothing
+        if reserved and device.type == "cpu":
+            self._read, self._clear = partial(reserved_level, proc), _Padding(proc).renew
+        else:
+            self._read = _reader(device, proc)
+            self._clear = partial(_clear_record, proc) if device.type == "cpu" else _nothing
         self._measure_beyond = _beyond_reader(device, nvml)
         self.refresh()
         self.reset_peak()
@@ -103,6 +113,34 @@ def host_level(proc: str = "/proc") -> Level:
     if sys.platform == "win32":
         return windows_level(ctypes.WinDLL("kernel32"))
     return _unix_level()
+
+
+def reserved_level(proc: str = "/proc") -> Level:
+    """This process's private writable memory, touched or not, as RLIMIT_DATA counts it (VmData; the record is VmPeak's)."""
+    status = read_status(proc)
+    return Level(status.get("VmData", 0), status.get("VmSize", 0), status.get("VmPeak"))
+
+
+class _Padding:
+    """Address space without access that lifts VmSize to its record VmPeak, which nobody can clear: what comes next shows.
+
+    It holds no memory and RLIMIT_DATA does not count it. RLIMIT_AS would: where that is set, nothing is padded.
+    """
+
+    def __init__(self, proc: str) -> None:
+        self._proc = proc
+        self._padding: mmap.mmap | None = None
+
+    def renew(self) -> None:
+        self._padding = None
+        status = read_status(self._proc)
+        missing = status.get("VmPeak", 0) - status.get("VmSize", 0)
+        if missing <= 0 or is_set("RLIMIT_AS"):
+            return
+        try:
+            self._padding = mmap.mmap(-1, missing, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+        except (OSError, ValueError):
+            pass  # peak() then goes by the record as it stands
 
 
 def allocator_level(statistics: dict[str, Any]) -> Level:

@@ -224,6 +224,17 @@ def _iterations(source: DataLoader[Any], grouping: Grouping) -> int:
     return samples // grouping.size if grouping.drop_last else _quotient(samples, grouping.size)
 
 
+def leftover(source: Any, share: int | None) -> int | None:
+    """Samples in the last, smaller effective batch of an epoch (0: there is none); None where that is not known."""
+    sampler = source.batch_sampler if isinstance(source, DataLoader) else None
+    if type(sampler) is not BatchSampler or isinstance(source.dataset, IterableDataset):
+        return None
+    try:
+        return 0 if sampler.drop_last else len(sampler.sampler) % (share or sampler.batch_size)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def _quotient(total: float, size: float) -> int:
     return int(-(-total // size))
 

@@ -44,6 +44,8 @@ class Demand:
     """The same, per sample of the share."""
     equal: bool = False
     """Whether at most two sizes of micro-batch may occur (compiled models)."""
+    leftover: int | None = None
+    """Samples in the last, smaller effective batch of an epoch (0: there is none; None: not known)."""
     sizes: tuple[int, ...] = ()
     """Micro-batch sizes to look at; empty: all that divide the share differently."""
 
@@ -173,15 +175,24 @@ def _settled(way: _Way, ways: Sequence[_Way], bar: float | None) -> bool:
 
 
 def _with_fewest_blocks(pricing: _Pricing, way: _Way, allowed: int, demand: Demand) -> _Way:
-    blocks, _ = pricing.cheapest(way.micro_batch, allowed, way.accumulation > 1)
+    kept = _kept(pricing.profile, way.micro_batch, demand)
+    blocks, _ = pricing.cheapest(way.micro_batch, allowed - kept, way.accumulation > 1)
     return _way(pricing, way.micro_batch, blocks, allowed, demand)
 
 
 def _way(pricing: _Pricing, size: int, blocks: tuple[str, ...], allowed: int, demand: Demand) -> _Way:
     pieces = (equal_sizes if demand.equal else sizes)(demand.share, size)
-    peak = pricing.peak(size, blocks, len(pieces) > 1)
+    peak = pricing.peak(size, blocks, len(pieces) > 1).plus(_kept(pricing.profile, size, demand))
     seconds = step_seconds(pricing.profile, pieces, blocks, demand.mode)
     return _Way(pricing.profile, size, len(pieces), blocks, peak, seconds, peak.upper <= allowed)
+
+
+def _kept(profile: Profile, size: int, demand: Demand) -> int:
+    """Bytes that kernels for all sizes of micro-batches of an epoch will keep."""
+    cut = equal_sizes if demand.equal else sizes
+    last = cut(demand.leftover, min(size, demand.leftover)) if demand.leftover else ()
+    unknown = profile.kept_per_size if demand.leftover is None else 0
+    return profile.kept_for((*cut(demand.share, size), *last)) + unknown
 
 
 def step_seconds(profile: Profile, pieces: Sequence[int], blocks: Sequence[str], mode: str) -> float | None:

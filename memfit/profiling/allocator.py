@@ -43,6 +43,10 @@ class Peak:
     upper: int
     """Bytes it may come to; a plan keeps this below the budget."""
 
+    def plus(self, more: int) -> Peak:
+        """The same with that many bytes beside the tensors."""
+        return Peak(self.allocated, self.expected + more, self.upper + more)
+
 
 def peak_on(
     kind: str,

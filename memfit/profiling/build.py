@@ -92,10 +92,11 @@ def traced_profile(
 
 
 def measured_profile(
-    subject: Subject, work: Work, available: int, staging: Staging, reason: str
+    subject: Subject, work: Work, available: int, staging: Staging, reason: str, *, reserved: bool = False
 ) -> Profile:
-    """The profile from micro-batches of one and two samples that really run; used where tracing fails."""
-    watch = Stopwatch(subject.model, staging, subject.weighting, subject.device)
+    """The profile from micro-batches of one and two samples that really run; used where tracing fails. `reserved`: on that
+    scale of `Meter`."""
+    watch = Stopwatch(subject.model, staging, subject.weighting, subject.device, reserved=reserved)
     facts = model_facts(subject.model, subject.optimizer)
     state = state_bytes(subject.optimizer)
     standing = facts.parameter_bytes + facts.gradient_bytes + state

@@ -6,6 +6,7 @@ Pure values: a Profile holds no tensor and no module. Not covered: time on a dev
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from memfit._units import format_bytes, format_count, format_seconds
@@ -72,6 +73,8 @@ class Profile:
     """Seconds of the optimizer's step."""
     excess: tuple[tuple[int, int], ...] = ()
     """(samples, bytes) by which measured micro-batches exceeded the trace: scratch inside kernels, mostly."""
+    kept_per_size: int = 0
+    """Bytes that stay with the first micro-batch of every size: kernels made for it."""
     notes: tuple[str, ...] = ()
     """What the reader should know about these numbers."""
     heap_waste: float = HEAP_WASTE
@@ -94,18 +97,25 @@ class Profile:
         peak = peak_on(
             self.device, timeline, micro_batch, accumulates=accumulates, capability=self.capability, waste=self.heap_waste
         )
-        more = self.excess_at(micro_batch)
-        return Peak(peak.allocated, peak.expected + more, peak.upper + more)
+        return peak.plus(self.excess_at(micro_batch))
 
     def excess_at(self, micro_batch: int) -> int:
-        """Bytes to add to the trace at that size, by the steepest line through what was measured."""
+        """Bytes to add to the trace at that size: between measured sizes by a line, and never less than at a smaller one;
+        beyond the last by the steepest line."""
         if not self.excess:
             return 0
-        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(self.excess, self.excess[1:])]
+        least = max((more for n, more in self.excess if n <= micro_batch), default=self.excess[0][1])
+        slopes = [0.0]
+        for (low, at_low), (high, at_high) in itertools.pairwise(self.excess):
+            slopes.append((at_high - at_low) / (high - low))
+            if low <= micro_batch <= high:
+                return max(least, int(at_low + slopes[-1] * (micro_batch - low)))
         last, at_last = self.excess[-1]
-        if micro_batch <= last:
-            return max((more for n, more in self.excess if n <= micro_batch), default=self.excess[0][1])
-        return int(at_last + max(0.0, *slopes, 0.0) * (micro_batch - last))
+        return least if micro_batch <= last else max(least, int(at_last + max(slopes) * (micro_batch - last)))
+
+    def kept_for(self, sizes: Iterable[int]) -> int:
+        """Bytes that kernels for micro-batches of these sizes will keep, as far as they have not run."""
+        return self.kept_per_size * len(set(sizes) - {timing.samples for timing in self.timings})
 
     def __str__(self) -> str:
         model = self.model
@@ -137,13 +147,13 @@ class Profile:
 
     def with_timings(self, timings: tuple[Timing, ...], optimizer_seconds: float) -> Profile:
         """The same with measured times, and corrected where more memory was measured than traced."""
-        excess = ()
+        excess: tuple[tuple[int, int], ...] = ()
         if self.timeline is not None:
             traced = self.timeline
-            measured = [(t.samples, t.growth - traced.growth(t.samples)) for t in timings if t.growth is not None]
-            excess = tuple((n, more) for n, more in measured) if any(more > 0 for _, more in measured) else ()
-            excess = tuple((n, max(0, more)) for n, more in excess)
-        return replace(self, timings=timings, optimizer_seconds=optimizer_seconds, excess=excess)
+            measured = [(t.samples, t.growth - t.kept - traced.growth(t.samples)) for t in timings if t.growth is not None]
+            excess = tuple((n, max(0, more)) for n, more in measured) if any(more > 0 for _, more in measured) else ()
+        kept = max((t.kept for t in timings), default=0)
+        return replace(self, timings=timings, optimizer_seconds=optimizer_seconds, excess=excess, kept_per_size=kept)
 
 
 def affine(small: Timeline, large: Timeline, third: Timeline, sizes: tuple[int, int, int]) -> Timeline | None:

@@ -20,7 +20,9 @@ from memfit._units import MiB
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import CountOf, Pass, Weighting, Work, gathering
 from memfit.engine.staged import Staging
+from memfit.hardware.heap import free_heap
 from memfit.hardware.meter import Meter
+from memfit.profiling.allocator import thresholds_pinned
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.trace import shadow_optimizer
 
@@ -42,18 +44,30 @@ class Timing:
     """Forward seconds of each block."""
     growth: int | None = None
     """Bytes the process came to hold beyond what it held before; None where the platform cannot tell."""
+    kept: int = 0
+    """Bytes of these that stayed: kernels made for micro-batches of this size, mostly."""
 
 
 class Stopwatch:
-    """Times micro-batches on one device; every measurement discards what it computed."""
+    """Times micro-batches on one device; every measurement discards what it computed. `reserved`: on that scale of `Meter`."""
 
     def __init__(
-        self, model: nn.Module, staging: Staging, weighting: Weighting, device: torch.device, blocks: Iterable[str] = ()
+        self,
+        model: nn.Module,
+        staging: Staging,
+        weighting: Weighting,
+        device: torch.device,
+        blocks: Iterable[str] = (),
+        *,
+        reserved: bool = False,
     ) -> None:
         modules = dict(model.named_modules())
         self._blocks = {modules[name]: name for name in blocks}
         self._model, self._staging, self._weighting, self._device = model, staging, weighting, device
         self._meter: Meter | None = None
+        self._reserved = reserved
+        # Pages of the heap that are free may or may not be resident: what stayed is only known where that does not matter.
+        self._tells_kept = device.type == "cpu" and (reserved or thresholds_pinned())
 
     @contextmanager
     def session(self, work: Work, first: int = 1) -> Iterator[None]:
@@ -63,7 +77,7 @@ class Stopwatch:
             try:
                 # Kernels are chosen and libraries set up once per process: the first micro-batch is not representative.
                 Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, first)
-                self._meter = Meter(self._device)
+                self._meter = Meter(self._device, reserved=self._reserved)
                 yield
             finally:
                 self._staging.discard()
@@ -76,14 +90,19 @@ class Stopwatch:
         found: dict[str, float] = {}
         timed = _Timed(work, self._now, marks)
         self._meter.reset_peak()
-        before = self._meter.held()
+        before, used = self._meter.held(), self._used()
         with self._block_times(found):
             Pass(timed, self._staging, self._weighting, 1.0).micro_batch(0, samples)
         end = self._now()
         peak = self._meter.peak()
         begun, forward_done = marks
         growth = None if peak is None else max(0, peak - before)
-        return Timing(samples, end - begun, forward_done - begun, tuple(found.items()), growth)
+        kept = max(0, self._used() - used)
+        return Timing(samples, end - begun, forward_done - begun, tuple(found.items()), growth, kept)
+
+    def _used(self) -> int:
+        """Bytes held now beside what is free in the heap."""
+        return self._meter.held() - free_heap() if self._tells_kept and self._meter is not None else 0
 
     def _now(self) -> float:
         if self._device.type != "cpu":
@@ -138,24 +157,37 @@ class _Timed:
         return loss
 
 
-def time_sizes(watch: Stopwatch, work: Work, sizes: Sequence[int], seconds: float) -> tuple[Timing, ...]:
+Admit = Callable[[int, tuple[Timing, ...]], bool]
+"""Whether micro-batches of this size fit, by the timings of smaller ones."""
+
+
+def time_sizes(
+    watch: Stopwatch, work: Work, sizes: Sequence[int], seconds: float, admit: Admit | None = None, *, least: int = 1
+) -> tuple[Timing, ...]:
     """Each of `sizes` (ascending) timed within about `seconds`, in turns so that a disturbance hits them alike; sizes that
-    would take too long are left out, but never the first."""
+    are not admitted are left out, and those that would take too long, but never the `least` smallest."""
     stop = time.perf_counter() + seconds
-    best: dict[int, Timing] = {}
-    growth: dict[int, int | None] = {}
+    found: dict[int, list[Timing]] = {}
     with watch.session(work, sizes[0]):
         for round_ in range(8):
-            for size in sizes if not round_ else tuple(best):
-                if best and time.perf_counter() + _expected(best, size) > stop:
+            for size in sizes if not round_ else tuple(found):
+                best = {n: _together(timings) for n, timings in found.items()}
+                if len(best) >= least and time.perf_counter() + _expected(best, size) > stop:
                     break
-                timing = watch.run(work, size)
-                growth[size] = max((g for g in (growth.get(size), timing.growth) if g is not None), default=None)
-                if size not in best or timing.seconds < best[size].seconds:
-                    best[size] = timing
+                if not round_ and best and admit is not None and not admit(size, tuple(best.values())):
+                    break
+                found.setdefault(size, []).append(watch.run(work, size))
             if time.perf_counter() > stop:
                 break
-    return tuple(replace(timing, growth=growth[size]) for size, timing in sorted(best.items()))
+    return tuple(_together(timings) for _, timings in sorted(found.items()))
+
+
+def _together(timings: Sequence[Timing]) -> Timing:
+    """Several measurements of one size as one: the quickest, with the most memory seen beside what stayed."""
+    growths = [t.growth - t.kept for t in timings if t.growth is not None]
+    kept = sum(t.kept for t in timings)
+    quickest = min(timings, key=lambda t: t.seconds)
+    return replace(quickest, growth=max(growths) + kept if growths else None, kept=kept)
 
 
 def optimizer_seconds(optimizer: Optimizer, device: torch.device, limit: int = CLONE_LIMIT, repeats: int = 3) -> float:

@@ -31,6 +31,9 @@ from memfit.training.scaling import LossScale, computes_in_half
 from memfit.training.settings import Settings
 from memfit.training.tune import Tuner, doubling
 
+NOTICEABLE = 1 << 20
+"""Bytes that a new size of micro-batch may keep before it is not worth trying."""
+
 
 class Reference(Protocol):
     """A few samples of a run, from which work can be made again: what `verify` compares on."""
@@ -261,6 +264,8 @@ class Core:
         prescribed = self.settings.micro_batch is not None or self.settings.whole
         if prescribed or self.compiled or plan.mode == "replay":
             return None
+        if self.profile is not None and self.profile.kept_per_size > NOTICEABLE:
+            return None  # every size tried would keep memory for good
         choices = [plan.unit * n for n in doubling(plan.sizes_with_same_levers())]
         alone = None if plan.by_size else plan.share  # priced without gradients of other micro-batches beside it
         return Tuner(choices, plan.unit * plan.micro_batch, self.device, alone=alone)

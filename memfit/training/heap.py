@@ -8,21 +8,11 @@ libraries, and what fragments within a single micro-batch (HEAP_WASTE in `profil
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
+
+from memfit.hardware.heap import give_back_free_heap
 
 _STATM = "/proc/self/statm"
-
-
-def give_back_free_heap() -> None:
-    """Let the C library return the heap pages that are free, so that they do not count as held."""
-    if sys.platform != "linux":
-        return
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (OSError, AttributeError):
-        return  # not glibc
 
 
 class HeapWatch:

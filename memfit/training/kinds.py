@@ -202,7 +202,7 @@ class Kinds:
     def _prove(self, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
         """None if the call may be cut this way; else how far its parts are from the whole."""
         few, blocks = self._provable(kind, call)
-        with checkpointed(self._core.model, blocks):
+        with checkpointed(self._core.model, blocks), self._core.planner.sparing_kernels():
             return self._prove_on(few, kind, call, shapes)
 
     def _provable(self, kind: Kind, call: Call) -> tuple[int, tuple[str, ...]]:

@@ -19,6 +19,7 @@ from memfit.engine.accumulate import Weighting, Work
 from memfit.engine.staged import Staging
 from memfit.hardware.budget import Budget
 from memfit.hardware.device import photograph
+from memfit.hardware.heap import give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.levers.precision import PRECISIONS, lower_precisions, script_precision
@@ -27,9 +28,8 @@ from memfit.planning.search import Demand, micro_batch_sizes, search, with_block
 from memfit.profiling.allocator import HEAP_WASTE, RESERVED_WASTE, heap_peak, mapped_swing, thresholds_pinned
 from memfit.profiling.build import Subject, measured_profile, state_bytes, traced_profile
 from memfit.profiling.profile import Profile
-from memfit.profiling.timing import Stopwatch, optimizer_seconds, time_sizes
+from memfit.profiling.timing import Stopwatch, Timing, optimizer_seconds, time_sizes
 from memfit.profiling.trace import MakeWork, TraceFailed
-from memfit.training.heap import give_back_free_heap
 from memfit.training.settings import Settings
 from memfit.training.shift import gradient_shift
 from memfit.training.tune import doubling
@@ -40,6 +40,11 @@ MOST_WASTE = 3
 """Where even this many times what lives in the heap would fit, it is not watched."""
 ONE_MORE = 0.8
 """How much more of that one micro-batch may add to what the C library keeps already."""
+MOST_KEPT = 0.25
+"""Share of the room that kernels for sizes of micro-batches tried while planning may keep for good."""
+AHEAD = 1.5
+"""A limit on reserved memory may bind first where less than this many times the budget is left (an LSTM's kernels reserve
+1.6 times what they touch)."""
 SAFE_FROM_SINGLES = 3
 """Where micro-batches may have this many samples or more, no sample is left by itself (at most 2: 3 = 2 + 1)."""
 
@@ -73,10 +78,11 @@ class Planner:
         give_back_free_heap()
         self._seen: int | None = None
         self._no_singles = False
-        self._meter = Meter(device)
+        self._reserved = device.type == "cpu" and _limits_what_is_reserved(budget)
+        self._meter = Meter(device, reserved=self._reserved)
         self._start = self._meter.held() - self._known_bytes()
         self._budget = budget
-        self._heap_waste = RESERVED_WASTE if _limits_what_is_reserved(budget) else HEAP_WASTE
+        self._heap_waste = RESERVED_WASTE if self._reserved else HEAP_WASTE
         explicit = device.type == "cpu" and budget.held == 0
         self._base = 0 if explicit else max(0, budget.held - self._known_bytes())
 
@@ -95,8 +101,8 @@ class Planner:
 
     def heap_ceiling(self, plan: Plan, profile: Profile | None) -> int | None:
         """Bytes of anonymous memory from which on free heap pages are given back; None where they cannot matter."""
-        if self._device.type != "cpu" or sys.platform != "linux" or thresholds_pinned():
-            return None
+        if self._device.type != "cpu" or sys.platform != "linux" or thresholds_pinned() or self._reserved:
+            return None  # pages given back still count as reserved
         allowed = plan.limit - plan.margin
         timeline = None if profile is None else with_blocks(profile, plan.checkpoint).timeline
         if timeline is None:
@@ -118,6 +124,20 @@ class Planner:
         self._meter.reset_peak()
 
     @contextmanager
+    def sparing_kernels(self) -> Iterator[None]:
+        """For proofs: inside, no kernels are made for sizes of micro-batches that may never run again.
+
+        oneDNN generates code for every shape of a convolution and keeps it; each of its buffers reserves 256 KiB of which
+        a tenth is touched, which only matters where reserved memory is limited. Parts and whole are compared with torch's
+        own kernels then.
+        """
+        if not self._reserved:
+            yield
+            return
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+    @contextmanager
     def peak_aside(self) -> Iterator[None]:
         """What is held inside does not count as the training's."""
         before = self.measured_peak()
@@ -134,7 +154,7 @@ class Planner:
         own = profile if profile is not None and lever == "off" else self.profile(task, lever)
         if timed:
             own = self.timed(task, own)
-            task = replace(task, demand=self._without_singles(task.demand))
+            task = replace(task, demand=self._of_measured(self._without_singles(task.demand), own))
         try:
             if self._settings.precision == "fast":
                 plan, profile = self._fast(task, own)
@@ -164,7 +184,8 @@ class Planner:
                 reason = failed.reason
         else:
             reason = "the model is compiled"
-        return measured_profile(subject, task.real_work(lever), task.available, self._staging, reason)
+        work = task.real_work(lever)
+        return measured_profile(subject, work, task.available, self._staging, reason, reserved=self._reserved)
 
     def _search(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
         """The plan by composition, then traced whole; where the trace needs more, that is learnt and searched again."""
@@ -209,7 +230,7 @@ class Planner:
             return None
         peak = profile.priced(whole.timeline, plan.micro_batch, accumulates=plan.accumulation > 1)
         standing = task.demand.standing + task.demand.standing_per_sample * task.demand.share
-        return peak.upper + standing
+        return peak.upper + standing + profile.kept_for((plan.micro_batch,))
 
     def _lower(self, task: Task, own: Profile) -> tuple[Plan, Profile]:
         """A lower precision, because nothing else fits. Raises the script precision's own DoesNotFit if none helps."""
@@ -263,16 +284,25 @@ class Planner:
         if not fitting:  # what fits only when checkpointed is not run here
             return profile.with_timings((), self._optimizer_seconds(allowed))
         work = task.real_work(profile.precision if profile.precision_is_lever else "off")
-        watch = Stopwatch(self._model, self._staging, task.weighting, self._device, blocks)
+        watch = Stopwatch(self._model, self._staging, task.weighting, self._device, blocks, reserved=self._reserved)
         give_back_free_heap()
+        # What a new size of micro-batch keeps shows in the second at the earliest; what was not timed is not used then.
+        least, seconds = (2, 2 * TIMING_SECONDS) if self._reserved else (1, TIMING_SECONDS)
+
+        def admit(size: int, found: tuple[Timing, ...]) -> bool:
+            """Whether it still fits after what smaller sizes took beyond their trace, and kept."""
+            corrected = profile.with_timings(found, 0.0)
+            kept = corrected.kept_for((size,)) + sum(timing.kept for timing in found)
+            return kept <= MOST_KEPT * allowed and corrected.peak(size).upper + kept <= allowed
+
         try:
-            timings = time_sizes(watch, work, doubling(fitting), TIMING_SECONDS)
+            timings = time_sizes(watch, work, doubling(fitting), seconds, admit, least=least)
         except ValueError as error:
             self._no_singles = _needs_company(error) and fitting[-1] >= SAFE_FROM_SINGLES
             if not self._no_singles:
                 raise
             fitting = [n for n in fitting if n >= SAFE_FROM_SINGLES]
-            timings = time_sizes(watch, work, doubling(fitting), TIMING_SECONDS)
+            timings = time_sizes(watch, work, doubling(fitting), seconds, admit, least=least)
         return profile.with_timings(timings, self._optimizer_seconds(allowed))
 
     def _optimizer_seconds(self, allowed: int) -> float:
@@ -285,10 +315,16 @@ class Planner:
         sizes = tuple(n for n in demand.sizes or micro_batch_sizes(demand.share) if n >= SAFE_FROM_SINGLES)
         return replace(demand, sizes=sizes)
 
+    def _of_measured(self, demand: Demand, profile: Profile) -> Demand:
+        """The demand with no other sizes than have run, where reserved memory is limited: what kernels reserve for a size is
+        known only then."""
+        ran = tuple(timing.samples for timing in profile.timings)
+        return replace(demand, sizes=ran) if self._reserved and ran and demand.micro_batch is None else demand
+
     def constrained(self, demand: Demand) -> Demand:
         """The demand with the levers the user prescribed."""
-        demand = self._without_singles(demand)
         settings = self._settings
+        demand = replace(self._without_singles(demand), leftover=settings.leftover)
         if settings.whole:
             demand = replace(demand, micro_batch=demand.share)
         elif settings.micro_batch is not None:
@@ -337,9 +373,12 @@ def _needs_company(error: ValueError) -> bool:
 
 
 def _limits_what_is_reserved(budget: Budget) -> bool:
-    """Whether the limit that binds counts what the process has reserved, touched or not."""
+    """Whether a limit that may bind counts what the process has reserved, touched or not."""
     limits = budget.device.limits
-    return budget.source.startswith("probed") and bool(limits) and limits[0].name.startswith("RLIMIT")
+    if not limits or not limits[0].name.startswith("RLIMIT"):
+        return False
+    # Reserved memory runs ahead of what is resident, so that it may bind first even under a smaller budget.
+    return budget.source.startswith("probed") or limits[0].left < AHEAD * (budget.limit - budget.held)
 
 
 def _state_there(optimizer: Optimizer) -> int:

@@ -33,6 +33,8 @@ class Settings:
     """The weight of a micro-batch, if stated by hand."""
     split: Callable[[Any, Any], Any] | None = None
     """How to cut a batch, if stated by hand."""
+    leftover: int | None = None
+    """Samples in the last, smaller effective batch of an epoch, as the loader tells (0: none; None: unknown)."""
 
     def asked(self) -> dict[str, str]:
         """What was asked of each lever, in words."""

@@ -211,7 +211,7 @@ class Stepper:
         if few < 2:
             self._weigh_unproven(batch)
         else:
-            with checkpointed(core.model, blocks):
+            with checkpointed(core.model, blocks), core.planner.sparing_kernels():
                 self._weigh_by_proof(batch, few, before)
         if self._together:
             core.reference = None  # what there was to compare with does not hold; the two passes leave their own

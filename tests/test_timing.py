@@ -1,0 +1,45 @@
+"""Sizes of micro-batches are timed as far as they are admitted; what a size keeps is told from what comes and goes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from handmade import profile, two_blocks
+from torch import nn
+
+from memfit.engine.accumulate import Weighting
+from memfit.engine.staged import Staging
+from memfit.profiling.timing import Stopwatch, Timing, time_sizes
+from memfit.training.works import StepWork
+
+SIZES = (1, 2, 4, 8)
+
+
+def watch_and_work() -> tuple[Stopwatch, StepWork]:
+    model, device = nn.Linear(4, 1), torch.device("cpu")
+    x = torch.randn(8, 4)
+    work = StepWork(model, lambda m, b: m(b).mean(), lambda start, stop: x[start:stop], 8, device, precision="off")
+    return Stopwatch(model, Staging(model), Weighting("samples", "by samples"), device), work
+
+
+@pytest.mark.parametrize("most", SIZES)
+def test_sizes_that_are_not_admitted_do_not_run(most: int) -> None:
+    asked: list[tuple[int, tuple[int, ...]]] = []
+
+    def admit(size: int, found: tuple[Timing, ...]) -> bool:
+        asked.append((size, tuple(t.samples for t in found)))
+        return size <= most
+
+    timings = time_sizes(*watch_and_work(), SIZES, 5.0, admit)
+    assert [t.samples for t in timings] == [n for n in SIZES if n <= most]
+    assert all(found == tuple(n for n in SIZES if n < size) for size, found in asked)
+
+
+@pytest.mark.parametrize("least", [1, 2, 3])
+def test_without_time_only_the_smallest_run(least: int) -> None:
+    assert len(time_sizes(*watch_and_work(), SIZES, 0.0, least=least)) == least
+
+
+def test_between_measured_sizes_the_excess_lies_on_a_line_and_never_falls() -> None:
+    found = profile(two_blocks(), excess=((1, 10), (2, 40), (4, 20), (8, 100)))
+    assert [found.excess_at(n) for n in (1, 2, 3, 4, 6, 8, 10)] == [10, 40, 40, 40, 60, 100, 160]
