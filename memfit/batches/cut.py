@@ -6,16 +6,16 @@ with the way out, `split=`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from memfit._errors import Refused
-from memfit.batches.tree import Path, children, flat, is_column, leaves, map_leaves, path_name, rebuild
+from memfit.batches.tree import Path, builder, children, flat, is_column, leaves, path_name, rebuild
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,22 @@ def cut(tree: Any, layout: Layout, start: int, stop: int) -> Any:
 
     Raises Refused if it has other parts than the batch the layout was found on.
     """
-    axes = iter(layout.axes)
-    try:
-        made = map_leaves(lambda leaf: _narrow(leaf, next(axes), start, stop), tree)
-        return made if next(axes, made) is made else _refuse_other_parts(tree, layout)
-    except StopIteration:
-        return _refuse_other_parts(tree, layout)
+    return cutter(tree, layout)(start, stop)
+
+
+def cutter(tree: Any, layout: Layout) -> Callable[[int, int], Any]:
+    """`cut` for many pieces of one batch, whose parts are looked for once."""
+    found, build = flat(tree), builder(tree)
+    if len(found) != len(layout.axes):
+        raise uncuttable(f"it has {len(found)} parts, and earlier ones like it had {len(layout.axes)}")
+    parts = list(zip(found, layout.axes))
+    return lambda start, stop: build(iter([_narrow(leaf, axis, start, stop) for leaf, axis in parts]))
 
 
 def cut_samples(tree: Any, layout: Layout, indices: Sequence[int]) -> Any:
     """Single samples of a batch, in the order of `indices` (copies)."""
-    pieces = [[leaf for _, leaf in leaves(cut(tree, layout, i, i + 1))] for i in indices]
+    piece = cutter(tree, layout)
+    pieces = [flat(piece(i, i + 1)) for i in indices]
     return rebuild(tree, (_joined([piece[k] for piece in pieces], axis) for k, axis in enumerate(layout.axes)))
 
 
@@ -144,10 +149,6 @@ def uncuttable(reason: str) -> Refused:
         found=reason,
         next_move="pass split=, a function (batch, sizes) -> list of batches with that many samples each",
     )
-
-
-def _refuse_other_parts(tree: Any, layout: Layout) -> NoReturn:
-    raise uncuttable(f"it has {len(flat(tree))} parts, and earlier ones like it had {len(layout.axes)}")
 
 
 def refuse_packed(tree: Any) -> None:
