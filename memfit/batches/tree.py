@@ -86,7 +86,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves."""
-    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in flat(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def path_name(path: Path, root: str = "batch") -> str:

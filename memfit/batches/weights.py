@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
+FEW = 64
+"""Labels up to which a list counts faster than an array."""
+
 Count = int | torch.Tensor
 Bound = dict[str, Any]
 
@@ -90,25 +93,18 @@ def valid_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, Count]:
     return total / divisor.to(total.dtype), count
 
 
-def on_host(tensor: torch.Tensor) -> Any:
-    """`tensor` as a NumPy array where its values are on the host already, so that nothing looks like waiting for a device;
-    None elsewhere."""
-    if tensor.device.type != "cpu" or type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
-        return None
-    try:
-        return tensor.detach().numpy()
-    except (RuntimeError, TypeError):  # NumPy has no such numbers, or a transform of torch.func wraps them
-        return None
-
-
 def entries_other_than(tensor: torch.Tensor, value: int) -> Count:
-    """How many entries are not `value`; fake tensors, which have no values, count as on the host they would at most."""
-    array = on_host(tensor)
-    if array is not None:
-        return int(numpy.count_nonzero(array != value))
-    if tensor.device.type == "cpu" and isinstance(tensor, FakeTensor):
-        return tensor.numel()
-    return (tensor != value).sum()
+    """How many entries are not `value`: a number where they are on the host already, so that nothing looks like waiting for
+    a device. Fake tensors, which have no values, count as on the host they would at most."""
+    if tensor.device.type != "cpu" or type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
+        fake = isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
+        return tensor.numel() if fake else (tensor != value).sum()
+    try:
+        if tensor.dim() == 1 and tensor.shape[0] <= FEW:
+            return tensor.shape[0] - tensor.tolist().count(value)
+        return int(numpy.count_nonzero(tensor.detach().numpy() != value))
+    except (RuntimeError, TypeError):  # NumPy has no such numbers, or a transform of torch.func wraps them
+        return (tensor != value).sum()
 
 
 def _entries(bound: Bound) -> int:

@@ -77,17 +77,17 @@ class Terms:
             return function(*args, **kwargs)
         self._answering = True  # the mode sees what a stand-in calls
         try:
-            return self._mean(function, bound)
+            term = self._term(function, bound)
         finally:
             self._answering = False
+        self.found.append(term)
+        return term.mean if self._shares is None else term.mean * self._shares[len(self.found) - 1]
 
-    def _mean(self, function: Any, bound: Bound) -> torch.Tensor:
+    def _term(self, function: Any, bound: Bound) -> Term:
         if self._alone:
-            self.found.append(Term(*entries_mean(function, bound)))
-            return self.found[-1].mean
+            return Term(*entries_mean(function, bound))
         mean, count = valid_mean(function, bound)
-        self.found.append(Term(mean, 1, count))
-        return mean if self._shares is None else mean * self._shares[len(self.found) - 1]
+        return Term(mean, 1, count)
 
 
 class _Seen(TorchFunctionMode):

@@ -19,7 +19,7 @@ from torch import nn
 
 from memfit._units import MiB
 from memfit.batches.tree import Path, leaf_at, leaves, path_name
-from memfit.batches.weights import Count, entries_other_than, on_host
+from memfit.batches.weights import Count, entries_other_than
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_loss
 from memfit.engine.context import uncompiled
 from memfit.engine.intercept import is_compiled
@@ -312,12 +312,19 @@ class LeafCount:
         leaf = leaf_at(inputs, self.path)
         if not isinstance(leaf, torch.Tensor):
             raise WeightsChanged(f"there is no {path_name(self.path)} to count in")
-        if self.rule == "mask":
-            array = on_host(leaf)
-            return leaf.sum() if array is None else int(array.sum())
-        if self.rule == "nonzero":
-            return entries_other_than(leaf, 0)
-        return entries_other_than(leaf[..., 1:] if self.rule == "shifted" else leaf, -100)
+        if self.rule == "labels":
+            return entries_other_than(leaf, -100)
+        if self.rule == "shifted":
+            return entries_other_than(leaf[..., 1:], -100)
+        return entries_other_than(leaf, 0) if self.rule == "nonzero" else _sum_of(leaf)
+
+
+def _sum_of(mask: torch.Tensor) -> Count:
+    # Read through NumPy: on the CPU a count is on the host already, and nothing may look like waiting for a device.
+    if mask.device.type != "cpu" or type(mask) is not torch.Tensor or mask.dtype is torch.bfloat16:
+        return mask.sum()
+    total = float(mask.detach().numpy().sum())
+    return int(total) if total.is_integer() else torch.tensor(total, dtype=torch.float64)
 
 
 def _count_candidates(work: Work, samples: int) -> list[LeafCount]:
