@@ -152,7 +152,7 @@ class Pass:
         self._weights.append(weight)
         factor = weight * self._scale
         # Backward begins with the weight: the loss does not have to be multiplied by it.
-        begin = factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else torch.full_like(loss, factor)
+        begin = factor.to(loss) if isinstance(factor, torch.Tensor) else torch.full_like(loss, factor)
         with without_autocast(self._work.device):
             torch.autograd.backward(loss, begin)
 
