@@ -16,6 +16,8 @@ from zoo.data import IGNORED
 from zoo.losses import variants_for
 from zoo.plain import gradients_of, relative_error
 
+from memfit.training.prove import LeafCount
+
 EXACT = 1e-12
 CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
 
@@ -302,3 +304,10 @@ def test_script_mode_tells_counts_apart_that_were_alike_at_first() -> None:
         model(**batch).backward()
     assert relative_error(gradients_of(model), want) <= EXACT
     run.undo()
+
+
+def test_a_mask_counts_what_it_adds_up_to() -> None:
+    count = LeafCount(("mask",), "mask", "the entries set in the mask")
+    whole = count({"x": torch.zeros(3), "mask": torch.tensor([1.0, 0.0, 1.0])})
+    assert whole == 2 and isinstance(whole, int)
+    assert float(count({"x": torch.zeros(3), "mask": torch.tensor([0.5, 1.0, 0.25])})) == 1.75

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memfit.batches.weights import entries_mean, known_loss, valid_mean
+from memfit.batches.weights import entries_mean, entries_other_than, known_loss, valid_mean
 
 PIECES = (3, 1, 2, 4)
 N = sum(PIECES)
@@ -219,6 +219,21 @@ def test_a_part_without_valid_labels_is_zero_and_not_nan(name: str) -> None:
 def test_labels_of_a_whole_without_valid_entries_count_nothing() -> None:
     found = bound(F.cross_entropy, torch.zeros(3, 5), {"target": torch.full((3,), -100)})
     assert valid_mean(F.cross_entropy, found) == (torch.tensor(0.0), torch.tensor(0))
+
+
+@pytest.mark.parametrize("labels", [3, 300])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bfloat16])
+def test_entries_are_counted_in_few_and_in_many_labels(labels: int, dtype: torch.dtype) -> None:
+    found = torch.arange(labels).to(dtype)
+    assert entries_other_than(found, -100) == labels
+    found[1] = -100
+    assert entries_other_than(found, -100) == labels - 1
+    assert entries_other_than(found[None], -100) == labels - 1
+
+
+def test_counting_reads_nothing_that_a_transform_wraps() -> None:
+    labels = torch.tensor([[1, -100, 2], [-100, -100, 3]])
+    assert torch.func.vmap(lambda row: entries_other_than(row, -100))(labels).tolist() == [2, 1]
 
 
 def test_counts_stay_on_the_device() -> None:

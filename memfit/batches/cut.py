@@ -6,16 +6,17 @@ with the way out, `split=`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, product
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from memfit._errors import Refused
-from memfit.batches.tree import Path, children, flat, is_column, leaves, map_leaves, path_name, rebuild
+from memfit.batches.tree import Path, builder, children, flat, is_column, leaves, path_name, rebuild
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,22 @@ def cut(tree: Any, layout: Layout, start: int, stop: int) -> Any:
 
     Raises Refused if it has other parts than the batch the layout was found on.
     """
-    axes = iter(layout.axes)
-    try:
-        made = map_leaves(lambda leaf: _narrow(leaf, next(axes), start, stop), tree)
-        return made if next(axes, made) is made else _refuse_other_parts(tree, layout)
-    except StopIteration:
-        return _refuse_other_parts(tree, layout)
+    return cutter(tree, layout)(start, stop)
+
+
+def cutter(tree: Any, layout: Layout) -> Callable[[int, int], Any]:
+    """`cut` for many pieces of one batch, whose parts are looked for once."""
+    found, build = flat(tree), builder(tree)
+    if len(found) != len(layout.axes):
+        raise uncuttable(f"it has {len(found)} parts, and earlier ones like it had {len(layout.axes)}")
+    narrowed = [_narrowing(leaf, axis) for leaf, axis in zip(found, layout.axes)]
+    return lambda start, stop: build(iter([part(start, stop) for part in narrowed]))
 
 
 def cut_samples(tree: Any, layout: Layout, indices: Sequence[int]) -> Any:
     """Single samples of a batch, in the order of `indices` (copies)."""
-    pieces = [[leaf for _, leaf in leaves(cut(tree, layout, i, i + 1))] for i in indices]
+    piece = cutter(tree, layout)
+    pieces = [flat(piece(i, i + 1)) for i in indices]
     return rebuild(tree, (_joined([piece[k] for piece in pieces], axis) for k, axis in enumerate(layout.axes)))
 
 
@@ -116,10 +122,14 @@ def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layo
     Raises Refused for packed sequences.
     """
     refuse_packed(tree)
-    choices = [_dims_of_size(leaf, samples) for _, leaf in leaves(tree)]
+    choices = [_dims_of_size(leaf, samples) for leaf in flat(tree)]
     if not any(dims != [None] for dims in choices):
         return
     seen = set()
+    first = tuple(dims[0] for dims in choices)
+    if _disagreement(first) == 1:  # nothing comes before it: mostly the others do not have to be looked for
+        seen.add(first)
+        yield Layout(first, samples)
     ordered = islice(product(*choices), 4096)
     # Layouts in which all tensors agree on the dimension come first: [batch, ...] everywhere, then [time, batch, ...]; those
     # in which a tensor with such a dimension is the same for all samples come last.
@@ -132,7 +142,7 @@ def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layo
 def shared_samples(tree: Any) -> int | None:
     """The size of the first dimension that all tensors with more than one element share, or None."""
     found = {
-        leaf.shape[0] for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.numel() > 1
+        leaf.shape[0] for leaf in flat(tree) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.numel() > 1
     }
     return found.pop() if len(found) == 1 else None
 
@@ -146,10 +156,6 @@ def uncuttable(reason: str) -> Refused:
     )
 
 
-def _refuse_other_parts(tree: Any, layout: Layout) -> NoReturn:
-    raise uncuttable(f"it has {len(flat(tree))} parts, and earlier ones like it had {len(layout.axes)}")
-
-
 def refuse_packed(tree: Any) -> None:
     """Raise Refused if the batch holds a packed sequence."""
     if isinstance(tree, PackedSequence):
@@ -158,12 +164,12 @@ def refuse_packed(tree: Any) -> None:
         refuse_packed(part)
 
 
-def _narrow(leaf: Any, axis: Axis | None, start: int, stop: int) -> Any:
+def _narrowing(leaf: Any, axis: Axis | None) -> Callable[[int, int], Any]:
     if axis is None:
-        return leaf
+        return lambda start, stop: leaf
     if isinstance(leaf, torch.Tensor):
-        return axis.narrow(leaf, start, stop)
-    return leaf[start:stop]
+        return partial(axis.narrow, leaf)
+    return lambda start, stop: leaf[start:stop]
 
 
 def _joined(parts: list[Any], axis: Axis | None) -> Any:

@@ -58,25 +58,35 @@ def flat(tree: Any) -> list[Any]:
     return [tree] if parts is None else [leaf for _, part in parts for leaf in flat(part)]
 
 
-def rebuild(tree: Any, values: Iterator[Any]) -> Any:
-    """A copy of `tree`'s containers whose leaves are taken from `values`, in the order `leaves` gives them."""
+def leaf_at(tree: Any, path: Path) -> Any:
+    """The leaf that `leaves` gives with this path, or None."""
+    for name in path:
+        tree = dict(children(tree) or ()).get(name)
+    return tree
+
+
+def builder(tree: Any) -> Callable[[Iterator[Any]], Any]:
+    """What makes copies of `tree`'s containers, their leaves taken from an iterator in the order `leaves` gives them."""
     parts = children(tree)
     if parts is None:
-        return next(values)
-    return _with_parts(tree, [rebuild(part, values) for _, part in parts], [name for name, _ in parts])
+        return next
+    names, builders = [name for name, _ in parts], [builder(part) for _, part in parts]
+    return lambda values: _with_parts(tree, [build(values) for build in builders], names)
+
+
+def rebuild(tree: Any, values: Iterator[Any]) -> Any:
+    """A copy of `tree`'s containers whose leaves are taken from `values`, in the order `leaves` gives them."""
+    return builder(tree)(values)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with `function` applied to every leaf; containers keep their types."""
-    parts = children(tree)
-    if parts is None:
-        return function(tree)
-    return _with_parts(tree, [map_leaves(function, part) for _, part in parts], [name for name, _ in parts])
+    return rebuild(tree, map(function, flat(tree)))
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves."""
-    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in flat(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def path_name(path: Path, root: str = "batch") -> str:

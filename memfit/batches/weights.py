@@ -12,8 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+
+FEW = 64
+"""Labels up to which a list counts faster than an array."""
 
 Count = int | torch.Tensor
 Bound = dict[str, Any]
@@ -63,24 +68,43 @@ def all_arguments(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def entries_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, int, Count]:
-    """(sum over valid entries / all entries, all entries, what the true mean divides by), for one part of a batch.
+    """(a mean over one part of a batch, over how many entries, what the true mean divides by).
 
-    All entries are known on the host and never zero, so a part without valid entries gives zero and not NaN, and nothing
-    waits for the device; parts are weighted by their entries and the total is divided by the true counts at the end.
+    It is the true mean where the count is known on the host; else the sum over valid entries divided by all of them: these
+    are never zero, so a part without valid entries gives zero and not NaN, and nothing waits for the device. Parts are
+    weighted by their entries and the total is divided by the true counts at the end.
     """
-    entries = max(1, _entries(bound))
     count = KNOWN_LOSSES[function].denominator(bound)
+    if isinstance(count, int) and count:
+        return function(**bound), count, count
+    entries = max(1, _entries(bound))
     return function(**{**bound, "reduction": "sum"}) / entries, entries, count
 
 
 def valid_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, Count]:
     """(the true mean over one part, what it divides by); a part without valid entries gives zero, not NaN."""
     count = KNOWN_LOSSES[function].denominator(bound)
+    if isinstance(count, int) and count:
+        return function(**bound), count
     total = function(**{**bound, "reduction": "sum"})
     if isinstance(count, int):
-        return total / max(count, 1), count
+        return total, count
     divisor = torch.where(count == 0, torch.ones_like(count), count)
     return total / divisor.to(total.dtype), count
+
+
+def entries_other_than(tensor: torch.Tensor, value: int) -> Count:
+    """How many entries are not `value`: a number where they are on the host already, so that nothing looks like waiting for
+    a device. Fake tensors, which have no values, count as on the host they would at most."""
+    if tensor.device.type != "cpu" or type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
+        fake = isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
+        return tensor.numel() if fake else (tensor != value).sum()
+    try:
+        if tensor.dim() == 1 and tensor.shape[0] <= FEW:
+            return tensor.shape[0] - tensor.tolist().count(value)
+        return int(numpy.count_nonzero(tensor.detach().numpy() != value))
+    except (RuntimeError, TypeError):  # NumPy has no such numbers, or a transform of torch.func wraps them
+        return (tensor != value).sum()
 
 
 def _entries(bound: Bound) -> int:
@@ -94,9 +118,9 @@ def _class_count(bound: Bound) -> Count:
     scores, target, weight = bound["input"], bound["target"], bound["weight"]
     if target.is_floating_point():  # probabilities: torch divides by samples times positions, weighted or not
         return scores.numel() // max(1, scores.shape[1] if scores.dim() > 1 else scores.shape[0])
-    valid = target != bound["ignore_index"]
     if weight is None:
-        return valid.sum()
+        return entries_other_than(target, bound["ignore_index"])
+    valid = target != bound["ignore_index"]
     chosen = weight[torch.where(valid, target, torch.zeros_like(target))]
     return (chosen * valid).sum()
 

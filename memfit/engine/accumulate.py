@@ -5,6 +5,7 @@ The same function runs for real, on fake tensors while profiling, and on small s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -150,9 +151,10 @@ class Pass:
         self._losses.append(loss.detach())
         self._weights.append(weight)
         factor = weight * self._scale
-        weighted = loss * (factor.to(loss.dtype) if isinstance(factor, torch.Tensor) else factor)
+        # Backward begins with the weight: the loss does not have to be multiplied by it.
+        begin = factor.to(loss) if isinstance(factor, torch.Tensor) else torch.full_like(loss, factor)
         with without_autocast(self._work.device):
-            torch.autograd.backward(weighted)
+            torch.autograd.backward(loss, begin)
 
     def _check_nothing(self, inputs: Any) -> None:
         """Where the weighting was inferred: a micro-batch without anything to count must have no loss of its own (losses
@@ -186,11 +188,14 @@ class Pass:
         value = torch.stack(self._losses).to(exact) @ _stacked(self._weights, exact, first.device)
         if not self._counts:
             return Total(value.to(first.dtype), receivers, gradients, 1.0 / self._scale)
-        count = _sum(self._counts, first.device).to(exact)
-        share = count.reciprocal() * self._unit
         # Without a single valid entry the loss is 0/0, as it would be whole, but torch's gradient of it is zero.
-        factor = torch.where(count == 0, torch.zeros_like(share), share) / self._scale
-        return Total((value * share).to(first.dtype), receivers, gradients, factor)
+        count, share, factor = _sum(self._counts, first.device), math.nan, 0.0
+        if isinstance(count, torch.Tensor):
+            share = count.to(exact).reciprocal() * self._unit
+            factor = torch.where(count == 0, torch.zeros_like(share), share)
+        elif count:
+            share = factor = self._unit / count
+        return Total((value * share).to(first.dtype), receivers, gradients, factor / self._scale)
 
     def _loss(
         self, outputs: Any, samples: int, count: Count | None, shares: Sequence[float] | None
@@ -253,14 +258,12 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _sum(counts: Sequence[Count], device: torch.device) -> torch.Tensor:
+def _sum(counts: Sequence[Count], device: torch.device) -> Count:
     on_host = sum(count for count in counts if isinstance(count, int))
     on_device = [count for count in counts if isinstance(count, torch.Tensor)]
-    return (
-        torch.stack([*on_device, torch.as_tensor(on_host, dtype=on_device[0].dtype, device=device)]).sum()
-        if on_device
-        else (torch.as_tensor(on_host, device=device))
-    )
+    if not on_device:
+        return on_host
+    return torch.stack([*on_device, torch.as_tensor(on_host, dtype=on_device[0].dtype, device=device)]).sum()
 
 
 def _not_a_loss(found: str, next_move: str) -> UsageError:

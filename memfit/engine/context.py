@@ -54,10 +54,10 @@ def autocasting(states: Iterable[Autocast]) -> AbstractContextManager[object]:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast off for a device and the host, for inner backward passes."""
-    kinds = ("cpu",) if device.type == "cpu" else (device.type, "cpu")
-    if not any(torch.is_autocast_enabled(kind) for kind in kinds):
+    kind = device.type
+    if not torch.is_autocast_enabled(kind) and (kind == "cpu" or not torch.is_autocast_enabled("cpu")):
         return nullcontext()
-    return autocasting(Autocast(kind, False, torch.get_autocast_dtype(kind), True) for kind in kinds)
+    return autocasting(Autocast(k, False, torch.get_autocast_dtype(k), True) for k in dict.fromkeys((kind, "cpu")))
 
 
 @contextmanager

@@ -45,9 +45,8 @@ class Staging:
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters that receive gradients now, each once: the model's, then the outside ones."""
-        found = {id(p): p for module in self.model.modules() for p in module._parameters.values() if _trains(p)}
-        found.update({id(p): p for p in self.outside if _trains(p)})  # pyright: ignore[reportArgumentType, reportCallIssue]
-        return list(found.values())  # type: ignore[arg-type]
+        found = [p for module in modules_of(self.model) for p in module._parameters.values()]
+        return list({id(p): p for p in (*found, *self.outside) if p is not None and p.requires_grad}.values())
 
     def stage_also(self, parameters: Iterable[torch.Tensor]) -> None:
         """Stage these parameters too: they live in no module of the model and receive gradients through it."""
@@ -55,7 +54,7 @@ class Staging:
 
     def holds_only(self, known: dict[int, Any]) -> bool:
         """Whether every parameter in the model is one of `known` (ids): False inside `functional_call`."""
-        modules = self.model.modules()
+        modules = modules_of(self.model)
         return all(p is None or id(p) in known for module in modules for p in module._parameters.values())
 
     @contextmanager
@@ -64,19 +63,19 @@ class Staging:
         if self._depth:
             yield
             return
-        changed: list[tuple[dict[str, Any], str, Any]] = []
+        modules, changed = modules_of(self.model), []
         set_aside = [(p, p.grad) for p in self.outside]
         self._depth += 1
         try:
             for p in self.outside:
                 p.grad = None
-            self._put_aliases(changed)
+            self._put_aliases(modules, changed)
             yield
         finally:
             self._depth -= 1
             for entries, name, original in reversed(changed):
                 entries[name] = original
-            refresh_flat_weights(self.model)
+            refresh_flat_weights(modules)
             for p, grad in set_aside:
                 self._gather_outside(p)
                 p.grad = grad
@@ -113,14 +112,14 @@ class Staging:
         grads = [alias.grad for _, alias in self._aliases.values() if alias.grad is not None]
         return sum(g.untyped_storage().nbytes() for g in (*grads, *self._wide.values()))
 
-    def _put_aliases(self, changed: list[tuple[dict[str, Any], str, Any]]) -> None:
-        for module in self.model.modules():
+    def _put_aliases(self, modules: Iterable[nn.Module], changed: list[tuple[dict[str, Any], str, Any]]) -> None:
+        for module in modules:
             entries = module._parameters
             for name, original in entries.items():
                 if original is not None and original.requires_grad:
                     changed.append((entries, name, original))
                     entries[name] = self.alias(original)  # pyright: ignore[reportArgumentType]
-        refresh_flat_weights(self.model)
+        refresh_flat_weights(modules)
         if len(self._aliases) > len(changed):  # parameters that were replaced since: do not keep the old ones alive
             used = {id(original) for _, _, original in changed}
             self._aliases = {key: pair for key, pair in self._aliases.items() if key in used}
@@ -167,10 +166,6 @@ def check_nothing_escaped(
             )
 
 
-def _trains(parameter: torch.Tensor | None) -> bool:
-    return parameter is not None and parameter.requires_grad
-
-
 def _make_alias(tensor: torch.Tensor) -> torch.Tensor:
     twin = tensor.detach()
     alias = nn.Parameter(twin) if type(tensor) is nn.Parameter else twin.requires_grad_()
@@ -187,9 +182,21 @@ def _still_stands_for(alias: torch.Tensor, parameter: torch.Tensor) -> bool:
     )
 
 
-def refresh_flat_weights(model: nn.Module) -> None:
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """`model.modules()`, in its order, without the names that it makes up for them."""
+    found: dict[nn.Module, None] = {}
+    pending: list[nn.Module | None] = [model]
+    while pending:
+        module = pending.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            pending += reversed(module._modules.values())
+    return list(found)
+
+
+def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:
     """Let RNN modules, which keep a second list of references to their parameters, see those now in place."""
-    for module in model.modules():
-        names = getattr(module, "_flat_weights_names", None)
+    for module in modules:
+        names = module.__dict__.get("_flat_weights_names")
         if names is not None:
             module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from memfit.batches.weights import KNOWN_LOSSES, Count, all_arguments, entries_mean, known_loss, valid_mean
+from memfit.batches.weights import KNOWN_LOSSES, Bound, Count, all_arguments, entries_mean, known_loss, valid_mean
 
 # Operations between a mean and the returned loss that keep it proportional to the mean.
 _LINEAR = ("Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "Mean", "Sum")
@@ -52,6 +52,7 @@ class Terms:
         self._alone, self._shares, self._by_name = alone, shares, by_name
         self._modes = ExitStack() if not by_name else None
         self._outer: Terms | None = None
+        self._answering = False
 
     def __enter__(self) -> Terms:
         if self._by_name is not False:
@@ -70,16 +71,23 @@ class Terms:
 
     def answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call of a function of torch.nn.functional gives."""
-        known = known_loss(function)
+        known = None if self._answering else known_loss(function)
         bound = None if known is None else known.bind(args, kwargs)
         if bound is None or bound["reduction"] != "mean":
             return function(*args, **kwargs)
+        self._answering = True  # the mode sees what a stand-in calls
+        try:
+            term = self._term(function, bound)
+        finally:
+            self._answering = False
+        self.found.append(term)
+        return term.mean if self._shares is None else term.mean * self._shares[len(self.found) - 1]
+
+    def _term(self, function: Any, bound: Bound) -> Term:
         if self._alone:
-            self.found.append(Term(*entries_mean(function, bound)))
-            return self.found[-1].mean
+            return Term(*entries_mean(function, bound))
         mean, count = valid_mean(function, bound)
-        self.found.append(Term(mean, 1, count))
-        return mean if self._shares is None else mean * self._shares[len(self.found) - 1]
+        return Term(mean, 1, count)
 
 
 class _Seen(TorchFunctionMode):

@@ -76,12 +76,12 @@ class FakeWorld:
                         if original is not None:
                             changed.append((entries, name, original))
                             entries[name] = self._twin_of(original, twins)  # pyright: ignore[reportArgumentType]
-            refresh_flat_weights(model)
+            refresh_flat_weights(model.modules())
             yield twins
         finally:
             for entries, name, original in reversed(changed):
                 entries[name] = original
-            refresh_flat_weights(model)
+            refresh_flat_weights(model.modules())
 
     def _twin_of(self, original: torch.Tensor, twins: dict[int, torch.Tensor]) -> torch.Tensor:
         if id(original) not in twins:

@@ -15,7 +15,7 @@ from torch import nn
 
 from memfit._errors import MemfitError
 from memfit.batches.cut import Layout, candidate_layouts, uncuttable
-from memfit.batches.tree import is_column, leaves, map_leaves
+from memfit.batches.tree import flat, is_column, leaves, map_leaves
 from memfit.engine.context import autocast_now, uncompiled
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.sandbox import leave_no_trace
@@ -47,7 +47,7 @@ def shapes_per_sample(tree: Tree, layout: Layout) -> Shapes:
     found = []
     if not layout.cuts:
         return ()
-    for (_, leaf), axis in zip(leaves(tree), layout.axes):
+    for leaf, axis in zip(flat(tree), layout.axes):
         if not isinstance(leaf, torch.Tensor):
             found.append(())
         elif axis is None:
@@ -60,7 +60,7 @@ def shapes_per_sample(tree: Tree, layout: Layout) -> Shapes:
 def samples_by(tree: Tree, layout: Layout) -> int | None:
     """Samples in a call with this layout, or None if its tensors disagree."""
     found = set()
-    for (_, leaf), axis in zip(leaves(tree), layout.axes):
+    for leaf, axis in zip(flat(tree), layout.axes):
         if axis is not None:
             size = len(leaf) if is_column(leaf) else leaf.shape[axis.dim]
             found.add(axis.samples(size) if size % (axis.outer * axis.inner) == 0 else None)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from memfit.batches.cut import Layout, cut, cut_samples
+from memfit.batches.cut import Layout, cut_samples, cutter
+from memfit.batches.pieces import bounds
 from memfit.batches.samples import SampleBatch
-from memfit.batches.tree import map_leaves
+from memfit.batches.tree import map_leaves, tensors
 from memfit.training.call import Split, part_of_split
 from memfit.training.learn import Shapes, twin_of_part
 
@@ -21,7 +22,8 @@ class Ordered:
     """Samples in the order in which micro-batches are made of them.
 
     `sizes[i]` are the elements of the i-th; all zero where samples cannot be told apart. `shapes` are the shapes per sample
-    of an ordinary batch, None where samples are collated. With `in_order`, pieces can only be made of neighbours.
+    of an ordinary batch, None where samples are collated. With `in_order`, pieces can only be made of neighbours;
+    `views(start, stop)` makes them where that copies nothing. They lie on `devices`, if known.
     `again` makes of a part of an ordinary batch, and the number of samples in it, a batch of its own.
     """
 
@@ -33,14 +35,19 @@ class Ordered:
         *,
         shapes: Shapes | None = None,
         in_order: bool = False,
+        views: Callable[[int, int], Any] | None = None,
+        devices: frozenset[torch.device] | None = None,
         again: Callable[[Any, int], Ordered] | None = None,
     ) -> None:
         self.samples, self.shapes, self.in_order, self._again = samples, shapes, in_order, again
+        self.devices = devices
         self.ragged = bool(sizes) and max(sizes) > RAGGED * max(1, min(sizes))
         order = sorted(range(samples), key=lambda i: -sizes[i]) if self.ragged else range(samples)
         self._order = order
-        self.sizes = [sizes[i] if sizes else 0 for i in order]
+        self.sizes = [sizes[i] for i in order] if sizes else [0] * samples
         self._make = piece
+        self._views = views
+        self._ready: dict[tuple[int, int], Any] = {}
 
     @staticmethod
     def of_samples(batch: SampleBatch) -> Ordered:
@@ -51,16 +58,20 @@ class Ordered:
     def of_tree(tree: Any, layout: Layout, shapes: Shapes) -> Ordered:
         """An ordinary batch that is cut."""
 
+        neighbours = cutter(tree, layout)
+        views = neighbours if all(axis is None or axis.outer == 1 for axis in layout.axes) else None
+
         def piece(indices: Sequence[int]) -> Any:
             start, stop = indices[0], indices[-1] + 1
             if indices == range(start, stop) or list(indices) == list(range(start, stop)):
-                return cut(tree, layout, start, stop)
+                return neighbours(start, stop)
             return cut_samples(tree, layout, indices)
 
         def again(part: Any, samples: int) -> Ordered:
             return Ordered.of_tree(part, Layout(layout.axes, samples), shapes)
 
-        return Ordered(layout.samples, [], piece, shapes=shapes, again=again)
+        devices = frozenset(tensor.device for tensor in tensors(tree))
+        return Ordered(layout.samples, [], piece, shapes=shapes, views=views, devices=devices, again=again)
 
     @staticmethod
     def of_split(tree: Any, samples: int, split: Split, shapes: Shapes) -> Ordered:
@@ -97,9 +108,14 @@ class Ordered:
         """How many samples `copies` can make; None: any number."""
         return self.samples if self.in_order else None
 
+    def cut_at(self, pieces: Sequence[int]) -> None:
+        """Make all pieces of these sizes now where they are views: one after the other that takes a fraction of the time."""
+        self._ready = {} if self._views is None else {(a, b): self._views(a, b) for a, b in bounds(pieces)}
+
     def piece(self, start: int, stop: int) -> Any:
         """The samples `start:stop` in this order, collated or cut."""
-        return self._make(self._order[start:stop])
+        ready = self._ready.pop((start, stop), None)
+        return self._make(self._order[start:stop]) if ready is None else ready
 
     def copies(self, index: int, count: int) -> Any:
         """`count` samples like the `index`-th: that one again and again where samples are collated, else the first ones."""

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from memfit._units import MiB
-from memfit.batches.tree import Path, leaves, path_name
-from memfit.batches.weights import Count
+from memfit.batches.tree import Path, leaf_at, leaves, path_name
+from memfit.batches.weights import Count, entries_other_than
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_loss
 from memfit.engine.context import uncompiled
 from memfit.engine.intercept import is_compiled
@@ -309,19 +309,22 @@ class LeafCount:
     """In words."""
 
     def __call__(self, inputs: Any) -> Count:
-        leaf = next((leaf for path, leaf in leaves(inputs) if path == self.path), None)
+        leaf = leaf_at(inputs, self.path)
         if not isinstance(leaf, torch.Tensor):
             raise WeightsChanged(f"there is no {path_name(self.path)} to count in")
-        # Read through NumPy: on the CPU a count is on the host already, and nothing may look like waiting for a device.
-        on_host = leaf.device.type == "cpu" and type(leaf) is torch.Tensor and leaf.dtype is not torch.bfloat16
-        entries: Any = leaf.detach().numpy() if on_host else leaf
-        if self.rule == "mask":
-            count = entries.sum()
-        elif self.rule == "nonzero":
-            count = (entries != 0).sum()
-        else:
-            count = ((entries[..., 1:] if self.rule == "shifted" else entries) != -100).sum()
-        return int(count) if on_host else count
+        if self.rule == "labels":
+            return entries_other_than(leaf, -100)
+        if self.rule == "shifted":
+            return entries_other_than(leaf[..., 1:], -100)
+        return entries_other_than(leaf, 0) if self.rule == "nonzero" else _sum_of(leaf)
+
+
+def _sum_of(mask: torch.Tensor) -> Count:
+    # Read through NumPy: on the CPU a count is on the host already, and nothing may look like waiting for a device.
+    if mask.device.type != "cpu" or type(mask) is not torch.Tensor or mask.dtype is torch.bfloat16:
+        return mask.sum()
+    total = float(mask.detach().numpy().sum())
+    return int(total) if total.is_integer() else torch.tensor(total, dtype=torch.float64)
 
 
 def _count_candidates(work: Work, samples: int) -> list[LeafCount]:

@@ -119,10 +119,12 @@ class Stepper:
     def _accumulated(self, batch: Ordered) -> torch.Tensor:
         core, plan = self._core, self._core.plan
         assert plan is not None
-        work = self._work(batch.piece, batch.samples, plan.precision)
+        work = self._work(batch.piece, batch.samples, plan.precision, there=batch.devices == {core.device})
 
         def pieces_for(largest: int, tuner: Tuner | None) -> Sequence[int]:
-            return self._pieces(batch, largest, plan, tuner)
+            pieces = self._pieces(batch, largest, plan, tuner)
+            batch.cut_at(pieces)
+            return pieces
 
         weighting = self._weighting or BY_SAMPLES
         return hand_over(core.accumulated(work, weighting, pieces_for, largest=core.limit(plan)))
@@ -353,8 +355,11 @@ class Stepper:
         available = batch.available or max(demand.share, CHECK)  # samples may be repeated where they need not be neighbours
         return Task(make_work, real_work, self._weighting or BY_SAMPLES, available, demand, self._core.compiled)
 
-    def _work(self, piece: Callable[[int, int], Any], samples: int, precision: str) -> StepWork:
-        return StepWork(self._core.model, self._loss_fn, piece, samples, self._core.device, precision=precision)
+    def _work(
+        self, piece: Callable[[int, int], Any], samples: int, precision: str, *, there: bool = False
+    ) -> StepWork:
+        core = self._core
+        return StepWork(core.model, self._loss_fn, piece, samples, core.device, precision=precision, there=there)
 
 
 def _outdone(planned: Planned, batch: Ordered) -> bool:

@@ -23,17 +23,25 @@ Piece = Callable[[int, int], Any]
 
 
 class StepWork:
-    """Step mode: `loss_fn(model, piece)` on the pieces of an effective batch of `samples`."""
+    """Step mode: `loss_fn(model, piece)` on the pieces of an effective batch of `samples`; `there`: they lie on the device."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn, piece: Piece, samples: int, device: torch.device, *, precision: str = "off"
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        piece: Piece,
+        samples: int,
+        device: torch.device,
+        *,
+        precision: str = "off",
+        there: bool = False,
     ) -> None:
         self._model, self._loss_fn, self._piece, self._precision = model, loss_fn, piece, precision
-        self.samples, self.device = samples, device
+        self.samples, self.device, self._there = samples, device, there
 
     def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:
         piece = self._piece(start, stop)
-        return moved(piece, self.device), None if count is None else count(piece)
+        return piece if self._there else moved(piece, self.device), None if count is None else count(piece)
 
     def forward(self, inputs: Any) -> Any:
         return inputs
