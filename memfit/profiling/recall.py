@@ -50,7 +50,8 @@ class Recall:
     def _kind(self, value: Any) -> Any:
         if isinstance(value, self._fake_type):
             tensor: Any = value
-            return tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device, tensor.storage_offset()
+            device, offset = tensor.fake_device, tensor.storage_offset()
+            return tensor.shape, tensor.stride(), tensor.dtype, device, offset, tensor.is_neg()
         if isinstance(value, (list, tuple)):
             return tuple([self._kind(item) for item in value])
         return type(value), value  # 1, 1.0 and True are equal, and give results of different types
@@ -77,7 +78,7 @@ class Recall:
         shape, stride, dtype, device = tuple(out.shape), out.stride(), out.dtype, fake.fake_device
         base = next((i for i, t in enumerate(given) if _storage(t) == _storage(out)), None)
         if base is not None:
-            return None if given[base].dtype is not dtype else self._view(base, shape, stride, out.storage_offset(), device)
+            return None if given[base].dtype is not dtype else self._view(base, shape, stride, int(out.storage_offset()), device)
         if out.storage_offset() or out.untyped_storage().nbytes() != _dense_bytes(shape, stride, dtype):
             return None
         return self._fresh(shape, stride, dtype, device)
