@@ -78,7 +78,8 @@ class Recall:
         shape, stride, dtype, device = tuple(out.shape), out.stride(), out.dtype, fake.fake_device
         base = next((i for i, t in enumerate(given) if _storage(t) == _storage(out)), None)
         if base is not None:
-            return None if given[base].dtype is not dtype else self._view(base, shape, stride, int(out.storage_offset()), device)
+            offset = int(out.storage_offset())
+            return None if given[base].dtype is not dtype else self._view(base, shape, stride, offset, device)
         if out.storage_offset() or out.untyped_storage().nbytes() != _dense_bytes(shape, stride, dtype):
             return None
         return self._fresh(shape, stride, dtype, device)
