@@ -56,12 +56,13 @@ def traced_profile(
     like: Profile | None = None,
 ) -> Profile:
     """The profile by tracing on fake tensors; `available` is the most samples `make_work` can make. `like` is one of the
-    same step on samples of another size: where the step runs the same way, one trace is enough.
+    same step on samples of another size: where the step runs the same way, one trace is enough; with `sizes`, only the
+    optimizer's step is taken from it.
 
     Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
     """
-    if like is not None and like.timeline is not None and available >= SIZES[1]:
-        one = traced_profile(subject, make_work, available, SIZES[1:])
+    if like is not None and like.timeline is not None and sizes is None and available >= SIZES[1]:
+        one = traced_profile(subject, make_work, available, SIZES[1:], like)
         found = None if one.timeline is None else split_like(one.timeline, SIZES[1], like.timeline)
         return traced_profile(subject, make_work, available) if found is None else replace(one, timeline=found)
     affinely = sizes is None and available >= CHECK
@@ -76,6 +77,7 @@ def traced_profile(
         check=CHECK if affinely else None,
         blocks=subject.blocks,
         levers=subject.levers,
+        like=None if like is None else like.timeline,
     )
     whole = affine(trace.timelines[0], trace.timelines[1], trace.timelines[2], (*SIZES, CHECK)) if affinely else None
     own = trace.timelines[0].recomputed()

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.engine.staged import refresh_flat_weights
+from memfit.profiling.recall import Recall
 
 _SMALL = 1 << 16
 """Elements up to which the real value of a tensor is followed; masks and index tensors are smaller."""
@@ -98,6 +99,7 @@ class _Values(TorchDispatchMode):
         self.guesses: list[str] = []
         self._fakes = fakes
         self._fake_type = _fake_tensor_type()
+        self._recall = Recall(fakes, self._fake_type)
         self._real = WeakTensorKeyDictionary()
         self._likely = WeakTensorKeyDictionary()
 
@@ -115,19 +117,27 @@ class _Values(TorchDispatchMode):
     ) -> Any:
         if func in QUESTIONS:
             return answered(func, args)
-        args, kwargs = _map_tensors(self._twin, args), _map_tensors(self._twin, kwargs or {})
-        known = self._known(func, args, kwargs)
+        args, kwargs, given = self._as_fakes(args, kwargs or {})
+        known = self._known(func, args, kwargs, given)
         if func in _READS:
             return self._read(func, args, known)
         if func in _UNCACHED:
             return self._without_cache(func, args, kwargs)
         if known is None:
-            out = self._forget_written(func, args, func(*args, **kwargs))  # pyright: ignore[reportCallIssue]
+            out = self._forget_written(func, args, self._recall(func, args, kwargs, given))
             return self._with_likely_answer(func, args, out)
         real = _run_for_real(func, *known)
         out = self._shaped_by_value(real) if torch.Tag.dynamic_output_shape in func.tags else func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         self._remember_all(out, real)
         return out
+
+    def _as_fakes(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], list[torch.Tensor]]:
+        """The arguments with fakes for all tensors, and those fakes."""
+        given = _tensors_in(args) + (_tensors_in(tuple(kwargs.values())) if kwargs else [])
+        if all(isinstance(t, self._fake_type) for t in given):
+            return args, kwargs, given
+        args, kwargs = _map_tensors(self._twin, args), _map_tensors(self._twin, kwargs)
+        return args, kwargs, _tensors_in(args) + _tensors_in(tuple(kwargs.values()))
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, self._fake_type):
@@ -136,15 +146,12 @@ class _Values(TorchDispatchMode):
         self.remember(fake, tensor)
         return fake
 
-    def _known(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _known(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> tuple[Any, Any] | None:
         """The arguments with real values for the fakes, or None if any is unknown or the operation is random."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if any(t not in self._real for t in given) or torch.Tag.nondeterministic_seeded in func.tags:
             return None
-        given = _tensors_in(args) + _tensors_in(tuple(kwargs.values()))
         if not given:
             return None if _elements_asked(args) > _SMALL else (args, _on_cpu(kwargs))
-        if any(t not in self._real for t in given):
-            return None
         real = self._real.__getitem__
         return _map_tensors(real, args), _on_cpu(_map_tensors(real, kwargs))
 

@@ -1,8 +1,8 @@
 """Tracing one optimizer step in steady state on fake tensors: a Timeline for one micro-batch size.
 
-A first step brings the optimizer's state into being; the second is what is recorded: two micro-batches (so that staged
-gradients meet activations), the hand-over and the optimizer's step. Not covered: what the script does between backward and
-step (clipping allocates a few scalars), and evaluation.
+A first step brings the optimizer's state into being; then two micro-batches are recorded (so that staged gradients meet
+activations), the hand-over and the optimizer's step, which is the same for every size and traced once. Not covered: what the
+script does between backward and step (clipping allocates a few scalars), and evaluation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gc
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from memfit.engine.staged import Staging
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.sandbox import leave_no_trace
+from memfit.profiling.splice import continued
 from memfit.profiling.timeline import Timeline
 
 MakeWork = Callable[[Callable[[torch.Tensor], torch.Tensor], int], Work]
@@ -62,16 +63,16 @@ def trace_step(
     check: int | None = None,
     blocks: Sequence[str] = (),
     levers: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    like: Timeline | None = None,
 ) -> Trace:
     """Trace a step with two micro-batches of each of `sizes` samples, and one with a single one of `check` samples.
 
-    Runs through `blocks` are noted. `levers` gives a context in which the model runs with the levers under test. Leaves no
-    trace.
+    Runs through `blocks` are noted. `levers` gives a context in which the model runs with the levers under test. `like` is a
+    step of the same model and optimizer, whose optimizer's step is taken over. Leaves no trace.
     Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
     """
     world = FakeWorld()
     ledger = Ledger(device)
-    timelines = []
     with ExitStack() as stack:
         stack.enter_context(leave_no_trace(model, device, buffers=False))
         stack.enter_context(_collected_by_hand())
@@ -80,19 +81,26 @@ def trace_step(
         stack.enter_context(levers())
         stepping = _Stepping(model, optimizer, world, ledger, twins, weighting)
         # Built outside fake mode: collating touches real samples.
-        checked = () if check is None else (check,)
-        works = [make_work(world.twin, samples) for samples in (sizes[0], *sizes, *checked)]
+        steps = [_Step((n, n)) for n in sizes] + ([] if check is None else [_Step((check,))])
+        for step in steps:
+            step.works.extend(make_work(world.twin, step.pieces[0]) for _ in range(3))
         stack.enter_context(world.entered())
         stack.enter_context(ledger)
         stack.enter_context(ledger.naming(model, blocks))
         stepping.begin()
-        stepping.run(works.pop(0), (sizes[0],))
-        for samples in sizes:
-            timelines.append(stepping.recorded(works.pop(0), (samples, samples)))
-        if check is not None:
-            timelines.append(stepping.recorded(works.pop(0), (check,)))
+        timelines = stepping.all_of(steps, like)
         written = stepping.written_buffers()
     return Trace(tuple(timelines), tuple(dict.fromkeys(world.guesses)), written)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step to be recorded."""
+
+    pieces: tuple[int, ...]
+    """Samples in each of its micro-batches."""
+    works: list[Work] = field(default_factory=list)
+    """Work on as many twin samples each. One is used up with every recording: its inputs are new to the ledger."""
 
 
 class _Stepping:
@@ -133,24 +141,49 @@ class _Stepping:
         changed = {n for n, (b, version) in self._buffers.items() if now.get(n) is not b or b._version != version}
         return tuple(sorted((norms | changed) & self._buffers.keys()))
 
-    def run(self, work: Work, pieces: Sequence[int]) -> None:
-        """One step; afterwards the gradients are gone and the optimizer's state is there."""
+    def all_of(self, steps: Sequence[_Step], like: Timeline | None) -> list[Timeline]:
+        """A timeline of each of these steps. Where it fits, they share one optimizer's step: that of `like`, or the first's."""
+        found: dict[int, Timeline | None] = {}
+        if like is None:
+            last = steps[-1]
+            first = self._begun(last.works.pop(), last.pieces[:1])
+            self._optimize()
+            found[0] = like = self._recorded(steps[0])
+            found.setdefault(len(steps) - 1, continued(first, like) if len(last.pieces) == 1 else None)
+        return [found.get(i) or self._recorded_like(step, like) for i, step in enumerate(steps)]
+
+    def _recorded_like(self, step: _Step, like: Timeline) -> Timeline:
+        found = continued(self._begun(step.works.pop(), step.pieces), like)
+        if found is None:
+            self._optimize()  # the state has to be there before a whole step is recorded
+            return self._recorded(step)
+        self._optimizer.zero_grad(set_to_none=True)
+        return found
+
+    def _recorded(self, step: _Step) -> Timeline:
+        """A whole step."""
+        work = step.works.pop()
+        self._begun(work, step.pieces)
+        self._optimize()
+        return self._ledger.timeline()
+
+    def _begun(self, work: Work, pieces: Sequence[int]) -> Timeline:
+        """A step up to the optimizer's."""
         ledger = self._ledger
+        ledger.restart()
         total = accumulate(_Watched(work, ledger), pieces, self._staging, self._weighting)
         ledger.present([g for g in total.gradients if g is not None], "gradients")
         ledger.phase("hand over")
         hand_over(total).backward()
         del total
-        ledger.phase("optimizer")
-        self._optimizer.step()
-        ledger.present(_state_tensors(self._optimizer), "optimizer")
-        self._optimizer.zero_grad(set_to_none=True)
+        return ledger.timeline()
 
-    def recorded(self, work: Work, pieces: Sequence[int]) -> Timeline:
-        """The same, read out."""
-        self._ledger.restart()
-        self.run(work, pieces)
-        return self._ledger.timeline()
+    def _optimize(self) -> None:
+        """The optimizer's step; afterwards the gradients are gone and its state is there."""
+        self._ledger.phase("optimizer")
+        self._optimizer.step()
+        self._ledger.present(_state_tensors(self._optimizer), "optimizer")
+        self._optimizer.zero_grad(set_to_none=True)
 
 
 class _Watched:
@@ -214,7 +247,7 @@ def _state_tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 @contextmanager
 def _collected_by_hand() -> Iterator[None]:
     """No garbage collection at chance moments: two traces of the same step free in the same order."""
-    gc.collect()
+    gc.collect(1)  # all of it takes a fifth of a second where transformers is loaded
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -27,7 +27,7 @@ from memfit.engine.context import (
 )
 from memfit.engine.staged import Staging
 from memfit.training.buffers import WrittenBuffers
-from memfit.training.outputs import Outputs
+from memfit.training.outputs import Joining, Outputs
 
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
 Split = Callable[[Any, list[int]], Sequence[Any]]
@@ -140,7 +140,7 @@ class Call:
         self.check_unchanged()
         first = self.begin(pieces)
         self.inputs.forget()
-        parts: list[list[Any]] = []
+        joins = [Joining(leaf, self.pieces) for leaf in self.outputs.leaves]
         with buffers.kept(not first), _random_as_was(self.device, not first):
             for index, (start, stop) in enumerate(bounds(self.pieces)):
                 self.draw_from(index)
@@ -148,8 +148,10 @@ class Call:
                     found = self._forward_of(start, stop, staging)
                 if index >= len(self.pieces) - keep:
                     self.kept[index] = found, self.inputs.at(start)
-                parts.append([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found])
-        self.values = self.joined(parts)
+                for i, join in enumerate(joins):
+                    join.add(found[i].detach() if isinstance(found[i], torch.Tensor) else found[i])
+                del found
+        self.values = [join.whole() for join in joins]
 
     def joined(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """The leaves of the whole output from those of the micro-batches."""

@@ -13,6 +13,7 @@ import torch
 
 from memfit._errors import Refused
 from memfit.batches.cut import Axis
+from memfit.batches.pieces import bounds
 from memfit.batches.tree import Path, leaves, path_name, rebuild
 
 
@@ -62,6 +63,44 @@ class Leaf:
         for size in self.shape_for(samples):
             count *= size
         return count * self.dtype.itemsize
+
+
+class Joining:
+    """One leaf of the whole output, written micro-batch by micro-batch: parts and whole are never there together."""
+
+    def __init__(self, leaf: Leaf, sizes: Sequence[int]) -> None:
+        self._leaf, self._sizes = leaf, sizes
+        self._whole: torch.Tensor | None = None
+        self._parts: list[Any] = []
+        self._filled = 0
+
+    def add(self, part: Any) -> None:
+        """The leaf of the next micro-batch."""
+        axis, stop = self._leaf.axis, self._filled + self._sizes[len(self._parts)]
+        if not self._parts and axis is not None and axis.outer == 1 and _is_ordinary(part):
+            size = (*part.shape[: axis.dim], axis.size(sum(self._sizes)), *part.shape[axis.dim + 1 :])
+            self._whole = part.new_empty(size)
+        if self._whole is not None and axis is not None:
+            place = axis.narrow(self._whole, self._filled, stop)
+            if not _is_ordinary(part) or place.shape != part.shape or place.dtype != part.dtype:
+                self._parts = [axis.narrow(self._whole, a, b) for a, b in self._bounds()]
+                self._whole = None  # torch's own rules for joining what differs, and its own errors
+            else:
+                place.copy_(part)
+                part = None
+        self._parts.append(part)
+        self._filled = stop
+
+    def whole(self) -> Any:
+        """The leaf of all samples."""
+        return self._leaf.join(self._parts, self._sizes) if self._whole is None else self._whole
+
+    def _bounds(self) -> list[tuple[int, int]]:
+        return list(bounds(self._sizes))[: len(self._parts)]
+
+
+def _is_ordinary(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.layout is torch.strided and part.is_contiguous()
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ class Planner:
         if plan.micro_batch > task.available:
             return None
         try:
-            whole = self.profile(task, plan.precision, plan.checkpoint, (plan.micro_batch,))
+            whole = self.profile(task, plan.precision, plan.checkpoint, (plan.micro_batch,), profile)
         except RuntimeError as error:  # torch.utils.checkpoint's own check: the block computes another thing the second time
             raise DoesNotFit(
                 f"checkpointing {', '.join(plan.checkpoint)}",

@@ -324,7 +324,10 @@ class Stepper:
         planner, demand = self._core.planner, longest.demand
         plan, at_most = planner.plan(longest, timed=False, profile=profile)
         short, middle = batch.samples * 3 // 4, batch.samples // 2
-        at_least = planner.profile(self._task(batch, short, demand), plan.precision, like=at_most)
+        shorter = self._task(batch, short, demand)
+        if at_most is profile:  # it was traced before there was a weighting
+            shorter = replace(shorter, weighting=BY_SAMPLES)
+        at_least = planner.profile(shorter, plan.precision, like=at_most)
         ends = (
             (batch.sizes[short], with_blocks(at_least, plan.checkpoint)),
             (batch.sizes[0], with_blocks(at_most, plan.checkpoint)),

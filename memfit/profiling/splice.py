@@ -1,0 +1,120 @@
+"""A step recorded up to its optimizer, completed with the optimizer's step of another recording: that one does not depend on
+the micro-batch, so it is traced once.
+
+Pure values. Not covered: steps that replace what is there before them (a cache made anew in every forward); they do not fit,
+and are traced whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memfit.profiling.timeline import CATEGORIES, Phase, Timeline, Visit
+
+_LASTING = [CATEGORIES.index(name) for name in ("parameters", "buffers", "gradients", "optimizer")]
+_STATE = CATEGORIES.index("optimizer")
+
+
+def continued(begun: Timeline, like: Timeline) -> Timeline | None:
+    """`begun`, recorded up to the hand-over, with the optimizer's step of `like`, and with its state there from the start;
+    None where other things are there before the step, or left of it."""
+    span = like.span("optimizer")
+    numbers = None if span is None else _Numbers.of(begun, like, span[0])
+    if span is None or numbers is None:
+        return None
+    end, shift, tail = span[0], numbers.present - begun.phases[1].start, numbers.tail
+    owners = tuple(dict.fromkeys((*begun.owners, *like.owners)))
+    owner_of = np.array([owners.index(name) for name in like.owners], dtype=np.int32)
+    joined = Timeline(
+        fixed=numbers.column(begun.fixed, like.fixed),
+        per_sample=numbers.column(begun.per_sample, like.per_sample),
+        category=numbers.column(begun.category, like.category),
+        owner=numbers.column(begun.owner, owner_of[like.owner]),
+        event=_events(begun, numbers, tail[like.event[end:]]),
+        birth=np.concatenate([np.ones(numbers.present, dtype=bool), begun.birth[numbers.there :], like.birth[end:]]),
+        owners=owners,
+        phases=(*_later(begun.phases, shift), Phase("optimizer", len(begun.event) + shift)),
+        window=tuple(start + shift for start in begun.window),
+        visits=tuple(_moved(visit, shift, numbers.own) for visit in begun.visits),
+    )
+    return joined if _alike(joined, numbers.left, like, numbers.theirs) else None
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """How allocations of the two recordings are numbered in the joined one: in the order of their births."""
+
+    there: int
+    """Allocations that `begun` starts with."""
+    present: int
+    """Allocations that the joined one starts with."""
+    own: np.ndarray
+    """The new numbers of `begun`'s."""
+    state: np.ndarray
+    """Those of the optimizer's state where `begun` had none yet; they are `like`'s."""
+    made: np.ndarray
+    """What the optimizer's step of `like` makes, in its own numbers."""
+    left: np.ndarray
+    """What is alive when the optimizer's step begins."""
+    theirs: np.ndarray
+    """The same in `like`'s numbers."""
+
+    @staticmethod
+    def of(begun: Timeline, like: Timeline, end: int) -> _Numbers | None:
+        """None where the two do not start, or do not end, with the same things."""
+        there, present = begun.phases[1].start, like.phases[1].start
+        standing = np.arange(present)
+        kept = standing if there == present else standing[like.category[:present] != _STATE]
+        if not _alike(begun, np.arange(there), like, kept):
+            return None
+        own = np.concatenate([kept, np.arange(present, present + len(begun.fixed) - there)])
+        state = np.setdiff1d(standing, kept)
+        left = np.sort(np.concatenate([own[_alive(begun, len(begun.event))], state]))
+        made, theirs = like.event[end:][like.birth[end:]], _alive(like, end)
+        return None if len(left) != len(theirs) else _Numbers(there, present, own, state, made, left, theirs)
+
+    @property
+    def tail(self) -> np.ndarray:
+        """The new numbers of `like`'s allocations that its optimizer's step is about."""
+        found = np.zeros(max([-1, *self.theirs.tolist(), *self.made.tolist()]) + 1, dtype=np.int32)
+        found[self.theirs] = self.left
+        found[self.made] = np.arange(len(self.made)) + len(self.own) + len(self.state)
+        return found
+
+    def column(self, own: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+        """What is said of each allocation, from what the two say of theirs."""
+        found = np.empty(len(self.own) + len(self.state) + len(self.made), dtype=own.dtype)
+        found[self.own], found[self.state] = own, theirs[self.state]
+        found[len(self.own) + len(self.state) :] = theirs[self.made]
+        return found
+
+
+def _events(begun: Timeline, numbers: _Numbers, tail: np.ndarray) -> np.ndarray:
+    during = numbers.own[begun.event[numbers.there :]]
+    return np.concatenate([np.arange(numbers.present), during, tail]).astype(np.int32)
+
+
+def _alive(timeline: Timeline, event: int) -> np.ndarray:
+    """What is alive before an event, in the order of births."""
+    net = np.zeros(len(timeline.fixed), dtype=np.int64)
+    np.add.at(net, timeline.event[:event], np.where(timeline.birth[:event], 1, -1))
+    return np.flatnonzero(net)
+
+
+def _alike(a: Timeline, chosen: np.ndarray, b: Timeline, others: np.ndarray) -> bool:
+    """Whether these allocations are for the same things, and those that last as large."""
+    if len(chosen) != len(others) or (a.category[chosen] != b.category[others]).any():
+        return False
+    lasting = np.isin(a.category[chosen], _LASTING)
+    return bool((a.fixed[chosen][lasting] == b.fixed[others][lasting]).all())
+
+
+def _later(phases: tuple[Phase, ...], shift: int) -> tuple[Phase, ...]:
+    return (phases[0], *(replace(phase, start=phase.start + shift) for phase in phases[1:]))
+
+
+def _moved(visit: Visit, shift: int, own: np.ndarray) -> Visit:
+    inputs, outputs = (tuple(int(own[i]) for i in ids) for ids in (visit.inputs, visit.outputs))
+    return replace(visit, start=visit.start + shift, stop=visit.stop + shift, inputs=inputs, outputs=outputs)

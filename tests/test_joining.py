@@ -1,0 +1,44 @@
+"""Outputs written part by part into the whole: as torch joins them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from memfit.batches.cut import Axis
+from memfit.training.outputs import Joining, Leaf
+
+SIZES = (2, 3, 1)
+
+
+def parts(axis: Axis, *, turned: bool = False) -> list[Tensor]:
+    made = [torch.randn(*[axis.size(n) if dim == axis.dim else 4 for dim in range(3)]) for n in SIZES]
+    return [part.transpose(0, 1).contiguous().transpose(0, 1) for part in made] if turned else made
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("axis", [Axis(0), Axis(1), Axis(0, inner=5), Axis(1, outer=3)], ids=str)
+def test_the_whole_is_what_joining_gives(axis: Axis, turned: bool) -> None:
+    leaf, found = Leaf("batch", (), axis=axis), parts(axis, turned=turned)
+    joining = Joining(leaf, SIZES)
+    for part in found:
+        joining.add(part)
+    assert torch.equal(joining.whole(), axis.join(found))
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_parts_that_differ_in_type_follow_torchs_own_rules(odd: int) -> None:
+    axis = Axis(0)
+    found = [part.double() if i == odd else part for i, part in enumerate(parts(axis))]
+    joining = Joining(Leaf("batch", (), axis=axis), SIZES)
+    for part in found:
+        joining.add(part)
+    assert joining.whole().dtype is torch.float64 and torch.equal(joining.whole(), torch.cat(found))
+
+
+def test_what_is_the_same_for_all_samples_is_the_first() -> None:
+    joining = Joining(Leaf("value", (), value=7), SIZES)
+    for part in (7, 7, 7):
+        joining.add(part)
+    assert joining.whole() == 7
