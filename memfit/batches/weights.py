@@ -75,8 +75,8 @@ def entries_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, int, Count]
     weighted by their entries and the total is divided by the true counts at the end.
     """
     count = KNOWN_LOSSES[function].denominator(bound)
-    if isinstance(count, int) and count:
-        return function(**bound), count, count
+    if _is_plain_mean(bound, count):
+        return function(**bound), int(count), count
     entries = max(1, _entries(bound))
     return function(**{**bound, "reduction": "sum"}) / entries, entries, count
 
@@ -84,13 +84,19 @@ def entries_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, int, Count]
 def valid_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, Count]:
     """(the true mean over one part, what it divides by); a part without valid entries gives zero, not NaN."""
     count = KNOWN_LOSSES[function].denominator(bound)
-    if isinstance(count, int) and count:
+    if _is_plain_mean(bound, count):
         return function(**bound), count
     total = function(**{**bound, "reduction": "sum"})
     if isinstance(count, int):
-        return total, count
+        return total / max(count, 1), count
     divisor = torch.where(count == 0, torch.ones_like(count), count)
     return total / divisor.to(total.dtype), count
+
+
+def _is_plain_mean(bound: Bound, count: Count) -> bool:
+    """Whether torch's own mean serves: it divides by something, known on the host, and its result is small. (mse_loss and
+    others with a value per entry as target compute their mean in place of these values, whose memory it then keeps.)"""
+    return isinstance(count, int) and count > 0 and not bound["target"].is_floating_point()
 
 
 def entries_other_than(tensor: torch.Tensor, value: int) -> Count:

@@ -148,7 +148,7 @@ class Pass:
         del inputs
         loss, weight = self._loss(outputs, stop - start, count, shares)
         del outputs
-        self._losses.append(loss.detach())
+        self._losses.append(_value(loss))
         self._weights.append(weight)
         factor = weight * self._scale
         # Backward begins with the weight: the loss does not have to be multiplied by it.
@@ -256,6 +256,13 @@ def _stacked(values: Sequence[Count | float], dtype: torch.dtype, device: torch.
 def wide(device: torch.device) -> torch.dtype:
     """The widest floating point type the device has."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _value(loss: torch.Tensor) -> torch.Tensor:
+    """The loss without its graph, and without the values it was computed from: mse_loss and others write their mean into
+    the memory of these (aten/src/ATen/native/Loss.cpp)."""
+    value = loss.detach()
+    return value if value.untyped_storage().nbytes() <= 64 else value.clone()
 
 
 def _sum(counts: Sequence[Count], device: torch.device) -> Count:
