@@ -33,8 +33,9 @@ from memfit.training.learn import (
 )
 from memfit.training.outputs import Outputs
 from memfit.training.planner import Task
-from memfit.training.prove import Deviation, frozen_norms, infer_weighting, joined_outputs, mixing_module
+from memfit.training.prove import Deviation, frozen_norms, joined_outputs, mixing_module
 from memfit.training.sidedoors import look_for_side_doors
+from memfit.training.weigh import infer_weighting
 from memfit.training.works import CallWork
 
 LOSS_BOUND = 3

@@ -33,8 +33,9 @@ from memfit.training.core import Core, MadeReference
 from memfit.training.learn import Shapes, no_larger, shapes_per_sample
 from memfit.training.ordered import Ordered
 from memfit.training.planner import Task
-from memfit.training.prove import PROBED, comparable, infer_weighting
+from memfit.training.prove import comparable
 from memfit.training.tune import Tuner
+from memfit.training.weigh import PROBED, infer_weighting
 from memfit.training.works import LossFn, StepWork, moved
 
 PROOF_SAMPLES = 5
