@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from memfit.batches.pieces import bounds
 from memfit.batches.tree import leaves, path_name
 from memfit.engine.context import uncompiled
 from memfit.engine.slices import Draws
@@ -48,10 +49,10 @@ class Deviation:
         return self.relative <= self.limit
 
 
-def parts_of(samples: int) -> tuple[int, ...]:
-    """Unequal parts of a few samples: 5 = 2 + 3, 3 = 1 + 2, 2 = 1 + 1."""
-    first = max(1, (samples - 1) // 2)
-    return (first, samples - first) if samples > 1 else (samples,)
+def parts_of(samples: int, least: int = 1) -> tuple[int, ...]:
+    """Unequal parts of a few samples, none below `least`: 5 = 2 + 3, 3 = 1 + 2, 2 = 1 + 1."""
+    first = max(least, (samples - 1) // 2)
+    return (first, samples - first) if samples >= 2 * least else (samples,)
 
 
 @contextmanager
@@ -74,13 +75,13 @@ def frozen_norms(call: Call) -> Call:
     return frozen
 
 
-def joined_outputs(call: Call, samples: int) -> tuple[Outputs, Deviation]:
-    """The call's outputs with it settled how they are joined, and how far the joined parts, or the state that they leave in
-    the model's buffers, are from the whole.
+def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, Deviation]:
+    """The call's outputs with it settled how they are joined, and how far joined parts of these sizes, or the state that
+    they leave in the model's buffers, are from the whole.
 
     What no gradient flows through and cannot be joined is marked so: using it is then refused, training is not.
     """
-    whole, parts, worst = _whole_and_parts(frozen_norms(call), samples)
+    whole, parts, worst = _whole_and_parts(frozen_norms(call), sizes)
     outputs = call.outputs
     if any(len(found) != len(outputs.leaves) for found in (whole, *parts)):
         return outputs, Deviation("the structure of the output", float("inf"), 1.0)
@@ -89,14 +90,14 @@ def joined_outputs(call: Call, samples: int) -> tuple[Outputs, Deviation]:
         if leaf.kind == "opaque" or i == outputs.loss:  # a single own loss has a weighting, proven apart
             settled.append(leaf)
             continue
-        leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], samples)
+        leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], sizes)
         settled.append(leaf)
         if leaf.differentiable and deviation.relative / deviation.limit > worst.relative / worst.limit:
             worst = deviation
     return replace(outputs, leaves=tuple(settled)), worst
 
 
-def _settled(leaf: Leaf, whole: Any, parts: Sequence[Any], samples: int) -> tuple[Leaf, Deviation]:
+def _settled(leaf: Leaf, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[Leaf, Deviation]:
     """The leaf joined in the way that comes nearest to the whole, and how near that is."""
     where = path_name(leaf.path, "output")
     if leaf.kind == "value":
@@ -104,7 +105,13 @@ def _settled(leaf: Leaf, whole: Any, parts: Sequence[Any], samples: int) -> tupl
         return leaf if same else _unjoined(leaf, whole), Deviation(where, 0.0, 1.0)
     if not isinstance(whole, torch.Tensor):
         return leaf, Deviation(where, float("inf"), 1.0)
-    found = [(_leaf_difference(way, whole, parts, samples), n, way) for n, way in enumerate(_ways_to_join(leaf))]
+    shapes = [tuple(part.shape) for part in parts if isinstance(part, torch.Tensor)]
+    if leaf.axis is not None and shapes != [leaf.shape_for(size) for size in sizes]:
+        if leaf.differentiable:
+            like_whole = replace(leaf, shape=tuple(whole.shape))
+            raise leaf.of_other_size([like_whole.shape_for(size) for size in sizes], shapes)
+        return _unjoined(leaf, whole), Deviation(where, 0.0, 1.0)
+    found = [(_leaf_difference(way, whole, parts, sizes), n, way) for n, way in enumerate(_ways_to_join(leaf))]
     difference, _, best = min(found, key=lambda item: item[:2])
     limit = tolerance(whole.dtype) if whole.is_floating_point() else FLIPPED if leaf.kind == "batch" else 0.0
     if difference <= limit or leaf.differentiable:
@@ -127,45 +134,44 @@ def _unjoined(leaf: Leaf, value: Any) -> Leaf:
     return replace(leaf, kind="opaque", axis=None, value=type(value).__name__)
 
 
-def mixing_module(call: Call, samples: int, allowed: Sequence[str]) -> Deviation | None:
-    """The first module, in order of completion, whose output for the whole differs from that of the parts although its
-    input does not; None if all such modules are allowed to, or hold one that is."""
-    call = frozen_norms(call)
+def mixing_module(call: Call, sizes: Sequence[int], allowed: Sequence[str]) -> Deviation | None:
+    """The first module, in order of completion, whose output for the whole differs from that of parts of these sizes although
+    its input does not; None if all such modules are allowed to, or hold one that is."""
+    call, samples = frozen_norms(call), sum(sizes)
     whole, parts = _Recorded(call.model), []
     with comparable(call.model, call.device), torch.enable_grad():
         draws = Draws()
         with draws.recording(), whole.watching():
             call.run(call.arguments(0, samples))
-        start = 0
-        for size in parts_of(samples):
+        for start, stop in bounds(sizes):
             part = _Recorded(call.model)
-            with draws.sliced(start, start + size, samples), part.watching():
-                call.run(call.arguments(start, start + size))
+            with draws.sliced(start, stop, samples), part.watching():
+                call.run(call.arguments(start, stop))
             parts.append(part)
-            start += size
     for name in whole.outputs:
         label = name or type(call.model).__name__
         accepted = any(a == label or (a + ".").startswith(name + "." if name else "") for a in allowed)
-        given = _module_difference([record.inputs.get(name) for record in (whole, *parts)], samples)
+        given = _module_difference([record.inputs.get(name) for record in (whole, *parts)], sizes)
         if accepted or not given.agrees:
             continue
-        made = _module_difference([record.outputs[name] for record in (whole, *parts) if name in record.outputs], samples)
+        made = _module_difference([record.outputs[name] for record in (whole, *parts) if name in record.outputs], sizes)
         if not made.agrees:
             return replace(made, where=label)
     return None
 
 
-def _module_difference(found: Sequence[torch.Tensor | None], samples: int) -> Deviation:
+def _module_difference(found: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> Deviation:
     """How far what a module took or gave for the parts is from that for the whole; it agrees where that cannot be told."""
     known = [t for t in found if t is not None and t.dim() > 0]
-    if len(known) < 1 + len(parts_of(samples)):
+    if len(known) < 1 + len(sizes):
         return Deviation("", 0.0, 1.0)
-    difference = _joined_difference(known[0], known[1:], samples, parts_of(samples))
+    difference = _joined_difference(known[0], known[1:], sizes)
     return Deviation("", difference, tolerance(known[0].dtype))
 
 
-def _whole_and_parts(call: Call, samples: int) -> tuple[list[Any], list[list[Any]], Deviation]:
+def _whole_and_parts(call: Call, sizes: Sequence[int]) -> tuple[list[Any], list[list[Any]], Deviation]:
     """What the call returns for the whole and for its parts, and how far the state it leaves in buffers differs."""
+    samples = sum(sizes)
     for by_operations in (False, True):
         draws = Draws(by_operations=by_operations)
         # Recording a graph, as in training: models look at it, and may register hooks.
@@ -176,11 +182,10 @@ def _whole_and_parts(call: Call, samples: int) -> tuple[list[Any], list[list[Any
         if draws.unsliced and not by_operations:
             continue
         with comparable(call.model, call.device), torch.enable_grad():
-            parts, start = [], 0
-            for size in parts_of(samples):
-                with draws.sliced(start, start + size, samples):
-                    parts.append(_detached(call.run(call.arguments(start, start + size))))
-                start += size
+            parts = []
+            for start, stop in bounds(sizes):
+                with draws.sliced(start, stop, samples):
+                    parts.append(_detached(call.run(call.arguments(start, stop))))
             return whole, parts, _state_deviation(written, dict(_states(call.model)))
     raise AssertionError("unreachable: the second round always returns")
 
@@ -203,10 +208,10 @@ def _detached(found: list[Any]) -> list[Any]:
     return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
 
 
-def _leaf_difference(leaf: Leaf, whole: torch.Tensor, parts: Sequence[torch.Tensor], samples: int) -> float:
+def _leaf_difference(leaf: Leaf, whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> float:
     """How far the parts, joined as `leaf` says, are from the whole: relative L2, or the share of entries that differ."""
-    made = parts if leaf.axis is None and leaf.joined == "first" else [leaf.join(parts, parts_of(samples))]
-    if tuple(whole.shape) != leaf.shape_for(samples) or whole.dtype != leaf.dtype:
+    made = parts if leaf.axis is None and leaf.joined == "first" else [leaf.join(parts, sizes)]
+    if tuple(whole.shape) != leaf.shape_for(sum(sizes)) or whole.dtype != leaf.dtype:
         return float("inf")  # what was learnt on fake tensors depends on values
     if whole.is_floating_point():
         return max(relative_difference(whole, m) for m in made)
@@ -224,10 +229,10 @@ def relative_difference(wanted: torch.Tensor, made: torch.Tensor) -> float:
     return float(difference.norm() / scale.clamp(min=1e-30))
 
 
-def _joined_difference(whole: torch.Tensor, parts: Sequence[torch.Tensor], samples: int, sizes: Sequence[int]) -> float:
+def _joined_difference(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> float:
     """The difference along whichever dimension grows with the samples; 0 if none can be told."""
     for dim, size in enumerate(whole.shape):
-        if all(p.dim() == whole.dim() and p.shape[dim] * samples == size * n for p, n in zip(parts, sizes)):
+        if all(p.dim() == whole.dim() and p.shape[dim] * sum(sizes) == size * n for p, n in zip(parts, sizes)):
             rest = [p.shape[:dim] == whole.shape[:dim] and p.shape[dim + 1 :] == whole.shape[dim + 1 :] for p in parts]
             if all(rest):
                 return relative_difference(whole, torch.cat(list(parts), dim))

@@ -177,6 +177,9 @@ class Run:
         interception = Interception(self.model, script.answer, owner=self)
         interception.install()
         self._undo.append(interception.remove)
+        if self._core is not None and not self._core.compiled:
+            script.outside.watch()
+            self._undo.append(script.outside.stop)
 
     def take_steps(self, stepper: Stepper, loss_fn: LossFn, before_step: Callable[[], Any] | None) -> None:
         """Step mode."""
@@ -216,7 +219,8 @@ class Run:
             interception = Interception(self.model, script.answer)
             interception.install()
             try:
-                return loss_fn(self.model, batch)
+                with script.outside.watching():
+                    return loss_fn(self.model, batch)
             finally:
                 interception.remove()
 
@@ -241,6 +245,7 @@ class Run:
         if self._guard is not None:
             self._guard.stepped()
         if self._script is not None:
+            self._script.outside.stepped()
             self._compare_with_target(self._script)
             if self._stepper is None:  # in step mode `step` ends it
                 self._clock.end(self._script.samples_seen)

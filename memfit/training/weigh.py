@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memfit._units import MiB
+from memfit.batches.pieces import bounds
 from memfit.batches.tree import Path, leaves, path_name
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_loss
@@ -21,16 +22,18 @@ from memfit.engine.intercept import is_compiled
 from memfit.engine.slices import Draws
 from memfit.engine.staged import Staging
 from memfit.engine.terms import Terms, is_only_term
-from memfit.training.prove import TOLERANCE, Deviation, comparable, parts_of, tolerance
+from memfit.training.prove import TOLERANCE, Deviation, comparable, tolerance
 
 PROBED = 32 * MiB
 """Bytes of parameters whose gradients are compared in a proof."""
 
 
 def infer_weighting(
-    work: Work, samples: int, staging: Staging, model: nn.Module
+    work: Work, sizes: Sequence[int], staging: Staging, model: nn.Module
 ) -> tuple[Weighting | None, Deviation]:
-    """How the losses of parts make the loss of the whole, proven on losses and gradients; None if no way does."""
+    """How the losses of parts of these sizes make the loss of the whole, proven on losses and gradients; None if no way
+    does."""
+    samples = sum(sizes)
     by_name = not is_compiled(model)  # compiled code is built anew for every stand-in
     for by_operations in (False, True):
         draws = Draws(by_operations=by_operations)
@@ -42,11 +45,9 @@ def infer_weighting(
             if draws.unsliced and not by_operations:
                 continue
             parts = []
-            start = 0
-            for size in parts_of(samples):
-                with draws.sliced(start, start + size, samples):
-                    parts.append(_measured(work, start, start + size, probes, counts, by_name))
-                start += size
+            for start, stop in bounds(sizes):
+                with draws.sliced(start, stop, samples):
+                    parts.append(_measured(work, start, stop, probes, counts, by_name))
             return _choose(whole, parts, counts)
     raise AssertionError("unreachable: the second round always returns")
 
@@ -64,6 +65,11 @@ class _Measured:
     term_count: float
     counts: tuple[float, ...]
     dtype: torch.dtype
+
+    @property
+    def says_something(self) -> bool:
+        """Whether it has a loss or a gradient; else the rest alone is the whole, however losses are added."""
+        return self.loss != 0 or any(g is not None and bool(g.any()) for g in self.gradients)
 
 
 def _measured(
@@ -113,7 +119,8 @@ def _choose(
             (Weighting("count", f"by {count.label}", count=count, inferred=True), [p.counts[i] for p in parts])
             for i, count in enumerate(counts)
         ]
-    ways.append((Weighting("sum", "as a sum"), []))
+    if all(part.says_something for part in parts):
+        ways.append((Weighting("sum", "as a sum"), []))
     tried = [(_difference(whole, parts, weights), weighting, weights) for weighting, weights in ways]
     fitting = [(weighting, weights) for difference, weighting, weights in tried if difference <= limit]
     best = min(difference for difference, _, _ in tried)
@@ -175,6 +182,8 @@ class LeafCount:
             count = (entries != 0).sum()
         else:
             count = ((entries[..., 1:] if self.rule == "shifted" else entries) != -100).sum()
+        if on_host and count != int(count):
+            raise WeightsChanged(f"{path_name(self.path)} no longer holds ones and zeros alone")
         return int(count) if on_host else count
 
 
@@ -194,9 +203,10 @@ def _count_candidates(work: Work, samples: int) -> list[LeafCount]:
 
 def _rules(path: Path, leaf: torch.Tensor) -> Iterator[LeafCount]:
     name = path_name(path)
-    if leaf.dtype is torch.bool or (leaf.dim() > 1 and not leaf.is_complex() and _zeros_and_ones(leaf)):
+    is_mask = leaf.dtype is torch.bool or (leaf.dim() > 0 and not leaf.is_complex() and _zeros_and_ones(leaf))
+    if is_mask:
         yield LeafCount(path, "mask", f"the entries set in {name}")
-    elif not leaf.is_floating_point() and leaf.dim() > 0:
+    if not leaf.is_floating_point() and (leaf.dim() == 1 if is_mask else leaf.dim() > 0) and leaf.dtype is not torch.bool:
         yield LeafCount(path, "labels", f"the valid labels in {name}")
         if leaf.dim() > 1:
             yield LeafCount(path, "shifted", f"the valid labels after the first position in {name}")
