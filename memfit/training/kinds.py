@@ -49,6 +49,7 @@ class Kinds:
         self._core, self._prover = core, Prover(core)
         self._kinds: dict[Hashable, Kind] = {}
         self._unknown: set[Hashable] = set()
+        self._untrained: set[Hashable] = set()
         self._time_first = any(getattr(module, "batch_first", True) is False for module in core.model.modules())
 
     def to_cut(self, plain: Callable[..., Any], tree: Tree, hint: int | None) -> tuple[Call | None, int | None]:
@@ -64,7 +65,7 @@ class Kinds:
         if kind is not None and samples is not None:
             call = self._known(kind, plain, tree, samples)
         else:
-            call, samples = (None, None) if key in self._unknown else self._met(key, plain, tree, hint)
+            call, samples = (None, None) if key in self._untrained else self._met(key, plain, tree, hint)
         if call is not None:
             call.key = key
         return call, samples
@@ -138,7 +139,7 @@ class Kinds:
         worst: tuple[Call, Deviation] | None = None
         for call in ways_to_cut(core.model, plain, tree, samples, core.device, core.settings.split):
             if not self._trains(call):
-                self._unknown.add(key)
+                self._untrained.add(key)
                 return None
             shapes = shapes_per_sample(tree, call.layout)
             self._prover.look_alone(call)
