@@ -177,9 +177,6 @@ class Run:
         interception = Interception(self.model, script.answer, owner=self)
         interception.install()
         self._undo.append(interception.remove)
-        if self._core is not None and not self._core.compiled:
-            script.outside.watch()
-            self._undo.append(script.outside.stop)
 
     def take_steps(self, stepper: Stepper, loss_fn: LossFn, before_step: Callable[[], Any] | None) -> None:
         """Step mode."""
@@ -245,7 +242,8 @@ class Run:
         if self._guard is not None:
             self._guard.stepped()
         if self._script is not None:
-            self._script.outside.stepped()
+            if self._stepper is None:
+                self._script.outside.stepped()
             self._compare_with_target(self._script)
             if self._stepper is None:  # in step mode `step` ends it
                 self._clock.end(self._script.samples_seen)

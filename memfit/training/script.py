@@ -1,7 +1,7 @@
 """Script mode: the loop stays as it was; training calls of the model are cut into micro-batches behind stand-ins.
 
-Not covered: methods other than `forward` called from outside (found and said), and tensors that leave the forward by other
-ways than its output (found and refused).
+Not covered: methods other than `forward` called from outside (said, where `forward` is not called), and tensors that leave
+the forward by other ways than its output (found and refused).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Script:
         self._known = {id(p): p for p in core.model.parameters()}
         self._busy = False
         self._shapes: dict[Any, Any] = {}
-        self.outside = OutsideForward(core.model, lambda: self._busy, core.tell)
+        self.outside = OutsideForward(core.model, core.tell)
 
     def answer(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the intercepted forward returns."""
@@ -61,8 +61,7 @@ class Script:
             return plain(*args, **kwargs)
         self.outside.called()
         if not self._is_training_call():
-            with self.aside():
-                return plain(*args, **kwargs)
+            return plain(*args, **kwargs)
         args, kwargs = map_leaves(_computed, (args, kwargs))  # the output of another call may be this one's input
         with self.aside():
             call, samples = self._kinds.to_cut(plain, (args, kwargs), self._batch_samples())
