@@ -36,6 +36,7 @@ from memfit.training.learn import Shapes, no_larger, shapes_per_sample
 from memfit.training.ordered import Ordered
 from memfit.training.planner import Task
 from memfit.training.prove import comparable, parts_of
+from memfit.training.recover import free_unused, is_out_of_memory
 from memfit.training.tune import Tuner
 from memfit.training.weigh import PROBED, infer_weighting
 from memfit.training.works import LossFn, StepWork, moved
@@ -253,8 +254,15 @@ class Stepper:
             room = core.planner.budget().room - 2 * min(PROBED, core.profile.model.gradient_bytes)
             cheaper = with_blocks(core.profile, core.plan.checkpoint)
             most = max((n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room), default=0)
-        if most >= 2 * core.least:
-            self._weigh_by_proof(batch, most, None)
+        before = self._weighting
+        try:
+            if most >= 2 * core.least:
+                self._weigh_by_proof(batch, most, None)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._weighting = before  # proven once; this proof can wait for another batch
+            free_unused(core.device)
 
     def _weigh_by_proof(self, batch: Ordered, few: int, before: Weighting | None) -> None:
         core = self._core
