@@ -18,6 +18,7 @@ from memfit.hardware.world import world
 from memfit.levers.checkpoint import candidate_blocks
 from memfit.levers.precision import parse_precision
 from memfit.planning.plan import Plan
+from memfit.training.inexact import inexact_from
 from memfit.training.settings import Settings
 
 
@@ -152,7 +153,7 @@ def settings_from(
         all_blocks=every,
         script_accumulation=script_accumulation,
         accumulate_in=accumulate_in,
-        allow_inexact=tuple(allow_inexact),
+        allow_inexact=inexact_from(allow_inexact, model),
         weight=weight,
         split=split,
     )

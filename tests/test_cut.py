@@ -210,7 +210,7 @@ class Graphs:
     """A batch of a kind of its own."""
 
     def __init__(self, samples: int) -> None:
-        self.nodes = torch.zeros(3 * samples)
+        self.nodes = [torch.zeros(3)] * samples
 
 
 def test_objects_of_an_unknown_kind_are_refused() -> None:

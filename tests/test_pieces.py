@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from memfit.batches.pieces import bounds, equal_sizes, sizes
+from memfit.batches.pieces import bounds, equal_sizes, next_size, sizes
 
 COUNTS = st.integers(1, 5000)
 
@@ -59,3 +59,20 @@ def test_bounds_lie_end_to_end(pieces: list[int]) -> None:
     found = list(bounds(pieces))
     assert [stop - start for start, stop in found] == pieces
     assert [start for start, _ in found] == [0, *(stop for _, stop in found)][: len(pieces)]
+
+
+@given(st.integers(2, 5000), COUNTS)
+def test_no_sample_is_left_by_itself_where_two_are_needed(samples: int, largest: int) -> None:
+    for cut in (sizes, equal_sizes):
+        pieces = cut(samples, largest, 2)
+        assert sum(pieces) == samples and min(pieces) >= 2
+        assert max(pieces) <= max(largest, 3 if samples % 2 else 2)
+
+
+@given(st.integers(2, 500), st.integers(1, 9))
+def test_one_size_after_another_leaves_no_sample_by_itself(samples: int, wanted: int) -> None:
+    found, left = [], samples
+    while left:
+        found.append(next_size(left, wanted, 2))
+        left -= found[-1]
+    assert min(found) >= 2 and max(found) <= max(wanted, 3)

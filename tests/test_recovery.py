@@ -236,13 +236,25 @@ def test_batch_statistics_count_no_failed_attempt() -> None:
     for planned, fails in ((6, 1), (3, 0)):
         model = Net(norm=True)
         run, _ = stepper(model, loss_fn, planned)
-        run.step(points(3))
+        run.step(points(4))  # what it proves is known from here on
+        model.load_state_dict(Net(norm=True).state_dict())
         model.fuse.arm(TEXTS["torch"], times=fails, skip=1)
         run.step(points())
         results.append(model.norm.state_dict())
     got, want = results
     assert all(torch.equal(got[name], want[name]) for name in want)
-    assert int(got["num_batches_tracked"]) == 1 + 4
+    assert int(got["num_batches_tracked"]) == 4
+
+
+def test_a_later_look_at_the_weighting_that_runs_out_of_memory_can_wait() -> None:
+    model = Net()
+    run, seen = stepper(model, lambda m, batch: loss_fn(m, batch) + 0.01 * next(m.parameters()).square().sum(), 6)
+    run.step(points())
+    before = copy.deepcopy(model)
+    model.fuse.arm(TEXTS["torch"])
+    run.step(points())
+    want = plain(before, lambda m, batch: loss_fn(m, batch) + 0.01 * next(m.parameters()).square().sum(), points())[1]
+    assert relative_error(seen.gradients[1], want) <= 1e-12
 
 
 def test_what_the_failed_attempt_held_is_free_before_the_next_one() -> None:

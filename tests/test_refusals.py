@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,6 +335,61 @@ def test_an_output_with_two_batch_dimensions_is_refused() -> None:
 
     words = "output has the shape (2, 2) for 2 samples and (3, 3) for 3", "outside the model"
     assert_refused(Similarities(), *words, script=script)
+
+
+class Trimmed(nn.Module):
+    """Returns as many positions as the longest sample of its batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(inputs=1)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.net(x[:, : int(lengths.max()), None])
+
+
+@pytest.mark.parametrize("lengths", [[3, 1, 2, 5, 4, 1, 6, 2, 3, 2, 1, 4], [6, 1, 2, 6, 4, 1, 6, 2, 3, 2, 1, 4]])
+def test_an_output_as_long_as_its_longest_sample_is_refused(lengths: list[int]) -> None:
+    def script(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        model(x, torch.tensor(lengths)).square().sum().backward()
+
+    assert_refused(Trimmed(), "depends on what is in its batch", "longest sample", "loss_fn=", script=script)
+
+
+def test_an_output_that_becomes_as_long_as_its_longest_sample_is_refused() -> None:
+    model, (x, _) = Trimmed(), points()
+    wrapped(model, 5)
+    model(x, torch.full((12,), 6)).square().sum().backward()
+    for use in (lambda out: out.square().sum(), lambda out: F.mse_loss(out, torch.zeros(12, 6, 4, dtype=out.dtype))):
+        model.zero_grad()
+        with pytest.raises(Refused, match="depends on what is in its batch"):
+            use(model(x, torch.tensor([6, 6, 6, 6, 6, 6, 6, 6, 3, 2, 1, 4]))).backward()
+        assert all(p.grad is None for p in model.parameters())
+
+
+class Holder:
+    """What a model returns, by a class of the script's own."""
+
+    def __init__(self, logits: Tensor, name: str) -> None:
+        self.logits, self.name = logits, name
+
+
+@pytest.mark.parametrize("kind", [SimpleNamespace, Holder])
+def test_tensors_in_attributes_of_a_returned_object_are_joined(kind: Any) -> None:
+    class Returning(Wrapper):
+        def forward(self, x: Tensor) -> Any:
+            return kind(logits=self.net(x), name="out")
+
+    def known(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(model(x).logits, y).backward()
+
+    def unknown(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        out = model(x)
+        assert type(out) is kind and out.name == "out"
+        out.logits.exp().mean().backward()
+
+    assert_transparent(Returning(), known, *points())
+    assert_transparent(Returning(), unknown, *points())
 
 
 class Packed(nn.Module):

@@ -224,3 +224,26 @@ def _followed(tree: Any, path: tuple[str | int, ...]) -> Any:
     for name in path:
         tree = getattr(tree, name) if isinstance(tree, Frozen) else tree[name]  # type: ignore[call-overload]
     return tree
+
+
+class Held:
+    """An object of a script's own."""
+
+    def __init__(self, **items: Any) -> None:
+        vars(self).update(items)
+
+
+def test_objects_of_the_scripts_own_are_containers_of_their_attributes() -> None:
+    x = torch.zeros(3)
+    held = Held(x=x, count=3, more=[torch.ones(2)])
+    assert [path_name(path) for path, _ in leaves({"h": held})] == ["batch['h'].x", "batch['h'].count", "batch['h'].more[0]"]
+    assert map_leaves(lambda leaf: leaf, Held(x=x, count=3)).x is x
+    changed = map_leaves(lambda leaf: leaf[:2] if isinstance(leaf, torch.Tensor) else leaf, held)
+    assert type(changed) is Held and changed.x.shape == (2,) and held.x is x and changed.count == 3
+
+
+def test_objects_without_tensors_and_objects_that_refer_to_each_other_are_leaves() -> None:
+    one, other = Held(x=torch.zeros(1)), Held(x=torch.zeros(1))
+    one.others, other.others = [other], [one]  # type: ignore[attr-defined]
+    for node in (Held(count=3), one, torch.nn.Linear(1, 1), torch.distributions.Normal(torch.zeros(1), torch.ones(1))):
+        assert [leaf for _, leaf in leaves(node)] == [node]

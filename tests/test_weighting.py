@@ -16,7 +16,7 @@ from zoo.data import IGNORED
 from zoo.losses import variants_for
 from zoo.plain import gradients_of, relative_error
 
-from memfit.training.prove import LeafCount
+from memfit import Refused
 
 EXACT = 1e-12
 CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
@@ -172,7 +172,7 @@ def test_a_part_of_weight_zero_is_not_run() -> None:
     batch = with_ignored(12, (0, 1, 2, 3, 7))
     run, seen = stepper(mlp(), loss_fn, 4, weight=lambda part: int((part[1] != IGNORED).sum()))
     run.step(batch)
-    assert ran == [3, 4]
+    assert ran == [0, 3, 4]  # the first by itself, to know whether the model can run one sample
     assert relative_error(seen.gradients[0], plain(mlp(), valid_by_hand, batch)[1]) <= EXACT
 
 
@@ -306,8 +306,108 @@ def test_script_mode_tells_counts_apart_that_were_alike_at_first() -> None:
     run.undo()
 
 
-def test_a_mask_counts_what_it_adds_up_to() -> None:
-    count = LeafCount(("mask",), "mask", "the entries set in the mask")
-    whole = count({"x": torch.zeros(3), "mask": torch.tensor([1.0, 0.0, 1.0])})
-    assert whole == 2 and isinstance(whole, int)
-    assert float(count({"x": torch.zeros(3), "mask": torch.tensor([0.5, 1.0, 0.25])})) == 1.75
+# ---- first samples on which every weighting looks right
+
+ALIKE_AT_FIRST = torch.tensor([1, 1, 1, 1, 1, 3, 3, 3, 3, 2, 1, 0])
+
+
+def foreground_mean(model: nn.Module, batch: Any) -> Tensor:
+    """Over what is no background; without any it is zero."""
+    x, y = batch
+    each = F.cross_entropy(model(x), y, reduction="none")
+    return (each * (y > 0)).sum() / (y > 0).sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("loss_fn", [class_weighted_by_hand, foreground_mean])
+def test_step_mode_looks_at_samples_that_differ_before_the_first_step(loss_fn: LossFn) -> None:
+    x, _ = points()
+    for labels in (ALIKE_AT_FIRST, ALIKE_AT_FIRST.flip(0), torch.tensor([1] * 8 + [0] * 4)):
+        assert error_of_step(mlp(), loss_fn, (x, labels), 4) <= EXACT
+
+
+class OwnLoss(nn.Module):
+    def __init__(self, loss_fn: LossFn) -> None:
+        super().__init__()
+        self.inner, self.loss_fn = mlp(), loss_fn
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss_fn(self.inner, (x, y))
+
+
+@pytest.mark.parametrize("loss_fn", [class_weighted_by_hand, foreground_mean])
+def test_script_mode_refuses_before_the_first_step(loss_fn: LossFn) -> None:
+    model, (x, _) = OwnLoss(loss_fn), points()
+    wrapped(model, 4)
+    with pytest.raises(Refused, match="the loss mixes samples"):
+        model(x, ALIKE_AT_FIRST).backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_inferred_weighting_is_proven_again_on_later_batches() -> None:
+    """All samples of the first batches are alike in what the loss divides by."""
+    model, (x, y) = mlp(), points()
+    run, seen = stepper(model, foreground_mean, 4)
+    run.step((x, y.clamp(min=1)))
+    before = copy.deepcopy(model)
+    run.step((x, y % 2))
+    assert relative_error(seen.gradients[1], plain(before, foreground_mean, (x, y % 2))[1]) <= EXACT
+
+
+# ---- parts in which a mask leaves nothing
+
+EMPTY_PARTS = [
+    [1, 1, 0, 1, 0, 0, 0, 0, 1, 0, 1, 1],
+    [0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 0, 1],
+    [0] * 6 + [1] * 6,
+    [0] * 11 + [1],
+]
+
+
+def masked(model: nn.Module, batch: Any) -> Tensor:
+    x, y, mask = batch
+    return (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum()
+
+
+class MaskedLoss(OwnLoss):
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return self.loss_fn(self.inner, (x, y, mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
+@pytest.mark.parametrize("mask", EMPTY_PARTS, ids=str)
+def test_a_micro_batch_that_a_mask_leaves_nothing_of_adds_nothing(mask: list[int], dtype: torch.dtype) -> None:
+    batch = (*points(), torch.tensor(mask).to(dtype))
+    assert error_of_step(mlp(), masked, batch, 4) <= EXACT
+    model = MaskedLoss(masked)
+    want = plain(model, lambda m, b: m(*b), batch)[1]
+    wrapped(model, 4)
+    model(*batch).backward()
+    assert relative_error(gradients_of(model), want) <= EXACT
+
+
+def test_a_mask_that_later_holds_other_numbers_is_weighted_anew_or_refused() -> None:
+    x, y = points()
+    ones, other = torch.tensor(EMPTY_PARTS[0]).double(), torch.linspace(0.1, 2, 12, dtype=torch.float64)
+    model = MaskedLoss(masked)
+    wrapped(model, 4)
+    model(x, y, ones).backward()
+    with pytest.raises(Refused, match="the loss mixes samples"):
+        model(x, y, other).backward()
+    step, seen = stepper(mlp(), masked, 4)
+    step.step((x, y, ones))
+    before = copy.deepcopy(step.model)
+    step.step((x, y, other))
+    assert relative_error(seen.gradients[1], plain(before, masked, (x, y, other))[1]) <= EXACT
+
+
+def test_a_mask_memfit_cannot_see_is_named_as_the_cause_where_it_leaves_nothing() -> None:
+    def own(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        mask = (x[:, 0] > 5).to(x.dtype)
+        return (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum()
+
+    model, (x, y) = OwnLoss(own), points()
+    x[2:4, 0] = 6.0
+    wrapped(model, 4)
+    with pytest.raises(Refused, match=r"0/0 where it leaves nothing[\s\S]*weight="):
+        model(x, torch.zeros_like(y)).backward()

@@ -147,6 +147,26 @@ def shared_samples(tree: Any) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
+def common_size(tree: Any) -> int | None:
+    """The one size above 1 that all tensors have as one of their dimensions, where there are several and it is the only one."""
+    found = [set(leaf.shape) - {1} for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel() > 1]
+    shared = set.intersection(*found) if len(found) > 1 else set()
+    return shared.pop() if len(shared) == 1 else None
+
+
+def second_size(tree: Any) -> int | None:
+    """The size of the second dimension that all tensors with two or more share, or None."""
+    found = {leaf.shape[1] for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1}
+    return found.pop() if len(found) == 1 else None
+
+
+def unread(tree: Any) -> list[str]:
+    """The types of what a batch holds that is neither a tensor nor text, numbers or the like: memfit sees no samples there."""
+    simple = (torch.Tensor, str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
+    found = [leaf for _, leaf in leaves(tree) if not isinstance(leaf, simple) and not is_column(leaf) and not callable(leaf)]
+    return list(dict.fromkeys(type(leaf).__name__ for leaf in found))
+
+
 def uncuttable(reason: str) -> Refused:
     """The error for a batch that cannot be cut, with the way out."""
     return Refused(

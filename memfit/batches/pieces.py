@@ -1,21 +1,35 @@
-"""How many samples go into each micro-batch: arithmetic alone."""
+"""How many samples go into each micro-batch: arithmetic alone.
+
+`least` is the fewest samples that the model can run: where that is more than one, a piece takes a sample more than asked
+before it leaves one by itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 
-def sizes(samples: int, largest: int) -> tuple[int, ...]:
+def sizes(samples: int, largest: int, least: int = 1) -> tuple[int, ...]:
     """`samples` in as few pieces of at most `largest` as possible, as equal as possible: 10 with room for 4 is 4, 3, 3."""
-    pieces = -(-samples // max(1, largest))
+    pieces = min(-(-samples // max(least, largest)), max(1, samples // least))
     small, extra = divmod(samples, max(1, pieces))
     return (small + 1,) * extra + (small,) * (pieces - extra)
 
 
-def equal_sizes(samples: int, largest: int) -> tuple[int, ...]:
+def equal_sizes(samples: int, largest: int, least: int = 1) -> tuple[int, ...]:
     """At most two different sizes: pieces of `largest` and one remainder (compiled models are built once per size)."""
-    full, rest = divmod(samples, max(1, largest))
-    return (max(1, largest),) * full + ((rest,) if rest else ())
+    full, rest = divmod(samples, max(least, largest))
+    if 0 < rest < least:
+        return sizes(samples, largest, least)
+    return (max(least, largest),) * full + ((rest,) if rest else ())
+
+
+def next_size(left: int, wanted: int, least: int = 1) -> int:
+    """The next piece of `left` samples: `wanted`, or such that neither it nor what is left after it is below `least`."""
+    size = min(max(least, wanted), left)
+    if left - size >= least or size == left:
+        return size
+    return left - least if left >= 2 * least else left
 
 
 def bounds(pieces: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -1,8 +1,9 @@
 """Nested batches and outputs as a flat list of leaves, and back.
 
 Understood: tuples, named tuples, lists, mappings (also `UserDict`s such as transformers' BatchEncoding and
-`ModelOutput`s), dataclasses. Everything else is a leaf. Not covered: objects that keep tensors in attributes of their own
-kind (graph batches, caches); they are leaves, and cutting refuses leaves it does not know.
+`ModelOutput`s), dataclasses, and objects of the script's own classes that hold tensors as attributes. Everything else is a
+leaf. Not covered: objects that hold such objects in turn, or tensors in ways of their own (graph batches, caches); they are
+leaves, and cutting refuses leaves it does not know.
 """
 
 from __future__ import annotations
@@ -16,6 +17,14 @@ from typing import Any
 import torch
 
 Path = tuple[str | int, ...]
+_LIBRARIES = {"torch", "transformers", "memfit"}
+"""Their objects are what they say, and no batches or outputs by their attributes."""
+
+
+class Attribute(str):
+    """The name of a part that is an attribute of an object of the script's own."""
+
+    __slots__ = ()
 
 
 def children(node: Any) -> list[tuple[str | int, Any]] | None:
@@ -32,7 +41,25 @@ def children(node: Any) -> list[tuple[str | int, Any]] | None:
         return [
             (field.name, getattr(node, field.name)) for field in dataclasses.fields(node) if hasattr(node, field.name)
         ]
+    if _is_holder(node) and not any(_leads_to_holders(value) for value in vars(node).values()):
+        return [(Attribute(name), value) for name, value in vars(node).items()]
     return None
+
+
+def _is_holder(node: Any) -> bool:
+    """Whether it is an object of the script's own with tensors as attributes."""
+    held = getattr(node, "__dict__", None)
+    if type(held) is not dict or isinstance(node, (type, torch.nn.Module)) or callable(node):
+        return False
+    if not any(isinstance(value, torch.Tensor) for value in held.values()):
+        return False
+    return not any(kind.__module__.split(".")[0] in _LIBRARIES for kind in type(node).__mro__)
+
+
+def _leads_to_holders(value: Any) -> bool:
+    """Whether it is or lists such objects, which may refer back to each other."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
+    return any(not isinstance(item, torch.Tensor) and _is_holder(item) for item in items)
 
 
 def is_column(node: Any) -> bool:
@@ -90,8 +117,8 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def path_name(path: Path, root: str = "batch") -> str:
-    """A path as it would be typed: batch['labels'][0]."""
-    return root + "".join(f"[{name!r}]" for name in path)
+    """A path as it would be typed: batch['labels'][0], or batch.labels."""
+    return root + "".join(f".{name}" if isinstance(name, Attribute) else f"[{name!r}]" for name in path)
 
 
 def _with_parts(node: Any, parts: list[Any], names: list[str | int]) -> Any:
@@ -103,6 +130,8 @@ def _with_parts(node: Any, parts: list[Any], names: list[str | int]) -> Any:
         return dict(zip(names, parts))
     if dataclasses.is_dataclass(node):
         return _with_fields(node, dict(zip(names, parts)))
+    if names and isinstance(names[0], Attribute):
+        return _with_attributes(node, dict(zip(names, parts)))
     return _with_items(node, dict(zip(names, parts)))
 
 
@@ -113,6 +142,15 @@ def _with_fields(node: Any, values: dict[Any, Any]) -> Any:
         object.__setattr__(twin, name, value)
         if isinstance(twin, Mapping):
             dict.__setitem__(twin, name, value)  # type: ignore[arg-type]
+    return twin
+
+
+def _with_attributes(node: Any, values: dict[Any, Any]) -> Any:
+    held = vars(node)
+    if all(value is held[name] for name, value in values.items()):
+        return node  # what is changed on it is seen by who made it
+    twin = copy.copy(node)
+    vars(twin).update({str(name): value for name, value in values.items()})
     return twin
 
 

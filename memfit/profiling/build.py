@@ -94,16 +94,23 @@ def traced_profile(
 
 
 def measured_profile(
-    subject: Subject, work: Work, available: int, staging: Staging, reason: str, *, reserved: bool = False
+    subject: Subject,
+    work: Work,
+    available: int,
+    staging: Staging,
+    reason: str,
+    smallest: int = 1,
+    *,
+    reserved: bool = False,
 ) -> Profile:
-    """The profile from micro-batches of one and two samples that really run; used where tracing fails. `reserved`: on that
-    scale of `Meter`."""
+    """The profile from micro-batches of `smallest` samples and one more that really run; used where tracing fails.
+    `reserved`: on that scale of `Meter`."""
     watch = Stopwatch(subject.model, staging, subject.weighting, subject.device, reserved=reserved)
     facts = model_facts(subject.model, subject.optimizer)
     state = state_bytes(subject.optimizer)
     standing = facts.parameter_bytes + facts.gradient_bytes + state
     with watch.session(work):
-        timings = [watch.run(work, n) for n in (1, 2) if n <= available]
+        timings = [watch.run(work, n) for n in (smallest, smallest + 1) if n <= available]
     # The optimizer's step may need another copy of the parameters while it computes (foreach, the default).
     least = standing + facts.gradient_bytes
     points = tuple((t.samples, max(least, standing + (t.growth or 0))) for t in timings)
@@ -113,7 +120,9 @@ def measured_profile(
         points=points,
         source="measured",
         timings=tuple(timings),
-        notes=(f"profiled by measuring micro-batches of 1 and 2 samples, because tracing failed: {reason}",),
+        notes=(
+            f"profiled by measuring micro-batches of {smallest} and {smallest + 1} samples, because tracing failed: {reason}",
+        ),
     )
 
 

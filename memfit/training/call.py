@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.batches.cut import Axis, Layout, cut
-from memfit.batches.pieces import bounds, sizes
+from memfit.batches.cut import Axis, Layout, cut, cut_samples
+from memfit.batches.pieces import bounds
 from memfit.batches.tree import leaves, map_leaves, rebuild, tensors
 from memfit.engine.context import (
     Autocast,
@@ -32,6 +32,8 @@ from memfit.training.outputs import Joining, Outputs
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
 Split = Callable[[Any, list[int]], Sequence[Any]]
 """From a batch and sizes in samples to batches of those sizes."""
+Pieces = Callable[[int], Sequence[int]]
+"""From a number of samples to the sizes they are cut into."""
 
 
 class Call:
@@ -114,6 +116,14 @@ class Call:
         made.copies = True  # they may be run more than once
         return made
 
+    def chosen(self, indices: Sequence[int]) -> Call:
+        """A call on copies of these samples, in the same circumstances; not where only `split` knows them."""
+        tree = map_leaves(_copy, cut_samples(self.tree, self.layout, indices))
+        layout = Layout(self.layout.axes, len(indices))
+        made = Call(self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast)
+        made.modes, made.requires, made.copies = self.modes, self.requires, True
+        return made
+
     def output(self, tree: Tree | None = None) -> Any:
         """What the model returns for these arguments (None: all of the call's), in the call's own circumstances and the
         grad mode in force."""
@@ -155,6 +165,8 @@ class Call:
 
     def joined(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
         """The leaves of the whole output from those of the micro-batches."""
+        for i, leaf in enumerate(self.outputs.leaves):
+            leaf.check([part[i] for part in parts], self.pieces)
         return [leaf.join([part[i] for part in parts], self.pieces) for i, leaf in enumerate(self.outputs.leaves)]
 
     def draw_from(self, index: int) -> None:
@@ -165,11 +177,11 @@ class Call:
             self.random.append(RandomState.capture(self.device))
 
     def replay(
-        self, gradients: Sequence[torch.Tensor | None], staging: Staging, buffers: WrittenBuffers, largest: int
+        self, gradients: Sequence[torch.Tensor | None], staging: Staging, buffers: WrittenBuffers, cut: Pieces
     ) -> None:
         """The second pass: run each micro-batch again and send the gradients of its outputs backward.
 
-        `largest` below the first pass's micro-batches cuts them further; draws then go on from where each began.
+        `cut` may cut the first pass's micro-batches further; draws then go on from where each began.
         """
         self.check_unchanged()
         self.inputs.forget()
@@ -179,7 +191,7 @@ class Call:
                 start = sum(self.pieces[:index])
                 if index not in self.kept:
                     self.random[index].restore(self.device)
-                for low, high in bounds(sizes(self.pieces[index], largest)):
+                for low, high in bounds(cut(self.pieces[index])):
                     self._backward_of(index, start + low, start + high, gradients, staging)
 
     def _forward_of(self, start: int, stop: int, staging: Staging) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memfit._errors import Refused
 from memfit._units import format_bytes
-from memfit.batches.pieces import equal_sizes, sizes
+from memfit.batches.pieces import equal_sizes, next_size, sizes
 from memfit.engine.accumulate import SharesDiffer, Weighting, Work, accumulate
 from memfit.engine.handover import Total
 from memfit.engine.staged import Staging, check_nothing_escaped
@@ -94,6 +96,8 @@ class Core:
         self.plan: Plan | None = None
         self.profile: Profile | None = None
         self.largest: int | None = None
+        self.least = 1
+        """The fewest samples that the model can run; 2 where a single one fails or loses its dimension."""
         self.steps = 0
         self.owner: object = None
         self.on_plan: Callable[[], None] = lambda: None
@@ -154,6 +158,30 @@ class Core:
         self._undo_levers()
         self._undo_levers = lambda: None
 
+    def need_company(self, why: str) -> None:
+        """From now on no micro-batch has a single sample. Raises Refused where one was prescribed."""
+        if self.prescribed == 1:
+            raise Refused(
+                "micro-batches of one sample, as micro_batch=1 asks",
+                found=f"the model cannot run one sample as it runs several: {why}",
+                next_move="pass micro_batch=2 or more; where squeeze() takes the batch's dimension, name the dimension meant",
+            )
+        self.least = 2
+        self.planner.avoid_singles()
+        if self.prescribed == 2:
+            self.note("note", f"micro-batches of 3 too: the model cannot run one sample as it runs several ({why})")
+
+    @property
+    def prescribed(self) -> int | None:
+        """Samples per micro-batch, where a plan or the user fixed them."""
+        return self.fixed.micro_batch if self.fixed is not None else self.settings.micro_batch
+
+    def tell(self, message: str) -> None:
+        """A note that is also said on stderr, once: something runs otherwise than was asked for."""
+        if not any(event.message == message for event in self.events):
+            print(f"memfit: {message}", file=sys.stderr)
+        self.note("note", message)
+
     def note(self, kind: str, message: str) -> None:
         """Record an event."""
         self.events.add(self.steps, kind, message)
@@ -171,7 +199,7 @@ class Core:
 
     def pieces(self, samples: int, largest: int) -> tuple[int, ...]:
         """The micro-batches' sizes for that many samples."""
-        return (equal_sizes if self.compiled else sizes)(samples, largest)
+        return (equal_sizes if self.compiled else sizes)(samples, largest, self.least)
 
     def accumulated(
         self,
@@ -232,8 +260,8 @@ class Core:
         left = samples
         while left:
             choice = tuner.next_choice(beside=bool(found), most=samples)
-            size = min(choice, left)
-            found.append(size - 1 if left - size == 1 and size > 2 else size)  # batch norm cannot run a single sample
+            size = next_size(left, choice, self.least)
+            found.append(size - 1 if left - size == 1 and size > 2 else size)  # a single sample wastes most of a pass
             tuner.expect(choice, found[-1])
             left -= found[-1]
         return tuple(found)

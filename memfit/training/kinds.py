@@ -10,12 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from memfit._errors import DoesNotFit, Refused
-from memfit._units import format_bytes
-from memfit.batches.cut import Layout, refuse_packed, shared_samples, uncuttable
+from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, shared_samples, uncuttable, unread
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work
-from memfit.levers.checkpoint import checkpointed
-from memfit.planning.search import Demand, search, with_blocks
+from memfit.planning.search import Demand, search
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
 from memfit.training.call import Call, Tree
@@ -33,16 +31,13 @@ from memfit.training.learn import (
 )
 from memfit.training.outputs import Outputs
 from memfit.training.planner import Task
-from memfit.training.prove import Deviation, frozen_norms, infer_weighting, joined_outputs, mixing_module
-from memfit.training.sidedoors import look_for_side_doors
-from memfit.training.works import CallWork
+from memfit.training.prove import Deviation
+from memfit.training.prover import Prover
 
 LOSS_BOUND = 3
 """Copies of a model's output that an unseen loss is taken to need at once: log-probabilities, their gradient, a temporary."""
 PROVE_AGAIN = 4
 """A proof is repeated at the next batch, and then whenever this many times as many optimizer steps have been done."""
-PROOF_SAMPLES = 5
-"""Samples that proofs run on."""
 
 OWN_LOSS = OwnLoss()
 
@@ -51,9 +46,11 @@ class Kinds:
     """All kinds of training calls that a model was called with."""
 
     def __init__(self, core: Core) -> None:
-        self._core = core
+        self._core, self._prover = core, Prover(core)
         self._kinds: dict[Hashable, Kind] = {}
         self._unknown: set[Hashable] = set()
+        self._untrained: set[Hashable] = set()
+        self._time_first = any(getattr(module, "batch_first", True) is False for module in core.model.modules())
 
     def to_cut(self, plain: Callable[..., Any], tree: Tree, hint: int | None) -> tuple[Call | None, int | None]:
         """(the call if it has to be cut, else None; the samples in it, if they can be told). `hint`: samples in the
@@ -61,37 +58,60 @@ class Kinds:
         by_split = self._core.settings.split is not None
         key = structure_of(tree, self._core.model, self._core.device, by_split=by_split)
         kind = self._kinds.get(key)
-        samples = self._told(tree, hint) if by_split else None if kind is None else samples_by(tree, kind.layout)
+        if by_split:
+            samples = next(iter(self._told(tree, hint)), None)
+        else:
+            samples = None if kind is None else samples_by(tree, kind.layout)
         if kind is not None and samples is not None:
             call = self._known(kind, plain, tree, samples)
         else:
-            samples = self._told(tree, hint)
-            if samples is None:
-                self._runs_unknown(key, tree, hint)
-            if samples is None or samples < 2:
-                return None, samples
-            call = self._first(key, plain, tree, samples)
+            call, samples = (None, None) if key in self._untrained else self._met(key, plain, tree, hint)
         if call is not None:
             call.key = key
         return call, samples
 
-    def _told(self, tree: Tree, hint: int | None) -> int | None:
-        """Samples in a call that nothing is known about: the loader's, where they fit its tensors, or those it shows."""
-        fits = hint is not None and (self._core.settings.split is not None or _has_dimension(tree, hint))
-        return hint if fits else shared_samples(tree)
+    def _met(self, key: Hashable, plain: Callable[..., Any], tree: Tree, hint: int | None) -> tuple[Call | None, int | None]:
+        """`to_cut` for a call that nothing is known about yet."""
+        told = self._told(tree, hint)
+        if not told:
+            self._runs_unknown(key, tree, hint)
+            return None, None
+        refusal: Refused | None = None
+        for samples in told:
+            if samples < 2:
+                return None, samples
+            try:
+                return self._first(key, plain, tree, samples), samples
+            except Refused as refused:
+                refusal = refusal or refused
+        assert refusal is not None
+        raise refusal
+
+    def _told(self, tree: Tree, hint: int | None) -> tuple[int, ...]:
+        """How many samples a call may have that nothing is known about, the likeliest first: the loader's, where they fit
+        its tensors; their common first dimension; the only size that all of them have; the second where time may be first."""
+        by_split = self._core.settings.split is not None
+        fits = hint is not None and (by_split or _has_dimension(tree, hint))
+        found = [hint if fits else shared_samples(tree)]
+        if not by_split:
+            found += [common_size(tree), second_size(tree) if self._time_first else None]
+        return tuple(dict.fromkeys(samples for samples in found if samples is not None))
 
     def _runs_unknown(self, key: Hashable, tree: Tree, hint: int | None) -> None:
         """A call whose samples cannot be told: raise Refused if a prescribed micro-batch means it to be cut, else say that it
         runs whole."""
-        core = self._core
-        prescribed = core.fixed.micro_batch if core.fixed is not None else core.settings.micro_batch
-        if key in self._unknown or not tensors(tree):
+        core, kinds = self._core, unread(tree)
+        if key in self._unknown or not (tensors(tree) or kinds):
             return
-        if hint is not None and prescribed is not None and prescribed < hint:
+        if hint is not None and core.prescribed is not None and core.prescribed < hint:
             refuse_packed(tree)
+            if not tensors(tree):
+                raise uncuttable(f"the call is given a {kinds[0]}, in which memfit does not see the batch's {hint} samples")
             raise uncuttable(f"none of the call's tensors has a dimension of {hint}, the samples in the batch")
         self._unknown.add(key)
-        core.note("note", "a call whose tensors do not show how many samples it has runs whole; split= says how to cut it")
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors(tree)[:4])
+        what = f"whose tensors {shapes} do" if shapes else f"given a {kinds[0]}, which does"
+        core.tell(f"a call {what} not show how many samples it has runs whole; split= says how to cut it")
 
     def task(self, plain: Callable[..., Any], tree: Tree) -> Task:
         """What there is to profile in a call with these arguments, whole or cut."""
@@ -109,29 +129,43 @@ class Kinds:
     def prove_again(self, call: Call) -> None:
         """The weighting of the call's own loss did not hold on this batch: infer it anew. Raises Refused."""
         kind = self._kinds[call.key]
-        before, (few, blocks) = kind.weighting, self._provable(kind, call)
-        with checkpointed(self._core.model, blocks):
-            deviation = self._infer(kind, call, few)
+        before = kind.weighting
+        deviation = self._prover.weigh_again(kind, call)
         if deviation is not None or kind.weighting == before:
-            raise self._mixes(call, deviation or Deviation("the loss", float("nan"), 0.0))
+            raise self._prover.mixes(call, deviation or Deviation("the loss", float("inf"), 0.0))
 
     def _first(self, key: Hashable, plain: Callable[..., Any], tree: Tree, samples: int) -> Call | None:
         core = self._core
         worst: tuple[Call, Deviation] | None = None
         for call in ways_to_cut(core.model, plain, tree, samples, core.device, core.settings.split):
+            if not self._trains(call):
+                self._untrained.add(key)
+                return None
             shapes = shapes_per_sample(tree, call.layout)
+            self._prover.look_alone(call)
             kind = Kind(call.layout, shapes, {shapes: call.outputs}, None if core.fixed else self._bound(call))
             if self._runs_whole(kind, call):
                 self._kinds[key] = kind
                 return None
-            deviation = self._prove(kind, call, shapes)
+            deviation = self._prover.prove(kind, call, shapes)
             if deviation is None:
                 self._kinds[key] = kind
                 return call
             if worst is None or deviation.relative < worst[1].relative:
                 worst = call, deviation
         assert worst is not None  # ways_to_cut raises where there is none
-        raise self._mixes(*worst)
+        raise self._prover.mixes(*worst)
+
+    def _trains(self, call: Call) -> bool:
+        """Whether a backward can go through what the call returns, as far as memfit sees it. Raises Refused where a prescribed
+        micro-batch means it to be cut."""
+        try:
+            return call.outputs.trains
+        except Refused as refused:
+            if self._core.prescribed is not None and self._core.prescribed < call.samples:
+                raise
+            self._core.tell(f"the model runs whole: {refused.found}")
+            return False
 
     def _known(self, kind: Kind, plain: Callable[..., Any], tree: Tree, samples: int) -> Call | None:
         shapes = shapes_per_sample(tree, kind.layout)
@@ -154,9 +188,9 @@ class Kinds:
     def _prove_known(self, kind: Kind, call: Call, shapes: Shapes) -> None:
         """The first proof of a kind that ran whole so far, or the second one, on a later batch. Raises Refused."""
         again = kind.proven is not None
-        deviation = self._prove(kind, call, shapes)
+        deviation = self._prover.prove(kind, call, shapes)
         if deviation is not None:
-            raise self._mixes(call, deviation)
+            raise self._prover.mixes(call, deviation)
         if again:
             kind.prove_at = PROVE_AGAIN * self._core.steps
 
@@ -196,84 +230,6 @@ class Kinds:
             core.adopt(replace(plan, notes=(*plan.notes, "fits as is: it runs whole, as the script wrote it")), kind.bound)
         kind.whole = max(kind.whole, call.samples)
         return True
-
-    # ---- proofs
-
-    def _prove(self, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
-        """None if the call may be cut this way; else how far its parts are from the whole."""
-        few, blocks = self._provable(kind, call)
-        with checkpointed(self._core.model, blocks), self._core.planner.sparing_kernels():
-            return self._prove_on(few, kind, call, shapes)
-
-    def _provable(self, kind: Kind, call: Call) -> tuple[int, tuple[str, ...]]:
-        """(samples to prove with that fit at once, blocks to checkpoint for that)."""
-        core, most = self._core, min(PROOF_SAMPLES, call.samples)
-        if kind.bound is None:
-            return most, ()
-        room = core.planner.budget().room
-        applied = () if core.plan is None else core.plan.checkpoint
-        for blocks in (applied,) if applied else ((), kind.bound.blocks):
-            cheaper = with_blocks(kind.bound, blocks)
-            fitting = [n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room]
-            if fitting:
-                return max(fitting), () if applied else blocks
-        return min(2, most), () if applied else kind.bound.blocks
-
-    def _prove_on(self, few: int, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
-        """The same, on the first `few` samples."""
-        allowed = self._core.settings.allow_inexact
-        outputs, deviation = joined_outputs(call, few)
-        if not deviation.agrees:
-            if not self._is_allowed(deviation, call, few):
-                return deviation
-            self._accept(deviation)
-        kind.outputs[shapes] = call.outputs = outputs
-        entrances = look_for_side_doors(call, few, allowed)
-        self._core.staging.stage_also(entrances.parameters)
-        kind.writes_input = call.copies = entrances.writes_input
-        if outputs.loss is not None:
-            found = self._infer(kind, call, few)
-            if found is not None:
-                if not self._is_allowed(found, call, few):
-                    return found
-                self._accept(found)
-        kind.proven, kind.prove_at = outputs, self._core.steps + 1
-        return None
-
-    def _infer(self, kind: Kind, call: Call, few: int) -> Deviation | None:
-        assert call.outputs.loss is not None
-        work = CallWork(frozen_norms(call), call.outputs.loss, draws=False)
-        weighting, deviation = infer_weighting(work, few, self._core.staging, self._core.model)
-        kind.weighting = weighting or BY_SAMPLES
-        return deviation if weighting is None else None
-
-    def _is_allowed(self, deviation: Deviation, call: Call, few: int) -> bool:
-        """Whether the user accepted this deviation by its own name, or by those of the modules it comes from."""
-        allowed = self._core.settings.allow_inexact
-        if not allowed or deviation.where in allowed:
-            return bool(allowed)
-        return mixing_module(call, few, ()) is not None and mixing_module(call, few, allowed) is None
-
-    def _accept(self, deviation: Deviation) -> None:
-        self._core.note(
-            "not equal",
-            f"{deviation.where} differs by {deviation.relative:.2g} between the whole batch and its parts; accepted by "
-            "allow_inexact",
-        )
-
-    def _mixes(self, call: Call, deviation: Deviation) -> Refused:
-        few = min(PROOF_SAMPLES, call.samples)
-        found = mixing_module(call, few, self._core.settings.allow_inexact) or deviation
-        micro_batch = self._core.settings.micro_batch
-        budget = format_bytes(self._core.planner.budget().limit)
-        why = f"{budget} require" if micro_batch is None else f"micro_batch={micro_batch} asks"
-        return Refused(
-            f"cutting a batch of {call.samples} into micro-batches, as {why}",
-            found=f"{found.where} mixes samples: its value for {few} samples together differs by {found.relative:.2g} from "
-            "that for the same samples in two parts",
-            next_move=f"accept that with allow_inexact=[{found.where!r}], compute what needs all samples together outside the "
-            "model, or give it a budget in which the batch runs whole",
-        )
 
     # ---- planning for what consumes the output
 

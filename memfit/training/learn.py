@@ -15,7 +15,7 @@ from torch import nn
 
 from memfit._errors import MemfitError
 from memfit.batches.cut import Layout, candidate_layouts, uncuttable
-from memfit.batches.tree import flat, is_column, leaves, map_leaves
+from memfit.batches.tree import Attribute, Path, flat, is_column, leaves, map_leaves
 from memfit.engine.context import autocast_now, uncompiled
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.sandbox import leave_no_trace
@@ -34,7 +34,7 @@ def structure_of(tree: Tree, model: nn.Module, device: torch.device, *, by_split
     if by_split:
         found = tuple(_kind(leaf) for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
     else:
-        found = tuple((path, _kind(leaf)) for path, leaf in leaves(tree))
+        found = tuple((path, _kind(leaf, path)) for path, leaf in leaves(tree))
     return (
         found,
         model.training,
@@ -111,6 +111,8 @@ def outputs_of(call: Call, *, known: bool = False) -> Outputs:
     With `known`, calls like it were cut the same way before: what the model raises now is its own error, met for real.
     """
     few, many = _few(call)
+    if few == 1 and call.split is None:  # single samples are special to many models; copies serve to learn from
+        call, few, many = call.chosen((0, 1, 0)), 2, 3
     try:
         small, large = _fake_outputs(call, few, many)
     except TraceFailed:
@@ -215,10 +217,12 @@ def _without_data(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
 
 
-def _kind(leaf: Any) -> Hashable:
+def _kind(leaf: Any, path: Path = ()) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, leaf.dim(), leaf.device.type, leaf.requires_grad
     if is_column(leaf):
         return "column"
-    return leaf if isinstance(leaf, (int, float, str, bool, type(None))) else type(leaf).__name__
+    simple = isinstance(leaf, (int, float, str, bool, type(None)))
+    # A number on a batch of the script's own is often counted from it (its tokens), and another one in every batch.
+    return leaf if simple and not (path and isinstance(path[-1], Attribute)) else type(leaf).__name__
 

@@ -12,6 +12,7 @@ from memfit.batches.pieces import bounds
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import map_leaves, tensors
 from memfit.training.call import Split, part_of_split
+from memfit.training.choose import marks_of, most_telling, spaced
 from memfit.training.learn import Shapes, twin_of_part
 
 RAGGED = 1.05
@@ -136,9 +137,11 @@ class Ordered:
         )
 
     def spread(
-        self, count: int, rivals: Sequence[Callable[[Any], Any]] = (), own: Callable[[Any], Any] | None = None
+        self, parts: Sequence[int], rivals: Sequence[Callable[[Any], Any]] = (), own: Callable[[Any], Any] | None = None
     ) -> Callable[[int, int], Any]:
-        """`count` samples that are as different as there are, in size or in these counts relative to `own`, for proofs."""
+        """Samples for proofs, in two parts of these sizes: as different as there are, in what a loss may count or, with
+        `rivals`, in these counts relative to `own`."""
+        count = sum(parts)
         if rivals and not self.in_order:
 
             def apart(i: int) -> list[float]:
@@ -148,9 +151,14 @@ class Ordered:
 
             order = sorted(self._order, key=apart)
             chosen = [*order[: count // 2], *order[count // 2 - count :]]
+        elif self.in_order:
+            chosen = self._order[:count]
         else:
-            step = max(1, (self.samples - 1) // max(1, count - 1)) if self.ragged else 1
-            chosen = self._order[:count] if self.in_order else [self._order[i * step] for i in range(count)]
+            there = [self._order[i] for i in spaced(self.samples)]
+            marks = [marks_of(self._make([i])) for i in there]
+            if self.ragged:
+                marks = [{**mark, "size": float(self.sizes[i])} for mark, i in zip(marks, spaced(self.samples))]
+            chosen = [there[i] for i in most_telling(marks, parts)]
         return lambda low, high: self._make(chosen[low:high])
 
     def _with_order(self, order: Sequence[int]) -> Ordered:

@@ -14,7 +14,9 @@ import torch
 from memfit._errors import Refused
 from memfit.batches.cut import Axis
 from memfit.batches.pieces import bounds
-from memfit.batches.tree import Path, leaves, path_name, rebuild
+from memfit.batches.tree import Attribute, Path, leaves, path_name, rebuild
+
+_NUMBERS = ("int", "float", "bool", "complex", "str", "NoneType")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,23 @@ class Leaf:
             return self.shape
         dim = self.axis.dim
         return (*self.shape[:dim], self.axis.size(samples), *self.shape[dim + 1 :])
+
+    def check(self, parts: Sequence[Any], sizes: Sequence[int]) -> None:
+        """Raise Refused if what micro-batches of these sizes return has another size than the batch dimension explains."""
+        wanted = [self.shape_for(size) for size in sizes]
+        found = [tuple(part.shape) for part in parts if isinstance(part, torch.Tensor)]
+        if self.axis is not None and found != wanted:
+            raise self.of_other_size(wanted, found)
+
+    def of_other_size(self, wanted: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]) -> Refused:
+        """The refusal of an output whose size depends on the values in its batch."""
+        return Refused(
+            "joining the outputs of micro-batches",
+            found=f"{path_name(self.path, 'output')} has the shape {_listed(found)} where {_listed(wanted)} was expected: its "
+            "size depends on what is in its batch (such as its longest sample)",
+            next_move="pass loss_fn= and call run.step(batch), where each micro-batch has a loss of its own; or pad to a "
+            "length that is the same for all batches",
+        )
 
     def join(self, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
         """The leaf of all samples from those of micro-batches of these sizes."""
@@ -119,6 +138,21 @@ class Outputs:
         return found[0] if len(found) == 1 else None
 
     @property
+    def trains(self) -> bool:
+        """Whether gradients can flow through any of it. Raises Refused where what it returns hides its tensors."""
+        if any(leaf.differentiable for leaf in self.leaves):
+            return True
+        hidden = next((leaf for leaf in self.leaves if leaf.kind == "opaque" and leaf.value not in _NUMBERS), None)
+        if hidden is not None:
+            raise Refused(
+                "joining the outputs of micro-batches",
+                found=f"it returns a {hidden.value} ({path_name(hidden.path, 'output')}), with no tensors memfit sees",
+                next_move="return tensors, in tuples, lists, dictionaries, dataclasses or as attributes of an object; or pass "
+                "loss_fn= and call run.step(batch)",
+            )
+        return False
+
+    @property
     def tensors(self) -> tuple[int, ...]:
         """The indices of leaves that are tensors."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.kind in ("batch", "constant", "loss"))
@@ -167,8 +201,14 @@ def learn_outputs(small: Any, few: int, large: Any, many: int) -> Outputs:
             next_move="return tensors with one entry per sample, or compute the loss inside the model",
         )
     found = tuple(_learn(path, a, few, b, many) for (path, a), (_, b) in zip(first, second))
-    plain = rebuild(small, (leaf.value if leaf.kind == "value" else None for leaf in found))
-    return Outputs(plain, found)
+    return Outputs(rebuild(small, map(_without_values, found)), found)
+
+
+def _without_values(leaf: Leaf) -> Any:
+    """What stands for the leaf in `Outputs.tree`: objects of the script's own are known by the tensors they hold."""
+    if leaf.kind == "value":
+        return leaf.value
+    return torch.empty(0, device="meta") if leaf.path and isinstance(leaf.path[-1], Attribute) else None
 
 
 def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
@@ -210,13 +250,17 @@ def _settled_like(mine: Leaf, its: Leaf) -> Leaf | None:
     return mine if its.axis.inner > 1 else None
 
 
+def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
+    return " and ".join(str(shape) for shape in dict.fromkeys(shapes))
+
+
 def turned(axis: Axis) -> Axis:
     """The axis with samples varying fastest instead of slowest (time before batch)."""
     return Axis(axis.dim, outer=axis.inner, inner=axis.outer)
 
 
 def _not_joined(name: str, kind: str) -> Refused:
-    if kind in ("int", "float", "Tensor"):
+    if kind in (*_NUMBERS, "Tensor"):
         found = f"it is a {kind} computed from all samples together, and those of the micro-batches do not add up to it"
         next_move = "return it with one entry per sample, or compute it outside the model"
     else:

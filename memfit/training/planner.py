@@ -26,7 +26,7 @@ from memfit.levers.precision import PRECISIONS, lower_precisions, script_precisi
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, micro_batch_sizes, search, with_blocks
 from memfit.profiling.allocator import HEAP_WASTE, RESERVED_WASTE, heap_peak, mapped_swing, thresholds_pinned
-from memfit.profiling.build import Subject, measured_profile, state_bytes, traced_profile
+from memfit.profiling.build import CHECK, Subject, measured_profile, state_bytes, traced_profile
 from memfit.profiling.profile import Profile
 from memfit.profiling.timing import Stopwatch, Timing, optimizer_seconds, time_sizes
 from memfit.profiling.trace import MakeWork, TraceFailed
@@ -176,6 +176,8 @@ class Planner:
     ) -> Profile:
         """The profile of a task in a precision, traced where that is possible."""
         subject = self._subject(task, lever, checkpoint)
+        if self._no_singles and task.available < CHECK:
+            sizes = sizes or tuple(range(2, task.available + 1))
         if not task.compiled:
             try:
                 found = traced_profile(subject, task.make_work(lever), task.available, sizes, like)
@@ -184,8 +186,8 @@ class Planner:
                 reason = failed.reason
         else:
             reason = "the model is compiled"
-        work = task.real_work(lever)
-        return measured_profile(subject, work, task.available, self._staging, reason, reserved=self._reserved)
+        smallest, work = 2 if self._no_singles else 1, task.real_work(lever)
+        return measured_profile(subject, work, task.available, self._staging, reason, smallest, reserved=self._reserved)
 
     def _search(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
         """The plan by composition, then traced whole; where the trace needs more, that is learnt and searched again."""
@@ -307,6 +309,10 @@ class Planner:
 
     def _optimizer_seconds(self, allowed: int) -> float:
         return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))
+
+    def avoid_singles(self) -> None:
+        """Plan no sizes that leave a sample by itself: the model cannot run one."""
+        self._no_singles = True
 
     def _without_singles(self, demand: Demand) -> Demand:
         """The demand without sizes that leave a sample by itself, where the model cannot run one."""

@@ -216,7 +216,8 @@ class Run:
             interception = Interception(self.model, script.answer)
             interception.install()
             try:
-                return loss_fn(self.model, batch)
+                with script.outside.watching():
+                    return loss_fn(self.model, batch)
             finally:
                 interception.remove()
 
@@ -241,6 +242,8 @@ class Run:
         if self._guard is not None:
             self._guard.stepped()
         if self._script is not None:
+            if self._stepper is None:
+                self._script.outside.stepped()
             self._compare_with_target(self._script)
             if self._stepper is None:  # in step mode `step` ends it
                 self._clock.end(self._script.samples_seen)

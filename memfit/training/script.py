@@ -1,7 +1,7 @@
 """Script mode: the loop stays as it was; training calls of the model are cut into micro-batches behind stand-ins.
 
-Not covered: methods other than `forward` called from outside, and tensors that leave the forward by other ways than its
-output (found and refused).
+Not covered: methods other than `forward` called from outside (said, where `forward` is not called), and tensors that leave
+the forward by other ways than its output (found and refused).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memfit.batches.pieces import sizes
 from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work
 from memfit.engine.context import random_state_kept
@@ -23,6 +24,7 @@ from memfit.training.core import Core, MadeReference
 from memfit.training.guard import AccumulationGuard
 from memfit.training.kind import BY_SAMPLES, Planned
 from memfit.training.kinds import LOSS_BOUND, OWN_LOSS, Kinds, output_bytes
+from memfit.training.outside import OutsideForward
 from memfit.training.route import Step
 from memfit.training.standin import StandIn, stand_ins
 from memfit.training.tune import Tuner
@@ -51,10 +53,14 @@ class Script:
         self._known = {id(p): p for p in core.model.parameters()}
         self._busy = False
         self._shapes: dict[Any, Any] = {}
+        self.outside = OutsideForward(core.model, core.tell)
 
     def answer(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the intercepted forward returns."""
-        if self._busy or not self._is_training_call():
+        if self._busy:
+            return plain(*args, **kwargs)
+        self.outside.called()
+        if not self._is_training_call():
             return plain(*args, **kwargs)
         args, kwargs = map_leaves(_computed, (args, kwargs))  # the output of another call may be this one's input
         with self.aside():
@@ -156,7 +162,7 @@ class Script:
 
         def attempt(largest: int) -> Total:
             core.prepare(len(call.pieces))
-            call.replay(gradients, core.staging, core.buffers, largest)
+            call.replay(gradients, core.staging, core.buffers, lambda samples: sizes(samples, largest, core.least))
             parameters = len(receivers) - len(call.inputs.wanted)
             staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
             return Total(torch.zeros(()), receivers, staged)

@@ -15,7 +15,8 @@ from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.context import without_autocast
 from memfit.engine.slices import Draws
 from memfit.engine.staged import Staging
-from memfit.training.prove import comparable, probes_of
+from memfit.training.prove import comparable
+from memfit.training.weigh import probes_of
 
 
 def gradient_shift(own: Work, lowered: Work, staging: Staging, device: torch.device) -> float:

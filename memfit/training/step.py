@@ -14,6 +14,7 @@ import torch
 
 from memfit._errors import Refused, UsageError
 from memfit.batches.cut import candidate_layouts, shared_samples, uncuttable
+from memfit.batches.pieces import next_size
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import tensors
 from memfit.batches.weights import Count
@@ -29,18 +30,23 @@ from memfit.profiling.fake import FakeWorld
 from memfit.profiling.profile import Profile
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.trace import MakeWork, TraceFailed, telling_failures
+from memfit.training.alone import loss_alone
 from memfit.training.core import Core, MadeReference
 from memfit.training.learn import Shapes, no_larger, shapes_per_sample
 from memfit.training.ordered import Ordered
 from memfit.training.planner import Task
-from memfit.training.prove import PROBED, comparable, infer_weighting
+from memfit.training.prove import comparable, parts_of
+from memfit.training.recover import free_unused, is_out_of_memory
 from memfit.training.tune import Tuner
+from memfit.training.weigh import PROBED, infer_weighting
 from memfit.training.works import LossFn, StepWork, moved
 
 PROOF_SAMPLES = 5
 """Samples that proofs run on."""
 KEPT_SAMPLES = 32
 """Samples kept for verifying."""
+PROVE_AGAIN = 4
+"""An inferred weighting is proven again at the next batch, and then whenever this many times as many steps were done."""
 BY_SAMPLES = Weighting("samples", "by samples")
 
 
@@ -84,6 +90,7 @@ class Stepper:
         self._core, self._loss_fn, self._whole_loss = core, loss_fn, whole_loss
         self._weighting: Weighting | None = None
         self._proven_ragged = False
+        self._prove_at = 0
         self._together = False
         self._share = 1
         self._plans: list[Planned] = []
@@ -147,9 +154,9 @@ class Stepper:
             else:
                 choice = tuner.next_choice()
                 count = min(left, most, max(1, round(choice / max(1, size))))
-                tuner.expect(choice, sum(batch.sizes[start : start + count]))
-            found.append(count)
-            start += count
+                tuner.expect(choice, sum(batch.sizes[start : start + next_size(left, count, self._core.least)]))
+            found.append(next_size(left, count, self._core.least))
+            start += found[-1]
         return tuple(found)
 
     # ---- what a batch is
@@ -177,6 +184,8 @@ class Stepper:
         profile = None
         if not self._together and (self._weighting is None or (batch.ragged and not self._proven_ragged)):
             profile = self._weigh(batch)  # padding differs between parts only where samples differ in size
+        elif not self._together and self._core.steps >= self._prove_at and self._inferred:
+            self._prove_again(batch)
         if not self._together and self._core.fixed is None:
             self._plan(batch, profile)
 
@@ -197,20 +206,26 @@ class Stepper:
 
     # ---- weighting
 
+    @property
+    def _inferred(self) -> bool:
+        """Whether the weighting rests on a proof alone: that of one known mean is looked at in every micro-batch."""
+        return self._core.settings.weight is None and self._weighting is not None and self._weighting.kind != "term"
+
     def _weigh(self, batch: Ordered, before: Weighting | None = None) -> Profile | None:
         """How micro-batches are weighted, proven on a few samples, such as tell `before` from its rivals; returns the
         profile made to know how many fit."""
         core = self._core
         self._proven_ragged = self._proven_ragged or batch.ragged
+        self._look_alone(batch)
         if core.settings.weight is not None:
             self._weighting = Weighting("count", "by weight=", count=_by_hand(core.settings.weight, core.device))
             self._remember(batch)
             return None
-        if batch.samples < 2:
-            return None  # one sample weighs what it weighs; the next batch decides
+        if batch.samples < 2 * core.least:
+            return None  # one micro-batch weighs what it weighs; the next batch decides
         profile = self._profile(batch)
         few, blocks = self._provable(batch, profile)
-        if few < 2:
+        if few < 2 * core.least:
             self._weigh_unproven(batch)
         else:
             with checkpointed(core.model, blocks), core.planner.sparing_kernels():
@@ -221,11 +236,43 @@ class Stepper:
             self._remember(batch)
         return profile
 
+    def _look_alone(self, batch: Ordered) -> None:
+        """Know whether the loss of a single sample can be computed. Raises Refused where single samples were prescribed."""
+        core = self._core
+        if core.least > 1 or batch.samples < 2:
+            return
+        with core.staging.swapped():  # no hook of the user's fires
+            why = loss_alone(self._work(batch.piece, batch.samples, "off"), core.model)
+        if why is not None:
+            core.need_company(why)
+
+    def _prove_again(self, batch: Ordered) -> None:
+        """An inferred weighting looked at on a later batch, on samples of its own."""
+        core = self._core
+        if core.plan is None:
+            return
+        most = min(PROOF_SAMPLES, batch.samples, core.limit(core.plan))
+        if core.profile is not None:
+            room = core.planner.budget().room - 2 * min(PROBED, core.profile.model.gradient_bytes)
+            cheaper = with_blocks(core.profile, core.plan.checkpoint)
+            most = max((n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room), default=0)
+        before = self._weighting
+        try:
+            if most >= 2 * core.least:
+                self._weigh_by_proof(batch, most, None)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._weighting = before  # proven once; this proof can wait for another batch
+            free_unused(core.device)
+
     def _weigh_by_proof(self, batch: Ordered, few: int, before: Weighting | None) -> None:
         core = self._core
-        pieces = batch.spread(few) if before is None else batch.spread(few, before.rivals, before.count)
+        parts = parts_of(few, core.least)
+        pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
         work = self._work(pieces, few, "off")
-        self._weighting, deviation = infer_weighting(work, few, core.staging, core.model)
+        self._prove_at = PROVE_AGAIN * core.steps or 1
+        self._weighting, deviation = infer_weighting(work, parts, core.staging, core.model)
         if self._weighting is None:
             if math.isnan(deviation.relative):
                 self._refuse_not_finite(work, few)
@@ -244,9 +291,10 @@ class Stepper:
         core, world = self._core, FakeWorld()
         try:
             with leave_no_trace(core.model, core.device, buffers=False), telling_failures(world), world.replacing(core.model):
-                work = self._task(batch, 0, Demand(1)).make_work("off")(world.twin, 1)
+                few = core.least
+                work = self._task(batch, 0, Demand(few)).make_work("off")(world.twin, few)
                 with world.entered(), Terms(alone=False) as terms:
-                    inputs, _ = work.inputs(0, 1, None)
+                    inputs, _ = work.inputs(0, few, None)
                     loss = checked_loss(work.loss(work.forward(inputs)))
                     return len(terms.found) == 1 and is_only_term(loss, terms.found[0])
         except TraceFailed:
@@ -282,7 +330,7 @@ class Stepper:
         most = min(PROOF_SAMPLES, batch.samples)
         if profile is None:  # a plan made elsewhere says what fits
             plan = self._core.plan
-            return (most if plan is None else min(most, max(2, plan.micro_batch))), ()
+            return (most if plan is None else min(most, max(2 * self._core.least, plan.micro_batch))), ()
         kept = 2 * min(PROBED, profile.model.gradient_bytes)
         room = self._core.planner.budget().room - kept
         for blocks in ((), profile.blocks):

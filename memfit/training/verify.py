@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memfit._errors import UsageError
+from memfit.batches.pieces import sizes
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import CountOf, Work, accumulate, checked_loss
 from memfit.engine.context import without_autocast
@@ -31,11 +32,14 @@ FLOORS = 4.0
 """Multiples of the floor that count as rounding: errors of several summation orders add up."""
 
 
-def unequal(samples: int) -> tuple[int, ...]:
+def unequal(samples: int, least: int = 1) -> tuple[int, ...]:
     """At least three micro-batches of different sizes, where there are enough samples: 24 = 5 + 8 + 11."""
+    if samples < 3 * least:
+        return sizes(samples, least, least)
     third = samples // 3
     less = max(1, third - max(1, third // 3)) if third > 1 else 1
-    return (less, third, samples - third - less) if samples >= 3 else (1,) * samples
+    less = max(least, less)
+    return less, third, samples - third - less
 
 
 def verification_of(core: Core, reference: Reference | None) -> Verification:
@@ -55,12 +59,12 @@ def verification_of(core: Core, reference: Reference | None) -> Verification:
                 continue
             with _last_bits_flipped(core.staging.parameters()):
                 nearby = _whole(core, reference.work(samples), samples, partial(draws.sliced, 0, samples, samples))
-            parts = _parts(core, reference, unequal(samples), samples, draws)
+            parts = _parts(core, reference, unequal(samples, core.least), samples, draws)
             if reference.reversible:
                 again = _whole(core, reference.work(samples, backwards=True), samples, partial(draws.reversed, samples))
                 orders = whole, again
             else:
-                orders = parts, _parts(core, reference, unequal(samples)[::-1], samples, draws)
+                orders = parts, _parts(core, reference, unequal(samples, core.least)[::-1], samples, draws)
         return _compare(core, whole, parts, (orders, (whole, nearby)), samples, draws)
     raise AssertionError("unreachable: the second round always returns")
 
@@ -163,7 +167,7 @@ def _compare(
         relative_error=error,
         floor=floor,
         samples=samples,
-        pieces=unequal(samples),
+        pieces=unequal(samples, core.least),
         worst_parameter=name,
         worst_error=worst,
         loss_error=abs(parts.loss - whole.loss) / max(abs(whole.loss), 1e-30),

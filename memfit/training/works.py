@@ -98,7 +98,10 @@ class CallWork:
         if self._finish is None and not self._steps:
             return inputs  # the model computes its loss itself: all of it is looked at for known means
         arguments, start, stop = inputs
-        return self._value(arguments), start, stop
+        value = self._value(arguments)
+        if self.draws:  # not while tracing, where sizes may be guessed
+            self.call.outputs.leaves[self._leaf].check([value], [stop - start])
+        return value, start, stop
 
     def _value(self, arguments: Any) -> Any:
         with precision_applied(self._precision, self.device):

@@ -1,0 +1,83 @@
+"""Whether a model runs a single sample as it runs several: batch norm over [N, C] cannot, and `squeeze()` loses the batch.
+
+Looked at in the modes of training, batch norm not frozen, on a real sample; leaves no trace. Not covered: models that run a
+single sample to its end and compute another value from it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.batches.tree import path_name
+from memfit.engine.accumulate import Work, checked_loss
+from memfit.engine.context import uncompiled
+from memfit.profiling.sandbox import leave_no_trace
+from memfit.training.call import Call
+from memfit.training.outputs import Leaf
+from memfit.training.recover import is_out_of_memory
+
+
+def call_alone(call: Call) -> str | None:
+    """Why the call's model cannot run one sample as it runs several; None where it can."""
+    looked_at = copy.copy(call)
+    looked_at.copies = True
+
+    def run(samples: int) -> list[Any]:
+        found = looked_at.run(looked_at.arguments(0, samples))
+        _backward([value for value in found if isinstance(value, torch.Tensor) and value.requires_grad], call.model)
+        return found
+
+    found = _run_alone(run, call.model, call.device)
+    if found is None or isinstance(found, str):
+        return found
+    leaves = call.outputs.leaves
+    if len(found) != len(leaves):
+        return "it returns another structure for it"
+    return next((why for leaf, value in zip(leaves, found) if (why := _lost_dimension(leaf, value))), None)
+
+
+def loss_alone(work: Work, model: nn.Module) -> str | None:
+    """Why the loss of one sample cannot be computed as that of several; None where it can."""
+
+    def run(samples: int) -> list[Any]:
+        inputs, _ = work.inputs(0, samples, None)
+        _backward([checked_loss(work.loss(work.forward(inputs)))], model)
+        return []
+
+    found = _run_alone(run, model, work.device)
+    return found if isinstance(found, str) else None
+
+
+def _backward(values: Sequence[torch.Tensor], model: nn.Module) -> None:
+    """Some losses take a sample without a batch dimension, and fail on their way back."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if values and parameters:
+        torch.autograd.grad([value.sum() for value in values], parameters, allow_unused=True)
+
+
+def _run_alone(run: Callable[[int], list[Any]], model: nn.Module, device: torch.device) -> list[Any] | str | None:
+    """What one sample gives, or what is said instead; None where two samples fail as well: then it is not about one."""
+    failed: list[str] = []
+    for samples in (1, 2):
+        try:
+            with leave_no_trace(model, device), uncompiled(), torch.enable_grad():
+                found = run(samples)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            failed.append((str(error) or type(error).__name__).splitlines()[0])
+        else:
+            return failed[0] if failed else found
+    return None
+
+
+def _lost_dimension(leaf: Leaf, value: Any) -> str | None:
+    if leaf.axis is None or not isinstance(value, torch.Tensor) or value.dim() == len(leaf.shape):
+        return None
+    where, shape = path_name(leaf.path, "output"), tuple(value.shape)
+    return f"{where} has the shape {shape} for it, not {leaf.shape_for(1)}"

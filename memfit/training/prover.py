@@ -1,0 +1,159 @@
+"""Proving on a few samples that a kind of training call may be cut, and refusing by name where it may not.
+
+Not covered: what the few samples do not show; proofs are repeated on later batches.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from memfit._errors import Refused
+from memfit._units import format_bytes
+from memfit.batches.cut import cut
+from memfit.levers.checkpoint import checkpointed
+from memfit.planning.search import with_blocks
+from memfit.training.alone import call_alone
+from memfit.training.call import Call
+from memfit.training.choose import marks_of, most_telling, spaced
+from memfit.training.core import Core
+from memfit.training.kind import BY_SAMPLES, Kind
+from memfit.training.learn import Shapes
+from memfit.training.prove import Deviation, frozen_norms, joined_outputs, mixing_module, parts_of
+from memfit.training.sidedoors import look_for_side_doors
+from memfit.training.weigh import infer_weighting
+from memfit.training.works import CallWork
+
+PROOF_SAMPLES = 5
+"""Samples that proofs run on."""
+
+
+class Prover:
+    """Proofs of one model's calls."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def look_alone(self, call: Call) -> None:
+        """Know whether the model can run a single sample. Raises Refused where single samples were prescribed."""
+        if self._core.least > 1:
+            return
+        with self._core.staging.swapped():  # no hook of the user's fires
+            why = call_alone(call)
+        if why is not None:
+            self._core.need_company(why)
+
+    def prove(self, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
+        """None if the call may be cut this way; else how far its parts are from the whole."""
+        few, blocks = self._provable(kind, call)
+        with checkpointed(self._core.model, blocks), self._core.planner.sparing_kernels():
+            return self._prove_on(self._chosen(call, few), kind, call, shapes)
+
+    def weigh_again(self, kind: Kind, call: Call) -> Deviation | None:
+        """The weighting of the call's own loss, inferred anew; how far its parts are from the whole where none holds."""
+        few, blocks = self._provable(kind, call)
+        with checkpointed(self._core.model, blocks), self._core.planner.sparing_kernels():
+            return self._infer(kind, self._chosen(call, few))
+
+    def mixes(self, call: Call, deviation: Deviation) -> Refused:
+        """The refusal of a call whose parts are not the whole."""
+        core = self._core
+        proof = self._chosen(call, min(PROOF_SAMPLES, call.samples))
+        found = mixing_module(proof, self._sizes(proof), core.settings.allow_inexact) or deviation
+        what, also = f"{found.where} mixes samples", ""
+        if _is_time_first(dict(core.model.named_modules()).get(found.where)):
+            what = f"{found.where} is recurrent with time first, and mixes samples, which were taken to lie along time"
+            also = "say how many samples there are (pass the DataLoader that yields them), "
+        why = ""
+        if math.isnan(found.relative):
+            why = ": a mean over what a mask leaves is 0/0 where it leaves nothing"
+            also = "divide by max(count, 1) in the model, pass loss_fn= with weight= for what each part counts, "
+        return Refused(
+            f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
+            found=f"{what}: its value for {proof.samples} samples together differs by {found.relative:.2g} from that for the "
+            f"same samples in two parts{why}",
+            next_move=f"{also}accept that with allow_inexact=[{found.where!r}], compute what needs all samples together "
+            "outside the model, or give it a budget in which the batch runs whole",
+        )
+
+    # ---- which samples
+
+    def _provable(self, kind: Kind, call: Call) -> tuple[int, tuple[str, ...]]:
+        """(samples to prove with that fit at once, blocks to checkpoint for that)."""
+        core, most = self._core, min(PROOF_SAMPLES, call.samples)
+        if kind.bound is None:
+            return most, ()
+        room = core.planner.budget().room
+        applied = () if core.plan is None else core.plan.checkpoint
+        for blocks in (applied,) if applied else ((), kind.bound.blocks):
+            cheaper = with_blocks(kind.bound, blocks)
+            fitting = [n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room]
+            if fitting:
+                return max(fitting), () if applied else blocks
+        return min(2, most), () if applied else kind.bound.blocks
+
+    def _sizes(self, proof: Call) -> tuple[int, ...]:
+        return parts_of(proof.samples, self._core.least)
+
+    def _chosen(self, call: Call, few: int) -> Call:
+        """A call on copies of `few` of the samples (more, where parts need more), such that tell most."""
+        few = max(few, min(2 * self._core.least, call.samples))
+        if call.split is not None or not call.layout.cuts:
+            return call.first(few)
+        there = spaced(call.samples)
+        marks = [marks_of(cut(call.tree, call.layout, i, i + 1)) for i in there]
+        return call.chosen([there[i] for i in most_telling(marks, parts_of(few, self._core.least))])
+
+    # ---- proofs
+
+    def _prove_on(self, proof: Call, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
+        core, sizes = self._core, self._sizes(proof)
+        outputs, deviation = joined_outputs(proof, sizes)
+        if not deviation.agrees:
+            if not self._is_allowed(deviation, proof):
+                return deviation
+            self._accept(deviation)
+        kind.outputs[shapes] = call.outputs = proof.outputs = outputs
+        entrances = look_for_side_doors(proof, proof.samples, core.settings.allow_inexact)
+        core.staging.stage_also(entrances.parameters)
+        kind.writes_input = call.copies = entrances.writes_input
+        if len(sizes) < 2:
+            return None  # it runs as one piece; a larger one is proven
+        if outputs.loss is not None:
+            found = self._infer(kind, proof)
+            if found is not None:
+                if not self._is_allowed(found, proof):
+                    return found
+                self._accept(found)
+        kind.proven, kind.prove_at = outputs, core.steps + 1
+        return None
+
+    def _infer(self, kind: Kind, proof: Call) -> Deviation | None:
+        assert proof.outputs.loss is not None
+        work = CallWork(frozen_norms(proof), proof.outputs.loss, draws=False)
+        weighting, deviation = infer_weighting(work, self._sizes(proof), self._core.staging, self._core.model)
+        kind.weighting = weighting or BY_SAMPLES
+        return deviation if weighting is None else None
+
+    def _is_allowed(self, deviation: Deviation, proof: Call) -> bool:
+        """Whether the user accepted this deviation by its own name, or by those of the modules it comes from."""
+        allowed, sizes = self._core.settings.allow_inexact, self._sizes(proof)
+        if not allowed or deviation.where in allowed:
+            return bool(allowed)
+        return mixing_module(proof, sizes, ()) is not None and mixing_module(proof, sizes, allowed) is None
+
+    def _accept(self, deviation: Deviation) -> None:
+        self._core.note(
+            "not equal",
+            f"{deviation.where} differs by {deviation.relative:.2g} between the whole batch and its parts; accepted by "
+            "allow_inexact",
+        )
+
+    def _why(self) -> str:
+        micro_batch, budget = self._core.settings.micro_batch, self._core.planner.budget().limit
+        return f"{format_bytes(budget)} require" if micro_batch is None else f"micro_batch={micro_batch} asks"
+
+
+def _is_time_first(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.RNNBase) and not module.batch_first

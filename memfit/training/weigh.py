@@ -1,0 +1,233 @@
+"""How losses are weighted, inferred on a few samples and proven on losses and gradients.
+
+Runs as the proofs of `prove.py` do, and keeps gradients of a bounded choice of parameters only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit._units import MiB
+from memfit.batches.pieces import bounds
+from memfit.batches.tree import Path, leaf_at, leaves, path_name
+from memfit.batches.weights import Count, entries_other_than
+from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_loss
+from memfit.engine.intercept import is_compiled
+from memfit.engine.slices import Draws
+from memfit.engine.staged import Staging
+from memfit.engine.terms import Terms, is_only_term
+from memfit.training.prove import TOLERANCE, Deviation, comparable, tolerance
+
+PROBED = 32 * MiB
+"""Bytes of parameters whose gradients are compared in a proof."""
+
+
+def infer_weighting(
+    work: Work, sizes: Sequence[int], staging: Staging, model: nn.Module
+) -> tuple[Weighting | None, Deviation]:
+    """How the losses of parts of these sizes make the loss of the whole, proven on losses and gradients; None if no way
+    does."""
+    samples = sum(sizes)
+    by_name = not is_compiled(model)  # compiled code is built anew for every stand-in
+    for by_operations in (False, True):
+        draws = Draws(by_operations=by_operations)
+        with comparable(model, work.device), staging.swapped():
+            probes = probes_of(staging.parameters())
+            counts = _count_candidates(work, samples)
+            with draws.recording():
+                whole = _measured(work, 0, samples, probes, counts, by_name)
+            if draws.unsliced and not by_operations:
+                continue
+            parts = []
+            for start, stop in bounds(sizes):
+                with draws.sliced(start, stop, samples):
+                    parts.append(_measured(work, start, stop, probes, counts, by_name))
+            return _choose(whole, parts, counts)
+    raise AssertionError("unreachable: the second round always returns")
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The loss of some samples and what may weigh it."""
+
+    samples: int
+    loss: float
+    gradients: list[torch.Tensor | None]
+    terms: int
+    only_term: bool
+    by_name: bool
+    term_count: float
+    counts: tuple[float, ...]
+    dtype: torch.dtype
+
+    @property
+    def says_something(self) -> bool:
+        """Whether it has a loss or a gradient; else the rest alone is the whole, however losses are added."""
+        return self.loss != 0 or any(g is not None and bool(g.any()) for g in self.gradients)
+
+
+def _measured(
+    work: Work, start: int, stop: int, probes: Sequence[torch.Tensor], counts: Sequence[Any], by_name: bool
+) -> _Measured:
+    found: list[Count | float] = []
+
+    def count(inputs: Any) -> Count:
+        for candidate in counts:
+            try:
+                found.append(candidate(inputs))
+            except WeightsChanged:
+                found.append(math.nan)  # this part has no such tensor, so nothing is weighted by it
+        return 0
+
+    inputs, _ = work.inputs(start, stop, count)
+    outputs = work.forward(inputs)
+    with Terms(alone=False, by_name=None if by_name else False) as terms:
+        loss = checked_loss(work.loss(outputs))
+    gradients = torch.autograd.grad(loss, list(probes), allow_unused=True)
+    only = len(terms.found) == 1 and is_only_term(loss, terms.found[0])
+    return _Measured(
+        stop - start,
+        float(loss.detach()),
+        [None if g is None else g.detach() for g in gradients],
+        len(terms.found),
+        only,
+        by_name and terms.only_by_name,
+        float(terms.found[0].count) if terms.found else 0.0,
+        tuple(float(c) for c in found),
+        loss.dtype if loss.dtype in TOLERANCE else torch.float32,
+    )
+
+
+def _choose(
+    whole: _Measured, parts: Sequence[_Measured], counts: Sequence[LeafCount]
+) -> tuple[Weighting | None, Deviation]:
+    limit = max(tolerance(whole.dtype), max((tolerance(g.dtype) for g in whole.gradients if g is not None), default=0.0))
+    by_name = all(m.by_name for m in (whole, *parts))
+    if all(m.only_term for m in (whole, *parts)):
+        ways = [(Weighting("term", "by what its mean divides by", by_name=by_name), [p.term_count for p in parts])]
+    else:
+        watch = whole.terms > 0
+        ways = [(Weighting("samples", "by samples", watch=watch, by_name=by_name), [float(p.samples) for p in parts])]
+    if not whole.terms:
+        ways += [
+            (Weighting("count", f"by {count.label}", count=count, inferred=True), [p.counts[i] for p in parts])
+            for i, count in enumerate(counts)
+        ]
+    if all(part.says_something for part in parts):
+        ways.append((Weighting("sum", "as a sum"), []))
+    tried = [(_difference(whole, parts, weights), weighting, weights) for weighting, weights in ways]
+    fitting = [(weighting, weights) for difference, weighting, weights in tried if difference <= limit]
+    best = min(difference for difference, _, _ in tried)
+    deviation = Deviation("the loss", best, limit)
+    if not fitting:
+        return None, deviation
+    return _with_rivals(fitting[0][0], fitting[1:]), deviation
+
+
+def _with_rivals(chosen: Weighting, others: Sequence[tuple[Weighting, list[float]]]) -> Weighting:
+    """Counts that could not be told apart on these samples are looked at on later batches."""
+    if chosen.kind not in ("samples", "count") or chosen.watch:
+        return chosen
+    return replace(chosen, rivals=tuple(other.count for other, _ in others if other.count is not None))
+
+
+def _difference(whole: _Measured, parts: Sequence[_Measured], weights: list[float]) -> float:
+    """Relative difference between the whole's loss and gradients and the parts', weighted ([]: summed)."""
+    total = sum(weights)
+    if weights and total == 0:
+        return float("inf")
+    shares = [w / total for w in weights] if weights else [1.0] * len(parts)
+    loss = sum(s * p.loss for s, p in zip(shares, parts) if s)
+    error = abs(loss - whole.loss) / max(abs(whole.loss), 1e-12)
+    squares, norm = 0.0, 0.0
+    for i, gradient in enumerate(whole.gradients):
+        pieces = [(s, p.gradients[i]) for s, p in zip(shares, parts) if s]
+        known = [s * g.double() for s, g in pieces if g is not None]
+        if gradient is None and not known:
+            continue
+        made = sum(known) if known else torch.zeros(())
+        wanted = torch.zeros(()) if gradient is None else gradient.double()
+        squares += float((made - wanted).pow(2).sum())
+        norm += float(wanted.pow(2).sum())
+    return max(error, (squares / max(norm, 1e-30)) ** 0.5)
+
+
+@dataclass(frozen=True)
+class LeafCount:
+    """Counts valid entries in one leaf of a micro-batch."""
+
+    path: Path
+    """Which leaf."""
+    rule: str
+    """labels: entries that are not -100. shifted: the same without the first position. mask: the sum. nonzero."""
+    label: str
+    """In words."""
+
+    def __call__(self, inputs: Any) -> Count:
+        leaf = leaf_at(inputs, self.path)
+        if not isinstance(leaf, torch.Tensor):
+            raise WeightsChanged(f"there is no {path_name(self.path)} to count in")
+        if self.rule == "labels":
+            return entries_other_than(leaf, -100)
+        if self.rule == "shifted":
+            return entries_other_than(leaf[..., 1:], -100)
+        return entries_other_than(leaf, 0) if self.rule == "nonzero" else self._sum(leaf)
+
+    def _sum(self, mask: torch.Tensor) -> Count:
+        # Read through NumPy: on the CPU a count is on the host already, and nothing may look like waiting for a device.
+        if mask.device.type != "cpu" or type(mask) is not torch.Tensor or mask.dtype is torch.bfloat16:
+            return mask.sum()
+        total = float(mask.detach().numpy().sum())
+        if not total.is_integer():
+            raise WeightsChanged(f"{path_name(self.path)} no longer holds ones and zeros alone")
+        return int(total)
+
+
+def _count_candidates(work: Work, samples: int) -> list[LeafCount]:
+    """Counts that a loss written by hand could divide by, read off the inputs."""
+    found: list[LeafCount] = []
+
+    def look(inputs: Any) -> Count:
+        for path, leaf in leaves(inputs):
+            if isinstance(leaf, torch.Tensor):
+                found.extend(_rules(path, leaf))
+        return 0
+
+    work.inputs(0, samples, look)
+    return found
+
+
+def _rules(path: Path, leaf: torch.Tensor) -> Iterator[LeafCount]:
+    name = path_name(path)
+    is_mask = leaf.dtype is torch.bool or (leaf.dim() > 0 and not leaf.is_complex() and _zeros_and_ones(leaf))
+    if is_mask:
+        yield LeafCount(path, "mask", f"the entries set in {name}")
+    if not leaf.is_floating_point() and (leaf.dim() == 1 if is_mask else leaf.dim() > 0) and leaf.dtype is not torch.bool:
+        yield LeafCount(path, "labels", f"the valid labels in {name}")
+        if leaf.dim() > 1:
+            yield LeafCount(path, "shifted", f"the valid labels after the first position in {name}")
+            yield LeafCount(path, "nonzero", f"the entries of {name} that are not padding")
+
+
+def _zeros_and_ones(leaf: torch.Tensor) -> bool:
+    return bool(((leaf == 0) | (leaf == 1)).all())
+
+
+def probes_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A bounded choice of parameters, spread over the model."""
+    total = sum(p.numel() * p.element_size() for p in parameters)
+    if total <= PROBED:
+        return list(parameters)
+    chosen, size = [], 0
+    for p in sorted(parameters, key=lambda p: p.numel()):
+        size += p.numel() * p.element_size()
+        if chosen and size > PROBED:
+            break
+        chosen.append(p)
+    return chosen
