@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from memfit._errors import Refused
+from memfit._errors import Refused, UsageError
 from memfit.batches.tree import Path, children, flat, is_column, leaves, map_leaves, path_name, rebuild
 
 
@@ -135,6 +135,19 @@ def shared_samples(tree: Any) -> int | None:
         leaf.shape[0] for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.numel() > 1
     }
     return found.pop() if len(found) == 1 else None
+
+
+def refuse_no_batch(value: Any) -> None:
+    """Raise if `value` holds no tensor: UsageError where no batch can be meant by it, else Refused."""
+    if any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(value)):
+        return
+    if value is None or isinstance(value, (bool, int, float, str)):
+        raise UsageError(
+            "cutting an effective batch",
+            found=f"the batch is {value!r}",
+            next_move="pass what run.loader yields, or a batch whose tensors have the samples along their first dimension",
+        )
+    raise uncuttable(f"there is no tensor in it (it is of type {type(value).__name__})")
 
 
 def uncuttable(reason: str) -> Refused:

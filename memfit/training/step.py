@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memfit._errors import Refused, UsageError
-from memfit.batches.cut import candidate_layouts, shared_samples, uncuttable
+from memfit.batches.cut import candidate_layouts, refuse_no_batch, shared_samples, uncuttable
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import tensors
 from memfit.batches.weights import Count
@@ -161,6 +161,7 @@ class Stepper:
                 raise _uncounted()
             elements = sum(tensor.numel() for tensor in tensors(batch))
             return Ordered.of_split(batch, samples, settings.split, ((-(-elements // samples),),))
+        refuse_no_batch(batch)
         samples = shared_samples(batch) or (1 if all(tensor.numel() == 1 for tensor in tensors(batch)) else None)
         layout = None if samples is None else next(candidate_layouts(tree, samples), None)
         if layout is None:
