@@ -168,14 +168,13 @@ def test_an_interrupt_while_a_batch_runs_hands_nothing_over(known: bool, after: 
     assert model.calls == forwards + after + 1
     for key in before.keys() - KEPT_BY_PYTHON:
         assert_same(found[key], before[key], key)
-    assert torch.equal(found["random"][0], before["random"][0])
     assert_clean_modes()
     train()
     assert all(p.grad is not None for p in model.parameters())
 
 
-KEPT_BY_PYTHON = {"values", "random"}
-"""What a forward that really ran leaves behind outside torch: counters, draws of `random` and NumPy."""
+KEPT_BY_PYTHON = {"values"}
+"""What a forward that really ran leaves behind outside torch: its counters."""
 
 
 @pytest.mark.parametrize("after", range(3, 6))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -186,13 +188,13 @@ def test_at_a_single_sample_the_error_is_the_users() -> None:
     model = Net()
     run, seen = stepper(model, loss_fn, 4)
     run.step(points())
-    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     model.fuse.arm(TEXTS["torch"], times=99)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         run.step(points())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    assert torch.equal(random, torch.get_rng_state())
+    assert torch.equal(state, torch.get_rng_state())
     assert len(seen.gradients) == 1
     model.fuse.arm(TEXTS["torch"], times=0)
     want = plain(model, loss_fn, points())[1]
@@ -354,6 +356,85 @@ def test_recomputing_a_checkpointed_block_may_fail_too() -> None:
     assert model.fuse.times == 0
     assert relative_error({n: p.grad for n, p in model.named_parameters()}, want) <= EXACT
     assert kinds(run).count("out of memory") == 1
+
+
+class Dropping(Net):
+    """A net that leaves layers out by draws outside torch."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw, self.left_out = draw, nn.ModuleList(mlp(outputs=7, seed=seed) for seed in range(3))
+        self.taken: list[tuple[bool, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.taken.append(tuple(self.draw() < 0.5 for _ in self.left_out))
+        for layer, take in zip(self.left_out, self.taken[-1]):
+            x = x + layer(x) if take else x
+        return super().forward(x)
+
+
+DRAWS = pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "NumPy"])
+
+
+def seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+@DRAWS
+def test_layers_left_out_by_draws_outside_torch_are_the_same_after_a_failure(draw: Callable[[], float]) -> None:
+    results = []
+    for planned, fails in ((6, 1), (3, 0)):
+        model = Dropping(draw)
+        run, seen = stepper(model, loss_fn, planned)
+        seeded(6)
+        run.step(points(2))
+        model.fuse.arm(TEXTS["torch"], times=fails, skip=1)
+        model.taken.clear()
+        seeded(3)
+        run.step(points())
+        results.append((seen.gradients[1], model.taken[-4:], draw()))
+    assert results[0][1:] == results[1][1:]
+    assert len(set(results[0][1])) > 1
+    assert relative_error(results[0][0], results[1][0]) == 0.0
+
+
+@DRAWS
+def test_a_second_pass_leaves_out_the_layers_that_the_first_did(draw: Callable[[], float]) -> None:
+    model = Dropping(draw)
+    wrapped(model, 3)
+    for seed in range(3):
+        out = model(points(seed=seed)[0])  # decides and proves; runs nothing of the batch yet
+        seeded(seed)
+        model.taken.clear()
+        loss = out.exp().mean()
+        first, after = list(model.taken), draw()
+        model.taken.clear()
+        loss.backward()
+        assert model.taken == first
+        seeded(seed)
+        assert [tuple(draw() < 0.5 for _ in range(3)) for _ in range(4)] == first and draw() == after
+
+
+@DRAWS
+@pytest.mark.parametrize("checkpoint", ["off", "all"])
+def test_leaving_layers_out_is_no_mixing_of_samples(draw: Callable[[], float], checkpoint: str) -> None:
+    """Every micro-batch draws for itself, as with dropout; proofs, tracing and recomputing meet the same draws."""
+
+    class Block(Dropping):
+        def __init__(self) -> None:
+            super().__init__(draw)
+            self.last = mlp(inputs=8, outputs=7, seed=1)
+
+    for seed in range(3):
+        model = nn.Sequential(nn.Sequential(Block(), Block()), mlp())
+        seeded(seed)
+        run = memfit.wrap(model, sgd(model), loss_fn=loss_fn, sample=points(), micro_batch=5, checkpoint=checkpoint)
+        assert run.plan is not None and run.plan.accumulation == 3
+        assert bool(run.plan.checkpoint) == (checkpoint == "all")
+        run.step(points())
+        assert memfit.verify(run).passed
 
 
 # ---- script mode

@@ -1,13 +1,12 @@
 """Leave no trace: what planning touches is put back bit for bit, also when it fails or is interrupted.
 
-Covered: random state of every device in use, buffers, gradients, train/eval modes, attributes that a forward writes on
+Covered: random state of every device in use, of Python and of NumPy, buffers, gradients, train/eval modes, attributes that a forward writes on
 modules (one level of lists, dicts and sets inside them too). Parameters and optimizer state are never written by planning.
 Not covered: state that a forward keeps outside its modules.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from memfit.engine.context import modes_as, modes_of, random_state_kept
 def leave_no_trace(model: nn.Module, device: torch.device, *, buffers: bool = True) -> Iterator[None]:
     """Everything listed above is afterwards as it was. `buffers=False` where fake ones stand in their places meanwhile."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    with _python_random_kept(), random_state_kept(device), attributes_kept(model), modes_as(modes_of(model)):
+    with random_state_kept(device), attributes_kept(model), modes_as(modes_of(model)):
         copies = [(b, b.detach().clone()) for b in model.buffers()] if buffers else []
         try:
             yield
@@ -72,15 +71,3 @@ def _refill(container: Any, items: Any) -> None:
     elif container != items:
         container.clear()
         container.update(items)
-
-
-@contextmanager
-def _python_random_kept() -> Iterator[None]:
-    import numpy
-
-    state, numpy_state = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        numpy.random.set_state(numpy_state)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work, accumulate
+from memfit.engine.context import HostRandom
 from memfit.engine.handover import hand_over
 from memfit.engine.staged import Staging
 from memfit.profiling.fake import FakeWorld
@@ -115,6 +116,7 @@ class _Stepping:
         self._buffers = {name: (b, b._version) for name, b in model.named_buffers()}
         self._staging = Staging(model, self._outside.values())
         self._staging.accumulate_in_float32()
+        self._host = HostRandom.capture()
 
     def begin(self) -> None:
         self._ledger.present(self._model.parameters(), "parameters")
@@ -136,7 +138,7 @@ class _Stepping:
     def run(self, work: Work, pieces: Sequence[int]) -> None:
         """One step; afterwards the gradients are gone and the optimizer's state is there."""
         ledger = self._ledger
-        total = accumulate(_Watched(work, ledger), pieces, self._staging, self._weighting)
+        total = accumulate(_Watched(work, ledger, self._host), pieces, self._staging, self._weighting)
         ledger.present([g for g in total.gradients if g is not None], "gradients")
         ledger.phase("hand over")
         hand_over(total).backward()
@@ -154,10 +156,11 @@ class _Stepping:
 
 
 class _Watched:
-    """A work that tells the ledger where it stands."""
+    """A work that tells the ledger where it stands. Every micro-batch makes the same draws outside torch: traces of several
+    sizes can be compared only where they went the same way."""
 
-    def __init__(self, work: Work, ledger: Ledger) -> None:
-        self._work, self._ledger = work, ledger
+    def __init__(self, work: Work, ledger: Ledger, host: HostRandom) -> None:
+        self._work, self._ledger, self._host = work, ledger, host
         self.samples, self.device = work.samples, work.device
         self.extra_receivers, self.extra_gradients = work.extra_receivers, work.extra_gradients
 
@@ -172,6 +175,7 @@ class _Watched:
 
     def forward(self, inputs: Any) -> Any:
         self._ledger.phase("forward")
+        self._host.restore()
         return self._work.forward(inputs)
 
     def loss(self, outputs: Any) -> torch.Tensor:
