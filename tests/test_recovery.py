@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import mlp, points, wrapped
-from stepping import PieceSizes, plain, sgd, stepper
+from stepping import PieceSizes, is_fake, plain, sgd, stepper
 from torch import Tensor, nn
 from zoo.plain import relative_error
 
@@ -529,3 +529,92 @@ def test_a_gradient_scaler_of_the_script_is_left_where_it_was() -> None:
         parameters.append(dict(model.named_parameters()))
     assert scales[0] == scales[1]
     assert relative_error(*parameters) <= EXACT
+
+
+# ---- proofs
+
+
+class Short(Net):
+    """A net on a device with room for so many samples at once, as long as it is short of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room: int | None = None
+        self.sizes: list[int] = []
+        self.first.register_forward_pre_hook(self._check)
+
+    def _check(self, module: nn.Module, args: Any) -> None:
+        if is_fake(args[0]):
+            return
+        self.sizes.append(len(args[0]))
+        if self.room is not None and len(args[0]) > self.room:
+            raise TEXTS["torch"]()
+
+
+def unproven_losses(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return -(model(x).log_softmax(1).gather(1, y[:, None])).mean()
+
+
+def messages(run: memfit.Run) -> str:
+    return " ".join(event.message for event in run.events if event.kind == "out of memory")
+
+
+def own_gradients(model: nn.Module) -> dict[str, Any]:
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("loss", [known, unknown])
+def test_a_proof_that_runs_out_of_memory_runs_on_fewer_samples(loss: Any) -> None:
+    model = Short()
+    want = plain(model, lambda m, b: loss(m, *b), points())[1]
+    run = wrapped(model, 2)
+    model.room = 2
+    loss(model, *points()).backward()
+    assert relative_error(own_gradients(model), want) <= EXACT
+    assert "a proof on 5 samples ran out of memory (CUDA out of memory" in messages(run)
+    assert "started again on 2" in messages(run)
+    assert max(model.sizes[1:]) == 2
+
+
+@pytest.mark.parametrize("loss", [known, unknown])
+def test_a_repeated_proof_that_cannot_run_is_left_out_and_said(loss: Any) -> None:
+    model = Short()
+    run = wrapped(model, 1)
+    loss(model, *points(seed=1)).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    want = plain(model, lambda m, b: loss(m, *b), points())[1]
+    model.room = 1
+    loss(model, *points()).backward()
+    assert relative_error(own_gradients(model), want) <= EXACT
+    assert "was not repeated" in messages(run)
+    run.optimizer.step()
+    model.sizes.clear()
+    loss(model, *points()).backward()
+    assert max(model.sizes) == 1
+
+
+def test_a_first_proof_that_fits_nowhere_is_the_users_error() -> None:
+    model = Short()
+    wrapped(model, 1)
+    model.room = 1
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        known(model, *points()).backward()
+    model.room = None
+    want = plain(model, loss_fn, points())[1]
+    known(model, *points()).backward()
+    assert relative_error(own_gradients(model), want) <= EXACT
+
+
+@pytest.mark.parametrize(("room", "loss"), [(2, unproven_losses), (1, loss_fn)])
+def test_step_mode_proves_on_what_there_is_room_for(room: int, loss: Any) -> None:
+    """On fewer samples, and where not even two fit, only losses that need no proof are cut."""
+    model = Short()
+    want = plain(model, loss, points())[1]
+    run, seen = stepper(model, loss, None, micro_batch=room)
+    model.room = room
+    run.step(points())
+    assert relative_error(seen.gradients[0], want) <= EXACT
+    assert "a proof on 5 samples ran out of memory" in messages(run)
+    assert any("two samples do not fit at once" in event.message for event in run.events) == (room == 1)

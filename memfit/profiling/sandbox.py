@@ -1,8 +1,8 @@
 """Leave no trace: what planning touches is put back bit for bit, also when it fails or is interrupted.
 
-Covered: random state of every device in use, of Python and of NumPy, buffers, gradients, train/eval modes, attributes that a forward writes on
-modules (one level of lists, dicts and sets inside them too). Parameters and optimizer state are never written by planning.
-Not covered: state that a forward keeps outside its modules.
+Covered: random state of every device in use, of Python and of NumPy, buffers, gradients, train/eval modes, attributes that a
+forward writes on modules (one level of lists, dicts and sets inside them too). Parameters and optimizer state are never
+written by planning. Not covered: state that a forward keeps outside its modules.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from memfit.training.learn import (
 from memfit.training.outputs import Outputs
 from memfit.training.planner import Task
 from memfit.training.prove import Deviation, frozen_norms, infer_weighting, joined_outputs, mixing_module
+from memfit.training.recover import on_fewer, surviving
 from memfit.training.sidedoors import look_for_side_doors
 from memfit.training.works import CallWork
 
@@ -111,7 +112,7 @@ class Kinds:
         kind = self._kinds[call.key]
         before, (few, blocks) = kind.weighting, self._provable(kind, call)
         with checkpointed(self._core.model, blocks):
-            deviation = self._infer(kind, call, few)
+            deviation = self._on_fewer(lambda n: self._infer(kind, call, n), few)
         if deviation is not None or kind.weighting == before:
             raise self._mixes(call, deviation or Deviation("the loss", float("nan"), 0.0))
 
@@ -153,12 +154,18 @@ class Kinds:
 
     def _prove_known(self, kind: Kind, call: Call, shapes: Shapes) -> None:
         """The first proof of a kind that ran whole so far, or the second one, on a later batch. Raises Refused."""
-        again = kind.proven is not None
-        deviation = self._prove(kind, call, shapes)
+        core, again = self._core, kind.proven is not None
+
+        def unrepeated(text: str) -> Deviation | None:
+            core.events.add(core.steps, "out of memory", f"the proof that samples stay apart was not repeated ({text})")
+
+        if again:
+            deviation = surviving(lambda: self._prove(kind, call, shapes), core.device, unrepeated)
+            kind.prove_at = PROVE_AGAIN * core.steps
+        else:
+            deviation = self._prove(kind, call, shapes)
         if deviation is not None:
             raise self._mixes(call, deviation)
-        if again:
-            kind.prove_at = PROVE_AGAIN * self._core.steps
 
     def _grew(self, kind: Kind, call: Call, shapes: Shapes) -> None:
         """The inputs are larger than any planned for: everything is planned anew, before they run."""
@@ -203,7 +210,10 @@ class Kinds:
         """None if the call may be cut this way; else how far its parts are from the whole."""
         few, blocks = self._provable(kind, call)
         with checkpointed(self._core.model, blocks):
-            return self._prove_on(few, kind, call, shapes)
+            return self._on_fewer(lambda n: self._prove_on(n, kind, call, shapes), few)
+
+    def _on_fewer(self, attempt: Callable[[int], Deviation | None], few: int) -> Deviation | None:
+        return on_fewer(attempt, few, self._core.device, self._core.proof_ran_out)
 
     def _provable(self, kind: Kind, call: Call) -> tuple[int, tuple[str, ...]]:
         """(samples to prove with that fit at once, blocks to checkpoint for that)."""
@@ -263,7 +273,8 @@ class Kinds:
 
     def _mixes(self, call: Call, deviation: Deviation) -> Refused:
         few = min(PROOF_SAMPLES, call.samples)
-        found = mixing_module(call, few, self._core.settings.allow_inexact) or deviation
+        allowed = self._core.settings.allow_inexact
+        found = surviving(lambda: mixing_module(call, few, allowed), self._core.device, lambda text: None) or deviation
         micro_batch = self._core.settings.micro_batch
         budget = format_bytes(self._core.planner.budget().limit)
         why = f"{budget} require" if micro_batch is None else f"micro_batch={micro_batch} asks"

@@ -34,6 +34,7 @@ from memfit.training.learn import Shapes, no_larger, shapes_per_sample
 from memfit.training.ordered import Ordered
 from memfit.training.planner import Task
 from memfit.training.prove import PROBED, comparable, infer_weighting
+from memfit.training.recover import on_fewer, surviving
 from memfit.training.tune import Tuner
 from memfit.training.works import LossFn, StepWork, moved
 
@@ -221,6 +222,14 @@ class Stepper:
         return profile
 
     def _weigh_by_proof(self, batch: Ordered, few: int, before: Weighting | None) -> None:
+        core = self._core
+        surviving(
+            lambda: on_fewer(lambda n: self._weigh_on(batch, n, before), few, core.device, core.proof_ran_out),
+            core.device,
+            lambda text: self._weigh_unproven(batch),
+        )
+
+    def _weigh_on(self, batch: Ordered, few: int, before: Weighting | None) -> None:
         core = self._core
         pieces = batch.spread(few) if before is None else batch.spread(few, before.rivals, before.count)
         work = self._work(pieces, few, "off")
