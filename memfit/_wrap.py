@@ -102,7 +102,7 @@ def wrap(
     asked = ASKED.get()
     if not enabled or os.environ.get("MEMFIT", "").lower() == "off":
         _check_not_asked(asked)
-        run = Run(model, optimizer, loader, core=None)
+        run = Run(model, optimizer, loader, core=None, off="MEMFIT=off in the environment" if enabled else "enabled=False")
         run.plainly(loss_fn, before_step)
         return run
     if asked is not None:

@@ -854,7 +854,5 @@ def test_verify_before_there_is_anything_to_compare() -> None:
     with refusing(UsageError, "one training step first", model=model):
         memfit.verify(run)
     run.undo()
-    with refusing(UsageError, "switched off", model=model):
+    with refusing(UsageError, "switched off", "wrap again", model=model):
         memfit.verify(run)
-    with refusing(UsageError, "switched off", model=model):
-        run.report()

@@ -49,6 +49,17 @@ class Axis:
         parts = tensor.unflatten(self.dim, (self.outer, whole, self.inner))
         return parts.narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 2)
 
+    def like_first(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
+        """The first `samples` samples; where there are fewer, as many like them, with no values of their own where numbers
+        of that type can be any."""
+        there = self.samples(tensor.shape[self.dim])
+        if samples <= there:
+            return self.narrow(tensor, 0, samples)
+        if tensor.is_floating_point():
+            shape = (*tensor.shape[: self.dim], self.size(samples), *tensor.shape[self.dim + 1 :])
+            return tensor.detach().new_empty(()).expand(shape).requires_grad_(tensor.requires_grad)
+        return self.narrow(self.join([tensor] * -(-samples // there)), 0, samples)
+
     def reversed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The samples of `tensor` in the opposite order."""
         whole = self.samples(tensor.shape[self.dim])
@@ -89,6 +100,19 @@ def cut(tree: Any, layout: Layout, start: int, stop: int) -> Any:
         return made if next(axes, made) is made else _refuse_other_parts(tree, layout)
     except StopIteration:
         return _refuse_other_parts(tree, layout)
+
+
+def like_first(tree: Any, layout: Layout, samples: int) -> Any:
+    """The first `samples` samples of a batch, or where it has fewer, as many like them: their shapes are what counts."""
+    axes = iter(layout.axes)
+
+    def first(leaf: Any) -> Any:
+        axis = next(axes)
+        if isinstance(leaf, torch.Tensor) and axis is not None:
+            return axis.like_first(leaf, samples)
+        return leaf if axis is None else (leaf * -(-samples // len(leaf)))[:samples]
+
+    return map_leaves(first, tree)
 
 
 def cut_samples(tree: Any, layout: Layout, indices: Sequence[int]) -> Any:

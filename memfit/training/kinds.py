@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from memfit._errors import DoesNotFit, Refused
 from memfit._units import format_bytes
 from memfit.batches.cut import Layout, refuse_packed, shared_samples, uncuttable
@@ -16,6 +18,7 @@ from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work
 from memfit.levers.checkpoint import checkpointed
 from memfit.planning.search import Demand, search, with_blocks
+from memfit.profiling.build import CHECK
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
 from memfit.training.call import Call, Tree
@@ -69,6 +72,8 @@ class Kinds:
             samples = self._told(tree, hint)
             if samples is None:
                 self._runs_unknown(key, tree, hint)
+            if samples == 1 and self._core.plan is None:
+                self._core.note("note", "a batch of one sample cannot be cut: it runs whole, as the script wrote it")
             if samples is None or samples < 2:
                 return None, samples
             call = self._first(key, plain, tree, samples)
@@ -341,11 +346,18 @@ class Kinds:
         def real_work(precision: str) -> Work:
             return consumer.work(call, precision)
 
-        return Task(make_work, real_work, weighting, call.samples, demand, self._core.compiled)
+        return Task(make_work, real_work, weighting, _traceable(call), demand, self._core.compiled)
 
 
 def _has_dimension(tree: Tree, size: int) -> bool:
     return any(size in tensor.shape for tensor in tensors(tree))
+
+
+def _traceable(call: Call) -> int:
+    """Samples to trace with: more than a small call has, so that what one sample costs can be told from what all do."""
+    if call.split is not None or call.samples < 2 or any(t.layout is not torch.strided for t in tensors(call.tree)):
+        return call.samples
+    return max(call.samples, CHECK)
 
 
 def output_bytes(call: Call) -> int:
