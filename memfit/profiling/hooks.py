@@ -66,7 +66,7 @@ class _Snapshot:
     """Everything reached so far, and how to put it back."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}
+        self._seen: set[int] = set()  # ids: whoever looks for what holds a tensor must not find this
         self._undo: list[Undo] = []
 
     def restore(self) -> None:
@@ -139,7 +139,7 @@ class _Snapshot:
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._seen:
             return False
-        self._seen[id(value)] = value
+        self._seen.add(id(value))
         return True
 
 
