@@ -82,7 +82,7 @@ class _Snapshot:
             self._values((*hook.args, *hook.keywords.values()), depth)
             return
         owner = getattr(hook, "__self__", None if hasattr(hook, "__code__") else hook)
-        made = getattr(hook, "__func__", hook) if hasattr(hook, "__code__") else type(hook).__call__
+        made: Any = getattr(hook, "__func__", hook) if hasattr(hook, "__code__") else type(hook).__call__
         code = getattr(made, "__code__", None)
         if code is None or (getattr(made, "__module__", None) or "").split(".")[0] in ("torch", "memfit"):
             return
