@@ -1,4 +1,7 @@
-"""Checking what the user passes, before anything is touched. Every refusal says what was asked, found, and what to do."""
+"""Checking what the user passes, before anything is touched. Every refusal says what was asked, found, and what to do.
+
+What can be told of a value alone is in `_values.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,18 @@ from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[repor
 from torch.utils.data import DataLoader, IterableDataset
 
 from memfit._errors import Refused, UsageError
+from memfit._values import (
+    check_count,
+    check_functions,
+    choice_of,
+    is_one_of,
+    micro_batch_from,
+    names_from,
+    not_of_type,
+    precision_from,
+)
 from memfit.hardware.world import world
 from memfit.levers.checkpoint import candidate_blocks
-from memfit.levers.precision import parse_precision
 from memfit.planning.plan import Plan
 from memfit.training.inexact import inexact_from
 from memfit.training.settings import Settings
@@ -109,6 +121,16 @@ def check_loader(loader: Any, target_batch: int | None, loss_fn: Any) -> None:
         )
 
 
+def check_sample(sample: Any, loss_fn: Any) -> None:
+    """A sample only where there is something to plan with it. Raises UsageError."""
+    if sample is not None and loss_fn is None:
+        raise UsageError(
+            "sample= without loss_fn=",
+            found="in script mode the plan is made inside the first training call, from what the model is called with",
+            next_move="leave sample= away, or pass loss_fn= and call run.step(batch)",
+        )
+
+
 def settings_from(
     model: nn.Module,
     *,
@@ -131,16 +153,10 @@ def settings_from(
     """The arguments as Settings. Raises UsageError for what cannot be meant."""
     if target_batch is not None:
         check_count("target_batch", target_batch)
-    check_count("script_accumulation", script_accumulation)
-    if target_batch is not None and target_batch % script_accumulation:
-        raise UsageError(
-            f"target_batch={target_batch} with script_accumulation={script_accumulation}",
-            found="the target does not divide evenly into the iterations of one step",
-            next_move=f"use a target that is a multiple of {script_accumulation}",
-        )
     _check_functions(loss_fn, before_step, weight, split)
+    _check_accumulation(target_batch, script_accumulation, loss_fn)
     _check_later(shard, offload, methods, batchnorm)
-    if accumulate_in not in ("float32", "param"):
+    if not is_one_of(accumulate_in, ("float32", "param")):
         raise choice_of("accumulate_in", accumulate_in, ("float32", "param"))
     micro, whole = micro_batch_from(micro_batch)
     blocks, every = blocks_from(checkpoint, model)
@@ -148,7 +164,7 @@ def settings_from(
         target_batch=target_batch,
         micro_batch=micro,
         whole=whole,
-        precision=parse_precision(precision) if isinstance(precision, str) else _bad_precision(precision),
+        precision=precision_from(precision),
         checkpoint=blocks,
         all_blocks=every,
         script_accumulation=script_accumulation,
@@ -166,9 +182,7 @@ def check_plan(plan: Any, fingerprint: str, model: nn.Module) -> Plan | None:
     if isinstance(plan, (str, Path)):
         plan = Plan.load(plan)
     if not isinstance(plan, Plan):
-        raise UsageError(
-            "plan=", found=f"it is of type {type(plan).__name__}", next_move="pass a memfit.Plan or the path of a saved one"
-        )
+        raise not_of_type("plan=", plan, "a memfit.Plan or the path of a saved one")
     if plan.fingerprint != fingerprint:
         from memfit._errors import PlanFileError
 
@@ -296,22 +310,8 @@ def _without_batches(found: str) -> UsageError:
     return UsageError("training from this loader", found=f"there is no batch in it: {found}", next_move="pass one with batches")
 
 
-def check_count(name: str, value: Any) -> None:
-    """A whole number of at least 1. Raises UsageError."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(
-            f"{name}={value!r}",
-            found=f"it is of type {type(value).__name__}",
-            next_move=f"pass a whole number, for example {name}=256",
-        )
-    if value < 1:
-        raise UsageError(f"{name}={value}", found="it has to be at least 1", next_move=f"pass, for example, {name}=256")
-
-
 def _check_functions(loss_fn: Any, before_step: Any, weight: Any, split: Any) -> None:
-    for name, value in (("loss_fn", loss_fn), ("before_step", before_step), ("weight", weight), ("split", split)):
-        if value is not None and not callable(value):
-            raise UsageError(f"{name}=", found=f"it is of type {type(value).__name__}", next_move="pass a function")
+    check_functions(loss_fn=loss_fn, before_step=before_step, weight=weight, split=split)
     if loss_fn is None and (before_step is not None or weight is not None):
         name = "before_step" if before_step is not None else "weight"
         raise UsageError(
@@ -321,39 +321,40 @@ def _check_functions(loss_fn: Any, before_step: Any, weight: Any, split: Any) ->
         )
 
 
+def _check_accumulation(target_batch: int | None, script_accumulation: Any, loss_fn: Any) -> None:
+    check_count("script_accumulation", script_accumulation)
+    if script_accumulation > 1 and loss_fn is not None:
+        raise UsageError(
+            f"script_accumulation={script_accumulation} with loss_fn=",
+            found="each run.step(batch) is a whole optimizer step, so the loop adds nothing up",
+            next_move="leave script_accumulation= away; target_batch= is the samples of one run.step(batch)",
+        )
+    if target_batch is not None and target_batch % script_accumulation:
+        raise UsageError(
+            f"target_batch={target_batch} with script_accumulation={script_accumulation}",
+            found="the target does not divide evenly into the iterations of one step",
+            next_move=f"use a target that is a multiple of {script_accumulation}",
+        )
+
+
 def _check_later(shard: Any, offload: Any, methods: Any, batchnorm: Any) -> None:
     for name, value in (("shard", shard), ("offload", offload)):
-        if value not in ("auto", "off"):
+        if not is_one_of(value, ("auto", "off")):
             raise UsageError(f"{name}={value!r}", found="in one process it is always off", next_move=f"leave {name}= away")
-    if tuple(methods):
+    if names_from("methods", methods):
         raise UsageError(
-            f"methods={tuple(methods)!r}", found="this version cuts calls of forward only", next_move="leave methods= away"
+            f"methods={methods!r}", found="this version cuts calls of forward only", next_move="leave methods= away"
         )
-    if batchnorm != "micro":
+    if not is_one_of(batchnorm, ("micro",)):
         raise choice_of("batchnorm", batchnorm, ("micro",))
-
-
-def micro_batch_from(value: Any) -> tuple[int | None, bool]:
-    """(the prescribed micro-batch, whether the whole share was asked for). Raises UsageError."""
-    if value == "auto":
-        return None, False
-    if value == "off":
-        return None, True
-    if isinstance(value, str):
-        raise choice_of("micro_batch", value, ("auto", "off", "a whole number"))
-    check_count("micro_batch", value)
-    return value, False
 
 
 def blocks_from(value: Any, model: nn.Module) -> tuple[tuple[str, ...] | None, bool]:
     """(the prescribed blocks or None, whether all were asked for). Raises UsageError."""
-    if value == "auto":
-        return None, False
-    if value == "off":
-        return (), False
-    if value == "all":
-        return candidate_blocks(model), True
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if is_one_of(value, ("auto", "off", "all")):
+        found = {"auto": None, "off": (), "all": candidate_blocks(model)}
+        return found[value], value == "all"
+    if not isinstance(value, (list, tuple, set, frozenset)):
         raise choice_of("checkpoint", value, ("auto", "off", "all", "a list of block names"))
     names = tuple(value)
     known = dict(model.named_modules())
@@ -365,16 +366,3 @@ def blocks_from(value: Any, model: nn.Module) -> tuple[tuple[str, ...] | None, b
             next_move=f"use names such as {', '.join(candidate_blocks(model)[:3]) or 'those of its submodules'}",
         )
     return names, False
-
-
-def _bad_precision(value: Any) -> str:
-    raise UsageError(
-        f"precision={value!r}",
-        found=f"it is of type {type(value).__name__}",
-        next_move='pass a name: "auto", "off", "fast", "float32", "bfloat16" or "float16"',
-    )
-
-
-def choice_of(name: str, value: Any, allowed: Sequence[str]) -> UsageError:
-    """The error for a value that is none of those allowed."""
-    return UsageError(f"{name}={value!r}", found="memfit does not know it", next_move=f"use {', '.join(allowed)}")

@@ -10,13 +10,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memfit._arguments import blocks_from, check_count, check_module, check_optimizer, choice_of, micro_batch_from
+from memfit._arguments import blocks_from, check_module, check_optimizer
 from memfit._errors import UsageError
+from memfit._values import (
+    check_count,
+    check_functions,
+    choice_of,
+    is_one_of,
+    micro_batch_from,
+    names_from,
+    not_of_type,
+    precision_from,
+)
 from memfit._wrap import wrap
 from memfit.engine.intercept import is_compiled
 from memfit.hardware.budget import Budget, probe
 from memfit.levers.checkpoint import candidate_blocks
-from memfit.levers.precision import parse_precision
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
 from memfit.profiling.profile import Profile
@@ -55,6 +64,9 @@ def profile(
         )
     check_module(model)
     check_optimizer(optimizer, model)
+    check_functions(loss_fn=loss_fn)
+    asked = precision_from(precision)
+    blocks, every = blocks_from(checkpoint, model)
     on_meta = any(p.is_meta for p in model.parameters())
     here = torch.device("cpu") if on_meta else next(model.parameters()).device
     core = Core(model, optimizer, here, probe(device=here), Settings(), compiled=is_compiled(model))
@@ -62,8 +74,7 @@ def profile(
         task = Stepper(core, loss_fn, lambda batch: loss_fn(model, batch)).task(sample)
     else:
         task = Kinds(core).task(model.forward, _as_call(sample))
-    blocks, every = blocks_from(checkpoint, model)
-    lever = "off" if parse_precision(precision) in ("auto", "off") else precision
+    lever = "off" if asked in ("auto", "off") else asked
     found = core.planner.profile(task, lever, candidate_blocks(model) if every else blocks or ())
     return found if on_meta else core.planner.timed(task, found)
 
@@ -81,24 +92,13 @@ def plan(
     `micro_batch` is "auto", "off" (the whole batch) or a number; `checkpoint` "auto", "off", "all" or block names.
     Raises UsageError for arguments that cannot be meant, DoesNotFit with what would be needed.
     """
+    if not isinstance(profile, Profile):
+        raise not_of_type("memfit.plan(profile, budget)", profile, "what memfit.profile(model, optimizer, sample) returned")
+    if not isinstance(budget, Budget):
+        raise not_of_type("memfit.plan(profile, budget)", budget, f"memfit.probe(budget={budget!r})")
     check_count("target_batch", target_batch)
     size, whole = micro_batch_from(micro_batch)
-    known = set(profile.blocks)
-    if checkpoint == "auto":
-        blocks: tuple[str, ...] | None = None
-    elif checkpoint in ("off", "all"):
-        blocks = profile.blocks if checkpoint == "all" else ()
-    elif isinstance(checkpoint, str):
-        raise choice_of("checkpoint", checkpoint, ("auto", "off", "all", "a list of block names"))
-    else:
-        blocks = tuple(checkpoint)
-        unknown = sorted(set(blocks) - known)
-        if unknown:
-            raise UsageError(
-                f"checkpoint={list(blocks)!r}",
-                found=f"the profile knows no block {unknown[0]!r}",
-                next_move=f"use names such as {', '.join(profile.blocks[:3]) or '(it has none)'}",
-            )
+    blocks = _known_blocks(checkpoint, profile)
     demand = Demand(target_batch, target_batch, micro_batch=target_batch if whole else size, checkpoint=blocks)
     return search([profile], budget.with_held(max(0, budget.held - profile.model.parameter_bytes)), demand)
 
@@ -110,6 +110,8 @@ def apply(
 
     Returns a Run as `wrap` does. Raises PlanFileError if the plan was made for another model.
     """
+    if not isinstance(plan, (Plan, str, Path)):
+        raise not_of_type("memfit.apply(plan, model, optimizer)", plan, "a memfit.Plan or the path of a saved one")
     given = plan if isinstance(plan, Plan) else Plan.load(plan)
     return wrap(model, optimizer, loader, loss_fn=loss_fn, target_batch=given.target_batch, plan=given)
 
@@ -120,7 +122,26 @@ def verify(run: Run) -> Verification:
     Runs on the largest set of samples (at most 32) that fits whole, with the whole's random draws handed out by slice.
     Script mode needs one training step first. Raises UsageError where there is nothing to compare.
     """
+    if not isinstance(run, Run):
+        raise not_of_type("memfit.verify(run)", run, "the Run that memfit.wrap returned")
     return run.verify()
+
+
+def _known_blocks(checkpoint: Any, profile: Profile) -> tuple[str, ...] | None:
+    """The blocks asked for; None: the planner's choice. Raises UsageError."""
+    if is_one_of(checkpoint, ("auto", "off", "all")):
+        return {"auto": None, "off": (), "all": profile.blocks}[checkpoint]
+    if isinstance(checkpoint, str):
+        raise choice_of("checkpoint", checkpoint, ("auto", "off", "all", "a list of block names"))
+    blocks = names_from("checkpoint", checkpoint)
+    unknown = sorted(set(blocks) - set(profile.blocks))
+    if unknown:
+        raise UsageError(
+            f"checkpoint={list(blocks)!r}",
+            found=f"the profile knows no block {unknown[0]!r}",
+            next_move=f"use names such as {', '.join(profile.blocks[:3]) or '(it has none)'}",
+        )
+    return blocks
 
 
 def _as_call(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

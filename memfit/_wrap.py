@@ -15,10 +15,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from memfit._arguments import check_loader, check_model, check_optimizer, check_plan, check_world, settings_from
+from memfit._arguments import (
+    check_loader,
+    check_model,
+    check_optimizer,
+    check_plan,
+    check_sample,
+    check_world,
+    settings_from,
+)
 from memfit._asked import ASKED, Asked, PlanReady
 from memfit._errors import UsageError
 from memfit._tested import untested
+from memfit._values import check_flag
 from memfit.engine.intercept import interception_of, is_compiled
 from memfit.hardware.budget import probe
 from memfit.loading.iterate import PassedThrough
@@ -90,10 +99,11 @@ def wrap(
     Raises UsageError (a ValueError) for arguments that cannot be meant, DoesNotFit (a ValueError) if no plan fits, Refused
     (a RuntimeError) for training that cannot be cut and stay the same, PlanFileError (a ValueError). Nothing is changed then.
     """
+    check_flag("enabled", enabled)
     asked = ASKED.get()
     if not enabled or os.environ.get("MEMFIT", "").lower() == "off":
         _check_not_asked(asked)
-        run = Run(model, optimizer, loader, core=None)
+        run = Run(model, optimizer, loader, core=None, off="MEMFIT=off in the environment" if enabled else "enabled=False")
         run.plainly(loss_fn, before_step)
         return run
     if asked is not None:
@@ -122,6 +132,7 @@ def wrap(
     )
     check_loader(loader, target_batch, loss_fn)
     settings = replace(settings, leftover=leftover(loader, settings.share))
+    check_sample(sample, loss_fn)
     given = check_plan(plan, model_facts(model, optimizer).fingerprint, model)
     allowed = probe(budget=budget, device=device)
     _undo_earlier(model, optimizer)

@@ -157,21 +157,45 @@ def test_target_batch_beyond_the_data_set_is_one_batch_per_epoch_and_said(
     [
         ("micro_batch", 0, "at least 1"),
         ("micro_batch", -3, "at least 1"),
-        ("micro_batch", 1.5, "type float"),
+        ("micro_batch", 1.5, "micro_batch=16"),
+        ("micro_batch", 3.0, "for example micro_batch=3"),
+        ("micro_batch", "12", "auto, off, a whole number"),
+        ("micro_batch", True, "type bool"),
+        ("micro_batch", None, "type NoneType"),
+        ("micro_batch", torch.ones(2), "type Tensor"),
         ("micro_batch", "big", "auto, off, a whole number"),
         ("precision", "int8", "bfloat16"),
         ("precision", 16, "type int"),
+        ("precision", None, "type NoneType"),
+        ("precision", torch.bfloat16, 'precision="bfloat16"'),
         ("checkpoint", "some", "all"),
         ("checkpoint", ["9"], "no block '9'"),
         ("checkpoint", 3, "a list of block names"),
+        ("checkpoint", True, "a list of block names"),
+        ("checkpoint", {}, "a list of block names"),
+        ("checkpoint", b"all", "a list of block names"),
         ("shard", "optimizer", "always off"),
         ("offload", "cpu", "always off"),
+        ("shard", torch.ones(2), "always off"),
         ("methods", ("encode",), "calls of forward only"),
+        ("methods", "encode", "methods=['encode']"),
+        ("methods", None, "type NoneType"),
+        ("methods", [3], "a list of names"),
         ("batchnorm", "whole", "micro"),
+        ("batchnorm", None, "micro"),
+        ("accumulate_in", torch.float32, "float32, param"),
         ("accumulate_in", "float64", "float32, param"),
-        ("script_accumulation", 0, "at least 1"),
+        ("script_accumulation", 0, "script_accumulation=8 for 8"),
+        ("script_accumulation", -2, "at least 1"),
+        ("script_accumulation", 4.0, "for example script_accumulation=4"),
+        ("script_accumulation", True, "type bool"),
         ("split", "dim 0", "type str"),
+        ("split", lambda batch: [batch], "split(batch, sizes)"),
         ("plan", 7, "type int"),
+        ("plan", {}, "type dict"),
+        ("enabled", "no", "enabled=True or enabled=False"),
+        ("enabled", None, "type NoneType"),
+        ("enabled", 0, "type int"),
     ],
 )
 def test_levers_and_other_arguments(mode: dict[str, Any], name: str, value: Any, text: str) -> None:
@@ -181,7 +205,35 @@ def test_levers_and_other_arguments(mode: dict[str, Any], name: str, value: Any,
 def test_what_is_for_step_mode_alone() -> None:
     refuses(UsageError, "before_step= without loss_fn=", before_step=lambda: None)
     refuses(UsageError, "weight= without loss_fn=", weight=lambda part: 1)
-    refuses(UsageError, "loss_fn=", "type str", loss_fn="mse")
+    refuses(UsageError, "sample= without loss_fn=", "first training call", sample=points())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("loss_fn", "mse", "type str"),
+        ("loss_fn", lambda batch: batch, "loss_fn(model, batch)"),
+        ("loss_fn", nn.CrossEntropyLoss(), "criterion(model(batch[0]), batch[1])"),
+        ("loss_fn", F.cross_entropy, "criterion(model(batch[0]), batch[1])"),
+        ("before_step", 3, "type int"),
+        ("before_step", nn.utils.clip_grad_norm_, "before_step()"),
+        ("weight", 3, "type int"),
+        ("weight", lambda: 1.0, "weight(batch)"),
+        ("script_accumulation", 8, "a whole optimizer step"),
+        ("sample", 3, "the batch is 3"),
+        ("sample", "x", "the batch is 'x'"),
+    ],
+)
+def test_what_step_mode_cannot_call_or_use(name: str, value: Any, text: str) -> None:
+    refuses(UsageError, text, **{"loss_fn": loss_fn, name: value})
+
+
+@pytest.mark.parametrize("nothing", [None, 3, "x"])
+def test_a_step_over_no_batch(nothing: Any) -> None:
+    model = mlp()
+    run, _ = stepper(model, loss_fn)
+    with refusing(UsageError, f"the batch is {nothing!r}", "run.loader", model=model):
+        run.step(nothing)
 
 
 def test_a_target_that_does_not_divide_into_the_scripts_iterations() -> None:
@@ -759,6 +811,12 @@ def test_profile() -> None:
         memfit.profile(model, sgd(mlp()), points(), loss_fn=loss_fn)
     with refusing(UsageError, "a loss to run backward from", model=model, optimizer=optimizer):
         memfit.profile(model, optimizer, points(), loss_fn=lambda m, b: m(b[0]))
+    with refusing(UsageError, "type str", model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, points(), loss_fn="mse")  # type: ignore[arg-type]
+    with refusing(UsageError, 'precision="bfloat16"', model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, points(), loss_fn=loss_fn, precision=torch.bfloat16)  # type: ignore[arg-type]
+    with refusing(UsageError, "the batch is None", model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, None, loss_fn=loss_fn)
     with refusing(UsageError, "the model is of type", model=model, optimizer=optimizer):
         memfit.profile(loss_fn, optimizer, points(), loss_fn=loss_fn)  # type: ignore[arg-type]
 
@@ -777,6 +835,18 @@ def test_plan_verb() -> None:
     ):
         with refusing(UsageError, text):
             memfit.plan(profile, budget, **arguments)  # type: ignore[arg-type]
+    with refusing(UsageError, "type str", "memfit.probe(budget='6GiB')"):
+        memfit.plan(profile, "6GiB", target_batch=8)  # type: ignore[arg-type]
+    with refusing(UsageError, "type Sequential", "memfit.profile("):
+        memfit.plan(model, budget, target_batch=8)  # type: ignore[arg-type]
+
+
+def test_apply_and_verify_of_something_else() -> None:
+    model = mlp()
+    with refusing(UsageError, "type int", "memfit.Plan", model=model):
+        memfit.apply(3, model, sgd(model))  # type: ignore[arg-type]
+    with refusing(UsageError, "type Sequential", "the Run", model=model):
+        memfit.verify(model)  # type: ignore[arg-type]
 
 
 def test_verify_before_there_is_anything_to_compare() -> None:
@@ -785,7 +855,5 @@ def test_verify_before_there_is_anything_to_compare() -> None:
     with refusing(UsageError, "one training step first", model=model):
         memfit.verify(run)
     run.undo()
-    with refusing(UsageError, "switched off", model=model):
+    with refusing(UsageError, "switched off", "wrap again", model=model):
         memfit.verify(run)
-    with refusing(UsageError, "switched off", model=model):
-        run.report()

@@ -84,6 +84,21 @@ def test_pieces_without_samples_join_too(axis: Axis) -> None:
     assert torch.equal(axis.join(parts), tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.long])
+@pytest.mark.parametrize("samples", [1, 2, 3, 5])
+@pytest.mark.parametrize("axis", [Axis(0), Axis(1), Axis(0, inner=2), Axis(1, outer=2, inner=3)])
+def test_more_samples_than_there_are_are_like_those(axis: Axis, samples: int, dtype: torch.dtype) -> None:
+    shape = [4, 4]
+    shape[axis.dim] = axis.size(2)
+    tensor = torch.arange(shape[0] * shape[1]).reshape(shape).to(dtype)
+    found = axis.like_first(tensor, samples)
+    assert found.dtype is dtype and axis.samples(found.shape[axis.dim]) == samples
+    if samples <= 2:
+        assert torch.equal(found, axis.narrow(tensor, 0, samples))
+    elif dtype is torch.long:
+        assert all(torch.equal(axis.narrow(found, i, i + 1), axis.narrow(tensor, i % 2, i % 2 + 1)) for i in range(samples))
+
+
 def test_time_and_batch_flattened_either_way() -> None:
     grid = torch.arange(6).view(2, 3)  # two time steps of three samples
     assert Axis(0, outer=2).narrow(grid.flatten(), 1, 2).tolist() == [1, 4]

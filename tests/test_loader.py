@@ -387,7 +387,7 @@ SAMPLERS = {
 
 def shuffled(workers=0, kind="shuffled", data=None, **options):
     data = data or Noisy()
-    order = SAMPLERS[kind](data)
+    order = SAMPLERS[kind](data) if kind in SAMPLERS else {}
     size = {} if "batch_sampler" in order else {"batch_size": 4}
     return DataLoader(data, **order, **size, num_workers=workers, **options)
 
@@ -432,13 +432,61 @@ def test_later_epochs_do_not_depend_on_other_draws(workers, kind):
 
 
 @WORKERS
+@pytest.mark.parametrize("kind", [*SAMPLERS, "in order"])
+@pytest.mark.parametrize("share", [None, 8])
+def test_the_script_draws_what_it_would_without_memfit(workers, kind, share):
+    """Between batches and between epochs, whatever those are made of: the global generators stand where they would."""
+    compare_draws(workers, kind, share)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "in order"])
+def test_the_script_draws_what_it_would_with_workers_that_stay(kind):
+    compare_draws(2, kind, 8, persistent_workers=True)
+
+
+def compare_draws(workers, kind, share, **options):
+    options["data"] = Numbers(24)
+    seed_everything()
+    plain = draws_of_epochs(shuffled(workers, kind, **options), (share or 4) // 4)
+    seed_everything()
+    assert draws_of_epochs(effective(shuffled(workers, kind, **options), share), 1) == plain
+
+
+def draws_of_epochs(loader, every):
+    """What a script draws after each step of `every` batches, and after each of three epochs, the last one left early."""
+    found = []
+    for epoch in range(3):
+        for index, _ in enumerate(loader):
+            if index % every == 0:
+                found.append((torch.rand(1).item(), np.random.rand(), random.random()))
+            if epoch == 2:
+                break
+        found.append(torch.rand(1).item())
+    return found
+
+
+@WORKERS
 @pytest.mark.parametrize("collated", [False, True])
-def test_later_epochs_leave_the_generators_alone(workers, collated):
-    loader = effective(shuffled(workers, data=Numbers(23)), 10, collated)
+def test_later_epochs_draw_from_the_generators_what_a_plain_loader_would(workers, collated):
+    loader, source = effective(shuffled(workers, data=Numbers(23)), 10, collated), shuffled(workers, data=Numbers(23))
     list(loader)
-    before = states()
+    before = torch.get_rng_state()
     list(loader)
     next(iter(loader))
+    after = states()
+    torch.set_rng_state(before)
+    list(source)
+    next(iter(source))
+    assert states() == after
+
+
+def test_a_generator_of_the_scripts_leaves_the_global_one_alone():
+    loader = effective(shuffled(generator=torch.Generator()), 10)
+    list(loader)
+    loader = effective(shuffled(data=Numbers(23), generator=torch.Generator()), 10)
+    before = states()
+    for _ in range(3):
+        list(loader)
     assert states() == before
 
 

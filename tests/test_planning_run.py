@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -97,15 +98,19 @@ def test_what_is_planned_is_what_runs() -> None:
 
 
 class Sizes:
-    """The sizes of forwards on real data, and whether they recorded gradients."""
+    """The sizes of forwards on real data, and whether they recorded gradients; kept where planning puts nothing back."""
 
     def __init__(self, model: Deep) -> None:
-        self.seen: list[tuple[int, bool]] = []
+        self._queue: SimpleQueue[tuple[int, bool]] = SimpleQueue()
         self.handle = model.blocks[0].register_forward_pre_hook(self._before)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not is_fake(args[0]):
-            self.seen.append((len(args[0]), torch.is_grad_enabled()))
+            self._queue.put((len(args[0]), torch.is_grad_enabled()))
+
+    def taken(self) -> list[tuple[int, bool]]:
+        """Those since the last time."""
+        return [self._queue.get() for _ in range(self._queue.qsize())]
 
 
 def test_planning_runs_nothing_that_would_not_fit_in_step_mode() -> None:
@@ -116,7 +121,7 @@ def test_planning_runs_nothing_that_would_not_fit_in_step_mode() -> None:
     )
     assert run.plan is not None
     largest = max(option.micro_batch for option in run.plan.options if option.fits)
-    assert sizes.seen and max(n for n, recorded in sizes.seen if recorded) <= largest < SHARE
+    assert max(n for n, recorded in sizes.taken() if recorded) <= largest < SHARE
 
 
 def test_planning_is_made_inside_the_first_training_call_in_script_mode() -> None:
@@ -128,7 +133,7 @@ def test_planning_is_made_inside_the_first_training_call_in_script_mode() -> Non
     F.mse_loss(model(x), torch.ones(SHARE)).backward()
     assert run.plan is not None and run.plan.mode == "accumulate"
     assert run.plan.held + run.plan.predicted.upper + run.plan.margin <= run.plan.limit
-    assert max(n for n, recorded in sizes.seen if recorded) <= max(o.micro_batch for o in run.plan.options if o.fits)
+    assert max(n for n, recorded in sizes.taken() if recorded) <= max(o.micro_batch for o in run.plan.options if o.fits)
 
 
 def test_the_verbs_by_hand_come_to_the_same() -> None:

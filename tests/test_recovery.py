@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import mlp, points, wrapped
-from stepping import PieceSizes, plain, sgd, stepper
+from stepping import PieceSizes, is_fake, plain, sgd, stepper
 from torch import Tensor, nn
 from zoo.plain import relative_error
 
@@ -186,13 +188,13 @@ def test_at_a_single_sample_the_error_is_the_users() -> None:
     model = Net()
     run, seen = stepper(model, loss_fn, 4)
     run.step(points())
-    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     model.fuse.arm(TEXTS["torch"], times=99)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         run.step(points())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
-    assert torch.equal(random, torch.get_rng_state())
+    assert torch.equal(state, torch.get_rng_state())
     assert len(seen.gradients) == 1
     model.fuse.arm(TEXTS["torch"], times=0)
     want = plain(model, loss_fn, points())[1]
@@ -368,6 +370,85 @@ def test_recomputing_a_checkpointed_block_may_fail_too() -> None:
     assert kinds(run).count("out of memory") == 1
 
 
+class Dropping(Net):
+    """A net that leaves layers out by draws outside torch."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw, self.left_out = draw, nn.ModuleList(mlp(outputs=7, seed=seed) for seed in range(3))
+        self.taken: list[tuple[bool, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.taken.append(tuple(self.draw() < 0.5 for _ in self.left_out))
+        for layer, take in zip(self.left_out, self.taken[-1]):
+            x = x + layer(x) if take else x
+        return super().forward(x)
+
+
+DRAWS = pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "NumPy"])
+
+
+def seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+@DRAWS
+def test_layers_left_out_by_draws_outside_torch_are_the_same_after_a_failure(draw: Callable[[], float]) -> None:
+    results = []
+    for planned, fails in ((6, 1), (3, 0)):
+        model = Dropping(draw)
+        run, seen = stepper(model, loss_fn, planned)
+        seeded(6)
+        run.step(points(2))
+        model.fuse.arm(TEXTS["torch"], times=fails, skip=1)
+        model.taken.clear()
+        seeded(3)
+        run.step(points())
+        results.append((seen.gradients[1], model.taken[-4:], draw()))
+    assert results[0][1:] == results[1][1:]
+    assert len(set(results[0][1])) > 1
+    assert relative_error(results[0][0], results[1][0]) == 0.0
+
+
+@DRAWS
+def test_a_second_pass_leaves_out_the_layers_that_the_first_did(draw: Callable[[], float]) -> None:
+    model = Dropping(draw)
+    wrapped(model, 3)
+    for seed in range(3):
+        out = model(points(seed=seed)[0])  # decides and proves; runs nothing of the batch yet
+        seeded(seed)
+        model.taken.clear()
+        loss = out.exp().mean()
+        first, after = list(model.taken), draw()
+        model.taken.clear()
+        loss.backward()
+        assert model.taken == first
+        seeded(seed)
+        assert [tuple(draw() < 0.5 for _ in range(3)) for _ in range(4)] == first and draw() == after
+
+
+@DRAWS
+@pytest.mark.parametrize("checkpoint", ["off", "all"])
+def test_leaving_layers_out_is_no_mixing_of_samples(draw: Callable[[], float], checkpoint: str) -> None:
+    """Every micro-batch draws for itself, as with dropout; proofs, tracing and recomputing meet the same draws."""
+
+    class Block(Dropping):
+        def __init__(self) -> None:
+            super().__init__(draw)
+            self.last = mlp(inputs=8, outputs=7, seed=1)
+
+    for seed in range(3):
+        model = nn.Sequential(nn.Sequential(Block(), Block()), mlp())
+        seeded(seed)
+        run = memfit.wrap(model, sgd(model), loss_fn=loss_fn, sample=points(), micro_batch=5, checkpoint=checkpoint)
+        assert run.plan is not None and run.plan.accumulation == 3
+        assert bool(run.plan.checkpoint) == (checkpoint == "all")
+        run.step(points())
+        assert memfit.verify(run).passed
+
+
 # ---- script mode
 
 
@@ -460,3 +541,92 @@ def test_a_gradient_scaler_of_the_script_is_left_where_it_was() -> None:
         parameters.append(dict(model.named_parameters()))
     assert scales[0] == scales[1]
     assert relative_error(*parameters) <= EXACT
+
+
+# ---- proofs
+
+
+class Short(Net):
+    """A net on a device with room for so many samples at once, as long as it is short of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room: int | None = None
+        self.sizes: list[int] = []
+        self.first.register_forward_pre_hook(self._check)
+
+    def _check(self, module: nn.Module, args: Any) -> None:
+        if is_fake(args[0]):
+            return
+        self.sizes.append(len(args[0]))
+        if self.room is not None and len(args[0]) > self.room:
+            raise TEXTS["torch"]()
+
+
+def unproven_losses(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return -(model(x).log_softmax(1).gather(1, y[:, None])).mean()
+
+
+def messages(run: memfit.Run) -> str:
+    return " ".join(event.message for event in run.events if event.kind == "out of memory")
+
+
+def own_gradients(model: nn.Module) -> dict[str, Any]:
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("loss", [known, unknown])
+def test_a_proof_that_runs_out_of_memory_runs_on_fewer_samples(loss: Any) -> None:
+    model = Short()
+    want = plain(model, lambda m, b: loss(m, *b), points())[1]
+    run = wrapped(model, 2)
+    model.room = 2
+    loss(model, *points()).backward()
+    assert relative_error(own_gradients(model), want) <= EXACT
+    assert "a proof on 5 samples ran out of memory (CUDA out of memory" in messages(run)
+    assert "started again on 2" in messages(run)
+    assert max(model.sizes[1:]) == 2
+
+
+@pytest.mark.parametrize("loss", [known, unknown])
+def test_a_repeated_proof_that_cannot_run_is_left_out_and_said(loss: Any) -> None:
+    model = Short()
+    run = wrapped(model, 1)
+    loss(model, *points(seed=1)).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    want = plain(model, lambda m, b: loss(m, *b), points())[1]
+    model.room = 1
+    loss(model, *points()).backward()
+    assert relative_error(own_gradients(model), want) <= EXACT
+    assert "was not repeated" in messages(run)
+    run.optimizer.step()
+    model.sizes.clear()
+    loss(model, *points()).backward()
+    assert max(model.sizes) == 1
+
+
+def test_a_first_proof_that_fits_nowhere_is_the_users_error() -> None:
+    model = Short()
+    wrapped(model, 1)
+    model.room = 1
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        known(model, *points()).backward()
+    model.room = None
+    want = plain(model, loss_fn, points())[1]
+    known(model, *points()).backward()
+    assert relative_error(own_gradients(model), want) <= EXACT
+
+
+@pytest.mark.parametrize(("room", "loss"), [(2, unproven_losses), (1, loss_fn)])
+def test_step_mode_proves_on_what_there_is_room_for(room: int, loss: Any) -> None:
+    """On fewer samples, and where not even two fit, only losses that need no proof are cut."""
+    model = Short()
+    want = plain(model, loss, points())[1]
+    run, seen = stepper(model, loss, None, micro_batch=room)
+    model.room = room
+    run.step(points())
+    assert relative_error(seen.gradients[0], want) <= EXACT
+    assert "a proof on 5 samples ran out of memory" in messages(run)
+    assert any("two samples do not fit at once" in event.message for event in run.events) == (room == 1)

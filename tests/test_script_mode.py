@@ -1119,3 +1119,55 @@ def test_a_plan_made_elsewhere() -> None:
     seen = Forwards(model[0])
     F.cross_entropy(model(x), y).backward()
     assert seen.sizes[-3:] == [4, 4, 4] and run.plan is not None
+
+
+# ---- batches of a few samples
+
+
+class Words(nn.Module):
+    """Blocks over an embedding; takes texts, too, and returns what belongs to no sample beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7).double()
+        self.blocks = nn.ModuleList(nn.Sequential(mlp(outputs=7, seed=seed)) for seed in range(3))
+        self.out = mlp()
+
+    def forward(self, tokens: Tensor, texts: list[str]) -> Tensor:
+        assert len(texts) == len(tokens)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x.mean(1))
+
+
+def words(samples: int) -> tuple[Tensor, list[str], Tensor]:
+    generator = torch.Generator().manual_seed(samples)
+    tokens = torch.randint(0, 11, (samples, 6), generator=generator)
+    return tokens, [str(row.tolist()) for row in tokens], torch.randint(0, 4, (samples,), generator=generator)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("samples", [2, 3, 4])
+def test_a_few_samples_are_planned_as_many_are(samples: int, known: bool) -> None:
+    """Same peak, same levers: what one sample costs does not depend on how many the script's batches have."""
+
+    def script(model: nn.Module, tokens: Tensor, texts: list[str], y: Tensor) -> None:
+        out = model(tokens, texts)
+        (F.cross_entropy(out, y) if known else out.exp().mean()).backward()
+
+    plans = []
+    for n in (samples, 12):
+        model = Words()
+        run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=1, checkpoint="all")
+        batch = words(n)
+        want = plain_gradients(model, script, *batch)
+        script(model, *batch)
+        assert run.plan is not None and run._core is not None and run._core.profile is not None
+        assert relative_error(gradients_of(model), want) <= 1e-12
+        assert run.plan.micro_batch == 1 and run.plan.accumulation == n
+        assert run.plan.checkpoint == ("blocks.0", "blocks.1", "blocks.2")
+        assert run._core.profile.source == "traced" and run._core.profile.timeline is not None
+        plans.append(run.plan)
+    if known:
+        assert plans[0].predicted.peak == plans[1].predicted.peak

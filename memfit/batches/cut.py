@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from memfit._errors import Refused
-from memfit.batches.tree import Path, builder, children, flat, is_column, leaves, path_name, rebuild
+from memfit._errors import Refused, UsageError
+from memfit.batches.tree import Path, builder, children, flat, is_column, leaves, map_leaves, path_name, rebuild
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,17 @@ class Axis:
         whole = tensor.shape[self.dim] // (self.outer * self.inner)
         parts = tensor.unflatten(self.dim, (self.outer, whole, self.inner))
         return parts.narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 2)
+
+    def like_first(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
+        """The first `samples` samples; where there are fewer, as many like them, with no values of their own where numbers
+        of that type can be any."""
+        there = self.samples(tensor.shape[self.dim])
+        if samples <= there:
+            return self.narrow(tensor, 0, samples)
+        if tensor.is_floating_point():
+            shape = (*tensor.shape[: self.dim], self.size(samples), *tensor.shape[self.dim + 1 :])
+            return tensor.detach().new_empty(()).expand(shape).requires_grad_(tensor.requires_grad)
+        return self.narrow(self.join([tensor] * -(-samples // there)), 0, samples)
 
     def reversed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The samples of `tensor` in the opposite order."""
@@ -94,6 +105,19 @@ def cutter(tree: Any, layout: Layout) -> Callable[[int, int], Any]:
         raise uncuttable(f"it has {len(found)} parts, and earlier ones like it had {len(layout.axes)}")
     narrowed = [_narrowing(leaf, axis) for leaf, axis in zip(found, layout.axes)]
     return lambda start, stop: build(iter([part(start, stop) for part in narrowed]))
+
+
+def like_first(tree: Any, layout: Layout, samples: int) -> Any:
+    """The first `samples` samples of a batch, or where it has fewer, as many like them: their shapes are what counts."""
+    axes = iter(layout.axes)
+
+    def first(leaf: Any) -> Any:
+        axis = next(axes)
+        if isinstance(leaf, torch.Tensor) and axis is not None:
+            return axis.like_first(leaf, samples)
+        return leaf if axis is None else (leaf * -(-samples // len(leaf)))[:samples]
+
+    return map_leaves(first, tree)
 
 
 def cut_samples(tree: Any, layout: Layout, indices: Sequence[int]) -> Any:
@@ -165,6 +189,19 @@ def unread(tree: Any) -> list[str]:
     simple = (torch.Tensor, str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
     found = [leaf for _, leaf in leaves(tree) if not isinstance(leaf, simple) and not is_column(leaf) and not callable(leaf)]
     return list(dict.fromkeys(type(leaf).__name__ for leaf in found))
+
+
+def refuse_no_batch(value: Any) -> None:
+    """Raise if `value` holds no tensor: UsageError where no batch can be meant by it, else Refused."""
+    if any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(value)):
+        return
+    if value is None or isinstance(value, (bool, int, float, str)):
+        raise UsageError(
+            "cutting an effective batch",
+            found=f"the batch is {value!r}",
+            next_move="pass what run.loader yields, or a batch whose tensors have the samples along their first dimension",
+        )
+    raise uncuttable(f"there is no tensor in it (it is of type {type(value).__name__})")
 
 
 def uncuttable(reason: str) -> Refused:

@@ -8,10 +8,10 @@ from typing import Annotated, Optional
 
 import typer
 
-from memfit._arguments import check_count
 from memfit._asked import Asked
 from memfit._errors import UsageError
 from memfit._units import TiB
+from memfit._values import check_count
 from memfit.cli.ending import FAILED, ending
 from memfit.cli.functions import Training, check_file, made_by, split_target, train_once
 from memfit.cli.saved import read_saved, save_plan, show

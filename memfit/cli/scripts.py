@@ -33,7 +33,7 @@ def planned_by_script(script: Path, arguments: Sequence[str], asked: Asked) -> R
     with running_as_main(script, arguments) as module:
         report = stopped_at_plan(partial(_execute, script, module), replace(asked, on_wrap=runs.append))
     if report is None:  # or the script caught even a BaseException, and went on
-        report = next((run.report() for run in runs if run.plan is not None), None)
+        report = next((_report_of(run) for run in runs if run.plan is not None), None)
     if report is None:
         raise _without_plan(script, wrapped=bool(runs))
     return report
@@ -50,7 +50,13 @@ def stopped_at_plan(work: Callable[[], object], asked: Asked) -> Report | None:
     finally:
         ASKED.reset(token)
     traceback.clear_frames(frames)  # iterators of loaders live in them, and with these their workers
-    return run.report()
+    return _report_of(run)
+
+
+def _report_of(run: Run) -> Report:
+    found = run.report()
+    assert isinstance(found, Report), "there is a plan"
+    return found
 
 
 @contextmanager

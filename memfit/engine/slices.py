@@ -1,6 +1,7 @@
 """Handing the random draws of a whole batch out to its parts by slice, so that parts and whole differ by mixing alone.
 
-A whole run records every draw in order; each part then receives, for its k-th draw, the rows of the whole's k-th.
+A whole run records every draw in order; each part then receives, for its k-th draw, the rows of the whole's k-th. Draws
+outside torch (a layer dropped by `random.random()`) have no rows: each part makes those that the whole made.
 Not covered: operators that draw inside a fused kernel (attention with dropout on accelerators, RNN dropout inside cuDNN);
 `unsliced` names those that were met.
 """
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.engine.context import HostRandom
+
 
 class Draws:
     """The random draws of one whole run.
@@ -24,24 +27,27 @@ class Draws:
     def __init__(self, *, by_operations: bool = False) -> None:
         self.recorded: list[torch.Tensor] = []
         self.unsliced: list[str] = []
+        self._host = HostRandom.capture()
         self._by_operations = by_operations
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Run the whole: draws are real, and remembered."""
+        self._host = HostRandom.capture()
         with self._attention(), _Recording(self):
             yield
 
     @contextmanager
     def sliced(self, start: int, stop: int, whole: int) -> Iterator[None]:
         """Run the part `start:stop` of `whole` samples with the rows of the whole's draws."""
+        self._host.restore()
         with self._attention(), _Slicing(self, start, stop, whole):
             yield
-
 
     @contextmanager
     def reversed(self, whole: int) -> Iterator[None]:
         """Run the same `whole` samples in the opposite order, with their draws in the opposite order too."""
+        self._host.restore()
         with self._attention(), _Slicing(self, 0, whole, whole, backwards=True):
             yield
 

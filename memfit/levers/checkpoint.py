@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit._errors import UsageError
+from memfit.engine.context import HostRandom
 from memfit.engine.intercept import Interception
 
 
@@ -70,12 +71,24 @@ class _Checkpointed:
         return checkpoint(plain, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[Any, Any]:
-        return _nothing(), _buffers_kept(self._block)
+        return _nothing(), _again(self._block, HostRandom.capture())
 
 
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
+
+
+@contextmanager
+def _again(block: nn.Module, host: HostRandom) -> Iterator[None]:
+    """Recomputing: the draws outside torch are those of the first time (torch sees to its own), and nothing is written."""
+    now = HostRandom.capture()
+    host.restore()
+    try:
+        with _buffers_kept(block):
+            yield
+    finally:
+        now.restore()
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 The first epoch draws from the global generator exactly as the script's own loader would. Every later epoch draws from
 streams derived from a seed remembered from the first, so that its order does not depend on how many dropout masks were
-drawn meanwhile. Not covered: samplers that draw while they are under way rather than before their first index, or from
-NumPy or `random`; those draws come from the global generators, as without memfit.
+drawn meanwhile. What the script's own loader would have drawn is drawn from the global generator all the same, and not
+used: everybody else's draws stay the plain script's. Not covered: samplers that draw while they are under way rather than
+before their first index, or from NumPy or `random` (those draws come from the global generators, as without memfit), and
+spending what samplers of the script's own would draw: running one twice could change what it remembers.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 
 def peek_seed(generator: torch.Generator | None) -> int:
@@ -87,7 +90,7 @@ class Order:
             return iter(self.sampler)
         with self.stream:
             indices = iter(self.sampler)
-        return _advanced(indices, self.stream)
+        return _advanced(indices, self.stream, self.sampler)
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
@@ -98,7 +101,8 @@ class Order:
         return getattr(self.sampler, name)
 
 
-def _advanced(indices: Iterator[Any], stream: Stream) -> Iterator[Any]:
+def _advanced(indices: Iterator[Any], stream: Stream, sampler: Iterable[Any]) -> Iterator[Any]:
+    _spend(sampler)
     with stream:
         try:
             first = next(indices)
@@ -106,6 +110,21 @@ def _advanced(indices: Iterator[Any], stream: Stream) -> Iterator[Any]:
             return
     yield first
     yield from indices
+
+
+def spend_seed() -> None:
+    """Draw a seed from the global generator, as torch does where none is given, and leave it unused."""
+    torch.empty((), dtype=torch.int64, device="cpu").random_()
+
+
+def _spend(sampler: Any) -> None:
+    """Draw from the global generator what the sampler would, if it is one of torch's own."""
+    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+    if type(inner) is RandomSampler:
+        if len(inner):
+            spend_seed()  # the order itself is drawn from a generator of its own, seeded with this
+    elif type(inner) in (SubsetRandomSampler, WeightedRandomSampler):
+        next(iter(inner), None)
 
 
 def keeps_own_order(sampler: Any) -> bool:

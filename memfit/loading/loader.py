@@ -23,7 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from memfit._errors import UsageError
 from memfit.batches.samples import SampleBatch
-from memfit.loading.draws import Order, Stream, keeps_own_order, mixed, peek_seed, seeded
+from memfit.loading.draws import Order, Stream, keeps_own_order, mixed, peek_seed, seeded, spend_seed
 from memfit.loading.packing import PackingCollate, keep
 from memfit.loading.pieces import Counted, CountingCollate, Grouping, Regrouped, as_counted
 
@@ -128,6 +128,8 @@ class EffectiveLoader(DataLoader[Any]):
 
     def _draw_apart(self, epoch: int, seed: int) -> None:
         if self.generator is None:  # where torch draws the workers' seeds from
+            if not (self.persistent_workers and self._inner._iterator is not None):  # those keep the seeds they have
+                spend_seed()
             self._inner.generator = torch.Generator().manual_seed(mixed(seed, epoch, 0))
         if not keeps_own_order(self._order.sampler):
             self._order.stream = Stream(mixed(seed, epoch, 1))

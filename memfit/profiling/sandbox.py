@@ -1,13 +1,13 @@
 """Leave no trace: what planning touches is put back bit for bit, also when it fails or is interrupted.
 
-Covered: random state of every device in use, buffers, gradients, train/eval modes, attributes that a forward writes on
-modules (one level of lists, dicts and sets inside them too). Parameters and optimizer state are never written by planning.
-Not covered: state that a forward keeps outside its modules.
+Covered: random state of every device in use, of Python and of NumPy, buffers, gradients, train/eval modes, attributes that a
+forward writes on modules (one level of lists, dicts and sets inside them too). Parameters and optimizer state are never
+written by planning. What hooks leave behind is in `hooks.py`. Not covered: other state that a forward keeps outside its
+modules.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from memfit.engine.context import modes_as, modes_of, random_state_kept
+from memfit.profiling.hooks import hooks_kept, put_back, refilled
 
 
 @contextmanager
 def leave_no_trace(model: nn.Module, device: torch.device, *, buffers: bool = True) -> Iterator[None]:
     """Everything listed above is afterwards as it was. `buffers=False` where fake ones stand in their places meanwhile."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    with _python_random_kept(), random_state_kept(device), attributes_kept(model), modes_as(modes_of(model)):
+    with random_state_kept(device), hooks_kept(model), attributes_kept(model), modes_as(modes_of(model)):
         copies = [(b, b.detach().clone()) for b in model.buffers()] if buffers else []
         try:
             yield
@@ -50,37 +51,10 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, attributes, contents in before:
-            for name in module.__dict__.keys() - attributes.keys():
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
+            put_back(module.__dict__, attributes)
             for container, items in contents:
-                _refill(container, items)
+                refilled(container, items)
 
 
 def _contents(attributes: dict[str, Any]) -> list[tuple[Any, Any]]:
     return [(value, value.copy()) for value in attributes.values() if isinstance(value, (list, dict, set))]
-
-
-def _refill(container: Any, items: Any) -> None:
-    if isinstance(container, list):
-        if len(container) != len(items) or any(a is not b for a, b in zip(container, items)):
-            container[:] = items
-    elif isinstance(container, dict):
-        if list(container) != list(items) or any(container[key] is not items[key] for key in items):
-            container.clear()
-            container.update(items)
-    elif container != items:
-        container.clear()
-        container.update(items)
-
-
-@contextmanager
-def _python_random_kept() -> Iterator[None]:
-    import numpy
-
-    state, numpy_state = random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        numpy.random.set_state(numpy_state)

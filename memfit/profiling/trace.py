@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work, accumulate
+from memfit.engine.context import HostRandom
 from memfit.engine.handover import hand_over
 from memfit.engine.staged import Staging
 from memfit.profiling.fake import FakeWorld
@@ -123,6 +124,7 @@ class _Stepping:
         self._buffers = {name: (b, b._version) for name, b in model.named_buffers()}
         self._staging = Staging(model, self._outside.values())
         self._staging.accumulate_in_float32()
+        self._host = HostRandom.capture()
 
     def begin(self) -> None:
         self._ledger.present(self._model.parameters(), "parameters")
@@ -171,7 +173,7 @@ class _Stepping:
         """A step up to the optimizer's."""
         ledger = self._ledger
         ledger.restart()
-        total = accumulate(_Watched(work, ledger), pieces, self._staging, self._weighting)
+        total = accumulate(_Watched(work, ledger, self._host), pieces, self._staging, self._weighting)
         ledger.present([g for g in total.gradients if g is not None], "gradients")
         ledger.phase("hand over")
         hand_over(total).backward()
@@ -187,10 +189,11 @@ class _Stepping:
 
 
 class _Watched:
-    """A work that tells the ledger where it stands."""
+    """A work that tells the ledger where it stands. Every micro-batch makes the same draws outside torch: traces of several
+    sizes can be compared only where they went the same way."""
 
-    def __init__(self, work: Work, ledger: Ledger) -> None:
-        self._work, self._ledger = work, ledger
+    def __init__(self, work: Work, ledger: Ledger, host: HostRandom) -> None:
+        self._work, self._ledger, self._host = work, ledger, host
         self.samples, self.device = work.samples, work.device
         self.extra_receivers, self.extra_gradients = work.extra_receivers, work.extra_gradients
 
@@ -205,6 +208,7 @@ class _Watched:
 
     def forward(self, inputs: Any) -> Any:
         self._ledger.phase("forward")
+        self._host.restore()
         return self._work.forward(inputs)
 
     def loss(self, outputs: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -37,6 +38,18 @@ def write_text(path: Path, text: str, what: str = "the report") -> None:
             found=error.strerror or str(error),
             next_move="name a file in a directory that exists and that you may write to",
         ) from error
+
+
+def write_in_format(path: Path, formats: dict[str, Callable[[], str]]) -> None:
+    """Write what the suffix's function makes. Raises UsageError for another suffix, and as `write_text` does."""
+    make = formats.get(path.suffix.lower())
+    if make is None:
+        raise UsageError(
+            f"a report in {str(path)!r}",
+            found=f"the suffix {path.suffix!r} names no format",
+            next_move="end the name in .html, .json or .md",
+        )
+    write_text(path, make())
 
 
 def read_text(path: Path) -> str:

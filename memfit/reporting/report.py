@@ -14,14 +14,13 @@ from importlib.metadata import PackageNotFoundError, version as installed_versio
 from pathlib import Path
 from typing import Any
 
-from memfit._errors import UsageError
 from memfit.hardware.budget import Budget
 from memfit.planning.plan import Plan
 from memfit.planning.search import timing_at, with_blocks
 from memfit.profiling.profile import Profile
 from memfit.profiling.timeline import Timeline
 from memfit.reporting.facts import Allowance, BlockCost, Curve, Happening, Offer, Pace
-from memfit.reporting.files import read_text, restored, strict, unreadable, write_text
+from memfit.reporting.files import read_text, restored, strict, unreadable, write_in_format
 from memfit.reporting.memory import block_costs, curve_of
 from memfit.reporting.offers import drift, offers_for
 from memfit.reporting.verification import Verification
@@ -112,15 +111,7 @@ class Report:
 
         Raises UsageError for another suffix and where the file cannot be written; nothing is half-written then.
         """
-        formats = {".html": self.to_html, ".json": self.to_json, ".md": self.to_markdown}
-        make = formats.get(Path(path).suffix.lower())
-        if make is None:
-            raise UsageError(
-                f"a report in {str(path)!r}",
-                found=f"the suffix {Path(path).suffix!r} names no format",
-                next_move="end the name in .html, .json or .md",
-            )
-        write_text(Path(path), make())
+        write_in_format(Path(path), {".html": self.to_html, ".json": self.to_json, ".md": self.to_markdown})
 
     @staticmethod
     def load(path: str | Path) -> Report:
@@ -195,10 +186,10 @@ def make_report(
         offers=_offers(plan, profile, room, events),
         pace=_pace(stats, seconds, waits),
         verification=verification,
-        events=tuple(Happening(int(e.step), str(e.kind), str(e.message)[:LONGEST]) for e in events),
+        events=happenings(events),
         notes=tuple(dict.fromkeys((*plan.notes, *(() if profile is None else profile.notes)))),
-        software=_software(),
-        made=datetime.now().astimezone().isoformat(timespec="seconds"),
+        software=software(),
+        made=made_now(),
     )
 
 
@@ -252,7 +243,18 @@ def _count(text: str | None) -> int:
     return int(text) if text is not None and str(text).isdigit() and int(text) > 0 else 1
 
 
-def _software() -> tuple[tuple[str, str], ...]:
+def happenings(events: Sequence[Any]) -> tuple[Happening, ...]:
+    """Events as a report keeps them."""
+    return tuple(Happening(int(e.step), str(e.kind), str(e.message)[:LONGEST]) for e in events)
+
+
+def made_now() -> str:
+    """The time, as a report keeps it."""
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def software() -> tuple[tuple[str, str], ...]:
+    """(package, version) of what a report depends on."""
     found = []
     for package in ("memfit", "torch", "numpy"):
         try:

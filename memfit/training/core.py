@@ -320,6 +320,11 @@ class Core:
             f"a micro-batch of {tried} ran out of memory within {budget} ({text}); the batch started again at {smaller}",
         )
 
+    def proof_ran_out(self, tried: int, smaller: int, text: str) -> None:
+        """Record that a proof ran out of memory and starts again on fewer samples."""
+        message = f"a proof on {tried} samples ran out of memory ({text}); it started again on {smaller}"
+        self.events.add(self.steps, "out of memory", message)
+
     def _change(self, plan: Plan) -> None:
         self.plan, self.largest = plan, plan.micro_batch
         self.heap.ceiling = self.planner.heap_ceiling(plan, self.profile)

@@ -9,11 +9,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from memfit._errors import DoesNotFit, Refused
 from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, shared_samples, uncuttable, unread
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work
 from memfit.planning.search import Demand, search
+from memfit.profiling.build import CHECK
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
 from memfit.training.call import Call, Tree
@@ -33,6 +36,7 @@ from memfit.training.outputs import Outputs
 from memfit.training.planner import Task
 from memfit.training.prove import Deviation
 from memfit.training.prover import Prover
+from memfit.training.recover import surviving
 
 LOSS_BOUND = 3
 """Copies of a model's output that an unseen loss is taken to need at once: log-probabilities, their gradient, a temporary."""
@@ -79,6 +83,8 @@ class Kinds:
         refusal: Refused | None = None
         for samples in told:
             if samples < 2:
+                if self._core.plan is None:
+                    self._core.note("note", "a batch of one sample cannot be cut: it runs whole, as the script wrote it")
                 return None, samples
             try:
                 return self._first(key, plain, tree, samples), samples
@@ -187,12 +193,18 @@ class Kinds:
 
     def _prove_known(self, kind: Kind, call: Call, shapes: Shapes) -> None:
         """The first proof of a kind that ran whole so far, or the second one, on a later batch. Raises Refused."""
-        again = kind.proven is not None
-        deviation = self._prover.prove(kind, call, shapes)
+        core, again = self._core, kind.proven is not None
+
+        def unrepeated(text: str) -> Deviation | None:
+            core.events.add(core.steps, "out of memory", f"the proof that samples stay apart was not repeated ({text})")
+
+        if again:
+            deviation = surviving(lambda: self._prover.prove(kind, call, shapes), core.device, unrepeated)
+            kind.prove_at = PROVE_AGAIN * core.steps
+        else:
+            deviation = self._prover.prove(kind, call, shapes)
         if deviation is not None:
             raise self._prover.mixes(call, deviation)
-        if again:
-            kind.prove_at = PROVE_AGAIN * self._core.steps
 
     def _grew(self, kind: Kind, call: Call, shapes: Shapes) -> None:
         """The inputs are larger than any planned for: everything is planned anew, before they run."""
@@ -286,11 +298,18 @@ class Kinds:
         def real_work(precision: str) -> Work:
             return consumer.work(call, precision)
 
-        return Task(make_work, real_work, weighting, call.samples, demand, self._core.compiled)
+        return Task(make_work, real_work, weighting, _traceable(call), demand, self._core.compiled)
 
 
 def _has_dimension(tree: Tree, size: int) -> bool:
     return any(size in tensor.shape for tensor in tensors(tree))
+
+
+def _traceable(call: Call) -> int:
+    """Samples to trace with: more than a small call has, so that what one sample costs can be told from what all do."""
+    if call.split is not None or call.samples < 2 or any(t.layout is not torch.strided for t in tensors(call.tree)):
+        return call.samples
+    return max(call.samples, CHECK)
 
 
 def output_bytes(call: Call) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memfit._errors import MemfitError
-from memfit.batches.cut import Layout, candidate_layouts, uncuttable
+from memfit.batches.cut import Layout, candidate_layouts, like_first, uncuttable
 from memfit.batches.tree import Attribute, Path, flat, is_column, leaves, map_leaves
 from memfit.engine.context import autocast_now, uncompiled
 from memfit.profiling.fake import FakeWorld
@@ -142,7 +142,8 @@ def _surface_own_error(call: Call) -> None:
 
 
 def twin_call(call: Call, twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> tuple[Call, list[torch.Tensor]]:
-    """The call on twins of its first `samples` samples, and those twins: they stand for views of what exists already."""
+    """The call on twins of its first `samples` samples, and those twins: they stand for views of what exists already. With
+    more than there are, some stand for samples like them."""
     made: list[torch.Tensor] = []
 
     def convert(leaf: Any) -> Any:
@@ -151,7 +152,8 @@ def twin_call(call: Call, twin: Callable[[torch.Tensor], torch.Tensor], samples:
         made.append(twin_of_part(leaf, twin))
         return made[-1]
 
-    tree = map_leaves(convert, call.arguments(0, samples))
+    first = call.arguments(0, samples) if samples <= call.samples else like_first(call.tree, call.layout, samples)
+    tree = map_leaves(convert, first)
     layout = Layout(call.layout.axes, samples)
     twin_ = Call(call.model, call.plain, tree, layout, call.outputs, call.device, autocast=call.autocast, split=None)
     twin_.whole_piece = call.split is not None

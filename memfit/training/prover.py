@@ -6,6 +6,7 @@ Not covered: what the few samples do not show; proofs are repeated on later batc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from torch import nn
 
@@ -21,6 +22,7 @@ from memfit.training.core import Core
 from memfit.training.kind import BY_SAMPLES, Kind
 from memfit.training.learn import Shapes
 from memfit.training.prove import Deviation, frozen_norms, joined_outputs, mixing_module, parts_of
+from memfit.training.recover import on_fewer, surviving
 from memfit.training.sidedoors import look_for_side_doors
 from memfit.training.weigh import infer_weighting
 from memfit.training.works import CallWork
@@ -48,19 +50,21 @@ class Prover:
         """None if the call may be cut this way; else how far its parts are from the whole."""
         few, blocks = self._provable(kind, call)
         with checkpointed(self._core.model, blocks), self._core.planner.sparing_kernels():
-            return self._prove_on(self._chosen(call, few), kind, call, shapes)
+            return self._on_fewer(lambda n: self._prove_on(self._chosen(call, n), kind, call, shapes), few)
 
     def weigh_again(self, kind: Kind, call: Call) -> Deviation | None:
         """The weighting of the call's own loss, inferred anew; how far its parts are from the whole where none holds."""
         few, blocks = self._provable(kind, call)
         with checkpointed(self._core.model, blocks), self._core.planner.sparing_kernels():
-            return self._infer(kind, self._chosen(call, few))
+            return self._on_fewer(lambda n: self._infer(kind, self._chosen(call, n)), few)
 
     def mixes(self, call: Call, deviation: Deviation) -> Refused:
         """The refusal of a call whose parts are not the whole."""
         core = self._core
         proof = self._chosen(call, min(PROOF_SAMPLES, call.samples))
-        found = mixing_module(proof, self._sizes(proof), core.settings.allow_inexact) or deviation
+        allowed = core.settings.allow_inexact
+        found = surviving(lambda: mixing_module(proof, self._sizes(proof), allowed), core.device, lambda text: None)
+        found = found or deviation
         what, also = f"{found.where} mixes samples", ""
         if _is_time_first(dict(core.model.named_modules()).get(found.where)):
             what = f"{found.where} is recurrent with time first, and mixes samples, which were taken to lie along time"
@@ -76,6 +80,9 @@ class Prover:
             next_move=f"{also}accept that with allow_inexact=[{found.where!r}], compute what needs all samples together "
             "outside the model, or give it a budget in which the batch runs whole",
         )
+
+    def _on_fewer(self, attempt: Callable[[int], Deviation | None], few: int) -> Deviation | None:
+        return on_fewer(attempt, few, self._core.device, self._core.proof_ran_out)
 
     # ---- which samples
 

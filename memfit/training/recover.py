@@ -92,7 +92,7 @@ class Recovery:
                     continue
                 if largest <= 1 or not is_out_of_memory(error):
                     raise
-                text = str(error).splitlines()[0] if str(error) else type(error).__name__
+                text = _first_line(error)
                 _drop_frames(error)
             # Outside the except block: inside, the traceback would keep the failed frames' tensors alive.
             smaller = max(1, largest // 2)
@@ -101,11 +101,42 @@ class Recovery:
             largest = smaller
 
 
+def surviving(attempt: Callable[[], T], device: torch.device, otherwise: Callable[[str], T]) -> T:
+    """`attempt()`, or where memory runs out in it `otherwise(what was said)`, once everything it held is free."""
+    try:
+        return attempt()
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            raise
+        text = _first_line(error)
+        _drop_frames(error)
+    free_unused(device)
+    return otherwise(text)
+
+
+def on_fewer(
+    attempt: Callable[[int], T], samples: int, device: torch.device, on_failure: Callable[[int, int, str], None]
+) -> T:
+    """`attempt(samples)`, with fewer after each out-of-memory error; with two, the fewest that make a whole and parts of it,
+    the error is the caller's."""
+
+    def fewer(text: str) -> T:
+        smaller = max(2, samples // 2)
+        on_failure(samples, smaller, text)
+        return on_fewer(attempt, smaller, device, on_failure)
+
+    return attempt(samples) if samples <= 2 else surviving(lambda: attempt(samples), device, fewer)
+
+
 def free_unused(device: torch.device) -> None:
     """Give back what nobody refers to."""
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _drop_frames(error: BaseException) -> None:

@@ -25,6 +25,7 @@ from memfit.training.step import Stepper
 from memfit.training.works import LossFn
 
 if TYPE_CHECKING:
+    from memfit.reporting.plain import PlainReport
     from memfit.reporting.report import Report
     from memfit.reporting.verification import Verification
 
@@ -39,7 +40,9 @@ class Run:
     the first training call where there is no loss_fn), `events`.
     """
 
-    def __init__(self, model: Any, optimizer: Any, loader: Any, *, core: Core | None) -> None:
+    def __init__(self, model: Any, optimizer: Any, loader: Any, *, core: Core | None, off: str = "") -> None:
+        self._off = off
+        self._plain_steps = 0
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self._core = core
         self._undo: list[Callable[[], None]] = []
@@ -118,7 +121,8 @@ class Run:
         loader = self.loader
         if isinstance(loader, (EffectiveLoader, PassedThrough)):
             self.loader = loader.source
-        self._core, self._stepper = None, None
+        if self._core is not None:
+            self._core, self._stepper, self._off = None, None, "run.undo()"
 
     def stats(self) -> dict[str, float | int | None]:
         """A flat dictionary for any logger: step, seconds, samples_per_second, loader_wait (seconds of the last step),
@@ -137,25 +141,30 @@ class Run:
 
     def verify(self) -> Verification:
         """Compare one effective batch both ways, whole and in micro-batches; the result also goes into the report."""
+        from memfit.reporting.plain import SWITCHED_ON_BY
         from memfit.training.verify import verification_of
 
         if self._core is None:
-            raise UsageError("verifying a run", found="memfit is switched off for it", next_move="wrap with enabled=True")
+            raise UsageError(
+                "verifying a run", found=f"memfit is switched off for it ({self._off})", next_move=SWITCHED_ON_BY[self._off]
+            )
         script = self._script
         with script.aside() if script is not None else nullcontext(), self._core.planner.peak_aside():
             self._core.verification = verification_of(self._core, self._core.reference)
         return self._core.verification
 
-    def report(self) -> Report:
-        """What was asked, what was done and what it cost; `.save("report.html" | ".json" | ".md")`, or print it."""
+    def report(self) -> Report | PlainReport:
+        """What was asked, what was done and what it cost; `.save("report.html" | ".json" | ".md")`, or print it.
+
+        Without a plan (switched off, or everything ran as the script wrote it) it says that. Raises UsageError before the
+        first training step.
+        """
         from memfit.reporting.drawing import drawing_modules
         from memfit.reporting.report import make_report
 
         core = self._core
-        if core is None:
-            raise UsageError("a report", found="memfit is switched off for this run", next_move="wrap it with enabled=True")
-        if core.plan is None:
-            raise UsageError("a report", found="there is no plan yet", next_move="run one training step first")
+        if core is None or core.plan is None:
+            return self._plain_report()
         return make_report(
             plan=core.plan,
             profile=core.profile,
@@ -225,6 +234,19 @@ class Run:
 
     # ---- inside
 
+    def _plain_report(self) -> PlainReport:
+        """The report of a run without a plan."""
+        from memfit.reporting.plain import PlainReport, what_ran
+        from memfit.reporting.report import happenings, made_now, software
+
+        core, script = self._core, self._script
+        steps = (self._plain_steps or None) if core is None else core.steps
+        found = what_ran(self._off, 0 if script is None else script.calls, steps or 0)
+        if found is None:
+            raise UsageError("a report", found="there is no plan yet", next_move="run one training step first")
+        seconds, made = tuple(self._clock.history), made_now()
+        return PlainReport(type(self.model).__name__, *found, steps, seconds, happenings(self.events), software(), made)
+
     def _measured_peak(self) -> int | None:
         """Most bytes held in steps by this plan; None before the first whole one, or where the platform cannot tell."""
         core = self._core
@@ -275,6 +297,7 @@ class Run:
         from memfit.batches.samples import SampleBatch
         from memfit.training.works import moved
 
+        self._clock.begin()
         self.optimizer.zero_grad(set_to_none=True)
         whole = batch.collate() if isinstance(batch, SampleBatch) else batch
         device = next(self.model.parameters()).device
@@ -283,6 +306,8 @@ class Run:
         if self._before_step is not None:
             self._before_step()
         self.optimizer.step()
+        self._plain_steps += 1
+        self._clock.end(0)
         return loss.detach()
 
     def plainly(self, loss_fn: LossFn | None, before_step: Callable[[], Any] | None) -> None:

@@ -1,7 +1,8 @@
 """The loss scale while gathering float16 gradients: the script's own factor arrives only at its backward.
 
-Gathering starts at the last factor seen; where gradients overflow the batch runs again at a lower one. So an overflow is
-handed over only if the gradient itself, times the script's factor, overflows.
+Gathering starts at the last factor seen; where gradients overflow the batch runs again at a lower one, below 1 too. So an
+overflow is handed over only if the gradient itself, times the script's factor, overflows. Not covered: gradients that would
+overflow on the way at any scale that leaves something of them; those are handed over as plain PyTorch would have them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ START = 2.0**16
 """Where torch.amp.GradScaler starts, too."""
 GROWTH_INTERVAL = 2000
 """Batches without overflow after which the scale is doubled again, as GradScaler does."""
+SMALLEST = 2.0**-16
+"""The scale at which nothing lower is tried: what still is not finite is so for another reason."""
 
 
 class LossScale:
@@ -25,17 +28,26 @@ class LossScale:
     def __init__(self) -> None:
         self.scale = START
         self._good = 0
+        self._before: float | None = None
 
     def accept(self, total: Total) -> Total:
         """`total` if it is finite, or cannot be made so. Raises Again, with a lower scale set, if it overflowed."""
-        if self.scale > 1.0 and not _all_finite(total.gradients):
-            self.scale = max(1.0, self.scale / 16)
-            self._good = 0
-            raise Again
+        if not _all_finite(total.gradients):
+            if self.scale > SMALLEST and bool(torch.isfinite(total.value)):
+                self._lower()
+                raise Again
+            # No scale helped: the next batch begins where this one did.
+            self.scale = self._before or self.scale
+        self._before = None
         self._good += 1
         if self._good % GROWTH_INTERVAL == 0:
             self.scale *= 2.0
         return total
+
+    def _lower(self) -> None:
+        self._before = self._before or self.scale
+        self.scale = max(SMALLEST, self.scale / 16)
+        self._good = 0
 
     def seen(self, incoming: torch.Tensor) -> None:
         """The factor with which the script's backward arrived."""

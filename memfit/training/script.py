@@ -46,7 +46,7 @@ class Script:
         batch_number: Callable[[], int],
         guard: AccumulationGuard | None,
     ) -> None:
-        self.samples_seen = 0
+        self.samples_seen = self.calls = 0
         self._core, self._guard = core, guard
         self._batch_samples, self._batch_number = batch_samples, batch_number
         self._kinds = Kinds(core)
@@ -62,6 +62,7 @@ class Script:
         self.outside.called()
         if not self._is_training_call():
             return plain(*args, **kwargs)
+        self.calls += 1
         args, kwargs = map_leaves(_computed, (args, kwargs))  # the output of another call may be this one's input
         with self.aside():
             call, samples = self._kinds.to_cut(plain, (args, kwargs), self._batch_samples())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memfit._errors import Refused, UsageError
-from memfit.batches.cut import candidate_layouts, shared_samples, uncuttable
+from memfit.batches.cut import candidate_layouts, refuse_no_batch, shared_samples, uncuttable
 from memfit.batches.pieces import next_size
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import tensors
@@ -36,7 +36,7 @@ from memfit.training.learn import Shapes, no_larger, shapes_per_sample
 from memfit.training.ordered import Ordered
 from memfit.training.planner import Task
 from memfit.training.prove import comparable, parts_of
-from memfit.training.recover import free_unused, is_out_of_memory
+from memfit.training.recover import on_fewer, surviving
 from memfit.training.tune import Tuner
 from memfit.training.weigh import PROBED, infer_weighting
 from memfit.training.works import LossFn, StepWork, moved
@@ -170,6 +170,7 @@ class Stepper:
                 raise _uncounted()
             elements = sum(tensor.numel() for tensor in tensors(batch))
             return Ordered.of_split(batch, samples, settings.split, ((-(-elements // samples),),))
+        refuse_no_batch(batch)
         samples = shared_samples(batch) or (1 if all(tensor.numel() == 1 for tensor in tensors(batch)) else None)
         layout = None if samples is None else next(candidate_layouts(tree, samples), None)
         if layout is None:
@@ -257,16 +258,24 @@ class Stepper:
             cheaper = with_blocks(core.profile, core.plan.checkpoint)
             most = max((n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room), default=0)
         before = self._weighting
-        try:
-            if most >= 2 * core.least:
-                self._weigh_by_proof(batch, most, None)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self._weighting = before  # proven once; this proof can wait for another batch
-            free_unused(core.device)
+
+        def unrepeated(text: str) -> None:
+            self._weighting = before
+            core.events.add(core.steps, "out of memory", f"the proof of how micro-batches weigh was not repeated ({text})")
+
+        if most >= 2 * core.least:
+            with core.planner.sparing_kernels():
+                surviving(lambda: self._weigh_on(batch, most, None), core.device, unrepeated)
 
     def _weigh_by_proof(self, batch: Ordered, few: int, before: Weighting | None) -> None:
+        core = self._core
+        surviving(
+            lambda: on_fewer(lambda n: self._weigh_on(batch, n, before), few, core.device, core.proof_ran_out),
+            core.device,
+            lambda text: self._weigh_unproven(batch),
+        )
+
+    def _weigh_on(self, batch: Ordered, few: int, before: Weighting | None) -> None:
         core = self._core
         parts = parts_of(few, core.least)
         pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)

@@ -44,6 +44,12 @@ def unequal(samples: int, least: int = 1) -> tuple[int, ...]:
 
 def verification_of(core: Core, reference: Reference | None) -> Verification:
     """The gradient of one effective batch both ways. Raises UsageError where there is nothing to compare yet."""
+    if reference is None and core.steps:
+        raise UsageError(
+            "verifying a run",
+            found="every batch ran whole so far, as the script wrote it, so there is nothing to compare",
+            next_move="to compare all the same, wrap with a micro_batch= smaller than the batch",
+        )
     if reference is None:
         raise UsageError(
             "verifying a run",

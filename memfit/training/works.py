@@ -220,4 +220,4 @@ def _takes_classes(bound: dict[str, Any]) -> bool:
 
 
 def _first(value: torch.Tensor, axis: Axis | None, samples: int) -> torch.Tensor:
-    return value if axis is None else axis.narrow(value, 0, samples)
+    return value if axis is None else axis.like_first(value, samples)

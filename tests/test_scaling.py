@@ -1,0 +1,95 @@
+"""The loss scale while gathering in float16: no overflow of ours is handed over, and one of the gradient's own is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import wrapped
+from torch import Tensor, nn
+from torch.optim import SGD
+from zoo.plain import Gradients, gradients_of, relative_error
+
+from memfit.training.scaling import SMALLEST, START
+
+Batch = tuple[Tensor, Tensor]
+
+
+def half_model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(7, 3).half()
+
+
+def batch(inputs: float, slope: float) -> Batch:
+    """Inputs of about that size, and the gradient of each output."""
+    generator = torch.Generator().manual_seed(1)
+    return inputs * torch.randn(12, 7, generator=generator), slope * (1 + torch.rand(12, 3, generator=generator))
+
+
+def steep(model: nn.Module, samples: Batch) -> Tensor:
+    """A loss whose gradient with respect to the model's outputs is `samples[1]`."""
+    x, slopes = samples
+    return (model(x.to(model.weight.dtype)).float() * slopes).sum()  # type: ignore[arg-type]
+
+
+def wanted(samples: Batch) -> Gradients:
+    """The gradient in float64, where nothing overflows."""
+    model = half_model().double()
+    steep(model, samples).backward()
+    return {"weight": gradients_of(model)["weight"]}
+
+
+def taken(samples: list[Batch]) -> tuple[list[Gradients], list[float]]:
+    """The weight's gradient after each batch, and the scale in use then."""
+    model = half_model()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    run = wrapped(model, 5, optimizer=optimizer, loss_fn=steep)
+    assert run._core is not None
+    gradients, scales = [], []
+    for one in samples:
+        run.step(one)
+        gradients.append({"weight": gradients_of(model)["weight"]})
+        scales.append(run._core.scale.scale)
+    return gradients, scales
+
+
+def overflows_plain(samples: Batch) -> bool:
+    model = half_model()
+    steep(model, samples).backward()
+    return not bool(torch.isfinite(gradients_of(model)["weight"]).all())  # type: ignore[arg-type]
+
+
+def test_gradients_that_overflow_at_a_scale_of_one_are_gathered_below_it() -> None:
+    """On the way they are larger than float16 holds; in the end they are not."""
+    samples = batch(1e-3, 1e6)
+    assert overflows_plain(samples)
+    (got,), (scale,) = taken([samples])
+    assert relative_error(got, wanted(samples)) < 2e-2
+    assert SMALLEST <= scale < 1.0
+
+
+def test_ordinary_gradients_are_gathered_at_the_first_scale_that_holds_them() -> None:
+    samples = batch(1.0, 1.0)
+    (got, again), scales = taken([samples, samples])
+    assert relative_error(got, wanted(samples)) < 2e-2 and relative_error(again, wanted(samples)) < 2e-2
+    assert scales[0] == scales[1] and 1.0 < scales[0] <= START
+
+
+def test_a_gradient_that_is_itself_too_large_is_handed_over_as_it_is() -> None:
+    """And the next batch is gathered as if it had not been."""
+    good, bad = batch(1.0, 1.0), batch(1e3, 1e6)
+    (_, huge, after), scales = taken([good, bad, good])
+    assert not torch.isfinite(huge["weight"]).all()  # type: ignore[arg-type]
+    assert relative_error(after, wanted(good)) < 2e-2
+    assert scales[2] <= scales[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_no_reason_to_run_again(value: float) -> None:
+    good = batch(1.0, 1.0)
+    bad = (good[0], torch.full_like(good[1], value))
+    (_, broken, after), scales = taken([good, bad, good])
+    assert not torch.isfinite(broken["weight"]).all()  # type: ignore[arg-type]
+    assert scales[0] == scales[1] == scales[2]
+    assert relative_error(after, wanted(good)) < 2e-2
