@@ -120,8 +120,10 @@ def test_planning_runs_nothing_that_would_not_fit_in_step_mode() -> None:
         model, sgd(model), loss_fn=loss_fn, sample=batch(), budget=100 * MIB, checkpoint="off", target_batch=SHARE
     )
     assert run.plan is not None
-    largest = max(option.micro_batch for option in run.plan.options if option.fits)
-    assert max(n for n, recorded in sizes.taken() if recorded) <= largest < SHARE
+    most = max(n for n, recorded in sizes.taken() if recorded)
+    twin = Deep()
+    alone = memfit.profile(twin, sgd(twin), batch(), loss_fn=loss_fn).peak(most, accumulates=False)
+    assert alone.upper + run.plan.margin <= run.plan.limit and most < SHARE
 
 
 def test_planning_is_made_inside_the_first_training_call_in_script_mode() -> None:
