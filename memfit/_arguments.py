@@ -98,6 +98,12 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     _check_backward_hooks(model)
 
 
+def check_data(loader: Any, sample: Any, target_batch: int | None, loss_fn: Any) -> None:
+    """Raise UsageError for a loader or a sample that cannot be meant with these."""
+    check_loader(loader, target_batch, loss_fn)
+    check_sample(sample, loss_fn)
+
+
 def check_loader(loader: Any, target_batch: int | None, loss_fn: Any) -> None:
     """A loader that can be iterated and, with a target, regrouped."""
     if loader is None:

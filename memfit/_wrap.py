@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from memfit._arguments import (
-    check_loader,
+    check_data,
     check_model,
     check_optimizer,
     check_plan,
-    check_sample,
     check_world,
     settings_from,
 )
@@ -130,13 +129,12 @@ def wrap(
         batchnorm=batchnorm,
         accumulate_in=accumulate_in,
     )
-    check_loader(loader, target_batch, loss_fn)
-    settings = replace(settings, leftover=leftover(loader, settings.share))
-    check_sample(sample, loss_fn)
+    check_data(loader, sample, target_batch, loss_fn)
     given = check_plan(plan, model_facts(model, optimizer).fingerprint, model)
     allowed = probe(budget=budget, device=device)
     _undo_earlier(model, optimizer)
-    core = Core(model, optimizer, device, allowed, settings, compiled=is_compiled(model))
+    known = replace(settings, leftover=leftover(loader, settings.share))
+    core = Core(model, optimizer, device, allowed, known, compiled=is_compiled(model))
     run = Run(model, optimizer, None, core=core)
     core.owner = run
     _tell_of_plans(run, core, asked, in_script=loss_fn is None and given is None)

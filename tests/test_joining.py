@@ -20,7 +20,7 @@ def parts(axis: Axis, *, turned: bool = False) -> list[Tensor]:
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("axis", [Axis(0), Axis(1), Axis(0, inner=5), Axis(1, outer=3)], ids=str)
 def test_the_whole_is_what_joining_gives(axis: Axis, turned: bool) -> None:
-    leaf, found = Leaf("batch", (), axis=axis), parts(axis, turned=turned)
+    leaf, found = Leaf("batch", (), (4, 4, 4), axis=axis), parts(axis, turned=turned)
     joining = Joining(leaf, SIZES)
     for part in found:
         joining.add(part)
@@ -31,7 +31,7 @@ def test_the_whole_is_what_joining_gives(axis: Axis, turned: bool) -> None:
 def test_parts_that_differ_in_type_follow_torchs_own_rules(odd: int) -> None:
     axis = Axis(0)
     found = [part.double() if i == odd else part for i, part in enumerate(parts(axis))]
-    joining = Joining(Leaf("batch", (), axis=axis), SIZES)
+    joining = Joining(Leaf("batch", (), (4, 4, 4), axis=axis), SIZES)
     for part in found:
         joining.add(part)
     assert joining.whole().dtype is torch.float64 and torch.equal(joining.whole(), torch.cat(found))

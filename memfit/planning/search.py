@@ -5,8 +5,9 @@ Precision is the one lever that changes numbers, so it is looked at last: only w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from memfit._errors import DoesNotFit
 from memfit._units import format_bytes
@@ -22,6 +23,13 @@ from memfit.profiling.timing import Timing
 
 NEARLY = 1.02
 """Options within this factor of the fastest count as equally fast; then fewer levers and fewer micro-batches win."""
+
+FEW_BLOCKS = 4
+"""Up to this many blocks every choice of them is looked at; beyond, a linear program chooses, which knows the bytes of tensors
+but not how the margin above them changes."""
+HOPELESS = 1.25
+"""Where checkpointing every block needs this many times what is allowed, no choice of blocks is looked for. (Not every block
+may need less than every block: recomputing one takes room itself.)"""
 
 
 @dataclass(frozen=True)
@@ -136,10 +144,13 @@ class _Pricing:
         peak = self.peak(size, (), accumulates)
         if peak.upper <= allowed or not self._every:
             return (), peak
-        least = self.peak(size, self._every, accumulates)
-        if least.upper > allowed or self.profile.timeline is None:
-            return (self._every, least) if least.upper < peak.upper else ((), peak)
         seconds = dict(timing_at(self.profile.timings, size).blocks) if self.profile.timings else {}
+        if len(self._every) <= FEW_BLOCKS:
+            return self._cheapest_of_all(size, allowed, accumulates, seconds)
+        least = self.peak(size, self._every, accumulates)
+        worst = (self._every, least) if least.upper < peak.upper else ((), peak)
+        if least.upper > allowed * HOPELESS or self.profile.timeline is None:
+            return worst
         room = float(allowed - (least.upper - least.allocated))
         for attempt in range(8):
             names = choose_blocks(self.profile.timeline, self._recomputes, size, room, seconds, accumulates=accumulates)
@@ -150,7 +161,17 @@ class _Pricing:
                 return names, found
             # What was found is too large by its own margin; the next may be anything smaller, or soon surely fits.
             room = float(found.allocated - 1 if attempt < 4 else allowed - (found.upper - found.allocated))
-        return self._every, least
+        return worst
+
+    def _cheapest_of_all(
+        self, size: int, allowed: int, accumulates: bool, seconds: Mapping[str, float]
+    ) -> tuple[tuple[str, ...], Peak]:
+        choices = [names for count in range(len(self._every) + 1) for names in combinations(self._every, count)]
+        priced = [(names, self.peak(size, names, accumulates)) for names in choices]
+        fitting = [(names, peak) for names, peak in priced if peak.upper <= allowed]
+        if fitting:
+            return min(fitting, key=lambda pair: sum(seconds.get(name, 0.0) for name in pair[0]))
+        return min(priced, key=lambda pair: pair[1].upper)
 
 
 def _ways(profile: Profile, budget: Budget, demand: Demand) -> list[_Way]:

@@ -190,6 +190,24 @@ class Core:
         """The most samples per micro-batch: the plan's, or less since memory ran out."""
         return min(plan.micro_batch, self.largest or plan.micro_batch)
 
+    def _follow_drift(self) -> None:
+        """Smaller micro-batches once kernels for new shapes have taken half of the margin."""
+        plan = self.plan
+        drift = 0 if plan is None or plan.mode == "replay" else self.planner.drift(plan)
+        if plan is None or drift <= plan.margin // 2:
+            return
+        self._tuner = None
+        now = replace(plan, held=plan.held + drift)
+        sizes_left = range(self.limit(plan), 0, -1)
+        fitting = (n for n in sizes_left if plan.measured(n, {}).predicted.upper + now.held + plan.margin // 2 <= plan.limit)
+        size = next(fitting, 1)
+        self._change(replace(_resized(now, size, {}), held=now.held))
+        self.note(
+            "replan",
+            f"{format_bytes(drift)} more are reserved than when the plan was made (kernels for shapes that were new): "
+            f"micro-batches of {size}",
+        )
+
     def old_gradient_bytes(self) -> int:
         """Bytes of gradients that may still be there while the next batch runs. Before the first step the script's order is
         not known, and all are counted."""
@@ -213,6 +231,8 @@ class Core:
         """The total of an effective batch, through recovery: smaller micro-batches, a lower loss scale or true shares where
         the first attempt shows that they are needed. `pieces_for(largest, tuner)` says how it is cut; while there is a
         tuner, it says how large each micro-batch is."""
+        self._follow_drift()
+        largest = largest if self.plan is None else min(largest, self.limit(self.plan))
         precision = self.plan.precision if self.plan is not None else "off"
         half = computes_in_half(self.staging.parameters(), self.device.type, precision)
         shares: list[list[float]] | None = None

@@ -94,11 +94,14 @@ class Joining:
         self._filled = 0
 
     def add(self, part: Any) -> None:
-        """The leaf of the next micro-batch."""
-        axis, stop = self._leaf.axis, self._filled + self._sizes[len(self._parts)]
+        """The leaf of the next micro-batch. Raises Refused if its size is not that of its samples."""
+        size = self._sizes[len(self._parts)]
+        self._leaf.check([part], [size])
+        axis, stop = self._leaf.axis, self._filled + size
         if not self._parts and axis is not None and axis.outer == 1 and _is_ordinary(part):
-            size = (*part.shape[: axis.dim], axis.size(sum(self._sizes)), *part.shape[axis.dim + 1 :])
-            self._whole = part.new_empty(size)
+            self._whole = part.new_empty(
+                (*part.shape[: axis.dim], axis.size(sum(self._sizes)), *part.shape[axis.dim + 1 :])
+            )
         if self._whole is not None and axis is not None:
             place = axis.narrow(self._whole, self._filled, stop)
             if not _is_ordinary(part) or place.shape != part.shape or place.dtype != part.dtype:

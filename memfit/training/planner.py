@@ -19,7 +19,7 @@ from memfit.engine.accumulate import Weighting, Work
 from memfit.engine.staged import Staging
 from memfit.hardware.budget import Budget
 from memfit.hardware.device import photograph
-from memfit.hardware.heap import give_back_free_heap
+from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.levers.precision import PRECISIONS, lower_precisions, script_precision
@@ -42,6 +42,10 @@ ONE_MORE = 0.8
 """How much more of that one micro-batch may add to what the C library keeps already."""
 MOST_KEPT = 0.25
 """Share of the room that kernels for sizes of micro-batches tried while planning may keep for good."""
+FRAGMENTS = (
+    "what is limited here is reserved memory, and the C library keeps freed heap reserved, in fragments: start with "
+    "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 in the environment for larger micro-batches and a sure fit"
+)
 AHEAD = 1.5
 """A limit on reserved memory may bind first where less than this many times the budget is left (an LSTM's kernels reserve
 1.6 times what they touch)."""
@@ -94,6 +98,13 @@ class Planner:
         # Planning itself, libraries and other processes have taken memory since the first look.
         free = photograph(self._device).free
         return replace(self._budget, held=held, limit=min(self._budget.limit, held + known + free))
+
+    def drift(self, plan: Plan) -> int:
+        """Bytes reserved since the plan was made beside what it counts: kernels for shapes that were new. 0 where what is
+        reserved is not limited."""
+        if not self._reserved:
+            return 0
+        return max(0, self._base + self._meter.held() - free_heap() - self._known_bytes() - self._start - plan.held)
 
     def allowance(self, plan: Plan) -> Budget:
         """The budget as it was when the plan was made."""
@@ -181,7 +192,8 @@ class Planner:
         if not task.compiled:
             try:
                 found = traced_profile(subject, task.make_work(lever), task.available, sizes, like)
-                return replace(found, heap_waste=self._heap_waste)
+                notes = (*found.notes, *((FRAGMENTS,) if self._reserved and not thresholds_pinned() else ()))
+                return replace(found, heap_waste=self._heap_waste, notes=notes)
             except TraceFailed as failed:
                 reason = failed.reason
         else:

@@ -265,7 +265,7 @@ class Stepper:
 
         if most >= 2 * core.least:
             with core.planner.sparing_kernels():
-                surviving(lambda: self._weigh_on(batch, most, None), core.device, unrepeated)
+                surviving(lambda: self._weigh_on(batch, most, None, again=before), core.device, unrepeated)
 
     def _weigh_by_proof(self, batch: Ordered, few: int, before: Weighting | None) -> None:
         core = self._core
@@ -275,7 +275,10 @@ class Stepper:
             lambda text: self._weigh_unproven(batch),
         )
 
-    def _weigh_on(self, batch: Ordered, few: int, before: Weighting | None) -> None:
+    def _weigh_on(
+        self, batch: Ordered, few: int, before: Weighting | None, *, again: Weighting | None = None
+    ) -> None:
+        """`again`: what was proven on an earlier batch. A loss that is not finite says nothing against it."""
         core = self._core
         parts = parts_of(few, core.least)
         pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
@@ -283,6 +286,9 @@ class Stepper:
         self._prove_at = PROVE_AGAIN * core.steps or 1
         self._weighting, deviation = infer_weighting(work, parts, core.staging, core.model)
         if self._weighting is None:
+            if again is not None and not math.isfinite(deviation.relative):
+                self._weighting = again
+                return
             if math.isnan(deviation.relative):
                 self._refuse_not_finite(work, few)
             self._run_together(f"its parts differ from the whole by {deviation.relative:.2g}")
