@@ -202,6 +202,8 @@ class Core:
         fitting = (n for n in sizes_left if plan.measured(n, {}).predicted.upper + now.held + plan.margin // 2 <= plan.limit)
         size = next(fitting, 1)
         self._change(replace(_resized(now, size, {}), held=now.held))
+        if size == plan.micro_batch:
+            return
         self.note(
             "replan",
             f"{format_bytes(drift)} more are reserved than when the plan was made (kernels for shapes that were new): "
