@@ -1,4 +1,4 @@
-# Both commands set everything up by themselves: all they need is Python 3.10 or later, as PYTHON.
+# Both commands set everything up by themselves: all they need is Python 3.11 or later, as PYTHON.
 
 PYTHON ?= python3
 VENV := .venv

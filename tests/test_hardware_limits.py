@@ -386,3 +386,15 @@ def test_this_machine_has_sane_limits() -> None:
     found = host_limits()
     assert any(limit.name == "physical memory" for limit in found)
     assert all(0 <= limit.left <= limit.total for limit in found)
+
+
+def test_without_the_resource_module_as_on_windows_there_are_no_rlimits() -> None:
+    script = """
+import sys
+sys.modules["resource"] = None
+import memfit
+from memfit.hardware.limits import host_limits
+print(memfit.probe(device="cpu").room > 0, [limit.name for limit in host_limits() if "RLIMIT" in limit.name])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["True", "[]"]

@@ -42,6 +42,9 @@ ONE_MORE = 0.8
 """How much more of that one micro-batch may add to what the C library keeps already."""
 MOST_KEPT = 0.25
 """Share of the room that kernels for sizes of micro-batches tried while planning may keep for good."""
+HIDDEN_KEPT, HIDDEN_SHARE = 16 << 20, 0.1
+"""Bytes that a size keeps, and share of its tensors that it takes beyond them, from which on kernels are taken to hide memory
+(transformers keep up to 8 MiB once and take 3 %; convolutions 40 MiB per size, or half as much again for 2 samples)."""
 FRAGMENTS = (
     "what is limited here is reserved memory, and the C library keeps freed heap reserved, in fragments: start with "
     "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 in the environment for larger micro-batches and a sure fit"
@@ -334,10 +337,11 @@ class Planner:
         return replace(demand, sizes=sizes)
 
     def _of_measured(self, demand: Demand, profile: Profile) -> Demand:
-        """The demand with no other sizes than have run, where reserved memory is limited: what kernels reserve for a size is
-        known only then."""
+        """The demand with no other sizes than have run, where reserved memory is limited and kernels reserve what tensors do
+        not show: how much for a size is known only then."""
         ran = tuple(timing.samples for timing in profile.timings)
-        return replace(demand, sizes=ran) if self._reserved and ran and demand.micro_batch is None else demand
+        hides = profile.kept_per_size > HIDDEN_KEPT or _exceeds(profile)
+        return replace(demand, sizes=ran) if self._reserved and hides and demand.micro_batch is None else demand
 
     def constrained(self, demand: Demand) -> Demand:
         """The demand with the levers the user prescribed."""
@@ -383,6 +387,13 @@ class Planner:
                 found.update({id(v): v for v in state.values() if isinstance(v, torch.Tensor)})
         on_device = [t for t in found.values() if t.device.type == self._device.type]
         return sum(t.numel() * t.element_size() for t in on_device)
+
+
+def _exceeds(profile: Profile) -> bool:
+    """Whether a micro-batch was seen to take much more than its tensors, or whether that is not known."""
+    if profile.timeline is None or not profile.timings:
+        return bool(profile.timings)
+    return any(more > HIDDEN_SHARE * profile.timeline.growth(samples) for samples, more in profile.excess)
 
 
 def _needs_company(error: ValueError) -> bool:
