@@ -261,6 +261,13 @@ def test_times_between_and_beyond_what_was_measured() -> None:
     assert timing_at(timings[:1], 6).seconds == pytest.approx(6.0)
 
 
+def test_a_disturbed_timing_does_not_make_larger_micro_batches_cost_less_than_nothing() -> None:
+    disturbed = timed(timings=(Timing(1, 5.0, 1.0), Timing(2, 1.0, 0.3)))
+    assert timing_at(disturbed.timings, 16).seconds == 1.0
+    plan = plan_for(10_000, disturbed)
+    assert plan.predicted.seconds is not None and plan.predicted.seconds > 0
+
+
 def test_the_seconds_of_a_step_are_the_sum_of_its_parts() -> None:
     assert step_seconds(timed(), (4, 4, 2), (), "accumulate") == pytest.approx(0.5 + 1.4 + 1.4 + 1.2)
     assert step_seconds(timed(), (4, 2), ("a",), "accumulate") == pytest.approx(0.5 + 1.4 + 1.2 + 0.06)

@@ -237,6 +237,8 @@ def timing_at(timings: Sequence[Timing], samples: int) -> Timing:
     above = next((i for i, t in enumerate(known) if t.samples >= samples), len(known) - 1)
     low, high = (known[above - 1], known[above]) if above else (known[0], known[1])
     share = (samples - low.samples) / (high.samples - low.samples)
+    if share > 1 and high.seconds < low.seconds:  # a disturbance: more samples never take less than those timed
+        return replace(high, samples=samples)
     if share < 0:  # below the smallest that was timed: never better per sample than that one
         return _scaled(low, samples / low.samples, samples)
     blocks = {name: seconds + share * (dict(high.blocks).get(name, seconds) - seconds) for name, seconds in low.blocks}
