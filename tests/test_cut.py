@@ -20,6 +20,8 @@ from memfit.batches.cut import (
     cut,
     cut_samples,
     layout_from_two,
+    look_of,
+    pieces_of,
     shared_samples,
 )
 from memfit.batches.pieces import bounds
@@ -56,6 +58,41 @@ def test_pieces_joined_are_the_whole(case: tuple[Axis, torch.Tensor, list[int]])
     parts = [axis.narrow(tensor, start, stop) for start, stop in bounds(pieces)]
     assert [axis.samples(part.shape[axis.dim]) for part in parts] == pieces
     assert torch.equal(axis.join(parts), tensor)
+
+
+@given(axes())
+def test_all_pieces_at_once_are_the_pieces_one_by_one(case: tuple[Axis, torch.Tensor, list[int]]) -> None:
+    axis, tensor, pieces = case
+    tree = {"x": tensor, "names": ["a"] * sum(pieces), "temperature": 0.5, "mask": tensor}
+    layout = Layout((axis, Axis(0), None, None), sum(pieces))
+    made = pieces_of(tree, layout, pieces)
+    for (start, stop), piece in zip(bounds(pieces), made, strict=True):
+        one = cut(tree, layout, start, stop)
+        assert torch.equal(piece["x"], one["x"])
+        assert (piece["names"], piece["temperature"], piece["mask"] is tensor) == (one["names"], 0.5, True)
+
+
+def test_pieces_made_at_once_may_be_written_in_place_with_what_has_a_graph() -> None:
+    scale = torch.ones(3, requires_grad=True)
+    first, _ = pieces_of((torch.ones(4, 3),), Layout((Axis(0),), 4), (2, 2))
+    first[0].mul_(scale)
+    first[0].sum().backward()
+    assert scale.grad is not None and torch.equal(scale.grad, torch.full((3,), 2.0))
+
+
+def test_pieces_made_at_once_of_what_requires_a_gradient_hand_it_back() -> None:
+    x = torch.ones(4, 3, requires_grad=True)
+    for (piece,) in pieces_of((x,), Layout((Axis(0),), 4), (1, 3)):
+        (2 * piece).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((4, 3), 2.0))
+
+
+def test_batches_look_the_same_if_they_are_cut_the_same_way() -> None:
+    x, y = torch.zeros(4, 3), torch.zeros(4)
+    assert look_of((x, y)) == look_of((x + 1, y.long()))
+    looks = [look_of(batch) for batch in ((x, y), [x, y], (x, x), (x,), {"x": x, "y": y}, {"x": x, "z": y})]
+    assert len(set(looks)) == len(looks)
+    assert look_of((x, [y])) is look_of(x) is look_of((x, 0.5)) is look_of(pack_sequence([y])) is None
 
 
 @given(axes())

@@ -6,16 +6,17 @@ with the way out, `split=`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, product
+from itertools import islice, product, repeat
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from memfit._errors import Refused, UsageError
+from memfit.batches.pieces import bounds
 from memfit.batches.tree import Path, builder, children, flat, is_column, leaves, map_leaves, path_name, rebuild
 
 
@@ -107,6 +108,13 @@ def cutter(tree: Any, layout: Layout) -> Callable[[int, int], Any]:
     return lambda start, stop: build(iter([part(start, stop) for part in narrowed]))
 
 
+def pieces_of(tree: Any, layout: Layout, pieces: Sequence[int]) -> list[Any]:
+    """`cut` for pieces of these sizes, one after the other from the first sample on."""
+    build = builder(tree)
+    parts = [_parts(leaf, axis, pieces) for leaf, axis in zip(flat(tree), layout.axes)]
+    return [build(iter(piece)) for _, *piece in zip(pieces, *parts)]
+
+
 def like_first(tree: Any, layout: Layout, samples: int) -> Any:
     """The first `samples` samples of a batch, or where it has fewer, as many like them: their shapes are what counts."""
     axes = iter(layout.axes)
@@ -191,6 +199,16 @@ def unread(tree: Any) -> list[str]:
     return list(dict.fromkeys(type(leaf).__name__ for leaf in found))
 
 
+def look_of(batch: Any) -> Hashable:
+    """What two batches of tensors in one tuple, list or dict share if they are cut the same way; None for other batches."""
+    if type(batch) not in (tuple, list, dict):
+        return None
+    parts = list(batch.values()) if type(batch) is dict else batch
+    if not all(type(part) is torch.Tensor for part in parts):
+        return None
+    return type(batch), tuple(batch) if type(batch) is dict else None, tuple([part.shape for part in parts])
+
+
 def refuse_no_batch(value: Any) -> None:
     """Raise if `value` holds no tensor: UsageError where no batch can be meant by it, else Refused."""
     if any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(value)):
@@ -227,6 +245,16 @@ def _narrowing(leaf: Any, axis: Axis | None) -> Callable[[int, int], Any]:
     if isinstance(leaf, torch.Tensor):
         return partial(axis.narrow, leaf)
     return lambda start, stop: leaf[start:stop]
+
+
+def _parts(leaf: Any, axis: Axis | None, pieces: Sequence[int]) -> Iterable[Any]:
+    if axis is None:
+        return repeat(leaf)
+    if type(leaf) is torch.Tensor and axis.outer == 1 and not leaf.requires_grad:
+        # The pieces of `split` could not be written in place with anything that has a graph, as those of `narrow` can.
+        return torch.unsafe_split_with_sizes(leaf, [n * axis.inner for n in pieces], axis.dim)
+    part = _narrowing(leaf, axis)
+    return [part(start, stop) for start, stop in bounds(pieces)]
 
 
 def _joined(parts: list[Any], axis: Axis | None) -> Any:

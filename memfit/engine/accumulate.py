@@ -17,7 +17,7 @@ from memfit._errors import UsageError
 from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
 from memfit.engine.context import without_autocast
-from memfit.engine.handover import Total
+from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging
 from memfit.engine.terms import Term, Terms, is_only_term, standing_in
 
@@ -74,6 +74,9 @@ class Weighting:
     rivals: tuple[CountOf, ...] = ()
     """For "samples" and "count": counts that could not be told apart from that when it was proven; a batch in which they are
     not proportional to it has to be proven again."""
+
+
+BY_SAMPLES = Weighting("samples", "by samples")
 
 
 class WeightsChanged(Exception):
@@ -135,6 +138,7 @@ class Pass:
         self._losses: list[torch.Tensor] = []
         self._weights: list[Count | float] = []
         self._counts: list[Count] = []
+        self._begun: dict[float, torch.Tensor] = {}
         self._unit = 0.0
         self.rivals: list[tuple[Count, ...]] = []
         self.chosen: list[Count | None] = []
@@ -150,11 +154,17 @@ class Pass:
         del outputs
         self._losses.append(_value(loss))
         self._weights.append(weight)
-        factor = weight * self._scale
-        # Backward begins with the weight: the loss does not have to be multiplied by it.
-        begin = factor.to(loss) if isinstance(factor, torch.Tensor) else torch.full_like(loss, factor)
         with without_autocast(self._work.device):
-            torch.autograd.backward(loss, begin)
+            torch.autograd.backward(loss, self._beginning(loss, weight * self._scale))
+
+    def _beginning(self, loss: torch.Tensor, factor: Count | float) -> torch.Tensor:
+        """What backward begins with: the weight, which the loss then does not have to be multiplied by."""
+        if isinstance(factor, torch.Tensor):
+            return factor.to(loss)
+        before = self._begun.get(factor)
+        if before is None or before.dtype is not loss.dtype:
+            self._begun[factor] = before = torch.full_like(loss, factor)
+        return before
 
     def _check_nothing(self, inputs: Any) -> None:
         """Where the weighting was inferred: a micro-batch without anything to count must have no loss of its own (losses
@@ -186,16 +196,19 @@ class Pass:
         first = self._losses[0]
         exact = wide(first.device)
         value = torch.stack(self._losses).to(exact) @ _stacked(self._weights, exact, first.device)
-        if not self._counts:
-            return Total(value.to(first.dtype), receivers, gradients, 1.0 / self._scale)
-        # Without a single valid entry the loss is 0/0, as it would be whole, but torch's gradient of it is zero.
-        count, share, factor = _sum(self._counts, first.device), math.nan, 0.0
+        share, factor = self._share(exact, first.device) if self._counts else (1.0, 1.0)
+        value = value if isinstance(share, float) and share == 1.0 else value * share
+        return Total(value.to(first.dtype), receivers, gradients, factor / self._scale)
+
+    def _share(self, exact: torch.dtype, device: torch.device) -> tuple[Factor, Factor]:
+        """What the sums of the losses and of the gradients still have to be multiplied by."""
+        count = _sum(self._counts, device)
         if isinstance(count, torch.Tensor):
             share = count.to(exact).reciprocal() * self._unit
-            factor = torch.where(count == 0, torch.zeros_like(share), share)
-        elif count:
-            share = factor = self._unit / count
-        return Total((value * share).to(first.dtype), receivers, gradients, factor / self._scale)
+            return share, torch.where(count == 0, torch.zeros_like(share), share)
+        # Without a single valid entry the loss is 0/0, as it would be whole, but torch's gradient of it is zero.
+        share = self._unit / count if count else math.nan
+        return share, share if count else 0.0
 
     def _loss(
         self, outputs: Any, samples: int, count: Count | None, shares: Sequence[float] | None

@@ -89,9 +89,10 @@ class Staging:
         self._aliases[id(parameter)] = (parameter, alias)
         return alias
 
-    def accumulate_in_float32(self) -> None:
-        """From now until `take`, gradients of half precision parameters gather in float32 buffers beside them."""
-        for p in self.parameters():
+    def accumulate_in_float32(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        """From now until `take`, gradients of half precision parameters (None: of all) gather in float32 buffers beside
+        them."""
+        for p in self.parameters() if parameters is None else parameters:
             if p.dtype in (torch.float16, torch.bfloat16) and not self._is_outside(p):
                 alias = self.alias(p)
                 if not hasattr(alias, "_memfit_widens"):

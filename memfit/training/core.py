@@ -27,6 +27,7 @@ from memfit.reporting.verification import Verification
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.events import Events
 from memfit.training.heap import HeapWatch
+from memfit.training.memory import Memory
 from memfit.training.planner import Planner
 from memfit.training.recover import Again, Recovery
 from memfit.training.scaling import LossScale, computes_in_half
@@ -35,6 +36,8 @@ from memfit.training.tune import Tuner, doubling
 
 NOTICEABLE = 8 << 20
 """Bytes that a new size of micro-batch may keep before it is not worth trying (a ResNet: 4 MiB resident, 40 reserved)."""
+KEPT_SAMPLES = 32
+"""Samples kept for verifying."""
 
 
 class Reference(Protocol):
@@ -90,7 +93,8 @@ class Core:
         self.staging = Staging(model, outside)
         self.buffers = WrittenBuffers(model)
         self.events = Events()
-        self.planner = Planner(model, optimizer, device, budget, settings, self.staging)
+        self.memory = Memory(model, optimizer, device, budget)
+        self.planner = Planner(model, optimizer, device, self.memory, settings, self.staging)
         self.scale = LossScale()
         self.recovery = Recovery(device, self.staging, self.buffers, self._ran_out)
         self.plan: Plan | None = None
@@ -129,7 +133,7 @@ class Core:
         )
         self.plan, self.profile, self.largest = plan, profile, plan.micro_batch
         self._on_changed, self._tuner = on_changed, None
-        self.heap.ceiling = self.planner.heap_ceiling(plan, profile)
+        self.heap.ceiling = self.memory.heap_ceiling(plan, profile)
         if profile is not None and profile.source != "measured":
             self.buffers.declare(profile.written_buffers)
 
@@ -194,7 +198,7 @@ class Core:
         """Smaller micro-batches once kernels for new shapes have taken half of the margin."""
         plan = self.plan
         prescribed = self.prescribed is not None or self.settings.whole  # kept as asked; a plan made elsewhere held other bytes
-        drift = 0 if plan is None or plan.mode == "replay" or prescribed else self.planner.drift(plan)
+        drift = 0 if plan is None or plan.mode == "replay" or prescribed else self.memory.drift(plan)
         if plan is None or drift <= plan.margin // 2:
             return
         self._tuner = None
@@ -237,7 +241,8 @@ class Core:
         self._follow_drift()
         largest = largest if self.plan is None else min(largest, self.limit(self.plan))
         precision = self.plan.precision if self.plan is not None else "off"
-        half = computes_in_half(self.staging.parameters(), self.device.type, precision)
+        parameters = self.staging.parameters()
+        half = computes_in_half(parameters, self.device.type, precision)
         shares: list[list[float]] | None = None
 
         def attempt(limit: int) -> Total:
@@ -247,7 +252,7 @@ class Core:
                 tuner.begin()
             pieces = tuple(pieces_for(limit, tuner))
             begin(pieces)
-            self.prepare(len(pieces))
+            self.prepare(len(pieces), parameters)
             known = shares if shares is not None and len(shares) == len(pieces) else None
             scale = self.scale.scale if half else 1.0
             try:
@@ -289,10 +294,10 @@ class Core:
             left -= found[-1]
         return tuple(found)
 
-    def prepare(self, micro_batches: int) -> None:
+    def prepare(self, micro_batches: int, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Before a pass: gradients of half precision parameters gather in float32 where there are several micro-batches."""
         if micro_batches > 1 and self.settings.accumulate_in == "float32":
-            self.staging.accumulate_in_float32()
+            self.staging.accumulate_in_float32(parameters)
 
     def _run(
         self,
@@ -332,7 +337,7 @@ class Core:
             self.note("replan", f"measured while training: {self.plan.summary()}")
 
     def _ran_out(self, tried: int, smaller: int, text: str) -> None:
-        budget = format_bytes(self.planner.budget().limit)
+        budget = format_bytes(self.memory.budget().limit)
         self._tuner = None
         self.largest = min(smaller, self.largest or smaller)
         if self.plan is not None and smaller < self.plan.micro_batch:
@@ -350,7 +355,7 @@ class Core:
 
     def _change(self, plan: Plan) -> None:
         self.plan, self.largest = plan, plan.micro_batch
-        self.heap.ceiling = self.planner.heap_ceiling(plan, self.profile)
+        self.heap.ceiling = self.memory.heap_ceiling(plan, self.profile)
         self._on_changed(plan)
 
 

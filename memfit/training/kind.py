@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memfit.batches.cut import Layout
-from memfit.engine.accumulate import Weighting
+from memfit.engine.accumulate import BY_SAMPLES, Weighting
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
 from memfit.training.call import Call
 from memfit.training.learn import Shapes, outputs_of
 from memfit.training.outputs import Outputs
-
-BY_SAMPLES = Weighting("samples", "by samples")
 
 
 @dataclass

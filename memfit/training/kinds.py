@@ -14,7 +14,7 @@ import torch
 from memfit._errors import DoesNotFit, Refused
 from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, shared_samples, uncuttable, unread
 from memfit.batches.tree import tensors
-from memfit.engine.accumulate import Weighting, Work
+from memfit.engine.accumulate import BY_SAMPLES, Weighting, Work
 from memfit.planning.search import Demand, search
 from memfit.profiling.build import CHECK
 from memfit.profiling.profile import Profile
@@ -22,7 +22,7 @@ from memfit.profiling.trace import MakeWork
 from memfit.training.call import Call, Tree
 from memfit.training.consumers import Consumer, OwnLoss, Twin
 from memfit.training.core import Core
-from memfit.training.kind import BY_SAMPLES, Kind, Planned
+from memfit.training.kind import Kind, Planned
 from memfit.training.learn import (
     Shapes,
     no_larger,
@@ -233,7 +233,7 @@ class Kinds:
         if call.outputs.loss is None:
             demand = replace(demand, standing_per_sample=LOSS_BOUND * output_bytes(call))
         try:
-            plan = search([kind.bound], core.planner.budget(), demand)
+            plan = search([kind.bound], core.memory.budget(), demand)
         except DoesNotFit:
             if settings.whole:
                 raise
@@ -281,7 +281,7 @@ class Kinds:
         planned.demand = replace(planned.demand, standing=standing)
         demand = replace(planned.demand, micro_batch=core.settings.micro_batch, checkpoint=planned.plan.checkpoint)
         assert planned.profile is not None
-        plan = search([planned.profile], core.planner.budget(), demand)
+        plan = search([planned.profile], core.memory.budget(), demand)
         if plan.micro_batch > planned.plan.micro_batch and core.largest == planned.plan.micro_batch:
             planned.plan = plan
             core.adopt(plan, planned.profile, planned.tuned)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from memfit.batches.cut import Layout, cut_samples, cutter
+from memfit.batches.cut import Layout, cut_samples, cutter, pieces_of
 from memfit.batches.pieces import bounds
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import map_leaves, tensors
@@ -24,7 +25,7 @@ class Ordered:
 
     `sizes[i]` are the elements of the i-th; all zero where samples cannot be told apart. `shapes` are the shapes per sample
     of an ordinary batch, None where samples are collated. With `in_order`, pieces can only be made of neighbours;
-    `views(start, stop)` makes them where that copies nothing. They lie on `devices`, if known.
+    `views(pieces)` makes all of them where that copies nothing. They lie on `devices`, if known.
     `again` makes of a part of an ordinary batch, and the number of samples in it, a batch of its own.
     """
 
@@ -36,7 +37,7 @@ class Ordered:
         *,
         shapes: Shapes | None = None,
         in_order: bool = False,
-        views: Callable[[int, int], Any] | None = None,
+        views: Callable[[Sequence[int]], Sequence[Any]] | None = None,
         devices: frozenset[torch.device] | None = None,
         again: Callable[[Any, int], Ordered] | None = None,
     ) -> None:
@@ -60,7 +61,7 @@ class Ordered:
         """An ordinary batch that is cut."""
 
         neighbours = cutter(tree, layout)
-        views = neighbours if all(axis is None or axis.outer == 1 for axis in layout.axes) else None
+        views = partial(pieces_of, tree, layout) if all(axis is None or axis.outer == 1 for axis in layout.axes) else None
 
         def piece(indices: Sequence[int]) -> Any:
             start, stop = indices[0], indices[-1] + 1
@@ -100,6 +101,11 @@ class Ordered:
         return self._with_order(self._order[:count][::-1])
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is an ordinary batch, of which all samples together are a view."""
+        return self._views is not None
+
+    @property
     def largest(self) -> int:
         """Elements of the largest sample."""
         return max(self.sizes, default=0)
@@ -111,7 +117,7 @@ class Ordered:
 
     def cut_at(self, pieces: Sequence[int]) -> None:
         """Make all pieces of these sizes now where they are views: one after the other that takes a fraction of the time."""
-        self._ready = {} if self._views is None else {(a, b): self._views(a, b) for a, b in bounds(pieces)}
+        self._ready = {} if self._views is None else dict(zip(bounds(pieces), self._views(pieces)))
 
     def piece(self, start: int, stop: int) -> Any:
         """The samples `start:stop` in this order, collated or cut."""

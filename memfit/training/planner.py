@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,30 +16,23 @@ from memfit._errors import DoesNotFit
 from memfit._units import format_bytes
 from memfit.engine.accumulate import Weighting, Work
 from memfit.engine.staged import Staging
-from memfit.hardware.budget import Budget
-from memfit.hardware.device import photograph
-from memfit.hardware.heap import free_heap, give_back_free_heap
-from memfit.hardware.meter import Meter
+from memfit.hardware.heap import give_back_free_heap
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.levers.precision import PRECISIONS, lower_precisions, script_precision
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, micro_batch_sizes, search, with_blocks
-from memfit.profiling.allocator import HEAP_WASTE, RESERVED_WASTE, heap_peak, mapped_swing, thresholds_pinned
+from memfit.profiling.allocator import thresholds_pinned
 from memfit.profiling.build import CHECK, Subject, measured_profile, state_bytes, traced_profile
 from memfit.profiling.profile import Profile
 from memfit.profiling.timing import Stopwatch, Timing, optimizer_seconds, time_sizes
 from memfit.profiling.trace import MakeWork, TraceFailed
+from memfit.training.memory import Memory
 from memfit.training.settings import Settings
 from memfit.training.shift import gradient_shift
 from memfit.training.tune import doubling
 
 TIMING_SECONDS = 1.2
 """How long micro-batches are timed while planning; training itself goes on measuring (`tune.py`)."""
-MOST_WASTE = 20
-"""Where even this many times what lives in the heap would fit, it is not watched. (610 MiB were held where 90
-were predicted, after 200 batches of samples of 16 to 512 tokens.)"""
-ONE_MORE = 0.8
-"""How much more of that one micro-batch may add to what the C library keeps already."""
 MOST_KEPT = 0.25
 """Share of the room that kernels for sizes of micro-batches tried while planning may keep for good."""
 HIDDEN_KEPT, HIDDEN_SHARE = 16 << 20, 0.1
@@ -50,9 +42,6 @@ FRAGMENTS = (
     "what is limited here is reserved memory, and the C library keeps freed heap reserved, in fragments: start with "
     "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 in the environment for larger micro-batches and a sure fit"
 )
-AHEAD = 1.5
-"""A limit on reserved memory may bind first where less than this many times the budget is left (an LSTM's kernels reserve
-1.6 times what they touch)."""
 SAFE_FROM_SINGLES = 3
 """Where micro-batches may have this many samples or more, no sample is left by itself (at most 2: 3 = 2 + 1)."""
 
@@ -79,91 +68,11 @@ class Planner:
     """Plans for one model, optimizer and budget, and remembers the profiles it made."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, device: torch.device, budget: Budget, settings: Settings, staging: Staging
+        self, model: nn.Module, optimizer: Optimizer, device: torch.device, memory: Memory, settings: Settings, staging: Staging
     ) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
-        self._settings, self._staging = settings, staging
-        give_back_free_heap()
-        self._seen: int | None = None
+        self._memory, self._settings, self._staging = memory, settings, staging
         self._no_singles = False
-        self._reserved = device.type == "cpu" and _limits_what_is_reserved(budget)
-        self._meter = Meter(device, reserved=self._reserved)
-        self._start = self._meter.held() - self._known_bytes()
-        self._budget = budget
-        self._heap_waste = RESERVED_WASTE if self._reserved else HEAP_WASTE
-        explicit = device.type == "cpu" and budget.held == 0
-        self._base = 0 if explicit else max(0, budget.held - self._known_bytes())
-
-    def budget(self) -> Budget:
-        """The budget with what is held now beside the tensors that profiles count, and with what can still be had now."""
-        give_back_free_heap()
-        known = self._known_bytes()
-        held = max(0, self._base + self._meter.held() - known - self._start)
-        # Planning itself, libraries and other processes have taken memory since the first look.
-        free = photograph(self._device).free
-        return replace(self._budget, held=held, limit=min(self._budget.limit, held + known + free))
-
-    def drift(self, plan: Plan) -> int:
-        """Bytes reserved since the plan was made beside what it counts: kernels for shapes that were new. 0 where what is
-        reserved is not limited."""
-        if not self._reserved:
-            return 0
-        return max(0, self._base + self._meter.held() - free_heap() - self._known_bytes() - self._start - plan.held)
-
-    def allowance(self, plan: Plan) -> Budget:
-        """The budget as it was when the plan was made."""
-        return replace(self._budget, held=plan.held, limit=plan.limit, margin=plan.margin)
-
-    def heap_ceiling(self, plan: Plan, profile: Profile | None) -> int | None:
-        """Bytes of anonymous memory from which on free heap pages are given back; None where they cannot matter."""
-        if self._device.type != "cpu" or sys.platform != "linux" or thresholds_pinned() or self._reserved:
-            return None  # pages given back still count as reserved
-        allowed = plan.limit - plan.margin
-        timeline = None if profile is None else with_blocks(profile, plan.checkpoint).timeline
-        if timeline is None:  # what one micro-batch may add at most, mapped or in the heap
-            facts = None if profile is None else profile.model
-            fixed = 0 if facts is None else facts.parameter_bytes + facts.gradient_bytes + state_bytes(self._optimizer)
-            kept = max(0, plan.predicted.upper - plan.predicted.peak) / self._heap_waste
-            swing = max(0.0, plan.predicted.upper - fixed - ONE_MORE * kept)
-        else:
-            kept, swing = heap_peak(timeline, plan.micro_batch), mapped_swing(timeline, plan.micro_batch)
-        if plan.held + plan.predicted.peak + MOST_WASTE * kept <= allowed:
-            return None
-        return int(allowed - self._base + self._start - swing - ONE_MORE * kept)
-
-    def measured_peak(self) -> int | None:
-        """Most bytes held since the meter was reset, on the budget's scale; None where the platform cannot tell."""
-        peak = self._meter.peak()
-        return self._seen if peak is None else max(self._seen or 0, peak - self._start + self._base)
-
-    def reset_peak(self) -> None:
-        """Count the measured peak anew."""
-        self._seen = None
-        self._meter.reset_peak()
-
-    @contextmanager
-    def sparing_kernels(self) -> Iterator[None]:
-        """For proofs: inside, no kernels are made for sizes of micro-batches that may never run again.
-
-        oneDNN generates code for every shape of a convolution and keeps it; each of its buffers reserves 256 KiB of which
-        a tenth is touched, which only matters where reserved memory is limited. Parts and whole are compared with torch's
-        own kernels then.
-        """
-        if not self._reserved:
-            yield
-            return
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
-
-    @contextmanager
-    def peak_aside(self) -> Iterator[None]:
-        """What is held inside does not count as the training's."""
-        before = self.measured_peak()
-        try:
-            yield
-        finally:
-            self._meter.reset_peak()
-            self._seen = before
 
     def plan(self, task: Task, *, timed: bool = True, profile: Profile | None = None) -> tuple[Plan, Profile]:
         """The plan for a task and the profile it rests on (`profile`: one that is there already). Raises DoesNotFit."""
@@ -199,21 +108,21 @@ class Planner:
         if not task.compiled:
             try:
                 found = traced_profile(subject, task.make_work(lever), task.available, sizes, like)
-                notes = (*found.notes, *((FRAGMENTS,) if self._reserved and not thresholds_pinned() else ()))
-                return replace(found, heap_waste=self._heap_waste, notes=notes)
+                notes = (*found.notes, *((FRAGMENTS,) if self._memory.reserved and not thresholds_pinned() else ()))
+                return replace(found, heap_waste=self._memory.heap_waste, notes=notes)
             except TraceFailed as failed:
                 reason = failed.reason
         else:
             reason = "the model is compiled"
         smallest, work = 2 if self._no_singles else 1, task.real_work(lever)
-        return measured_profile(subject, work, task.available, self._staging, reason, smallest, reserved=self._reserved)
+        return measured_profile(subject, work, task.available, self._staging, reason, smallest, reserved=self._memory.reserved)
 
     def _search(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
         """The plan by composition, then traced whole; where the trace needs more, that is learnt and searched again."""
-        demand, budget = task.demand, self.budget()
+        demand, budget = task.demand, self._memory.budget()
         whole = less = 0
         for _ in range(4):
-            now = self.budget()
+            now = self._memory.budget()
             try:
                 plan = search([profile], replace(now, limit=now.limit - less), demand)
             except DoesNotFit:
@@ -222,7 +131,7 @@ class Planner:
                 break
             whole = self._traced_whole(task, plan, profile) or plan.predicted.upper
             # Looked at anew: searching and tracing have loaded libraries, which take room themselves.
-            budget = self.budget()
+            budget = self._memory.budget()
             if whole <= budget.room:
                 return replace(plan, held=budget.held, limit=budget.limit), profile
             less += max(1, whole - plan.predicted.upper)
@@ -269,7 +178,7 @@ class Planner:
         every = with_blocks(own, own.blocks)
         # The optimizer's state is part of every peak, and before the first step it is not there yet.
         missing = max(0, state_bytes(self._optimizer) - _state_there(self._optimizer))
-        if every.peak(1, accumulates=False).upper - missing + own.model.gradient_bytes > self.budget().room:
+        if every.peak(1, accumulates=False).upper - missing + own.model.gradient_bytes > self._memory.budget().room:
             return f"how far that moves the gradient was not measured, as one sample in {own.precision} does not fit"
         works = (task.real_work("off"), task.real_work(lever))
         with checkpointed(self._model, own.blocks):
@@ -289,12 +198,12 @@ class Planner:
         return min(found, key=lambda pair: pair[0].predicted.seconds or float("inf"))
 
     def _fast_precisions(self) -> tuple[str, ...]:
-        fast = self._budget.device.fast_dtypes
+        fast = self._memory.fast_dtypes
         return tuple(p for p in lower_precisions(self._model.parameters(), self._device) if p in fast)
 
     def timed(self, task: Task, profile: Profile) -> Profile:
         """The profile with micro-batches timed that fit, and corrected by the memory they were seen to take."""
-        allowed = self.budget().room - task.demand.standing - task.demand.standing_per_sample * task.demand.share
+        allowed = self._memory.budget().room - task.demand.standing - task.demand.standing_per_sample * task.demand.share
         blocks = profile.blocks
         share = min(task.demand.share, task.available)
         if task.demand.micro_batch is not None:
@@ -305,10 +214,10 @@ class Planner:
         if not fitting:  # what fits only when checkpointed is not run here
             return profile.with_timings((), self._optimizer_seconds(allowed))
         work = task.real_work(profile.precision if profile.precision_is_lever else "off")
-        watch = Stopwatch(self._model, self._staging, task.weighting, self._device, blocks, reserved=self._reserved)
+        watch = Stopwatch(self._model, self._staging, task.weighting, self._device, blocks, reserved=self._memory.reserved)
         give_back_free_heap()
         # What a new size of micro-batch keeps shows in the second at the earliest; what was not timed is not used then.
-        least, seconds = (2, 2 * TIMING_SECONDS) if self._reserved else (1, TIMING_SECONDS)
+        least, seconds = (2, 2 * TIMING_SECONDS) if self._memory.reserved else (1, TIMING_SECONDS)
 
         def admit(size: int, found: tuple[Timing, ...]) -> bool:
             """Whether it still fits after what smaller sizes took beyond their trace, and kept."""
@@ -345,7 +254,7 @@ class Planner:
         not show: how much for a size is known only then."""
         ran = tuple(timing.samples for timing in profile.timings)
         hides = profile.kept_per_size > HIDDEN_KEPT or _exceeds(profile)
-        return replace(demand, sizes=ran) if self._reserved and hides and demand.micro_batch is None else demand
+        return replace(demand, sizes=ran) if self._memory.reserved and hides and demand.micro_batch is None else demand
 
     def constrained(self, demand: Demand) -> Demand:
         """The demand with the levers the user prescribed."""
@@ -378,21 +287,6 @@ class Planner:
             levers=levers,
         )
 
-    def _known_bytes(self) -> int:
-        """Bytes of the tensors that profiles count: parameters, buffers, gradients, optimizer state."""
-        found = {id(t): t for t in (*self._model.parameters(), *self._model.buffers())}
-        for group in self._optimizer.param_groups:
-            found.update({id(p): p for p in group["params"]})
-        for p in list(found.values()):
-            if p.grad is not None:
-                found[id(p.grad)] = p.grad
-        for state in self._optimizer.state.values():
-            if isinstance(state, dict):
-                found.update({id(v): v for v in state.values() if isinstance(v, torch.Tensor)})
-        on_device = [t for t in found.values() if t.device.type == self._device.type]
-        return sum(t.numel() * t.element_size() for t in on_device)
-
-
 def _exceeds(profile: Profile) -> bool:
     """Whether a micro-batch was seen to take much more than its tensors, or whether that is not known."""
     if profile.timeline is None or not profile.timings:
@@ -403,15 +297,6 @@ def _exceeds(profile: Profile) -> bool:
 def _needs_company(error: ValueError) -> bool:
     """Whether torch says that batch norm cannot take the statistics of a single value."""
     return "more than 1 value per channel" in str(error)
-
-
-def _limits_what_is_reserved(budget: Budget) -> bool:
-    """Whether a limit that may bind counts what the process has reserved, touched or not."""
-    limits = budget.device.limits
-    if not limits or not limits[0].name.startswith("RLIMIT"):
-        return False
-    # Reserved memory runs ahead of what is resident, so that it may bind first even under a smaller budget.
-    return budget.source.startswith("probed") or limits[0].left < AHEAD * (budget.limit - budget.held)
 
 
 def _state_there(optimizer: Optimizer) -> int:

@@ -28,6 +28,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.bfloat16: 6e-2, tor
 """Relative difference up to which whole and parts count as equal: rounding of two summation orders stays an order of
 magnitude below, mixing of samples lies above. float64 models often compute a softmax or a loss in float32 inside."""
 
+PROOF_SAMPLES = 5
+"""Samples that proofs run on."""
 FLIPPED = 0.2
 """Share of whole-number entries that may differ: an argmax may flip where two scores are equal but for rounding."""
 

@@ -13,22 +13,20 @@ from torch import nn
 from memfit._errors import Refused
 from memfit._units import format_bytes
 from memfit.batches.cut import cut
+from memfit.engine.accumulate import BY_SAMPLES
 from memfit.levers.checkpoint import checkpointed
 from memfit.planning.search import with_blocks
 from memfit.training.alone import call_alone
 from memfit.training.call import Call
 from memfit.training.choose import marks_of, most_telling, spaced
 from memfit.training.core import Core
-from memfit.training.kind import BY_SAMPLES, Kind
+from memfit.training.kind import Kind
 from memfit.training.learn import Shapes
-from memfit.training.prove import Deviation, frozen_norms, joined_outputs, mixing_module, parts_of
+from memfit.training.prove import PROOF_SAMPLES, Deviation, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.training.recover import on_fewer, surviving
 from memfit.training.sidedoors import look_for_side_doors
 from memfit.training.weigh import infer_weighting
 from memfit.training.works import CallWork
-
-PROOF_SAMPLES = 5
-"""Samples that proofs run on."""
 
 
 class Prover:
@@ -49,13 +47,13 @@ class Prover:
     def prove(self, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
         """None if the call may be cut this way; else how far its parts are from the whole."""
         few, blocks = self._provable(kind, call)
-        with checkpointed(self._core.model, blocks), self._core.planner.sparing_kernels():
+        with checkpointed(self._core.model, blocks), self._core.memory.sparing_kernels():
             return self._on_fewer(lambda n: self._prove_on(self._chosen(call, n), kind, call, shapes), few)
 
     def weigh_again(self, kind: Kind, call: Call) -> Deviation | None:
         """The weighting of the call's own loss, inferred anew; how far its parts are from the whole where none holds."""
         few, blocks = self._provable(kind, call)
-        with checkpointed(self._core.model, blocks), self._core.planner.sparing_kernels():
+        with checkpointed(self._core.model, blocks), self._core.memory.sparing_kernels():
             return self._on_fewer(lambda n: self._infer(kind, self._chosen(call, n)), few)
 
     def mixes(self, call: Call, deviation: Deviation) -> Refused:
@@ -91,7 +89,7 @@ class Prover:
         core, most = self._core, min(PROOF_SAMPLES, call.samples)
         if kind.bound is None:
             return most, ()
-        room = core.planner.budget().room
+        room = core.memory.budget().room
         applied = () if core.plan is None else core.plan.checkpoint
         for blocks in (applied,) if applied else ((), kind.bound.blocks):
             cheaper = with_blocks(kind.bound, blocks)
@@ -158,7 +156,7 @@ class Prover:
         )
 
     def _why(self) -> str:
-        micro_batch, budget = self._core.settings.micro_batch, self._core.planner.budget().limit
+        micro_batch, budget = self._core.settings.micro_batch, self._core.memory.budget().limit
         return f"{format_bytes(budget)} require" if micro_batch is None else f"micro_batch={micro_batch} asks"
 
 

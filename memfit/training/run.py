@@ -149,7 +149,7 @@ class Run:
                 "verifying a run", found=f"memfit is switched off for it ({self._off})", next_move=SWITCHED_ON_BY[self._off]
             )
         script = self._script
-        with script.aside() if script is not None else nullcontext(), self._core.planner.peak_aside():
+        with script.aside() if script is not None else nullcontext(), self._core.memory.peak_aside():
             self._core.verification = verification_of(self._core, self._core.reference)
         return self._core.verification
 
@@ -168,7 +168,7 @@ class Run:
         return make_report(
             plan=core.plan,
             profile=core.profile,
-            budget=core.planner.allowance(core.plan),
+            budget=core.memory.allowance(core.plan),
             events=self.events,
             stats=self.stats(),
             seconds=self._clock.history,
@@ -250,7 +250,7 @@ class Run:
     def _measured_peak(self) -> int | None:
         """Most bytes held in steps by this plan; None before the first whole one, or where the platform cannot tell."""
         core = self._core
-        return core.planner.measured_peak() if core is not None and core.steps > self._peak_from else None
+        return core.memory.measured_peak() if core is not None and core.steps > self._peak_from else None
 
     def _stepped(self, *_: object) -> None:
         core = self._core
@@ -259,7 +259,7 @@ class Run:
         core.steps += 1
         core.heap.check()
         if core.plan is not self._measured_plan:
-            core.planner.reset_peak()  # neither what planning itself held nor a plan before this one counts
+            core.memory.reset_peak()  # neither what planning itself held nor a plan before this one counts
             self._measured_plan, self._peak_from = core.plan, core.steps
         if self._guard is not None:
             self._guard.stepped()

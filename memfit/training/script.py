@@ -20,7 +20,7 @@ from memfit.engine.handover import Total, hand_over
 from memfit.planning.search import keepable
 from memfit.training.call import Call
 from memfit.training.consumers import AllOutputs, Consumer, KnownLoss
-from memfit.training.core import Core, MadeReference
+from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.guard import AccumulationGuard
 from memfit.training.kind import BY_SAMPLES, Planned
 from memfit.training.kinds import LOSS_BOUND, OWN_LOSS, Kinds, output_bytes
@@ -30,8 +30,6 @@ from memfit.training.standin import StandIn, stand_ins
 from memfit.training.tune import Tuner
 from memfit.training.works import KnownLossEnd
 
-KEPT_SAMPLES = 32
-"""Samples kept for verifying."""
 KEPT_VALUES = 16 << 20
 """Bytes up to which the values of an output are kept from the accumulate pass, for metrics read after the loss."""
 

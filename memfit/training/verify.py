@@ -149,7 +149,7 @@ def _fitting(core: Core, reference: Reference) -> int:
     profile = core.profile
     if profile is None:
         return most
-    room = core.planner.budget().room - 2 * profile.model.gradient_bytes
+    room = core.memory.budget().room - 2 * profile.model.gradient_bytes
     fitting = [n for n in range(2, most + 1) if profile.peak(n, accumulates=False).upper <= room]
     return max(fitting, default=min(2, most))
 

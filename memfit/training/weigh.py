@@ -6,7 +6,7 @@ Runs as the proofs of `prove.py` do, and keeps gradients of a bounded choice of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,6 +137,16 @@ def _with_rivals(chosen: Weighting, others: Sequence[tuple[Weighting, list[float
     return replace(chosen, rivals=tuple(other.count for other, _ in others if other.count is not None))
 
 
+def without_idle_rivals(weighting: Weighting, whole: Callable[[], Any]) -> Weighting:
+    """A weighting by samples for one batch, `whole()`: rivals that count all of its entries do not have to be counted in each
+    of its parts."""
+    if weighting.kind != "samples" or not weighting.rivals:
+        return weighting
+    batch = whole()
+    idle = [isinstance(rival, LeafCount) and rival.counts_all(batch) for rival in weighting.rivals]
+    return replace(weighting, rivals=tuple(rival for rival, is_idle in zip(weighting.rivals, idle) if not is_idle))
+
+
 def _difference(whole: _Measured, parts: Sequence[_Measured], weights: list[float]) -> float:
     """Relative difference between the whole's loss and gradients and the parts', weighted ([]: summed)."""
     total = sum(weights)
@@ -178,6 +188,15 @@ class LeafCount:
         if self.rule == "shifted":
             return entries_other_than(leaf[..., 1:], -100)
         return entries_other_than(leaf, 0) if self.rule == "nonzero" else self._sum(leaf)
+
+    def counts_all(self, inputs: Any) -> bool:
+        """Whether every entry counts, so that the counts of any parts are as their samples; False where the host does not
+        know."""
+        leaf = leaf_at(inputs, self.path)
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
+            return False
+        count = self(inputs)
+        return isinstance(count, int) and count == (leaf[..., 1:] if self.rule == "shifted" else leaf).numel()
 
     def _sum(self, mask: torch.Tensor) -> Count:
         # Read through NumPy: on the CPU a count is on the host already, and nothing may look like waiting for a device.

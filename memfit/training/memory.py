@@ -1,0 +1,154 @@
+"""What this process holds and may hold while it trains, on the scale that its budget is counted on.
+
+On the CPU there are two scales: resident memory, and reserved memory, which limits of the kind of `ulimit -d` count. Not
+covered: memory that other processes take between two looks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit.hardware.budget import Budget
+from memfit.hardware.device import photograph
+from memfit.hardware.heap import free_heap, give_back_free_heap
+from memfit.hardware.meter import Meter
+from memfit.planning.plan import Plan
+from memfit.planning.search import with_blocks
+from memfit.profiling.allocator import HEAP_WASTE, RESERVED_WASTE, heap_peak, mapped_swing, thresholds_pinned
+from memfit.profiling.build import state_bytes
+from memfit.profiling.profile import Profile
+
+MOST_WASTE = 20
+"""Where even this many times what lives in the heap would fit, it is not watched. (610 MiB were held where 90
+were predicted, after 200 batches of samples of 16 to 512 tokens.)"""
+ONE_MORE = 0.8
+"""How much more of that one micro-batch may add to what the C library keeps already."""
+AHEAD = 1.5
+"""A limit on reserved memory may bind first where less than this many times the budget is left (an LSTM's kernels reserve
+1.6 times what they touch)."""
+
+
+class Memory:
+    """The memory of one model, optimizer and budget.
+
+    Attributes: `reserved` (whether what binds is a limit on reserved memory), `heap_waste` (what one byte of the C library's
+    heap is taken to cost).
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device, budget: Budget) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        give_back_free_heap()
+        self._seen: int | None = None
+        self.reserved = device.type == "cpu" and _limits_what_is_reserved(budget)
+        self._meter = Meter(device, reserved=self.reserved)
+        self._start = self._meter.held() - self._known_bytes()
+        self._budget = budget
+        self.heap_waste = RESERVED_WASTE if self.reserved else HEAP_WASTE
+        explicit = device.type == "cpu" and budget.held == 0
+        self._base = 0 if explicit else max(0, budget.held - self._known_bytes())
+
+    def budget(self) -> Budget:
+        """The budget with what is held now beside the tensors that profiles count, and with what can still be had now."""
+        give_back_free_heap()
+        known = self._known_bytes()
+        held = max(0, self._base + self._meter.held() - known - self._start)
+        # Planning itself, libraries and other processes have taken memory since the first look.
+        free = photograph(self._device).free
+        return replace(self._budget, held=held, limit=min(self._budget.limit, held + known + free))
+
+    @property
+    def fast_dtypes(self) -> tuple[str, ...]:
+        """The precisions that the device computes fast in."""
+        return self._budget.device.fast_dtypes
+
+    def drift(self, plan: Plan) -> int:
+        """Bytes reserved since the plan was made beside what it counts: kernels for shapes that were new. 0 where what is
+        reserved is not limited."""
+        if not self.reserved:
+            return 0
+        return max(0, self._base + self._meter.held() - free_heap() - self._known_bytes() - self._start - plan.held)
+
+    def allowance(self, plan: Plan) -> Budget:
+        """The budget as it was when the plan was made."""
+        return replace(self._budget, held=plan.held, limit=plan.limit, margin=plan.margin)
+
+    def heap_ceiling(self, plan: Plan, profile: Profile | None) -> int | None:
+        """Bytes of anonymous memory from which on free heap pages are given back; None where they cannot matter."""
+        if self._device.type != "cpu" or sys.platform != "linux" or thresholds_pinned() or self.reserved:
+            return None  # pages given back still count as reserved
+        allowed = plan.limit - plan.margin
+        timeline = None if profile is None else with_blocks(profile, plan.checkpoint).timeline
+        if timeline is None:  # what one micro-batch may add at most, mapped or in the heap
+            facts = None if profile is None else profile.model
+            fixed = 0 if facts is None else facts.parameter_bytes + facts.gradient_bytes + state_bytes(self._optimizer)
+            kept = max(0, plan.predicted.upper - plan.predicted.peak) / self.heap_waste
+            swing = max(0.0, plan.predicted.upper - fixed - ONE_MORE * kept)
+        else:
+            kept, swing = heap_peak(timeline, plan.micro_batch), mapped_swing(timeline, plan.micro_batch)
+        if plan.held + plan.predicted.peak + MOST_WASTE * kept <= allowed:
+            return None
+        return int(allowed - self._base + self._start - swing - ONE_MORE * kept)
+
+    def measured_peak(self) -> int | None:
+        """Most bytes held since the meter was reset, on the budget's scale; None where the platform cannot tell."""
+        peak = self._meter.peak()
+        return self._seen if peak is None else max(self._seen or 0, peak - self._start + self._base)
+
+    def reset_peak(self) -> None:
+        """Count the measured peak anew."""
+        self._seen = None
+        self._meter.reset_peak()
+
+    @contextmanager
+    def sparing_kernels(self) -> Iterator[None]:
+        """For proofs: inside, no kernels are made for sizes of micro-batches that may never run again.
+
+        oneDNN generates code for every shape of a convolution and keeps it; each of its buffers reserves 256 KiB of which
+        a tenth is touched, which only matters where reserved memory is limited. Parts and whole are compared with torch's
+        own kernels then.
+        """
+        if not self.reserved:
+            yield
+            return
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+    @contextmanager
+    def peak_aside(self) -> Iterator[None]:
+        """What is held inside does not count as the training's."""
+        before = self.measured_peak()
+        try:
+            yield
+        finally:
+            self._meter.reset_peak()
+            self._seen = before
+
+    def _known_bytes(self) -> int:
+        """Bytes of the tensors that profiles count: parameters, buffers, gradients, optimizer state."""
+        found = {id(t): t for t in (*self._model.parameters(), *self._model.buffers())}
+        for group in self._optimizer.param_groups:
+            found.update({id(p): p for p in group["params"]})
+        for p in list(found.values()):
+            if p.grad is not None:
+                found[id(p.grad)] = p.grad
+        for state in self._optimizer.state.values():
+            if isinstance(state, dict):
+                found.update({id(v): v for v in state.values() if isinstance(v, torch.Tensor)})
+        on_device = [t for t in found.values() if t.device.type == self._device.type]
+        return sum(t.numel() * t.element_size() for t in on_device)
+
+
+def _limits_what_is_reserved(budget: Budget) -> bool:
+    """Whether a limit that may bind counts what the process has reserved, touched or not."""
+    limits = budget.device.limits
+    if not limits or not limits[0].name.startswith("RLIMIT"):
+        return False
+    # Reserved memory runs ahead of what is resident, so that it may bind first even under a smaller budget.
+    return budget.source.startswith("probed") or limits[0].left < AHEAD * (budget.limit - budget.held)

@@ -1,0 +1,94 @@
+"""What there is to run, to profile and to plan in the batches of step mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memfit.engine.accumulate import BY_SAMPLES, Weighting, Work
+from memfit.planning.plan import Plan
+from memfit.planning.search import Demand, search, with_blocks
+from memfit.planning.sizes import by_size, peak_of, peaks_of, profile_between
+from memfit.profiling.build import CHECK
+from memfit.profiling.profile import Profile
+from memfit.profiling.trace import MakeWork
+from memfit.training.core import Core
+from memfit.training.ordered import Ordered
+from memfit.training.planner import Task
+from memfit.training.works import LossFn, StepWork
+
+
+class Tasks:
+    """Work, tasks and plans for `loss_fn` on ordered batches."""
+
+    def __init__(self, core: Core, loss_fn: LossFn) -> None:
+        self._core, self._loss_fn = core, loss_fn
+
+    def task(self, batch: Ordered, index: int, demand: Demand, weighting: Weighting) -> Task:
+        """What there is to profile in samples like the `index`-th."""
+
+        def make_work(precision: str) -> MakeWork:
+            def build(twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> Work:
+                tree = batch.twins(index, samples, twin)
+                return self.work(lambda start, stop: tree, samples, precision)
+
+            return build
+
+        def real_work(precision: str) -> Work:
+            return self.work(batch.around(index), demand.share, precision)
+
+        available = batch.available or max(demand.share, CHECK)  # samples may be repeated where they need not be neighbours
+        return Task(make_work, real_work, weighting, available, demand, self._core.compiled)
+
+    def work(
+        self, piece: Callable[[int, int], Any], samples: int, precision: str, *, there: bool = False
+    ) -> StepWork:
+        """`loss_fn` on pieces of `samples` samples; `there`: they lie on the device already."""
+        core = self._core
+        return StepWork(core.model, self._loss_fn, piece, samples, core.device, precision=precision, there=there)
+
+    def profile(self, batch: Ordered, share: int) -> Profile | None:
+        """What the largest sample costs; memory does not depend on the weighting. None where a plan was made elsewhere."""
+        if self._core.fixed is not None:
+            return None
+        return self._core.planner.profile(self.task(batch, 0, Demand(share), BY_SAMPLES), "off")
+
+    def planned(
+        self, batch: Ordered, share: int, weighting: Weighting, profile: Profile | None
+    ) -> tuple[Plan, Profile]:
+        """The plan for effective batches of `share` samples like these, and what it rests on (`profile`: made already, for the
+        largest sample). Raises DoesNotFit."""
+        planner = self._core.planner
+        demand = Demand(share, self._core.settings.target_batch)
+        longest = self.task(batch, 0, demand, weighting)
+        if not batch.ragged or planner.constrained(demand).micro_batch is not None:
+            return planner.plan(longest, profile=profile)
+        return self._planned_by_size(batch, longest, profile)
+
+    def _planned_by_size(self, batch: Ordered, longest: Task, profile: Profile | None) -> tuple[Plan, Profile]:
+        """Micro-batches by size of sample: memory from the longest and a short one, speed from the median."""
+        planner, memory, demand = self._core.planner, self._core.memory, longest.demand
+        plan, at_most = planner.plan(longest, timed=False, profile=profile)
+        short, middle = batch.samples * 3 // 4, batch.samples // 2
+        shorter = self.task(batch, short, demand, longest.weighting)
+        if at_most is profile:  # it was traced before there was a weighting
+            shorter = replace(shorter, weighting=BY_SAMPLES)
+        at_least = planner.profile(shorter, plan.precision, like=at_most)
+        ends = (
+            (batch.sizes[short], with_blocks(at_least, plan.checkpoint)),
+            (batch.sizes[0], with_blocks(at_most, plan.checkpoint)),
+        )
+        fixed = replace(demand, checkpoint=())  # the blocks are part of both profiles
+        between = profile_between(ends, batch.sizes[middle], demand.share)
+        timed = planner.timed(self.task(batch, middle, fixed, longest.weighting), between)
+        found = search([timed], memory.budget(), replace(planner.constrained(fixed), checkpoint=()))
+        table = by_size(ends, found, memory.budget().room, batch.sizes[middle])
+        peak, peaks = peak_of(ends, table), peaks_of(ends, table)
+        cost = replace(found.predicted, peak=peak.expected, upper=peak.upper)
+        notes = (*plan.notes, "samples differ in size: micro-batches are made of samples of similar size")
+        checkpoint = plan.checkpoint
+        plan = replace(found, by_size=table, size_peaks=peaks, median=batch.sizes[middle])
+        return replace(plan, checkpoint=checkpoint, predicted=cost, notes=notes), timed

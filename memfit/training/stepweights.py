@@ -1,0 +1,229 @@
+"""How step mode's micro-batches are weighted: stated by hand, or inferred and proven on a few samples, again and again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memfit._errors import UsageError
+from memfit.batches.weights import Count
+from memfit.engine.accumulate import BY_SAMPLES, CountOf, Weighting, Work, checked_loss, wide
+from memfit.engine.terms import Terms, is_only_term
+from memfit.levers.checkpoint import checkpointed
+from memfit.planning.search import Demand, with_blocks
+from memfit.profiling.fake import FakeWorld
+from memfit.profiling.profile import Profile
+from memfit.profiling.sandbox import leave_no_trace
+from memfit.profiling.trace import TraceFailed, telling_failures
+from memfit.training.alone import loss_alone
+from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
+from memfit.training.ordered import Ordered
+from memfit.training.prove import PROOF_SAMPLES, comparable, parts_of
+from memfit.training.recover import on_fewer, surviving
+from memfit.training.steptasks import Tasks
+from memfit.training.weigh import PROBED, infer_weighting
+
+PROVE_AGAIN = 4
+"""An inferred weighting is proven again at the next batch, and then whenever this many times as many steps were done."""
+
+
+class Weigher:
+    """Attributes: `weighting` (None: not known yet), `together` (whether the loss needs all samples together instead)."""
+
+    def __init__(self, core: Core, tasks: Tasks) -> None:
+        self.weighting: Weighting | None = None
+        self.together = False
+        self._core, self._tasks = core, tasks
+        self._proven_ragged = False
+        self._prove_at = 0
+
+    def decide(self, batch: Ordered, share: int) -> Profile | None:
+        """Have a weighting for effective batches of `share` samples like these; returns the profile made for that, if any."""
+        if self.together:
+            return None
+        if self.weighting is None or (batch.ragged and not self._proven_ragged):
+            return self._weigh(batch, share)  # padding differs between parts only where samples differ in size
+        if self._core.steps >= self._prove_at and self._inferred:
+            self._prove_again(batch)
+        return None
+
+    @property
+    def _inferred(self) -> bool:
+        """Whether the weighting rests on a proof alone: that of one known mean is looked at in every micro-batch."""
+        return self._core.settings.weight is None and self.weighting is not None and self.weighting.kind != "term"
+
+    def _weigh(self, batch: Ordered, share: int, before: Weighting | None = None) -> Profile | None:
+        """How micro-batches are weighted, proven on a few samples, such as tell `before` from its rivals; returns the
+        profile made to know how many fit."""
+        core = self._core
+        self._proven_ragged = self._proven_ragged or batch.ragged
+        self._look_alone(batch)
+        if core.settings.weight is not None:
+            self.weighting = Weighting("count", "by weight=", count=_by_hand(core.settings.weight, core.device))
+            self._remember(batch)
+            return None
+        if batch.samples < 2 * core.least:
+            return None  # one micro-batch weighs what it weighs; the next batch decides
+        profile = self._tasks.profile(batch, share)
+        few, blocks = self._provable(batch, profile)
+        if few < 2 * core.least:
+            self._weigh_unproven(batch)
+        else:
+            with checkpointed(core.model, blocks), core.memory.sparing_kernels():
+                self._weigh_by_proof(batch, few, before)
+        if self.together:
+            core.reference = None  # what there was to compare with does not hold; the two passes leave their own
+        else:
+            self._remember(batch)
+        return profile
+
+    def _look_alone(self, batch: Ordered) -> None:
+        """Know whether the loss of a single sample can be computed. Raises Refused where single samples were prescribed."""
+        core = self._core
+        if core.least > 1 or batch.samples < 2:
+            return
+        with core.staging.swapped():  # no hook of the user's fires
+            why = loss_alone(self._tasks.work(batch.piece, batch.samples, "off"), core.model)
+        if why is not None:
+            core.need_company(why)
+
+    def _prove_again(self, batch: Ordered) -> None:
+        """An inferred weighting looked at on a later batch, on samples of its own."""
+        core = self._core
+        if core.plan is None:
+            return
+        most = min(PROOF_SAMPLES, batch.samples, core.limit(core.plan))
+        if core.profile is not None:
+            room = core.memory.budget().room - 2 * min(PROBED, core.profile.model.gradient_bytes)
+            cheaper = with_blocks(core.profile, core.plan.checkpoint)
+            most = max((n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room), default=0)
+        before = self.weighting
+
+        def unrepeated(text: str) -> None:
+            self.weighting = before
+            core.events.add(core.steps, "out of memory", f"the proof of how micro-batches weigh was not repeated ({text})")
+
+        if most >= 2 * core.least:
+            with core.memory.sparing_kernels():
+                surviving(lambda: self._weigh_on(batch, most, None, again=before), core.device, unrepeated)
+
+    def _weigh_by_proof(self, batch: Ordered, few: int, before: Weighting | None) -> None:
+        core = self._core
+        surviving(
+            lambda: on_fewer(lambda n: self._weigh_on(batch, n, before), few, core.device, core.proof_ran_out),
+            core.device,
+            lambda text: self._weigh_unproven(batch),
+        )
+
+    def _weigh_on(
+        self, batch: Ordered, few: int, before: Weighting | None, *, again: Weighting | None = None
+    ) -> None:
+        """`again`: what was proven on an earlier batch. A loss that is not finite says nothing against it."""
+        core = self._core
+        parts = parts_of(few, core.least)
+        pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
+        work = self._tasks.work(pieces, few, "off")
+        self._prove_at = PROVE_AGAIN * core.steps or 1
+        self.weighting, deviation = infer_weighting(work, parts, core.staging, core.model)
+        if self.weighting is None:
+            if again is not None and not math.isfinite(deviation.relative):
+                self.weighting = again
+                return
+            if math.isnan(deviation.relative):
+                self._refuse_not_finite(work, few)
+            self._run_together(f"its parts differ from the whole by {deviation.relative:.2g}")
+
+    def _weigh_unproven(self, batch: Ordered) -> None:
+        """Two samples do not fit at once: only a loss that is one known mean needs no proof of its weighting."""
+        if not self._is_one_mean(batch):
+            self._run_together("two samples do not fit at once, so another way could not be proven")
+            return
+        self.weighting = Weighting("term", "by what its mean divides by")
+        self._core.note("note", "two samples do not fit at once: not proven that the model keeps samples apart")
+
+    def _is_one_mean(self, batch: Ordered) -> bool:
+        """Whether the loss is one known mean, told on fake tensors."""
+        core, world = self._core, FakeWorld()
+        try:
+            with leave_no_trace(core.model, core.device, buffers=False), telling_failures(world), world.replacing(core.model):
+                few = core.least
+                work = self._tasks.task(batch, 0, Demand(few), BY_SAMPLES).make_work("off")(world.twin, few)
+                with world.entered(), Terms(alone=False) as terms:
+                    inputs, _ = work.inputs(0, few, None)
+                    loss = checked_loss(work.loss(work.forward(inputs)))
+                    return len(terms.found) == 1 and is_only_term(loss, terms.found[0])
+        except TraceFailed:
+            return False
+
+    def weigh_again(self, batch: Ordered, doubted: bool) -> None:
+        """The weighting did not hold: prove it anew on samples that tell its rivals apart."""
+        before = self.weighting
+        if not doubted and before is not None:
+            self._weigh(batch, batch.samples, before)
+        if doubted or self.weighting == before:
+            self._run_together("its weighting did not hold for a later batch")
+            self._core.reference = None
+
+    def _run_together(self, why: str) -> None:
+        self.weighting, self.together = None, True
+        self._core.note("note", f"the loss needs all samples together ({why}): the model runs in two passes")
+
+    def _refuse_not_finite(self, work: Work, samples: int) -> None:
+        core = self._core
+        with comparable(core.model, core.device), torch.no_grad():
+            inputs, _ = work.inputs(0, samples, None)
+            value = float(work.loss(work.forward(inputs)))
+        if not math.isfinite(value):
+            raise UsageError(
+                "planning with this loss_fn and data",
+                found=f"the loss of {samples} samples is {value}",
+                next_move="make it finite first: look at these samples, and for divisions and logarithms of zero",
+            )
+
+    def _provable(self, batch: Ordered, profile: Profile | None) -> tuple[int, tuple[str, ...]]:
+        """(samples to prove with that fit at once, blocks to checkpoint for that)."""
+        most = min(PROOF_SAMPLES, batch.samples)
+        if profile is None:  # a plan made elsewhere says what fits
+            plan = self._core.plan
+            return (most if plan is None else min(most, max(2 * self._core.least, plan.micro_batch))), ()
+        kept = 2 * min(PROBED, profile.model.gradient_bytes)
+        room = self._core.memory.budget().room - kept
+        for blocks in ((), profile.blocks):
+            cheaper = with_blocks(profile, blocks)
+            fitting = [n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room]
+            if fitting:
+                return max(fitting), blocks
+        return 0, ()
+
+    def _remember(self, batch: Ordered) -> None:
+        """Keep a few samples to verify with."""
+        few = batch.few(KEPT_SAMPLES)
+
+        def make(samples: int, backwards: bool) -> Work:
+            ordered = few.backwards(samples) if backwards else few
+            return self._tasks.work(ordered.piece, samples, "off")
+
+        weighting = self.weighting or BY_SAMPLES
+        self._core.reference = MadeReference(few.samples, weighting, make, reversible=not batch.in_order)
+
+
+def _by_hand(weight: Callable[[Any], float], device: torch.device) -> CountOf:
+    """`weight=` as a count."""
+
+    def count(piece: Any) -> Count:
+        value = weight(piece)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value.detach().reshape(()).to(device)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise UsageError(
+                "weighting micro-batches by weight=",
+                found=f"it returned {value!r}",
+                next_move="return a number of at least 0: what the loss of this part counts for, such as its valid labels",
+            )
+        # A weight of zero stays a number, so that the micro-batch is skipped without asking the device.
+        return 0 if value == 0 else torch.as_tensor(value, dtype=wide(device), device=device)
+
+    return count
