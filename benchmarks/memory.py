@@ -148,6 +148,10 @@ def summarise(results: list[dict]) -> dict:
     alive = [r for r in results if "died" not in r]
     above = [r for r in alive if r["measured"] > 100 * MiB and r["pinned"]]
     judged = [abs(r["predicted"] / r["measured"] - 1) for r in above if r["family"] not in CORRECTED]
+    # The same without what the process held before it was wrapped, libraries above all: a harder measure.
+    of_growth = [
+        abs((r["predicted"] - r["measured"]) / r["growth"]) for r in above if r["family"] not in CORRECTED and r["growth"]
+    ]
     return {
         "cases": len(results),
         "died": len(results) - len(alive),
@@ -155,6 +159,8 @@ def summarise(results: list[dict]) -> dict:
         "out_of_memory_errors": sum(r["errors"] for r in alive),
         "pinned_median_error": median(judged) if judged else None,
         "pinned_worst_error": max(judged) if judged else None,
+        "pinned_median_error_of_growth": median(of_growth) if of_growth else None,
+        "pinned_worst_error_of_growth": max(of_growth) if of_growth else None,
         "room_used_pinned": median(r["growth"] / r["room"] for r in alive if r["pinned"]) if alive else None,
     }
 

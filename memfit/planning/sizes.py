@@ -1,7 +1,8 @@
 """Micro-batches for samples of different sizes, from profiles at a short and at the longest sample.
 
-Memory is taken to be convex in the size of a sample (linear layers are linear in it, attention by operations quadratic), so
-that the line between two traced sizes is an upper bound between them; below the short one, that one's memory is.
+What a sample adds is a linear and a quadratic part of its size (linear layers; attention by operations), which two traced
+sizes determine. The line between them lies above that and is taken for the upper bound; below the short one, that one's
+memory is.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ Ends = tuple[tuple[int, Profile], tuple[int, Profile]]
 def peak_between(ends: Ends, elements: int, samples: int) -> Peak:
     """The peak of micro-batches of `samples` samples of that many elements."""
     (low, small), (high, large) = ends
-    share = min(1.0, max(0.0, (elements - low) / (high - low))) if high > low else 1.0
     a, b = small.peak(samples), large.peak(samples)
-    return Peak(
-        _mixed(a.allocated, b.allocated, share), _mixed(a.expected, b.expected, share), _mixed(a.upper, b.upper, share)
-    )
+    if not low < elements < high:
+        return b if elements >= high else a
+    share = (elements - low) / (high - low)
+    # What does not depend on samples at all: what is left of the peak where as many again add as much again.
+    fixed = max(0, 2 * a.allocated - small.peak(2 * samples).allocated)
+    per_element = _mixed((a.allocated - fixed) / low, (b.allocated - fixed) / high, share)
+    allocated, upper = int(fixed + elements * per_element), int(_mixed(a.upper, b.upper, share))
+    beyond = _mixed(a.expected - a.allocated, b.expected - b.allocated, share)
+    return Peak(allocated, min(upper, int(allocated + beyond)), upper)
 
 
 def profile_between(ends: Ends, elements: int, share: int) -> Profile:
@@ -33,7 +39,7 @@ def profile_between(ends: Ends, elements: int, share: int) -> Profile:
     return replace(ends[1][1], timeline=None, points=(), peaks=peaks, source="traced at two sizes of sample", blocks=())
 
 
-def by_size(ends: Ends, plan: Plan, room: int, middle: int, steps: int = 8) -> tuple[tuple[int, int, int], ...]:
+def by_size(ends: Ends, plan: Plan, room: int, middle: int, steps: int = 16) -> tuple[tuple[int, int, int], ...]:
     """(elements of the largest sample, samples per micro-batch, most that fit) in ascending order: as many elements per
     micro-batch as the plan has at the median, fewer where memory forbids."""
     (low, _), (high, _) = ends
@@ -71,5 +77,5 @@ def _largest_fitting(ends: Ends, elements: int, wanted: int, room: int) -> int:
     return low
 
 
-def _mixed(a: int, b: int, share: float) -> int:
-    return int(a + share * (b - a))
+def _mixed(a: float, b: float, share: float) -> float:
+    return a + share * (b - a)
