@@ -32,7 +32,7 @@ from memfit.training.planner import Planner
 from memfit.training.recover import Again, Recovery
 from memfit.training.scaling import LossScale, computes_in_half
 from memfit.training.settings import Settings
-from memfit.training.tune import Tuner, doubling
+from memfit.training.tune import Tuner
 
 NOTICEABLE = 8 << 20
 """Bytes that a new size of micro-batch may keep before it is not worth trying (a ResNet: 4 MiB resident, 40 reserved)."""
@@ -316,15 +316,15 @@ class Core:
         return total
 
     def _tuner_of(self, plan: Plan) -> Tuner | None:
-        """What can be measured while training: sizes that fit with this plan's levers, doubling from the smallest."""
+        """What can be measured while training: sizes that fit with this plan's levers."""
         prescribed = self.settings.micro_batch is not None or self.settings.whole
         if prescribed or self.compiled or plan.mode == "replay":
             return None
         if self.profile is not None and self.profile.kept_per_size > NOTICEABLE:
             return None  # every size tried would keep memory for good
-        choices = [plan.unit * n for n in doubling(plan.sizes_with_same_levers())]
+        fitting = [plan.unit * n for n in plan.sizes_with_same_levers()]
         alone = None if plan.by_size else plan.share  # priced without gradients of other micro-batches beside it
-        return Tuner(choices, plan.unit * plan.micro_batch, self.device, alone=alone)
+        return Tuner(fitting, plan.unit * plan.micro_batch, self.device, alone=alone)
 
     def _end_tuning(self) -> None:
         tuner, before = self._tuner, self.plan

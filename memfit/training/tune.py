@@ -1,4 +1,5 @@
-"""Measuring micro-batch sizes while training: the first effective batches are cut into several sizes in turn.
+"""Measuring micro-batch sizes while training: the first effective batches are cut into several sizes in turn, first far apart,
+then near the fastest.
 
 The gradient does not depend on the sizes, so measuring them costs nothing but the few micro-batches that are slower than the
 best. Not covered: sizes beyond what the plan's profile says fits, compiled models (each size would be compiled), and replay.
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 
 ENOUGH = 3
-"""Measurements of each size before one is chosen."""
-NEARLY = 1.02
-"""Sizes within this factor of the fastest count as equally fast; then the larger wins."""
+"""Measurements of each size in each of the two rounds."""
+NEAR = 1.1
+"""Sizes within this factor of the fastest are measured again in the second round."""
 HOPELESS = 1.5
 """A size this much slower per unit than the best so far is not tried again."""
 
@@ -25,13 +26,15 @@ HOPELESS = 1.5
 class Tuner:
     """Proposes how an effective batch is cut, and learns from how long its micro-batches took.
 
-    A choice is a size of micro-batch, in units: samples, or elements where samples differ in size. `choices` are those that
+    A choice is a size of micro-batch, in units: samples, or elements where samples differ in size. `fitting` are those that
     fit, `planned` the one in force; `alone` fits only as the one micro-batch of its batch.
     """
 
-    def __init__(self, choices: Sequence[int], planned: int, device: torch.device, *, alone: int | None = None) -> None:
-        self.choices = tuple(sorted({*choices, planned}))
+    def __init__(self, fitting: Sequence[int], planned: int, device: torch.device, *, alone: int | None = None) -> None:
+        self.fitting = tuple(sorted({*fitting, planned}))
+        self.choices = tuple(sorted({*doubling(self.fitting), planned}))
         self.planned, self._alone = planned, alone
+        self._enough, self._near_known = ENOUGH, False
         self._clock = _Clock(device)
         self._measured: dict[int, list[float]] = {choice: [] for choice in self.choices}
         self._running: list[tuple[int, int] | None] = []
@@ -39,8 +42,8 @@ class Tuner:
 
     @property
     def done(self) -> bool:
-        """Whether every choice that is not hopeless was measured often enough."""
-        return len(self.choices) < 2 or all(len(self._measured[c]) >= ENOUGH for c in self._worth_trying())
+        """Whether every choice that is not hopeless was measured often enough, and then those near the fastest again."""
+        return len(self.fitting) < 2 or (self._near_known and self._all_measured())
 
     def next_choice(self, *, beside: bool = False, most: int | None = None) -> int:
         """The choice for the next micro-batch; `beside`: of a batch that has others already; `most`: units in the batch."""
@@ -55,7 +58,8 @@ class Tuner:
     def begin(self) -> None:
         """A pass begins; what was proposed for one that failed is forgotten."""
         self._collect()
-        self._running = []
+        if not self._near_known and self._all_measured():
+            self._look_near()
         self._clock.start()
 
     def expect(self, choice: int, units: int) -> None:
@@ -72,16 +76,34 @@ class Tuner:
         rates = {c: median(found) for c, found in self._measured.items() if found}
         if not rates:
             return self.planned, {}
-        fastest = min(rates.values())
-        return max(c for c, rate in rates.items() if rate <= fastest * NEARLY), rates
+        return min(rates, key=lambda choice: rates[choice]), rates
+
+    def _look_near(self) -> None:
+        """The second round: sizes between the fastest and those beside it, and those that were about as fast."""
+        fastest, rates = self.best()
+        measured = sorted(rates)
+        at = measured.index(fastest)
+        beside = [self._between(a, b) for a, b in itertools.pairwise(measured[max(0, at - 1) : at + 2])]
+        near = [choice for choice, rate in rates.items() if rate <= NEAR * rates[fastest]]
+        self.choices = tuple(sorted({*near, *(size for size in beside if size is not None)}))
+        self._measured = {**{choice: [] for choice in self.choices}, **self._measured}
+        self._enough, self._near_known = 2 * ENOUGH, True
+
+    def _between(self, low: int, high: int) -> int | None:
+        """The size that fits and lies in the middle of two, by their ratio; None where there is none."""
+        inside = [size for size in self.fitting if low < size < high]
+        return min(inside, key=lambda size: abs(size * size - low * high), default=None)
+
+    def _all_measured(self) -> bool:
+        return all(len(self._measured[c]) >= self._enough for c in self._worth_trying())
 
     def _worth_trying(self) -> list[int]:
-        rates = {c: min(found) for c, found in self._measured.items() if found}
+        rates = {c: min(found) for c, found in self._measured.items() if found and c in self.choices}
         fastest = min(rates.values(), default=0.0)
         return [c for c in self.choices if rates.get(c, 0.0) <= fastest * HOPELESS]
 
     def _is_open(self, choice: int) -> bool:
-        return choice in self._worth_trying() and len(self._measured[choice]) + self._pending(choice) < ENOUGH
+        return choice in self._worth_trying() and len(self._measured[choice]) + self._pending(choice) < self._enough
 
     def _pending(self, choice: int) -> int:
         return sum(1 for running in self._running if running is not None and running[0] == choice)

@@ -1,0 +1,102 @@
+"""Which micro-batch sizes are measured while training, and which one is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from memfit.batches.pieces import next_size
+from memfit.planning.search import micro_batch_sizes
+from memfit.training import tune
+from memfit.training.tune import ENOUGH, Tuner, doubling
+
+CPU = torch.device("cpu")
+
+
+class Machine:
+    """A machine on which a micro-batch takes `seconds(size)` per sample."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self.now, self._seconds = 0.0, seconds
+        self.ran: list[int] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def run(self, size: int) -> None:
+        self.now += size * self._seconds(size)
+        self.ran.append(size)
+
+
+def tuned(
+    machine: Machine, fitting: tuple[int, ...], planned: int, share: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, int]:
+    """(the size taken, the batches it took to know)."""
+    monkeypatch.setattr(tune.time, "perf_counter", machine.perf_counter)
+    tuner = Tuner(fitting, planned, CPU)
+    batches = 0
+    while not tuner.done:
+        batches += 1
+        assert batches < 100
+        tuner.begin()
+        left, pieces = share, []
+        while left:
+            choice = tuner.next_choice(beside=bool(pieces), most=share)
+            pieces.append(next_size(left, choice))
+            tuner.expect(choice, pieces[-1])
+            left -= pieces[-1]
+        for index, piece in enumerate(pieces):
+            machine.run(piece)
+            tuner.micro_batch_done(index)
+    return tuner.best()[0], batches
+
+
+@pytest.mark.parametrize("best", [1, 3, 6, 11, 16])
+def test_the_fastest_size_is_found_though_it_lies_between_those_tried_first(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(lambda size: 1.0 + abs(size - best) / best)
+    fitting = micro_batch_sizes(32, most=16)
+    assert tuned(machine, fitting, 16, 32, monkeypatch)[0] == best
+    assert max(machine.ran) <= 16
+
+
+@settings(deadline=None)
+@given(st.integers(2, 200), st.data())
+def test_no_size_is_tried_that_does_not_fit_and_it_ends(share: int, data: st.DataObject) -> None:
+    fitting = micro_batch_sizes(share, most=data.draw(st.integers(1, share)))
+    optimum, slope = data.draw(st.integers(1, share)), data.draw(st.floats(0.0, 1.0))
+
+    def seconds(size: int) -> float:
+        return 1.0 + slope * abs(math.log2(size / optimum))
+
+    machine = Machine(seconds)
+    with pytest.MonkeyPatch.context() as patch:
+        best, batches = tuned(machine, fitting, fitting[-1], share, patch)
+    assert best in fitting and max(machine.ran, default=1) <= fitting[-1]
+    # A micro-batch counts for a size from three quarters of it on.
+    assert seconds(best) <= min(seconds(size) for size in doubling(fitting)) + slope * math.log2(4 / 3) + 1e-9
+    assert batches <= 2 + 4 * ENOUGH * len(fitting)
+
+
+def test_a_single_size_has_nothing_to_measure() -> None:
+    assert Tuner((4,), 4, CPU).done
+
+
+def test_what_a_failed_pass_proposed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(lambda size: 1.0)
+    monkeypatch.setattr(tune.time, "perf_counter", machine.perf_counter)
+    tuner = Tuner((1, 2), 2, CPU)
+    for _ in range(5):
+        tuner.begin()
+        tuner.expect(tuner.next_choice(), 2)  # memory runs out before it is done
+    assert not tuner.done and tuner.best() == (2, {})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"), [((), ()), ((1, 2, 3, 4, 6, 8, 11, 16, 32), (1, 2, 4, 8, 16, 32)), ((3, 5, 9), (3, 5, 9))]
+)
+def test_doubling(sizes: tuple[int, ...], found: tuple[int, ...]) -> None:
+    assert doubling(sizes) == found
