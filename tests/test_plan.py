@@ -146,6 +146,28 @@ def test_measured_sizes_replace_what_was_predicted() -> None:
     assert before.measured(3, {}).accumulation == 171
 
 
+def test_reasons_go_with_what_was_measured() -> None:
+    def option(micro_batch: int, seconds: float, reason: str, checkpoint: int = 0) -> Option:
+        return Option(micro_batch, 64 // micro_batch, "off", checkpoint, Cost(1, 1, seconds), True, reason)
+
+    options = (
+        option(4, 8.0, "100% slower"),
+        option(8, 4.0, ""),
+        option(16, 4.4, "10% slower"),
+        option(8, 5.0, "25% slower", checkpoint=2),
+    )
+    before = rich_plan(checkpoint=(), micro_batch=8, share=64, overhead=0.0, precision="off", options=options, by_size=())
+    # Steps take about a tenth of what was timed while planning.
+    after = before.measured(16, {8: 0.5 / 64, 16: 0.4 / 64})
+    assert [o.reason for o in after.options] == [
+        "116% slower, estimated",
+        "25% slower, measured while training",
+        "",
+        "35% slower, estimated",
+    ]
+    assert [o.cost.seconds for o in after.options] == [8.0, pytest.approx(0.5), pytest.approx(0.4), 5.0]
+
+
 # ---- export
 
 PLANS = {

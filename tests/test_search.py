@@ -180,7 +180,7 @@ def test_where_nothing_fits_it_says_what_would() -> None:
 def test_the_way_out_names_the_levers_that_were_forbidden() -> None:
     with pytest.raises(DoesNotFit, match="allow checkpoint='auto', or allow micro_batch='auto'"):
         plan_for(150, checkpoint=(), micro_batch=8)
-    with pytest.raises(DoesNotFit, match="pass loss_fn="):
+    with pytest.raises(DoesNotFit, match="pass a loss_fn="):
         plan_for(300, standing_per_sample=100)
 
 

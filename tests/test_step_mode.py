@@ -614,6 +614,24 @@ def test_stats_are_a_flat_dictionary_of_numbers() -> None:
     assert (stats["step"], stats["micro_batch"], stats["accumulation"]) == (2, 5, 3)
 
 
+def test_what_runs_beside_training_is_not_measured_as_its_peak(tmp_path: Path) -> None:
+    run, _ = stepper(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), None, sample=points(), budget="1GiB")
+    for _ in range(12):
+        run.step(points())
+    before = run.stats()["peak_measured"]
+    assert before is not None
+    memfit.verify(run)
+    run.report().save(tmp_path / "report.html")
+    torch.ones(64 << 20)
+    beside = run.stats()["peak_measured"]
+    assert beside is not None and beside - before < 1 << 20
+    run.step(points())
+    kept = torch.ones(64 << 20)
+    run.step(points())
+    after = run.stats()["peak_measured"]
+    assert after is not None and after >= before + kept.numel()
+
+
 def test_samples_per_second_count_samples_whatever_the_batch_is() -> None:
     model = mlp()
     run = memfit.wrap(model, sgd(model), loss_fn=loss_fn, micro_batch=5)

@@ -138,7 +138,6 @@ class Pass:
         self._losses: list[torch.Tensor] = []
         self._weights: list[Count | float] = []
         self._counts: list[Count] = []
-        self._begun: dict[float, torch.Tensor] = {}
         self._unit = 0.0
         self.rivals: list[tuple[Count, ...]] = []
         self.chosen: list[Count | None] = []
@@ -157,14 +156,11 @@ class Pass:
         with without_autocast(self._work.device):
             torch.autograd.backward(loss, self._beginning(loss, weight * self._scale))
 
-    def _beginning(self, loss: torch.Tensor, factor: Count | float) -> torch.Tensor:
-        """What backward begins with: the weight, which the loss then does not have to be multiplied by."""
-        if isinstance(factor, torch.Tensor):
-            return factor.to(loss)
-        before = self._begun.get(factor)
-        if before is None or before.dtype is not loss.dtype:
-            self._begun[factor] = before = torch.full_like(loss, factor)
-        return before
+    @staticmethod
+    def _beginning(loss: torch.Tensor, factor: Count | float) -> torch.Tensor:
+        """What backward begins with: the weight, which the loss then does not have to be multiplied by. A new one each time:
+        autograd may take it over as the gradient of a parameter."""
+        return factor.to(loss, copy=True) if isinstance(factor, torch.Tensor) else torch.full_like(loss, factor)
 
     def _check_nothing(self, inputs: Any) -> None:
         """Where the weighting was inferred: a micro-batch without anything to count must have no loss of its own (losses

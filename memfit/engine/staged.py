@@ -52,6 +52,18 @@ class Staging:
         """Stage these parameters too: they live in no module of the model and receive gradients through it."""
         self.outside += [p for p in parameters if not self._is_outside(p)]
 
+    @contextmanager
+    def also(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, these are staged as well: what of a batch requires gradients."""
+        if not leaves:
+            yield
+            return
+        before, self.outside = self.outside, [*self.outside, *leaves]
+        try:
+            yield
+        finally:
+            self.outside = before
+
     def holds_only(self, known: dict[int, Any]) -> bool:
         """Whether every parameter in the model is one of `known` (ids): False inside `functional_call`."""
         modules = modules_of(self.model)

@@ -24,6 +24,9 @@ from memfit.batches.weights import KNOWN_LOSSES, Bound, Count, all_arguments, en
 _LINEAR = ("Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "Mean", "Sum")
 
 
+HALF = (torch.bfloat16, torch.float16)
+
+
 @dataclass(frozen=True)
 class Term:
     """One known mean met in a micro-batch."""
@@ -49,6 +52,8 @@ class Terms:
         self.found: list[Term] = []
         self.only_by_name = True
         """Whether everything found so far was called as an attribute of torch.nn.functional."""
+        self.lowest: torch.dtype | None = None
+        """The half precision that anything was computed in, where every call is looked at."""
         self._alone, self._shares, self._by_name = alone, shares, by_name
         self._modes = ExitStack() if not by_name else None
         self._outer: Terms | None = None
@@ -100,7 +105,10 @@ class _Seen(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = all_arguments(func, kwargs or {})
         if known_loss(func) is None:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if isinstance(result, torch.Tensor) and result.dtype in HALF and self._terms.lowest is not torch.bfloat16:
+                self._terms.lowest = result.dtype
+            return result
         before = len(self._terms.found)
         result = self._terms.answer(func, args, kwargs)
         self._terms.only_by_name &= len(self._terms.found) == before

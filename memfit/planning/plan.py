@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -125,20 +126,25 @@ class Plan:
 
     def sizes_with_same_levers(self) -> tuple[int, ...]:
         """The micro-batch sizes among the options that fit with this plan's precision and blocks."""
-        same = [o for o in self.options if o.precision == self.precision and o.checkpoint == len(self.checkpoint)]
-        if self.by_size:  # the options are of profiles in which the blocks are checkpointed already
-            same = [o for o in self.options if o.precision == self.precision]
-        return tuple(sorted({o.micro_batch for o in same if o.fits}))
+        return tuple(sorted({o.micro_batch for o in self._same_levers() if o.fits}))
 
     def measured(self, micro_batch: int, rates: dict[int, float]) -> Plan:
         """The plan with another size of micro-batch, and the seconds per unit that were measured for several sizes."""
         rest = 0.0 if self.predicted.seconds is None else self.overhead
         seconds = {n: rate * self.unit * self.share + rest for n, rate in rates.items()}
-        options = tuple(_remeasured(option, seconds.get(option.micro_batch), micro_batch, seconds) for option in self.options)
+        same, drift, best = set(self._same_levers()), self._drift(seconds), seconds.get(micro_batch)
+
+        def anew(option: Option) -> Option:
+            own = seconds.get(option.micro_batch) if option in same else None
+            option = option if own is None else replace(option, cost=replace(option.cost, seconds=own))
+            taken = option.micro_batch == micro_batch and (own is not None or option in same)
+            return replace(option, reason="" if taken else _reason_now(option, own is not None, best, drift))
+
+        options = tuple(anew(option) for option in self.options)
         taken = next((o for o in options if o.micro_batch == micro_batch and o.fits), None)
         predicted = self.predicted if taken is None else replace(taken.cost, seconds=seconds.get(micro_batch))
         elements = micro_batch * self.unit
-        table = tuple((size, min(most, max(1, round(elements / max(1, size)))), most) for size, _, most in self.by_size)
+        table = tuple((size, min(most, max(1, elements // max(1, size))), most) for size, _, most in self.by_size)
         return replace(
             self,
             micro_batch=micro_batch,
@@ -147,6 +153,19 @@ class Plan:
             by_size=table,
             options=options,
         )
+
+    def _drift(self, seconds: dict[int, float]) -> float:
+        """How much longer measured steps take than was planned; 1 where nothing was measured."""
+        planned = {option.micro_batch: option.cost.seconds for option in self._same_levers() if option.cost.seconds}
+        found = [measured / planned[n] for n, measured in seconds.items() if n in planned]
+        return statistics.median(found) if found else 1.0
+
+    def _same_levers(self) -> list[Option]:
+        """The options with this plan's precision and blocks."""
+        same = [o for o in self.options if o.precision == self.precision]
+        if self.by_size:  # the options are of profiles in which the blocks are checkpointed already
+            return same
+        return [o for o in same if o.checkpoint == len(self.checkpoint)]
 
     def _peak_by_size(self, table: tuple[tuple[int, int, int], ...]) -> dict[str, int]:
         """The largest peak of the micro-batches in a table; {} where the plan does not know."""
@@ -165,6 +184,8 @@ class Plan:
         levers += [self.precision] if self.precision != "off" else []
         seconds = "" if self.predicted.seconds is None else f", {format_seconds(self.predicted.seconds)} per step"
         how = f"{self.share} = {self.micro_batch} x {self.accumulation}" if self.accumulation > 1 else f"{self.share} whole"
+        if self.by_size:
+            how = f"{self.share} = about {self.micro_batch} at a time, by size of sample"
         with_levers = f" ({', '.join(levers)})" if levers else ""
         mode = ", two passes" if self.mode == "replay" else ""
         memory = f"{format_bytes(self.predicted.peak + self.held)} of {format_bytes(self.limit)}"
@@ -238,19 +259,17 @@ def _consistent(plan: Plan) -> Plan:
     return replace(plan, accumulation=accumulation, mode=mode)
 
 
-def _remeasured(option: Option, seconds: float | None, taken: int, all_seconds: dict[int, float]) -> Option:
-    """An option with measured seconds, and the reason that follows from them."""
-    reason = option.reason
-    if option.fits and option.micro_batch == taken:
-        reason = ""
-    elif option.fits and not reason:
-        reason = "measured slower while training"
-    if seconds is None:
-        return replace(option, reason=reason)
-    if option.fits and option.micro_batch != taken and all_seconds.get(taken):
-        slower = seconds / all_seconds[taken] - 1
-        reason = f"{slower:.0%} slower, measured while training" if slower > 0.02 else "no faster, measured while training"
-    return replace(option, cost=replace(option.cost, seconds=seconds), reason=reason)
+def _reason_now(option: Option, measured: bool, best: float | None, drift: float) -> str:
+    """Why an option is not taken, once others were measured; `best` are the seconds of what is, and seconds that were only
+    planned come to `drift` times as many."""
+    planned = option.cost.seconds
+    if not option.fits:
+        return option.reason
+    if planned is None or best is None:
+        return option.reason or "was in force before"
+    slower = (planned if measured else planned * drift) / best - 1
+    how = "measured while training" if measured else "estimated"
+    return f"{slower:.0%} slower, {how}" if slower > 0.02 else f"no faster, {how}"
 
 
 def _describe(option: Option) -> str:

@@ -306,7 +306,9 @@ def _reason(way: _Way, chosen: _Way, budget: Budget, standing: int) -> str:
     slower = way.seconds / chosen.seconds - 1
     if slower > NEARLY - 1:
         return f"{slower:.0%} slower"
-    return "no faster, with more micro-batches or levers"
+    if way.accumulation > chosen.accumulation or len(way.checkpoint) > len(chosen.checkpoint):
+        return "no faster, with more micro-batches or levers"
+    return "no faster"
 
 
 def _lever_name(profile: Profile) -> str:
@@ -332,7 +334,7 @@ def _does_not_fit(tried: Sequence[_Way], budget: Budget, demand: Demand, own: Pr
 def _what_else(demand: Demand, own: Profile, standing: int) -> str:
     ways = []
     if standing:
-        ways.append("pass loss_fn= so that the output need not exist as a whole")
+        ways.append("pass a loss_fn= that is a mean or sum over samples, so that the output need not exist as a whole")
     if demand.checkpoint is not None and own.blocks:
         ways.append("allow checkpoint='auto'")
     if demand.micro_batch is not None and demand.micro_batch > 1:

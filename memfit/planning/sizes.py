@@ -27,7 +27,7 @@ def peak_between(ends: Ends, elements: int, samples: int) -> Peak:
     share = (elements - low) / (high - low)
     # What does not depend on samples at all: what is left of the peak where as many again add as much again.
     fixed = max(0, 2 * a.allocated - small.peak(2 * samples).allocated)
-    per_element = _mixed((a.allocated - fixed) / low, (b.allocated - fixed) / high, share)
+    per_element = _mixed((a.allocated - fixed) / max(1, low), (b.allocated - fixed) / high, share)
     allocated, upper = int(fixed + elements * per_element), int(_mixed(a.upper, b.upper, share))
     beyond = _mixed(a.expected - a.allocated, b.expected - b.allocated, share)
     return Peak(allocated, min(upper, int(allocated + beyond)), upper)
@@ -46,7 +46,7 @@ def by_size(ends: Ends, plan: Plan, room: int, middle: int, steps: int = 16) -> 
     table = []
     for k in range(steps + 1):
         elements = round(low + (high - low) * k / steps)
-        wanted = max(1, round(plan.micro_batch * middle / max(1, elements)))
+        wanted = max(1, plan.micro_batch * middle // max(1, elements))
         most = _largest_fitting(ends, elements, max(wanted, plan.share), room)
         table.append((elements, min(wanted, most), most))
     return tuple(table)

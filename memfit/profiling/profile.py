@@ -14,6 +14,9 @@ from memfit.profiling.allocator import HEAP_WASTE, Peak, peak_on
 from memfit.profiling.timeline import Timeline, fit
 from memfit.profiling.timing import Timing
 
+NOISE = 64 << 10
+"""Bytes up to which more measured than traced is no sign of hidden memory: the kernel counts in pages, some at a time."""
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -151,7 +154,7 @@ class Profile:
         if self.timeline is not None:
             traced = self.timeline
             measured = [(t.samples, t.growth - t.kept - traced.growth(t.samples)) for t in timings if t.growth is not None]
-            excess = tuple((n, max(0, more)) for n, more in measured) if any(more > 0 for _, more in measured) else ()
+            excess = tuple((n, max(0, more)) for n, more in measured) if any(more > NOISE for _, more in measured) else ()
         kept = max((t.kept for t in timings), default=0)
         return replace(self, timings=timings, optimizer_seconds=optimizer_seconds, excess=excess, kept_per_size=kept)
 

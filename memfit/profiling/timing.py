@@ -95,7 +95,7 @@ class Stopwatch:
             Pass(timed, self._staging, self._weighting, 1.0).micro_batch(0, samples)
         end = self._now()
         peak = self._meter.peak()
-        begun, forward_done = marks
+        begun, forward_done = marks[0], marks[-1]  # a micro-batch of weight zero has no forward
         growth = None if peak is None else max(0, peak - before)
         kept = max(0, self._used() - used)
         return Timing(samples, end - begun, forward_done - begun, tuple(found.items()), growth, kept)

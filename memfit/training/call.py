@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit._errors import UsageError
 from memfit.batches.cut import Axis, Layout, cut, cut_samples
 from memfit.batches.pieces import bounds
 from memfit.batches.tree import leaves, map_leaves, rebuild, tensors
@@ -243,7 +244,15 @@ def _copy(leaf: Any) -> Any:
 def part_of_split(split: Split, batch: Any, start: int, stop: int, samples: int) -> Any:
     """The samples `start:stop` of a batch that only `split` knows how to cut."""
     sizes = [start, stop - start, samples - stop]
-    parts = split(batch, [size for size in sizes if size])
+    wanted = [size for size in sizes if size]
+    parts = split(batch, wanted)
+    if not isinstance(parts, (list, tuple)) or len(parts) != len(wanted):
+        what = f"{len(parts)} parts" if isinstance(parts, (list, tuple)) else f"something of type {type(parts).__name__}"
+        raise UsageError(
+            f"cutting the batch with split= into parts of {', '.join(map(str, wanted))} samples",
+            found=f"it returned {what}",
+            next_move="return a list with one batch for each of the sizes it was given",
+        )
     return parts[1 if start else 0]
 
 

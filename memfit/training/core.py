@@ -211,8 +211,8 @@ class Core:
             return
         self.note(
             "replan",
-            f"{format_bytes(drift)} more are reserved than when the plan was made (kernels for shapes that were new): "
-            f"micro-batches of {size}",
+            f"{format_bytes(drift)} more are reserved than when the plan was made (kernels for new shapes, or code outside the "
+            f"step): micro-batches of {size}",
         )
 
     def old_gradient_bytes(self) -> int:

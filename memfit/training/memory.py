@@ -7,6 +7,7 @@ covered: memory that other processes take between two looks.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,6 +47,7 @@ class Memory:
         self._model, self._optimizer, self._device = model, optimizer, device
         give_back_free_heap()
         self._seen: int | None = None
+        self._resting = False
         self.reserved = device.type == "cpu" and _limits_what_is_reserved(budget)
         self._meter = Meter(device, reserved=self.reserved)
         self._start = self._meter.held() - self._known_bytes()
@@ -98,13 +100,25 @@ class Memory:
 
     def measured_peak(self) -> int | None:
         """Most bytes held since the meter was reset, on the budget's scale; None where the platform cannot tell."""
+        if self._resting:
+            return self._seen
         peak = self._meter.peak()
         return self._seen if peak is None else max(self._seen or 0, peak - self._start + self._base)
 
     def reset_peak(self) -> None:
         """Count the measured peak anew."""
-        self._seen = None
+        self._seen, self._resting = None, False
         self._meter.reset_peak()
+
+    def rest(self) -> None:
+        """Until a step is done, what is held does not count as the training's: comparing and drawing take room, too."""
+        self._seen, self._resting = self.measured_peak(), True
+
+    def stepped(self) -> None:
+        """A step is done, the next one counts again."""
+        if self._resting:
+            self._resting = False
+            self._meter.reset_peak()
 
     @contextmanager
     def sparing_kernels(self) -> Iterator[None]:
@@ -117,18 +131,8 @@ class Memory:
         if not self.reserved:
             yield
             return
-        with torch.backends.mkldnn.flags(enabled=False):
+        with _without_onednn():
             yield
-
-    @contextmanager
-    def peak_aside(self) -> Iterator[None]:
-        """What is held inside does not count as the training's."""
-        before = self.measured_peak()
-        try:
-            yield
-        finally:
-            self._meter.reset_peak()
-            self._seen = before
 
     def _known_bytes(self) -> int:
         """Bytes of the tensors that profiles count: parameters, buffers, gradients, optimizer state."""
@@ -143,6 +147,20 @@ class Memory:
                 found.update({id(v): v for v in state.values() if isinstance(v, torch.Tensor)})
         on_device = [t for t in found.values() if t.device.type == self._device.type]
         return sum(t.numel() * t.element_size() for t in on_device)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    flags = torch.backends.mkldnn.flags(enabled=False)
+    with warnings.catch_warnings():  # torch warns of a flag for Intel's GPUs whenever any of them is set
+        warnings.simplefilter("ignore")
+        flags.__enter__()
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            flags.__exit__(None, None, None)
 
 
 def _limits_what_is_reserved(budget: Budget) -> bool:

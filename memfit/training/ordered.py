@@ -12,6 +12,7 @@ from memfit.batches.cut import Layout, cut_samples, cutter, pieces_of
 from memfit.batches.pieces import bounds
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import map_leaves, tensors
+from memfit.engine.accumulate import WeightsChanged
 from memfit.training.call import Split, part_of_split
 from memfit.training.choose import marks_of, most_telling, spaced
 from memfit.training.learn import Shapes, twin_of_part
@@ -26,7 +27,8 @@ class Ordered:
     `sizes[i]` are the elements of the i-th; all zero where samples cannot be told apart. `shapes` are the shapes per sample
     of an ordinary batch, None where samples are collated. With `in_order`, pieces can only be made of neighbours;
     `views(pieces)` makes all of them where that copies nothing. They lie on `devices`, if known.
-    `again` makes of a part of an ordinary batch, and the number of samples in it, a batch of its own.
+    `again` makes of a part of an ordinary batch, and the number of samples in it, a batch of its own. `wanted` are the tensors
+    of an ordinary batch that gradients flow into.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class Ordered:
         views: Callable[[Sequence[int]], Sequence[Any]] | None = None,
         devices: frozenset[torch.device] | None = None,
         again: Callable[[Any, int], Ordered] | None = None,
+        wanted: Sequence[torch.Tensor] = (),
     ) -> None:
         self.samples, self.shapes, self.in_order, self._again = samples, shapes, in_order, again
+        self.wanted = wanted
         self.devices = devices
         self.ragged = bool(sizes) and max(sizes) > RAGGED * max(1, min(sizes))
         order = sorted(range(samples), key=lambda i: -sizes[i]) if self.ragged else range(samples)
@@ -72,8 +76,10 @@ class Ordered:
         def again(part: Any, samples: int) -> Ordered:
             return Ordered.of_tree(part, Layout(layout.axes, samples), shapes)
 
-        devices = frozenset(tensor.device for tensor in tensors(tree))
-        return Ordered(layout.samples, [], piece, shapes=shapes, views=views, devices=devices, again=again)
+        found = tensors(tree)
+        devices = frozenset([tensor.device for tensor in found])
+        wanted = [tensor for tensor in found if tensor.requires_grad]
+        return Ordered(layout.samples, [], piece, shapes=shapes, views=views, devices=devices, again=again, wanted=wanted)
 
     @staticmethod
     def of_split(tree: Any, samples: int, split: Split, shapes: Shapes) -> Ordered:
@@ -85,7 +91,8 @@ class Ordered:
         def again(part: Any, samples: int) -> Ordered:
             return Ordered.of_split(part, samples, split, shapes)
 
-        return Ordered(samples, [], piece, shapes=shapes, in_order=True, again=again)
+        wanted = [tensor for tensor in tensors(tree) if tensor.requires_grad]
+        return Ordered(samples, [], piece, shapes=shapes, in_order=True, again=again, wanted=wanted)
 
     def few(self, count: int) -> Ordered:
         """Some of the samples, of all sizes, in no particular order of size; those of an ordinary batch as copies."""
@@ -152,8 +159,8 @@ class Ordered:
 
             def apart(i: int) -> list[float]:
                 sample = self._make([i])
-                whole = 1 if own is None else max(1, int(own(sample)))
-                return [int(rival(sample)) / whole for rival in rivals]
+                whole = 1 if own is None else max(1.0, _counted(own, sample))
+                return [_counted(rival, sample) / whole for rival in rivals]
 
             order = sorted(self._order, key=apart)
             chosen = [*order[: count // 2], *order[count // 2 - count :]]
@@ -173,6 +180,14 @@ class Ordered:
         view.samples, view._order, view.ragged = len(order), order, self.ragged
         view.sizes = [0] * len(order)
         return view
+
+
+def _counted(count: Callable[[Any], Any], sample: Any) -> float:
+    """What is counted in one sample; less than anything where it holds what cannot be counted any more."""
+    try:
+        return float(count(sample))
+    except WeightsChanged:
+        return -1.0
 
 
 def _on_host(leaf: Any) -> Any:

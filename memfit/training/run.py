@@ -141,6 +141,8 @@ class Run:
 
     def verify(self) -> Verification:
         """Compare one effective batch both ways, whole and in micro-batches; the result also goes into the report."""
+        if self._core is not None:
+            self._core.memory.rest()
         from memfit.reporting.plain import SWITCHED_ON_BY
         from memfit.training.verify import verification_of
 
@@ -149,7 +151,7 @@ class Run:
                 "verifying a run", found=f"memfit is switched off for it ({self._off})", next_move=SWITCHED_ON_BY[self._off]
             )
         script = self._script
-        with script.aside() if script is not None else nullcontext(), self._core.memory.peak_aside():
+        with script.aside() if script is not None else nullcontext():
             self._core.verification = verification_of(self._core, self._core.reference)
         return self._core.verification
 
@@ -159,10 +161,12 @@ class Run:
         Without a plan (switched off, or everything ran as the script wrote it) it says that. Raises UsageError before the
         first training step.
         """
+        core = self._core
+        if core is not None:
+            core.memory.rest()
         from memfit.reporting.drawing import drawing_modules
         from memfit.reporting.report import make_report
 
-        core = self._core
         if core is None or core.plan is None:
             return self._plain_report()
         return make_report(
@@ -261,6 +265,7 @@ class Run:
         if core.plan is not self._measured_plan:
             core.memory.reset_peak()  # neither what planning itself held nor a plan before this one counts
             self._measured_plan, self._peak_from = core.plan, core.steps
+        core.memory.stepped()
         if self._guard is not None:
             self._guard.stepped()
         if self._script is not None:

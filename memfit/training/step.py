@@ -15,7 +15,7 @@ from memfit._errors import Refused
 from memfit.batches.cut import Layout, candidate_layouts, look_of, refuse_no_batch, shared_samples, uncuttable
 from memfit.batches.pieces import next_size
 from memfit.batches.samples import SampleBatch
-from memfit.batches.tree import tensors
+from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.accumulate import BY_SAMPLES, WeightsChanged, checked_loss
 from memfit.engine.handover import hand_over
 from memfit.planning.plan import Plan
@@ -29,7 +29,7 @@ from memfit.training.steptasks import Tasks
 from memfit.training.stepweights import Weigher
 from memfit.training.tune import Tuner
 from memfit.training.weigh import without_idle_rivals
-from memfit.training.works import LossFn, moved
+from memfit.training.works import LossFn, copied, moved
 
 
 @dataclass
@@ -117,10 +117,12 @@ class Stepper:
         weighting = self._weights.weighting or BY_SAMPLES
         if batch.is_whole:
             weighting = without_idle_rivals(weighting, lambda: batch.piece(0, batch.samples))
-        return hand_over(core.accumulated(work, weighting, pieces_for, largest=core.limit(plan)))
+        with core.staging.also(batch.wanted):
+            return hand_over(core.accumulated(work, weighting, pieces_for, largest=core.limit(plan)))
 
     def _all_at_once(self, batch: Any) -> torch.Tensor:
         whole = batch.collate() if isinstance(batch, SampleBatch) else batch
+        whole = map_leaves(copied, whole) if self._tasks.writes else whole
         return checked_loss(self._whole_loss(moved(whole, self._core.device)))
 
     def _pieces(self, batch: Ordered, largest: int, plan: Plan, tuner: Tuner | None) -> tuple[int, ...]:
@@ -136,7 +138,7 @@ class Stepper:
                 count = min(left, max(1, usual * largest // plan.micro_batch))
             else:
                 choice = tuner.next_choice()
-                count = min(left, most, max(1, round(choice / max(1, size))))
+                count = min(left, most, max(1, choice // max(1, size)))
                 tuner.expect(choice, sum(batch.sizes[start : start + next_size(left, count, self._core.least)]))
             found.append(next_size(left, count, self._core.least))
             start += found[-1]
@@ -147,6 +149,8 @@ class Stepper:
     def _cut_from(self, batch: Any) -> Ordered:
         """An ordinary batch handed to `step`: cut along its samples."""
         settings = self._core.settings
+        if any(not tensor.is_leaf for tensor in tensors(batch)):
+            raise _has_a_graph()
         if settings.split is not None:
             samples = settings.share or shared_samples(batch)
             if samples is None:
@@ -201,6 +205,14 @@ def _layout_of(batch: Any) -> tuple[Layout, Shapes]:
     if layout is None:
         raise uncuttable("its tensors do not share a first dimension")
     return layout, shapes_per_sample(batch, layout)
+
+
+def _has_a_graph() -> Refused:
+    return Refused(
+        "cutting a batch that was computed with gradients",
+        found="a tensor in it has a graph of its own, through which every micro-batch would have to go back",
+        next_move="compute it inside loss_fn, or detach() it",
+    )
 
 
 def _uncounted() -> Refused:

@@ -22,9 +22,14 @@ from memfit.training.works import LossFn, StepWork
 
 
 class Tasks:
-    """Work, tasks and plans for `loss_fn` on ordered batches."""
+    """Work, tasks and plans for `loss_fn` on ordered batches.
+
+    Attribute: `writes` (whether `loss_fn` was seen to write into its batch: then it works on copies, so that what runs more
+    than once gives the same).
+    """
 
     def __init__(self, core: Core, loss_fn: LossFn) -> None:
+        self.writes = False
         self._core, self._loss_fn = core, loss_fn
 
     def task(self, batch: Ordered, index: int, demand: Demand, weighting: Weighting) -> Task:
@@ -44,11 +49,25 @@ class Tasks:
         return Task(make_work, real_work, weighting, available, demand, self._core.compiled)
 
     def work(
-        self, piece: Callable[[int, int], Any], samples: int, precision: str, *, there: bool = False
+        self,
+        piece: Callable[[int, int], Any],
+        samples: int,
+        precision: str,
+        *,
+        there: bool = False,
+        on_copies: bool = False,
     ) -> StepWork:
-        """`loss_fn` on pieces of `samples` samples; `there`: they lie on the device already."""
-        core = self._core
-        return StepWork(core.model, self._loss_fn, piece, samples, core.device, precision=precision, there=there)
+        """`loss_fn` on pieces of `samples` samples; `there`: they lie on the device already; `on_copies`: on copies of them,
+        as it always does once it was seen to write."""
+        model, device = self._core.model, self._core.device
+        on_copies = on_copies or self.writes
+        return StepWork(
+            model, self._loss_fn, piece, samples, device, precision=precision, there=there, on_copies=on_copies
+        )
+
+    def watch(self, work: StepWork) -> None:
+        """Remember whether the loss function wrote into the copies that `work` gave it."""
+        self.writes = self.writes or work.wrote()
 
     def profile(self, batch: Ordered, share: int) -> Profile | None:
         """What the largest sample costs; memory does not depend on the weighting. None where a plan was made elsewhere."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memfit._errors import UsageError
+from memfit._errors import Refused, UsageError
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import BY_SAMPLES, CountOf, Weighting, Work, checked_loss, wide
 from memfit.engine.terms import Terms, is_only_term
@@ -85,8 +85,10 @@ class Weigher:
         core = self._core
         if core.least > 1 or batch.samples < 2:
             return
+        work = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
         with core.staging.swapped():  # no hook of the user's fires
-            why = loss_alone(self._tasks.work(batch.piece, batch.samples, "off"), core.model)
+            why = loss_alone(work, core.model)
+        self._tasks.watch(work)
         if why is not None:
             core.need_company(why)
 
@@ -125,9 +127,10 @@ class Weigher:
         core = self._core
         parts = parts_of(few, core.least)
         pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
-        work = self._tasks.work(pieces, few, "off")
+        work = self._tasks.work(pieces, few, "off", on_copies=True)
         self._prove_at = PROVE_AGAIN * core.steps or 1
         self.weighting, deviation = infer_weighting(work, parts, core.staging, core.model)
+        self._tasks.watch(work)
         if self.weighting is None:
             if again is not None and not math.isfinite(deviation.relative):
                 self.weighting = again
@@ -168,6 +171,12 @@ class Weigher:
             self._core.reference = None
 
     def _run_together(self, why: str) -> None:
+        if self._core.settings.split is not None:
+            raise Refused(
+                "cutting batches with split= for this loss_fn",
+                found=f"the loss needs all samples together ({why}), and split= cuts batches, not calls of the model",
+                next_move="pass batches that memfit can cut by itself, or wrap without loss_fn and keep your own loop",
+            )
         self.weighting, self.together = None, True
         self._core.note("note", f"the loss needs all samples together ({why}): the model runs in two passes")
 

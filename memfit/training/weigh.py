@@ -6,6 +6,7 @@ Runs as the proofs of `prove.py` do, and keeps gradients of a bounded choice of 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from memfit._units import MiB
 from memfit.batches.pieces import bounds
-from memfit.batches.tree import Path, leaf_at, leaves, path_name
+from memfit.batches.tree import Path, leaf_at, leaves, path_name, tensors
 from memfit.batches.weights import Count, entries_other_than
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_loss
 from memfit.engine.intercept import is_compiled
@@ -32,24 +33,37 @@ def infer_weighting(
     work: Work, sizes: Sequence[int], staging: Staging, model: nn.Module
 ) -> tuple[Weighting | None, Deviation]:
     """How the losses of parts of these sizes make the loss of the whole, proven on losses and gradients; None if no way
-    does."""
+    does. Parameters that only the loss knows are staged from now on."""
+    found = _inferred(work, sizes, staging, model, by_operations=False)
+    found = found or _inferred(work, sizes, staging, model, by_operations=True)
+    assert found is not None  # the second look takes every draw
+    weighting, deviation, foreign = found
+    # What the loss function makes for itself, each time it runs, is gone by now.
+    staging.stage_also([leaf for leaf in (reference() for reference in foreign) if leaf is not None])
+    return weighting, deviation
+
+
+def _inferred(
+    work: Work, sizes: Sequence[int], staging: Staging, model: nn.Module, *, by_operations: bool
+) -> tuple[Weighting | None, Deviation, Sequence[weakref.ref[torch.Tensor]]] | None:
+    """(the weighting, how far parts were off, what else gradients flow into); None where draws could not be sliced."""
     samples = sum(sizes)
     by_name = not is_compiled(model)  # compiled code is built anew for every stand-in
-    for by_operations in (False, True):
-        draws = Draws(by_operations=by_operations)
-        with comparable(model, work.device), staging.swapped():
-            probes = probes_of(staging.parameters())
-            counts = _count_candidates(work, samples)
-            with draws.recording():
-                whole = _measured(work, 0, samples, probes, counts, by_name)
-            if draws.unsliced and not by_operations:
-                continue
-            parts = []
-            for start, stop in bounds(sizes):
-                with draws.sliced(start, stop, samples):
-                    parts.append(_measured(work, start, stop, probes, counts, by_name))
-            return _choose(whole, parts, counts)
-    raise AssertionError("unreachable: the second round always returns")
+    draws = Draws(by_operations=by_operations)
+    with comparable(model, work.device), staging.swapped():
+        staged = staging.parameters()
+        probes = probes_of(staged)
+        counts = _count_candidates(work, samples)
+        with draws.recording():
+            whole, reached = _measured(work, 0, samples, probes, counts, by_name)
+        if draws.unsliced and not by_operations:
+            return None
+        parts = []
+        for start, stop in bounds(sizes):
+            with draws.sliced(start, stop, samples):
+                parts.append(_measured(work, start, stop, probes, counts, by_name)[0])
+    known = {id(p) for p in staged}
+    return *_choose(whole, parts, counts), [leaf for leaf in reached if id(leaf()) not in known]
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,7 @@ class _Measured:
 
 def _measured(
     work: Work, start: int, stop: int, probes: Sequence[torch.Tensor], counts: Sequence[Any], by_name: bool
-) -> _Measured:
+) -> tuple[_Measured, list[weakref.ref[torch.Tensor]]]:
     found: list[Count | float] = []
 
     def count(inputs: Any) -> Count:
@@ -89,19 +103,39 @@ def _measured(
     outputs = work.forward(inputs)
     with Terms(alone=False, by_name=None if by_name else False) as terms:
         loss = checked_loss(work.loss(outputs))
+    given = {id(tensor) for tensor in (*tensors(inputs), *work.extra_receivers())}
+    reached = [weakref.ref(leaf) for leaf in leaves_of(loss) if id(leaf) not in given]
     gradients = torch.autograd.grad(loss, list(probes), allow_unused=True)
     only = len(terms.found) == 1 and is_only_term(loss, terms.found[0])
-    return _Measured(
+    dtype = terms.lowest or (loss.dtype if loss.dtype in TOLERANCE else torch.float32)
+    measured = _Measured(
         stop - start,
         float(loss.detach()),
-        [None if g is None else g.detach() for g in gradients],
+        [None if g is None else g.detach().to_dense() if g.is_sparse else g.detach() for g in gradients],
         len(terms.found),
         only,
         by_name and terms.only_by_name,
         float(terms.found[0].count) if terms.found else 0.0,
         tuple(float(c) for c in found),
-        loss.dtype if loss.dtype in TOLERANCE else torch.float32,
+        dtype,
     )
+    return measured, reached
+
+
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The leaf tensors that the loss's gradient flows into."""
+    found: dict[int, torch.Tensor] = {}
+    pending, seen = [loss.grad_fn], set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of the nodes that accumulate into leaves
+        if isinstance(leaf, torch.Tensor):
+            found[id(leaf)] = leaf
+        pending += [following for following, _ in node.next_functions]
+    return list(found.values())
 
 
 def _choose(
@@ -190,22 +224,30 @@ class LeafCount:
         return entries_other_than(leaf, 0) if self.rule == "nonzero" else self._sum(leaf)
 
     def counts_all(self, inputs: Any) -> bool:
-        """Whether every entry counts, so that the counts of any parts are as their samples; False where the host does not
+        """Whether every entry counts one, so that the counts of any parts are as their samples; False where the host does not
         know."""
         leaf = leaf_at(inputs, self.path)
-        if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
+        if type(leaf) is not torch.Tensor or leaf.device.type != "cpu":
             return False
+        if self.rule == "mask":
+            return bool((_readable(leaf) == 1).all())
         count = self(inputs)
         return isinstance(count, int) and count == (leaf[..., 1:] if self.rule == "shifted" else leaf).numel()
 
     def _sum(self, mask: torch.Tensor) -> Count:
         # Read through NumPy: on the CPU a count is on the host already, and nothing may look like waiting for a device.
-        if mask.device.type != "cpu" or type(mask) is not torch.Tensor or mask.dtype is torch.bfloat16:
+        if mask.device.type != "cpu" or type(mask) is not torch.Tensor:
             return mask.sum()
-        total = float(mask.detach().numpy().sum())
+        total = float(_readable(mask).sum())
         if not total.is_integer():
             raise WeightsChanged(f"{path_name(self.path)} no longer holds ones and zeros alone")
         return int(total)
+
+
+def _readable(tensor: torch.Tensor) -> Any:
+    """Values on the host for NumPy, which has no bfloat16."""
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def _count_candidates(work: Work, samples: int) -> list[LeafCount]:

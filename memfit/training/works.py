@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memfit.batches.cut import Axis
-from memfit.batches.tree import map_leaves
+from memfit.batches.tree import map_leaves, tensors
 from memfit.batches.weights import Count, known_loss
 from memfit.engine.accumulate import CountOf
 from memfit.levers.precision import precision_applied
@@ -23,7 +23,8 @@ Piece = Callable[[int, int], Any]
 
 
 class StepWork:
-    """Step mode: `loss_fn(model, piece)` on the pieces of an effective batch of `samples`; `there`: they lie on the device."""
+    """Step mode: `loss_fn(model, piece)` on the pieces of an effective batch of `samples`; `there`: they lie on the device;
+    `on_copies`: it gets copies of them, which it may write into."""
 
     def __init__(
         self,
@@ -35,13 +36,22 @@ class StepWork:
         *,
         precision: str = "off",
         there: bool = False,
+        on_copies: bool = False,
     ) -> None:
         self._model, self._loss_fn, self._piece, self._precision = model, loss_fn, piece, precision
         self.samples, self.device, self._there = samples, device, there
+        self._on_copies, self._copies = on_copies, list[torch.Tensor]()
 
     def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:
         piece = self._piece(start, stop)
+        if self._on_copies:
+            piece = map_leaves(copied, piece)
+            self._copies = tensors(piece)
         return piece if self._there else moved(piece, self.device), None if count is None else count(piece)
+
+    def wrote(self) -> bool:
+        """Whether the latest copies were written into."""
+        return any(tensor._version for tensor in self._copies)
 
     def forward(self, inputs: Any) -> Any:
         return inputs
@@ -203,6 +213,11 @@ def axis_of_argument(argument: torch.Tensor, shape: tuple[int, ...], axis: Axis,
     if dim < 0 or dim >= argument.dim() or argument.shape[dim] != shape[axis.dim]:
         return None
     return Axis(dim, axis.outer, axis.inner)
+
+
+def copied(leaf: Any) -> Any:
+    """A leaf of a batch that may be written into; what is no tensor is as it was."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def moved(tree: Any, device: torch.device) -> Any:
