@@ -246,3 +246,21 @@ def test_parameters_that_only_the_loss_knows_get_the_whole_gradient() -> None:
     run, _ = stepper(model, loss_fn, 4, optimizer=sgd(model, 0.0))
     run.step((x, y))
     assert relative_error({name: p.grad for name, p in encoder.named_parameters()}, whole) <= EXACT
+
+
+def test_a_list_of_numbers_with_one_for_each_sample_is_cut_like_a_tensor() -> None:
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        x, lengths = batch
+        return torch.stack([n * row for n, row in zip(lengths, model(x), strict=True)]).square().mean()
+
+    alike, unlike = (numbers()[0], [3] * 12), (numbers(seed=1)[0], list(range(12)))
+    assert max(errors_of_steps(Line(), loss_fn, [alike, alike, unlike])) <= EXACT
+
+
+def test_a_tuple_of_numbers_and_a_list_of_another_length_go_whole() -> None:
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        assert len(batch["size"]) == 12 and len(batch["scales"]) == 2
+        return (sum(batch["size"]) * batch["scales"][1] * model(batch["x"])).square().mean()
+
+    batch = {"x": numbers()[0], "size": tuple(range(12)), "scales": [0.5, 0.25]}
+    assert max(errors_of_steps(Line(), loss_fn, [batch])) <= EXACT

@@ -16,7 +16,7 @@ from helpers import fixed_plan, mlp
 from torch.optim import SGD
 from typer.testing import CliRunner
 
-from memfit import Plan
+from memfit import Plan, __version__
 from memfit._units import format_bytes
 from memfit.cli.commands import app
 
@@ -394,3 +394,7 @@ def test_probe(tmp_path: Path) -> None:
 def test_help_names_every_command(tmp_path: Path) -> None:
     shown = memfit("--help", cwd=tmp_path).stdout
     assert all(command in shown for command in ("probe", "plan", "verify", "report", "demo"))
+
+
+def test_the_version_is_told() -> None:
+    assert memfit("--version", cwd=Path()).stdout == f"memfit {__version__}\n"

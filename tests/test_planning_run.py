@@ -26,6 +26,7 @@ from memfit.hardware.heap import give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.planning.search import with_blocks
 from memfit.profiling.ledger import Ledger
+from memfit.training.planner import busy_note
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -226,3 +227,9 @@ def test_what_runs_holds_what_was_traced(name: str, every: bool) -> None:
     # Copies of what batch norm writes, in case the batch has to start again, are beside what the profile counts.
     copies = sum(b.nbytes for b in model.buffers())
     assert timeline.peak(samples) * 0.98 <= got <= timeline.peak(samples) + copies
+
+
+@pytest.mark.parametrize(("load", "said"), [(0.1, False), (1000.0, True)])
+def test_a_busy_machine_is_noted(load: float, said: bool) -> None:
+    assert bool(busy_note(CPU, load)) is said
+    assert not busy_note(torch.device("cuda"), 1000.0)

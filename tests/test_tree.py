@@ -63,7 +63,9 @@ def batch_encoding(**items: Any) -> Any:
 
 NESTED = {
     "tuple": ((1, 2.0), [1, 2.0]),
-    "list": ([1, [2, 3]], [1, 2, 3]),
+    "list": ([1, ["a", 3]], [1, "a", 3]),
+    "column of numbers": ((1, [2, 3.5]), [1, [2, 3.5]]),
+    "tuple of numbers": ([None, (2, 3)], [None, 2, 3]),
     "tuple subclass": (Sizes((1, 2)), [1, 2]),
     "list subclass": (Rows([1, 2]), [1, 2]),
     "named tuple": (Pair(1, {"a": 2}), [1, 2]),
@@ -71,7 +73,7 @@ NESTED = {
     "ordered dict": (OrderedDict(b=1, a=2), [1, 2]),
     "default dict": (defaultdict(list, {"b": 1, "a": 2}), [1, 2]),
     "user dict": (Wrapped(b=1, a=2), [1, 2]),
-    "dataclass": (Record(1, [2, 3]), [1, 2, 3, 7]),
+    "dataclass": (Record(1, ["a", 3]), [1, "a", 3, 7]),
     "frozen dataclass": (Frozen((1, 2)), [1, 2]),
     "dataclass with slots": (Slotted(1), [1]),
     "empty": ({"a": [], "b": ()}, []),

@@ -298,7 +298,9 @@ def _check_constant(path: Path, small: Any, few: int, large: Any, many: int) -> 
 
 def _dims_of_size(leaf: Any, samples: int) -> list[Axis | None]:
     if is_column(leaf):
-        return [Axis(0)] if len(leaf) == samples else [None]
+        if len(leaf) != samples:
+            return [None]
+        return [Axis(0)] if isinstance(leaf[0], (str, bytes)) else [Axis(0), None]
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
         return [None]
     # None last: what has a dimension of that size may still be the same for all samples (a [time, time] mask).

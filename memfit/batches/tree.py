@@ -63,10 +63,13 @@ def _leads_to_holders(value: Any) -> bool:
 
 
 def is_column(node: Any) -> bool:
-    """Whether `node` is a list of texts, one per sample, as collating strings gives it: one leaf, cut by slicing."""
-    if type(node) not in (list, tuple) or not node or not isinstance(node[0], (str, bytes)):
+    """Whether `node` is a list of texts, one per sample, as collating strings gives it, or a list of numbers: one leaf, cut by
+    slicing. A tuple of numbers is not: (height, width)."""
+    if type(node) not in (list, tuple) or not node:
         return False
-    return all(isinstance(item, (str, bytes)) for item in node)
+    if isinstance(node[0], (str, bytes)):
+        return all(isinstance(item, (str, bytes)) for item in node)
+    return type(node) is list and all(type(item) in (int, float) for item in node)
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from memfit import __version__
 from memfit._asked import Asked
 from memfit._errors import UsageError
 from memfit._units import TiB
@@ -40,6 +41,19 @@ TargetBatch = Annotated[Optional[int], typer.Option(help="Samples per optimizer 
 def main() -> None:
     """What `memfit` and `python -m memfit` run."""
     app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"memfit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Say the batch you want; memfit fits the training into the memory you have, with the same gradients."""
 
 
 @app.command()
@@ -145,7 +159,7 @@ def demo(
     budget: Annotated[str, typer.Option(help="Memory that the training may take.")] = "1GiB",
     report: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = Path("memfit-report.html"),
 ) -> None:
-    """Train a small GPT on this Python's own library, under a real memory limit. Takes about two minutes."""
+    """Train a small GPT on this Python's own library, under a real memory limit. Takes about three minutes."""
     from memfit.demo.show import run_demo
     from memfit.demo.task import Demo, check_report_path
 

@@ -124,6 +124,8 @@ class Core:
         self.events.add(self.steps, "replan" if again else "plan", plan.summary())
         self._tuner = None if profile is None else self._tuner_of(plan)
         self.on_plan()
+        if plan.accumulation > 1 and self.normalises_batches():
+            self.tell("BatchNorm takes its statistics from each micro-batch, so training differs from the whole batch's there")
 
     def readopt(self, plan: Plan, profile: Profile | None, on_changed: Callable[[Plan], None]) -> None:
         """`adopt` for a plan that was in force before."""

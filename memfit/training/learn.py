@@ -223,7 +223,7 @@ def _kind(leaf: Any, path: Path = ()) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, leaf.dim(), leaf.device.type, leaf.requires_grad
     if is_column(leaf):
-        return "column"
+        return "column" if isinstance(leaf[0], (str, bytes)) else tuple(leaf)
     simple = isinstance(leaf, (int, float, str, bool, type(None)))
     # A number on a batch of the script's own is often counted from it (its tokens), and another one in every batch.
     return leaf if simple and not (path and isinstance(path[-1], Attribute)) else type(leaf).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ FRAGMENTS = (
     "what is limited here is reserved memory, and the C library keeps freed heap reserved, in fragments: start with "
     "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 in the environment for larger micro-batches and a sure fit"
 )
+BUSY = 1.5
+"""Processes that want to run, per core, from which on timings are taken to be disturbed (a training itself makes it 1)."""
 SAFE_FROM_SINGLES = 3
 """Where micro-batches may have this many samples or more, no sample is left by itself (at most 2: 3 = 2 + 1)."""
 
@@ -233,7 +236,8 @@ class Planner:
                 raise
             fitting = [n for n in fitting if n >= SAFE_FROM_SINGLES]
             timings = time_sizes(watch, work, doubling(fitting), seconds, admit, least=least)
-        return profile.with_timings(timings, self._optimizer_seconds(allowed))
+        found = profile.with_timings(timings, self._optimizer_seconds(allowed))
+        return replace(found, notes=(*found.notes, *busy_note(self._device)))
 
     def _optimizer_seconds(self, allowed: int) -> float:
         return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))
@@ -286,6 +290,21 @@ class Planner:
             blocks=candidate_blocks(self._model) if not checkpoint and not task.compiled else (),
             levers=levers,
         )
+
+def busy_note(device: torch.device, load: float | None = None) -> tuple[str, ...]:
+    """What to say where other work took the processor while micro-batches were timed; `load` is the machine's, of the last
+    minute."""
+    cores = os.cpu_count() or 1
+    if device.type != "cpu" or not hasattr(os, "getloadavg"):
+        return ()
+    load = os.getloadavg()[0] if load is None else load
+    if load <= BUSY * cores:
+        return ()
+    return (
+        f"the machine was busy while micro-batches were timed (load {load:.1f} on {cores} cores), so another size may be "
+        "faster; where processes share cores, OMP_WAIT_POLICY=passive in the environment keeps threads from waiting in circles",
+    )
+
 
 def _exceeds(profile: Profile) -> bool:
     """Whether a micro-batch was seen to take much more than its tensors, or whether that is not known."""
