@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -132,7 +131,9 @@ class Plan:
         """The plan with another size of micro-batch, and the seconds per unit that were measured for several sizes."""
         rest = 0.0 if self.predicted.seconds is None else self.overhead
         seconds = {n: rate * self.unit * self.share + rest for n, rate in rates.items()}
-        same, drift, best = set(self._same_levers()), self._drift(seconds), seconds.get(micro_batch)
+        same, best = set(self._same_levers()), seconds.get(micro_batch)
+        timed = next((o.cost.seconds for o in same if o.micro_batch == micro_batch), None)
+        drift = best / timed if best and timed else 1.0  # what seconds timed while planning come to while training
 
         def anew(option: Option) -> Option:
             own = seconds.get(option.micro_batch) if option in same else None
@@ -153,12 +154,6 @@ class Plan:
             by_size=table,
             options=options,
         )
-
-    def _drift(self, seconds: dict[int, float]) -> float:
-        """How much longer measured steps take than was planned; 1 where nothing was measured."""
-        planned = {option.micro_batch: option.cost.seconds for option in self._same_levers() if option.cost.seconds}
-        found = [measured / planned[n] for n, measured in seconds.items() if n in planned]
-        return statistics.median(found) if found else 1.0
 
     def _same_levers(self) -> list[Option]:
         """The options with this plan's precision and blocks."""
