@@ -15,6 +15,7 @@ from zoo.plain import relative_error
 
 import memfit
 from memfit import Refused
+from memfit.training.verify import unequal
 
 EXACT = 1e-12
 
@@ -264,3 +265,11 @@ def test_a_tuple_of_numbers_and_a_list_of_another_length_go_whole() -> None:
 
     batch = {"x": numbers()[0], "size": tuple(range(12)), "scales": [0.5, 0.25]}
     assert max(errors_of_steps(Line(), loss_fn, [batch])) <= EXACT
+
+
+@pytest.mark.parametrize("least", [1, 2])
+@pytest.mark.parametrize("samples", range(20, 65))
+def test_verifying_compares_sizes_that_differ_and_one_that_repeats(samples: int, least: int) -> None:
+    pieces = unequal(samples, least)
+    assert sum(pieces) == samples and min(pieces) >= least
+    assert len(pieces) == 4 and len(set(pieces)) == 3 and pieces[0] == pieces[-1]

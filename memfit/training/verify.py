@@ -33,9 +33,15 @@ FLOORS = 4.0
 
 
 def unequal(samples: int, least: int = 1) -> tuple[int, ...]:
-    """At least three micro-batches of different sizes, where there are enough samples: 24 = 5 + 8 + 11."""
+    """At least three micro-batches of different sizes, where there are enough samples, and one as large as another, as most
+    are in training: 24 = 3 + 7 + 11 + 3."""
     if samples < 3 * least:
         return sizes(samples, least, least)
+    if samples >= 10 * least:
+        few = max(least, (samples - 1) // 6)
+        rest = samples - 2 * few
+        less = rest // 2 - max(1, rest // 8)
+        return few, less, rest - less, few
     third = samples // 3
     less = max(1, third - max(1, third // 3)) if third > 1 else 1
     less = max(least, less)
