@@ -12,6 +12,8 @@ from torch import nn
 from memfit._errors import UsageError
 from memfit.levers.precision import PRECISIONS, parse_precision
 
+MOST = 1 << 40
+"""A count beyond any that is meant."""
 EXAMPLES = {"script_accumulation": 8, "micro_batch": 16, "steps": 3}
 """Values to show for counts that are usually smaller than a batch."""
 CALLED_WITH = {"loss_fn": ("model", "batch"), "before_step": (), "weight": ("batch",), "split": ("batch", "sizes")}
@@ -28,6 +30,8 @@ def check_count(name: str, value: Any) -> None:
         )
     if value < 1:
         raise UsageError(f"{name}={value}", found="it has to be at least 1", next_move=_instead_of_none(name))
+    if value >= MOST:
+        raise UsageError(f"{name}={value}", found="no machine counts that many", next_move=_instead_of_none(name))
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -273,3 +273,48 @@ def test_verifying_compares_sizes_that_differ_and_one_that_repeats(samples: int,
     pieces = unequal(samples, least)
     assert sum(pieces) == samples and min(pieces) >= least
     assert len(pieces) == 4 and len(set(pieces)) == 3 and pieces[0] == pieces[-1]
+
+
+def by_samples(model: Any, batch: Any) -> Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda x: x.to_sparse(), "sparse or nested"),
+        (lambda x: x.to_sparse_csr(), "sparse or nested"),
+        (lambda x: torch.nested.nested_tensor([x[:3], x[3:]]), "sparse or nested"),
+        (lambda x: x[:0], "nothing in it"),
+        (lambda x: x.clone().requires_grad_() * 2, "graph of its own"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*prototype.*", "ignore:Sparse CSR")
+def test_batches_that_cannot_be_cut_are_refused_in_three_parts(make: Any, found: str) -> None:
+    x, y = numbers()
+    run, _ = stepper(Line(), by_samples, 4)
+    with pytest.raises(memfit.MemfitError, match=found):
+        run.step((make(x), y[: len(x[:0])] if found == "nothing in it" else y))
+    run.step((x, y))
+
+
+def test_a_complex_loss_is_refused() -> None:
+    run, _ = stepper(Line(), lambda model, batch: model(batch[0]).mean() * 1j, 4)
+    with pytest.raises(memfit.UsageError, match="complex"):
+        run.step(numbers())
+
+
+def test_names_and_counts_that_nothing_has_are_errors_in_three_parts(tmp_path: Any) -> None:
+    model, deep = Line(), tmp_path / "deep.json"
+    deep.write_text("[" * 100_000 + "]" * 100_000)
+    for plan in ("\0", str(deep)):
+        with pytest.raises(memfit.PlanFileError):
+            memfit.wrap(model, sgd(model), loss_fn=by_samples, plan=plan)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*numbers()), batch_size=4)
+    with pytest.raises(memfit.UsageError, match="target_batch"):
+        memfit.wrap(model, sgd(model), loader, loss_fn=by_samples, target_batch=10**30)
+    run, _ = stepper(model, by_samples, 4)
+    run.step(numbers())
+    for path in (3, "a\0.html"):
+        with pytest.raises(memfit.UsageError, match="saving a report"):
+            run.report().save(path)  # pyright: ignore[reportArgumentType]

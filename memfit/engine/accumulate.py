@@ -253,6 +253,8 @@ def checked_loss(loss: Any) -> torch.Tensor:
             "it does not depend on any parameter that requires a gradient",
             "compute it from the model's output without .detach(), .item() or torch.no_grad()",
         )
+    if loss.is_complex():
+        raise _not_a_loss(f"it is a complex number ({loss.dtype})", "return a real one, for example its .abs() or .real")
     return loss if loss.dim() == 0 else loss.reshape(())
 
 

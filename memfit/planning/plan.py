@@ -209,7 +209,7 @@ class Plan:
         """Read a plan from a JSON file. Raises PlanFileError for a damaged, foreign or later one."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # no text, or no name that a file can have
             raise _unreadable(path, str(error)) from error
         return Plan.from_json(text, source=str(path))
 
@@ -218,7 +218,7 @@ class Plan:
         """Read a plan from JSON. Raises PlanFileError."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _unreadable(source, f"it is not JSON ({error})") from error
         if not isinstance(data, dict) or "micro_batch" not in data:
             raise _unreadable(source, "it is JSON, but not a plan")

@@ -40,8 +40,15 @@ def write_text(path: Path, text: str, what: str = "the report") -> None:
         ) from error
 
 
-def write_in_format(path: Path, formats: dict[str, Callable[[], str]]) -> None:
+def write_in_format(path: str | Path, formats: dict[str, Callable[[], str]]) -> None:
     """Write what the suffix's function makes. Raises UsageError for another suffix, and as `write_text` does."""
+    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
+        raise UsageError(
+            f"saving a report as {path!r}",
+            found="no file can have that name",
+            next_move='pass a name such as "report.html"',
+        )
+    path = Path(path)
     make = formats.get(path.suffix.lower())
     if make is None:
         raise UsageError(

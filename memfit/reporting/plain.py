@@ -87,7 +87,7 @@ class PlainReport:
 
     def save(self, path: str | Path) -> None:
         """Write the report in the format of the suffix: ".html", ".json" or ".md". Raises UsageError as `Report.save` does."""
-        write_in_format(Path(path), {".html": self.to_html, ".json": self.to_json, ".md": self.to_markdown})
+        write_in_format(path, {".html": self.to_html, ".json": self.to_json, ".md": self.to_markdown})
 
     def print(self) -> None:
         """Print it on stdout."""

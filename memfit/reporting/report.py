@@ -111,7 +111,7 @@ class Report:
 
         Raises UsageError for another suffix and where the file cannot be written; nothing is half-written then.
         """
-        write_in_format(Path(path), {".html": self.to_html, ".json": self.to_json, ".md": self.to_markdown})
+        write_in_format(path, {".html": self.to_html, ".json": self.to_json, ".md": self.to_markdown})
 
     @staticmethod
     def load(path: str | Path) -> Report:

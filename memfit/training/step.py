@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memfit._errors import Refused
+from memfit._errors import Refused, UsageError
 from memfit.batches.cut import Layout, candidate_layouts, look_of, refuse_no_batch, shared_samples, uncuttable
 from memfit.batches.pieces import next_size
 from memfit.batches.samples import SampleBatch
@@ -149,8 +149,7 @@ class Stepper:
     def _cut_from(self, batch: Any) -> Ordered:
         """An ordinary batch handed to `step`: cut along its samples."""
         settings = self._core.settings
-        if any(not tensor.is_leaf for tensor in tensors(batch)):
-            raise _has_a_graph()
+        _check_tensors(tensors(batch))
         if settings.split is not None:
             samples = settings.share or shared_samples(batch)
             if samples is None:
@@ -207,12 +206,22 @@ def _layout_of(batch: Any) -> tuple[Layout, Shapes]:
     return layout, shapes_per_sample(batch, layout)
 
 
-def _has_a_graph() -> Refused:
-    return Refused(
-        "cutting a batch that was computed with gradients",
-        found="a tensor in it has a graph of its own, through which every micro-batch would have to go back",
-        next_move="compute it inside loss_fn, or detach() it",
-    )
+def _check_tensors(found: Sequence[torch.Tensor]) -> None:
+    """Raise Refused for what cannot be cut, whoever cuts it."""
+    if any(not tensor.is_leaf for tensor in found):
+        raise Refused(
+            "cutting a batch that was computed with gradients",
+            found="a tensor in it has a graph of its own, through which every micro-batch would have to go back",
+            next_move="compute it inside loss_fn, or detach() it",
+        )
+    if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in found):
+        raise uncuttable("a tensor in it is sparse or nested")
+    if found and all(not tensor.is_nested and tensor.numel() == 0 for tensor in found):
+        raise UsageError(
+            "a step over a batch",
+            found="there is nothing in it: " + ", ".join(str(tuple(tensor.shape)) for tensor in found),
+            next_move="leave out empty batches",
+        )
 
 
 def _uncounted() -> Refused:
