@@ -56,4 +56,15 @@ def test_no_entry_of_a_table_needs_more_than_the_room() -> None:
     assert [elements for elements, _, _ in table] == sorted({elements for elements, _, _ in table})
     assert all(peak_between(ends, elements, most).upper <= room and n <= most for elements, n, most in table)
     assert table[-1][2] == 5 and table[0][2] > 5
-    assert peak_of(ends, table).upper <= room and len(peaks_of(ends, table)) == len(table)
+    whole = peak_of(ends, table, [size for size, n, _ in reversed(table) for _ in range(n)])
+    assert whole.expected <= whole.upper <= room and len(peaks_of(ends, table)) == len(table)
+
+
+def test_the_largest_micro_batch_runs_first_and_meets_no_gradients() -> None:
+    ends = (traced("t5", SHORT), traced("t5", LONG))
+    (low, small), (high, large) = ends
+    table = ((low, 8, 8), (high, 4, 4))
+    alone = large.peak(4, accumulates=False).expected
+    assert peak_of(ends, table, [high] * 4).expected == alone < large.peak(4).expected
+    assert peak_of(ends, table, [high] * 8).expected == large.peak(4).expected
+    assert peak_of(ends, table, [high] * 4 + [low] * 8).expected == max(alone, small.peak(8).expected)

@@ -163,15 +163,19 @@ class Plan:
         return [o for o in same if o.checkpoint == len(self.checkpoint)]
 
     def _peak_by_size(self, table: tuple[tuple[int, int, int], ...]) -> dict[str, int]:
-        """The largest peak of the micro-batches in a table; {} where the plan does not know."""
-        found = [
-            tuple(int(a + (b - a) * (n - 1) / max(1, most - 1)) for a, b in ((low, high), (low_most, high_most)))
-            for (_, n, most), (low, low_most, high, high_most) in zip(table, self.size_peaks)
-        ]
-        if not found:
+        """The peak of micro-batches by another table, of its share of this one's largest as is expected now."""
+        before, after = self._largest_by_size(self.by_size), self._largest_by_size(table)
+        if before is None or after is None:
             return {"peak": self.predicted.peak, "upper": self.predicted.upper}
-        peak, upper = max(found, key=lambda pair: pair[1])
-        return {"peak": peak, "upper": upper}
+        return {"peak": int(after[0] * self.predicted.peak / max(1, before[0])), "upper": after[1]}
+
+    def _largest_by_size(self, table: tuple[tuple[int, int, int], ...]) -> tuple[int, int] | None:
+        """(expected, at most) bytes of the largest micro-batch in a table; None where the plan does not know."""
+        found = []
+        for (_, n, most), (low, low_most, high, high_most) in zip(table, self.size_peaks):
+            share = (n - 1) / max(1, most - 1)
+            found.append((int(low + (high - low) * share), int(low_most + (high_most - low_most) * share)))
+        return max(found, key=lambda pair: pair[1], default=None)
 
     def summary(self) -> str:
         """One line: what runs and what it takes."""

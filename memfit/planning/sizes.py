@@ -7,6 +7,7 @@ memory is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from memfit.planning.plan import Plan
@@ -18,15 +19,15 @@ Ends = tuple[tuple[int, Profile], tuple[int, Profile]]
 """((elements, profile) of a short sample, the same of the longest), both with the plan's blocks checkpointed."""
 
 
-def peak_between(ends: Ends, elements: int, samples: int) -> Peak:
-    """The peak of micro-batches of `samples` samples of that many elements."""
+def peak_between(ends: Ends, elements: int, samples: int, *, accumulates: bool = True) -> Peak:
+    """The peak of micro-batches of `samples` samples of that many elements, on gradients of others if it `accumulates`."""
     (low, small), (high, large) = ends
-    a, b = small.peak(samples), large.peak(samples)
+    a, b = small.peak(samples, accumulates=accumulates), large.peak(samples, accumulates=accumulates)
     if not low < elements < high:
         return b if elements >= high else a
     share = (elements - low) / (high - low)
     # What does not depend on samples at all: what is left of the peak where as many again add as much again.
-    fixed = max(0, 2 * a.allocated - small.peak(2 * samples).allocated)
+    fixed = max(0, 2 * a.allocated - small.peak(2 * samples, accumulates=accumulates).allocated)
     per_element = _mixed((a.allocated - fixed) / max(1, low), (b.allocated - fixed) / high, share)
     allocated, upper = int(fixed + elements * per_element), int(_mixed(a.upper, b.upper, share))
     beyond = _mixed(a.expected - a.allocated, b.expected - b.allocated, share)
@@ -61,9 +62,17 @@ def peaks_of(ends: Ends, table: tuple[tuple[int, int, int], ...]) -> tuple[tuple
     return tuple(found)
 
 
-def peak_of(ends: Ends, table: tuple[tuple[int, int, int], ...]) -> Peak:
-    """The largest peak of the micro-batches in a table."""
-    return max((peak_between(ends, elements, n) for elements, n, _ in table), key=lambda peak: peak.upper)
+def peak_of(ends: Ends, table: tuple[tuple[int, int, int], ...], sizes: Sequence[int]) -> Peak:
+    """The peak of a batch of samples of these sizes, in descending order, cut by a table; its upper bound is that of the
+    largest micro-batch in the table, whatever comes. The first and largest micro-batch meets no gradients of others."""
+    largest = max((peak_between(ends, elements, n) for elements, n, _ in table), key=lambda peak: peak.upper)
+    met, start = [], 0
+    while start < len(sizes):
+        usual = next((n for elements, n, _ in table if sizes[start] <= elements), table[-1][1])
+        met.append(peak_between(ends, sizes[start], min(usual, len(sizes) - start), accumulates=start > 0))
+        start += usual
+    expected = max(met, key=lambda peak: peak.expected)
+    return replace(expected, expected=min(expected.expected, largest.upper), upper=largest.upper)
 
 
 def _largest_fitting(ends: Ends, elements: int, wanted: int, room: int) -> int:

@@ -105,7 +105,7 @@ class Tasks:
         timed = planner.timed(self.task(batch, middle, fixed, longest.weighting), between)
         found = search([timed], memory.budget(), replace(planner.constrained(fixed), checkpoint=()))
         table = by_size(ends, found, memory.budget().room, batch.sizes[middle])
-        peak, peaks = peak_of(ends, table), peaks_of(ends, table)
+        peak, peaks = peak_of(ends, table, batch.sizes), peaks_of(ends, table)
         cost = replace(found.predicted, peak=peak.expected, upper=peak.upper)
         notes = (*plan.notes, "samples differ in size: micro-batches are made of samples of similar size")
         checkpoint = plan.checkpoint
