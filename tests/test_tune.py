@@ -100,3 +100,9 @@ def test_what_a_failed_pass_proposed_is_forgotten(monkeypatch: pytest.MonkeyPatc
 )
 def test_doubling(sizes: tuple[int, ...], found: tuple[int, ...]) -> None:
     assert doubling(sizes) == found
+
+
+def test_sizes_that_never_come_about_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(lambda size: 1.0 / size)
+    assert tuned(machine, (4, 8, 64), 8, 10, monkeypatch)[1] <= 61
+    assert 64 not in machine.ran

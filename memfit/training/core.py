@@ -149,6 +149,11 @@ class Core:
             if self.plan is not None and self.plan.checkpoint:
                 self._undo_levers = checkpoint_blocks(self.model, self.plan.checkpoint, self.owner)
 
+    @property
+    def tuning(self) -> bool:
+        """Whether other sizes of micro-batch than the plan's run as well, because they are measured."""
+        return self._tuner is not None and len(self._tuner.fitting) > 1
+
     def normalises_batches(self) -> bool:
         """Whether a module normalises by the statistics of its batch."""
         kinds = nn.modules.batchnorm._BatchNorm

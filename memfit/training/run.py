@@ -252,9 +252,12 @@ class Run:
         return PlainReport(type(self.model).__name__, *found, steps, seconds, happenings(self.events), software(), made)
 
     def _measured_peak(self) -> int | None:
-        """Most bytes held in steps by this plan; None before the first whole one, or where the platform cannot tell."""
+        """Most bytes held in steps by this plan; None before the first whole one that runs by it alone, or where the platform
+        cannot tell."""
         core = self._core
-        return core.memory.measured_peak() if core is not None and core.steps > self._peak_from else None
+        if core is None or core.tuning or core.steps <= self._peak_from:
+            return None
+        return core.memory.measured_peak()
 
     def _stepped(self, *_: object) -> None:
         core = self._core

@@ -17,6 +17,8 @@ import torch
 
 ENOUGH = 3
 """Measurements of each size in each of the two rounds."""
+PATIENCE = 60
+"""Batches after which what was measured has to do: some sizes never come about where batches are smaller than planned for."""
 NEAR = 1.1
 """Sizes within this factor of the fastest are measured again in the second round."""
 HOPELESS = 1.5
@@ -34,7 +36,7 @@ class Tuner:
         self.fitting = tuple(sorted({*fitting, planned}))
         self.choices = tuple(sorted({*doubling(self.fitting), planned}))
         self.planned, self._alone = planned, alone
-        self._enough, self._near_known = ENOUGH, False
+        self._enough, self._near_known, self._passes = ENOUGH, False, 0
         self._clock = _Clock(device)
         self._measured: dict[int, list[float]] = {choice: [] for choice in self.choices}
         self._running: list[tuple[int, int] | None] = []
@@ -43,7 +45,7 @@ class Tuner:
     @property
     def done(self) -> bool:
         """Whether every choice that is not hopeless was measured often enough, and then those near the fastest again."""
-        return len(self.fitting) < 2 or (self._near_known and self._all_measured())
+        return len(self.fitting) < 2 or self._passes > PATIENCE or (self._near_known and self._all_measured())
 
     def next_choice(self, *, beside: bool = False, most: int | None = None) -> int:
         """The choice for the next micro-batch; `beside`: of a batch that has others already; `most`: units in the batch."""
@@ -58,6 +60,7 @@ class Tuner:
     def begin(self) -> None:
         """A pass begins; what was proposed for one that failed is forgotten."""
         self._collect()
+        self._passes += 1
         if not self._near_known and self._all_measured():
             self._look_near()
         self._clock.start()
