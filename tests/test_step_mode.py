@@ -625,7 +625,7 @@ def test_what_runs_beside_training_is_not_measured_as_its_peak(tmp_path: Path) -
     run.report().save(tmp_path / "report.html")
     torch.ones(64 << 20)
     beside = run.stats()["peak_measured"]
-    assert beside is not None and beside - before < 1 << 20
+    assert beside is not None and beside - before < 32 << 20  # not 256 MiB
     run.step(points())
     kept = torch.ones(64 << 20)
     run.step(points())

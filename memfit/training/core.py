@@ -20,6 +20,7 @@ from memfit.engine.accumulate import SharesDiffer, Weighting, Work, accumulate
 from memfit.engine.handover import Total
 from memfit.engine.staged import Staging, check_nothing_escaped
 from memfit.hardware.budget import Budget
+from memfit.hardware.heap import give_back_free_heap
 from memfit.levers.checkpoint import checkpoint_blocks
 from memfit.planning.plan import Plan
 from memfit.profiling.profile import Profile
@@ -339,6 +340,8 @@ class Core:
             return
         best, rates = tuner.best()
         self._tuner = None
+        if self.device.type == "cpu":
+            give_back_free_heap()  # what larger sizes left there is not what the plan takes
         self._change(_resized(before, best // before.unit, {c // before.unit: rate for c, rate in rates.items()}))
         if self.plan is not None and self.plan.micro_batch != before.micro_batch:
             self.note("replan", f"measured while training: {self.plan.summary()}")
