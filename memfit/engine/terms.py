@@ -8,7 +8,7 @@ torch.nn.functional import cross_entropy`). Proofs look both ways and tell which
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -157,3 +157,17 @@ def is_only_term(loss: torch.Tensor, term: Term) -> bool:
             return False
         node = following[0]
     return False
+
+
+def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a backward from `outputs` would leave gradients in."""
+    open_, seen, found = [t.grad_fn for t in outputs if t.grad_fn is not None], set(), []
+    while open_:
+        node = open_.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
+        open_ += [following for following, _ in node.next_functions]
+    return found

@@ -105,7 +105,7 @@ class Call:
         """A call on copies of the first `samples` samples, without gradients for them; in the opposite order if `backwards`
         (not where only `split` knows the samples)."""
         if self.split is not None:
-            tree, layout = map_leaves(_copy, self.arguments(0, samples)), Layout(self.layout.axes, samples)
+            tree, layout = map_leaves(copied, self.arguments(0, samples)), Layout(self.layout.axes, samples)
             return Call(
                 self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast, split=self.split
             )
@@ -119,7 +119,7 @@ class Call:
 
     def chosen(self, indices: Sequence[int]) -> Call:
         """A call on copies of these samples, in the same circumstances; not where only `split` knows them."""
-        tree = map_leaves(_copy, cut_samples(self.tree, self.layout, indices))
+        tree = map_leaves(copied, cut_samples(self.tree, self.layout, indices))
         layout = Layout(self.layout.axes, len(indices))
         made = Call(self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast)
         made.modes, made.requires, made.copies = self.modes, self.requires, True
@@ -143,7 +143,7 @@ class Call:
         if self.split is not None:
             return part_of_split(self.split, self.tree, start, stop, self.samples)
         piece = cut(self.tree, self.layout, start, stop)
-        piece = map_leaves(_copy, piece) if self.copies else piece
+        piece = map_leaves(copied, piece) if self.copies else piece
         return self.inputs.own(piece, start) if self.inputs.wanted else piece
 
     def compute_values(self, pieces: Sequence[int], keep: int, staging: Staging, buffers: WrittenBuffers) -> None:
@@ -237,7 +237,8 @@ def _copied(leaf: Any, axis: Axis | None, backwards: bool) -> Any:
     return axis.reversed(leaf.detach()) if backwards else leaf.detach().clone()
 
 
-def _copy(leaf: Any) -> Any:
+def copied(leaf: Any) -> Any:
+    """A leaf of a batch that may be written into; what is no tensor is as it was."""
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 

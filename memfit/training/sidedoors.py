@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from memfit._errors import Refused
 from memfit.batches.tree import leaves, tensors
 from memfit.engine.context import uncompiled
+from memfit.engine.terms import leaves_of
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.training.call import Call
 
@@ -56,7 +57,7 @@ def look_for_side_doors(call: Call, samples: int, allowed: Sequence[str] = ()) -
         found = _holders(alive, call.model, inside=_reachable(leaf for _, leaf in leaves(output)))
         names = [name for name in found if name not in named and name not in allowed]
         own = {id(t) for t in (*call.model.parameters(), *(t for t, _ in given))}
-        leaves_ = _graph_leaves(tensors(output))
+        leaves_ = leaves_of(tensors(output))
         strangers = tuple(p for p in leaves_ if isinstance(p, nn.Parameter) and id(p) not in own)
         found = SideEntrances(strangers, any(t._version != version for t, version in given))
     if names:
@@ -66,20 +67,6 @@ def look_for_side_doors(call: Call, samples: int, allowed: Sequence[str] = ()) -
             "be left there, and its gradient would be lost",
             next_move=f"return it from forward, store it detached, or accept that with allow_inexact=[{names[0]!r}]",
         )
-    return found
-
-
-def _graph_leaves(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that a backward from `outputs` would leave gradients in."""
-    open_, seen, found = [t.grad_fn for t in outputs if t.grad_fn is not None], set(), []
-    while open_:
-        node = open_.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
-        open_ += [following for following, _ in node.next_functions]
     return found
 
 

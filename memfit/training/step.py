@@ -21,6 +21,7 @@ from memfit.engine.handover import hand_over
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
+from memfit.training.call import copied
 from memfit.training.core import Core
 from memfit.training.learn import Shapes, no_larger, shapes_per_sample
 from memfit.training.ordered import Ordered
@@ -29,7 +30,7 @@ from memfit.training.steptasks import Tasks
 from memfit.training.stepweights import Weigher
 from memfit.training.tune import Tuner
 from memfit.training.weigh import without_idle_rivals
-from memfit.training.works import LossFn, copied, moved
+from memfit.training.works import LossFn, moved
 
 
 @dataclass

@@ -26,6 +26,8 @@ from memfit.training.recover import on_fewer, surviving
 from memfit.training.steptasks import Tasks
 from memfit.training.weigh import PROBED, infer_weighting
 
+LOOSE = 1e-2
+"""Deviation that a proof allows from which on that is said."""
 PROVE_AGAIN = 4
 """An inferred weighting is proven again at the next batch, and then whenever this many times as many steps were done."""
 
@@ -131,6 +133,9 @@ class Weigher:
         self._prove_at = PROVE_AGAIN * core.steps or 1
         self.weighting, deviation = infer_weighting(work, parts, core.staging, core.model)
         self._tasks.watch(work)
+        if self.weighting is not None and again is None and deviation.limit >= LOOSE:
+            close = f"{deviation.limit:.0%}"
+            core.note("note", f"the loss computes in half precision: that samples do not mix is proven to {close} only")
         if self.weighting is None:
             if again is not None and not math.isfinite(deviation.relative):
                 self.weighting = again

@@ -22,7 +22,7 @@ from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_lo
 from memfit.engine.intercept import is_compiled
 from memfit.engine.slices import Draws
 from memfit.engine.staged import Staging
-from memfit.engine.terms import Terms, is_only_term
+from memfit.engine.terms import Terms, is_only_term, leaves_of
 from memfit.training.prove import TOLERANCE, Deviation, comparable, tolerance
 
 PROBED = 32 * MiB
@@ -104,7 +104,7 @@ def _measured(
     with Terms(alone=False, by_name=None if by_name else False) as terms:
         loss = checked_loss(work.loss(outputs))
     given = {id(tensor) for tensor in (*tensors(inputs), *work.extra_receivers())}
-    reached = [weakref.ref(leaf) for leaf in leaves_of(loss) if id(leaf) not in given]
+    reached = [weakref.ref(leaf) for leaf in leaves_of([loss]) if id(leaf) not in given]
     gradients = torch.autograd.grad(loss, list(probes), allow_unused=True)
     only = len(terms.found) == 1 and is_only_term(loss, terms.found[0])
     dtype = terms.lowest or (loss.dtype if loss.dtype in TOLERANCE else torch.float32)
@@ -120,22 +120,6 @@ def _measured(
         dtype,
     )
     return measured, reached
-
-
-def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
-    """The leaf tensors that the loss's gradient flows into."""
-    found: dict[int, torch.Tensor] = {}
-    pending, seen = [loss.grad_fn], set[Any]()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)  # of the nodes that accumulate into leaves
-        if isinstance(leaf, torch.Tensor):
-            found[id(leaf)] = leaf
-        pending += [following for following, _ in node.next_functions]
-    return list(found.values())
 
 
 def _choose(

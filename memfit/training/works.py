@@ -13,7 +13,7 @@ from memfit.batches.tree import map_leaves, tensors
 from memfit.batches.weights import Count, known_loss
 from memfit.engine.accumulate import CountOf
 from memfit.levers.precision import precision_applied
-from memfit.training.call import Call
+from memfit.training.call import Call, copied
 from memfit.training.learn import twin_of_part
 from memfit.training.route import Step
 
@@ -213,11 +213,6 @@ def axis_of_argument(argument: torch.Tensor, shape: tuple[int, ...], axis: Axis,
     if dim < 0 or dim >= argument.dim() or argument.shape[dim] != shape[axis.dim]:
         return None
     return Axis(dim, axis.outer, axis.inner)
-
-
-def copied(leaf: Any) -> Any:
-    """A leaf of a batch that may be written into; what is no tensor is as it was."""
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def moved(tree: Any, device: torch.device) -> Any:
