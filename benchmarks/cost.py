@@ -197,7 +197,8 @@ def output(script: str) -> str:
 def main() -> None:
     imported = import_cost()
     print("import memfit over import torch:", imported)
-    steps = [step_cost("tiny", 32, 64, 4, rule, 200) for rule in ("term", "samples")]
+    # The part that comes once per step shows between few micro-batches and many.
+    steps = [step_cost("tiny", 32, samples, 4, rule, 200) for samples in (64, 256) for rule in ("term", "samples")]
     steps += [step_cost("50 ms", 4096, 1024, 512, rule) for rule in ("term", "samples")]
     print(table("own cost", tuple(steps[0]), [tuple(rounded(v) for v in s.values()) for s in steps]))
     plans = [planning_cost(name) for name in FAMILIES]

@@ -13,8 +13,8 @@ import sys
 
 from common import CORRECTED, FAMILIES, MiB, anonymous_peak, child, reset_peak, save, status, table
 
-MICRO = (1, 2, 4, 8, 16)
-STEPS = 5
+MICRO = (2, 8, 16, 32)
+STEPS = 2
 
 
 def run_case(family_name: str, micro: int, checkpoint: str) -> dict:

@@ -18,7 +18,7 @@ from common import CORRECTED, FAMILIES, MiB, anonymous_peak, child, limit_data, 
 
 ROOMS = (0.03, 0.12, 0.4)
 """Rooms as a share of what the whole batch would need, above what the smallest micro-batch needs."""
-STEPS = 7
+STEPS, EPOCH = 7, 4
 
 
 def run_case(family_name: str, share: float) -> dict:
@@ -47,17 +47,19 @@ def run_case(family_name: str, share: float) -> dict:
     run = memfit.wrap(model, optimizer, loader, loss_fn=family.loss, target_batch=32, budget=budget)
     planning = anonymous_peak() - before
     reset_peak()
-    batches = iter(run.loader)
+    batches, measured, plan = iter(run.loader), 0, run.plan
     for step in range(3 * STEPS):
         batch = next(batches, None)
         if batch is None:
             batches = iter(run.loader)
             batch = next(batches)
         run.step(batch)
-        if step + 1 >= STEPS and run.stats()["peak_measured"] is not None:  # a whole step under the last plan
+        same = run.plan is plan
+        plan = run.plan
+        measured = measured + 1 if same and run.stats()["peak_measured"] is not None else 0
+        if step + 1 >= STEPS and measured >= EPOCH:  # the largest samples came by under the last plan
             break
     peak = anonymous_peak()
-    plan = run.plan
     errors = sum(event.kind == "out of memory" for event in run.events)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     stats = run.stats()

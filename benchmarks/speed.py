@@ -21,6 +21,8 @@ from typing import Any
 
 from common import MiB, child, save, table
 
+SHARES = {"auto": (0.15, 0.5), "fast": (0.5,)}
+"""How much of the way from the least memory to that of the whole batch there is, by precision."""
 CASES = ("gpt", "bert", "vit", "t5", "resnet", "convnext", "unet", "lstm")
 TARGET, ROUNDS = 32, 4
 BEHIND = 1.25
@@ -77,15 +79,18 @@ def adamw(model):
 
 
 def candidates(profile, budget: int, precision: str) -> list[tuple[int, tuple[str, ...], str]]:
-    """What fits: every size, with no and with all blocks checkpointed, in every precision that is allowed."""
+    """What fits: every size, with no blocks checkpointed or, where that does not fit, with all (which computes the same and the
+    blocks once more, so it is slower where both fit), in every precision that is allowed."""
     from memfit.planning.search import with_blocks
 
+    def fits(size: int, blocks: tuple[str, ...]) -> bool:
+        return with_blocks(profile, blocks).peak(size, accumulates=size < TARGET).expected + 16 * MiB <= budget
+
     found = []
-    for blocks in ((), profile.blocks) if profile.blocks else ((),):
-        priced = with_blocks(profile, blocks)
-        for size in SIZES:
-            if priced.peak(size, accumulates=size < TARGET).expected + 16 * MiB <= budget:
-                found.append((size, blocks, "float32"))
+    for size in SIZES:
+        blocks = () if fits(size, ()) else profile.blocks
+        if fits(size, blocks):
+            found.append((size, blocks, "float32"))
     return found + [(n, b, "bfloat16") for n, b, _ in found if precision == "fast"]
 
 
@@ -142,7 +147,7 @@ def main(names: list[str]) -> None:
         precisions, names = (names[1],), names[2:]
     for precision in precisions:
         for name in names or CASES:
-            for share in (0.15, 0.5):
+            for share in SHARES[precision]:
                 found = child("speed.py", ["--case", name, str(share), precision], pinned=True, timeout=1800)
                 results.append({"share": share, **found})
                 print(*results[-1].values(), flush=True)

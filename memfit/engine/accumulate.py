@@ -16,12 +16,13 @@ import torch
 from memfit._errors import UsageError
 from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
-from memfit.engine.context import without_autocast
+from memfit.engine.context import autocasts, without_autocast
 from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging
 from memfit.engine.terms import Term, Terms, is_only_term, standing_in
 
 CountOf = Callable[[Any], Count]
+_NUMBERS = (torch.float32, torch.float64)
 
 
 class Work(Protocol):
@@ -135,7 +136,9 @@ class Pass:
     def __init__(self, work: Work, staging: Staging, weighting: Weighting, scale: float) -> None:
         self.terms: list[list[Term]] = []
         self._work, self._staging, self._weighting, self._scale = work, staging, weighting, scale
-        self._losses: list[torch.Tensor] = []
+        self._dtype: torch.dtype | None = None
+        self._autocast = autocasts(work.device)
+        self._losses: list[torch.Tensor | float] = []
         self._weights: list[Count | float] = []
         self._counts: list[Count] = []
         self._unit = 0.0
@@ -151,10 +154,15 @@ class Pass:
         del inputs
         loss, weight = self._loss(outputs, stop - start, count, shares)
         del outputs
+        self._dtype = self._dtype or loss.dtype
         self._losses.append(_value(loss))
         self._weights.append(weight)
+        beginning = self._beginning(loss, weight * self._scale)
+        if not self._autocast:
+            torch.autograd.backward(loss, beginning)
+            return
         with without_autocast(self._work.device):
-            torch.autograd.backward(loss, self._beginning(loss, weight * self._scale))
+            torch.autograd.backward(loss, beginning)
 
     @staticmethod
     def _beginning(loss: torch.Tensor, factor: Count | float) -> torch.Tensor:
@@ -187,14 +195,13 @@ class Pass:
     def total(self, receivers: Sequence[torch.Tensor]) -> Total:
         parameters = len(receivers) - len(self._work.extra_receivers())
         gradients = [*self._staging.take(receivers[:parameters]), *self._work.extra_gradients()]
+        device, exact = self._work.device, wide(self._work.device)
         if not self._losses:  # no micro-batch had anything valid: the whole would give 0/0 as well
-            return Total(torch.full((), float("nan"), device=self._work.device), receivers, gradients)
-        first = self._losses[0]
-        exact = wide(first.device)
-        value = torch.stack(self._losses).to(exact) @ _stacked(self._weights, exact, first.device)
-        share, factor = self._share(exact, first.device) if self._counts else (1.0, 1.0)
-        value = value if isinstance(share, float) and share == 1.0 else value * share
-        return Total(value.to(first.dtype), receivers, gradients, factor / self._scale)
+            return Total(torch.full((), float("nan"), device=device), receivers, gradients)
+        share, factor = self._share(exact, device) if self._counts else (1.0, 1.0)
+        value = _weighted_sum(self._losses, self._weights, exact, device) * share
+        value = value.to(self._dtype) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=self._dtype)
+        return Total(value, receivers, gradients, factor / self._scale)
 
     def _share(self, exact: torch.dtype, device: torch.device) -> tuple[Factor, Factor]:
         """What the sums of the losses and of the gradients still have to be multiplied by."""
@@ -258,7 +265,16 @@ def checked_loss(loss: Any) -> torch.Tensor:
     return loss if loss.dim() == 0 else loss.reshape(())
 
 
-def _stacked(values: Sequence[Count | float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _weighted_sum(
+    losses: Sequence[torch.Tensor | float], weights: Sequence[Count | float], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | float:
+    """On the host where everything is there already, else on the device."""
+    if not any(isinstance(value, torch.Tensor) for value in (*losses, *weights)):
+        return float(sum(loss * weight for loss, weight in zip(losses, weights)))
+    return _stacked(losses, dtype, device) @ _stacked(weights, dtype, device)
+
+
+def _stacked(values: Sequence[torch.Tensor | float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if not any(isinstance(value, torch.Tensor) for value in values):
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])
@@ -269,10 +285,12 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _value(loss: torch.Tensor) -> torch.Tensor:
-    """The loss without its graph, and without the values it was computed from: mse_loss and others write their mean into
-    the memory of these (aten/src/ATen/native/Loss.cpp)."""
+def _value(loss: torch.Tensor) -> torch.Tensor | float:
+    """The loss without its graph, as a number where it is on the host anyway; and without the values it was computed from:
+    mse_loss and others write their mean into the memory of these (aten/src/ATen/native/Loss.cpp)."""
     value = loss.detach()
+    if type(value) is torch.Tensor and value.device.type == "cpu" and value.dtype in _NUMBERS:
+        return float(value.numpy())
     return value if value.untyped_storage().nbytes() <= 64 else value.clone()
 
 

@@ -1,16 +1,14 @@
-"""The circumstances of a call (autocast, train/eval modes, requires_grad, random state), captured when it is made and
-restored when it is run or run again. Not covered: torch function modes and backend flags that a script switches between
+"""The circumstances of a call (autocast, train/eval modes, requires_grad), captured when it is made and restored when it is
+run or run again. Not covered: torch function modes and backend flags that a script switches between
 call and backward.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,11 +52,16 @@ def autocasting(states: Iterable[Autocast]) -> AbstractContextManager[object]:
     return stack
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on, for a device or the host."""
+    return torch.is_autocast_enabled(device.type) or (device.type != "cpu" and torch.is_autocast_enabled("cpu"))
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast off for a device and the host, for inner backward passes."""
-    kind = device.type
-    if not torch.is_autocast_enabled(kind) and (kind == "cpu" or not torch.is_autocast_enabled("cpu")):
+    if not autocasts(device):
         return nullcontext()
+    kind = device.type
     return autocasting(Autocast(k, False, torch.get_autocast_dtype(k), True) for k in dict.fromkeys((kind, "cpu")))
 
 
@@ -109,64 +112,3 @@ def requires_of(model: nn.Module) -> list[tuple[torch.Tensor, bool]]:
 def modes_of(model: nn.Module) -> list[tuple[nn.Module, bool]]:
     """Every module's train/eval flag."""
     return [(module, module.training) for module in model.modules()]
-
-
-@dataclass(frozen=True)
-class HostRandom:
-    """The state of the generators outside torch that a forward may draw from (layers dropped by `random.random()`)."""
-
-    python: Any
-    """State of the module `random`."""
-    numpy: Any
-    """State of NumPy's global generator; None where NumPy's was not imported."""
-
-    @staticmethod
-    def capture() -> HostRandom:
-        """The states now."""
-        numpy = sys.modules.get("numpy.random")
-        return HostRandom(random.getstate(), None if numpy is None else numpy.get_state())
-
-    def restore(self) -> None:
-        """Put the states back."""
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """The state of the random generators a forward on one device draws from."""
-
-    cpu: torch.Tensor
-    """The CPU generator's state."""
-    device: torch.Tensor | None
-    """The accelerator generator's state, or None on the CPU."""
-    host: HostRandom
-    """The states of Python's and NumPy's generators."""
-
-    @staticmethod
-    def capture(device: torch.device) -> RandomState:
-        """The states now."""
-        if device.type == "cpu":
-            return RandomState(torch.get_rng_state(), None, HostRandom.capture())
-        module = torch.get_device_module(device)
-        state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
-        return RandomState(torch.get_rng_state(), state, HostRandom.capture())
-
-    def restore(self, device: torch.device) -> None:
-        """Put the states back."""
-        self.host.restore()
-        torch.set_rng_state(self.cpu)
-        if self.device is not None:
-            module = torch.get_device_module(device)
-            module.set_rng_state(self.device) if device.type == "mps" else module.set_rng_state(self.device, device)
-
-
-@contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """The random state after the block is the one before it."""
-    before = RandomState.capture(device)
-    try:
-        yield
-    finally:
-        before.restore(device)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.engine.context import HostRandom
+from memfit.engine.generators import HostRandom
 
 
 class Draws:

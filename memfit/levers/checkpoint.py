@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit._errors import UsageError
-from memfit.engine.context import HostRandom
+from memfit.engine.generators import HostRandom
 from memfit.engine.intercept import Interception
 
 
@@ -27,8 +27,11 @@ def candidate_blocks(model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def checkpoint_blocks(model: nn.Module, names: Iterable[str], owner: Any = None) -> Callable[[], None]:
-    """Checkpoint the named blocks from now on; returns the function that undoes it. Raises UsageError for unknown names."""
+def checkpoint_blocks(
+    model: nn.Module, names: Iterable[str], owner: Any = None, between: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+    """Checkpoint the named blocks from now on; returns the function that undoes it. `between` is called before each of them
+    is computed, and computed again. Raises UsageError for unknown names."""
     names = tuple(names)
     modules = dict(model.named_modules())
     unknown = [name for name in names if name not in modules or not name]
@@ -38,7 +41,7 @@ def checkpoint_blocks(model: nn.Module, names: Iterable[str], owner: Any = None)
             found=f"the model has no block called {unknown[0]!r}",
             next_move=f"use names such as {', '.join(candidate_blocks(model)[:3]) or 'those of its submodules'}",
         )
-    installed = [Interception(modules[name], _Checkpointed(modules[name]), owner) for name in names]
+    installed = [Interception(modules[name], _Checkpointed(modules[name], between), owner) for name in names]
     for interception in installed:
         interception.install()
 
@@ -62,16 +65,17 @@ def checkpointed(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
 class _Checkpointed:
     """Answers a block's forward with a checkpointed one while gradients are recorded."""
 
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
+    def __init__(self, block: nn.Module, between: Callable[[], None]) -> None:
+        self._block, self._between = block, between
 
     def __call__(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
+        self._between()
         return checkpoint(plain, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[Any, Any]:
-        return _nothing(), _again(self._block, HostRandom.capture())
+        return _nothing(), _again(self._block, HostRandom.capture(), self._between)
 
 
 @contextmanager
@@ -80,8 +84,9 @@ def _nothing() -> Iterator[None]:
 
 
 @contextmanager
-def _again(block: nn.Module, host: HostRandom) -> Iterator[None]:
+def _again(block: nn.Module, host: HostRandom, between: Callable[[], None]) -> Iterator[None]:
     """Recomputing: the draws outside torch are those of the first time (torch sees to its own), and nothing is written."""
+    between()
     now = HostRandom.capture()
     host.restore()
     try:

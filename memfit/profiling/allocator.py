@@ -23,10 +23,11 @@ HEAP_TENSOR = 32 * MiB
 """Tensors from this size on never live in glibc's heap: its dynamic threshold stops here (DEFAULT_MMAP_THRESHOLD_MAX)."""
 HEAP_WASTE = 0.8
 """How much of the tensors in the heap may be lost to what it keeps, beyond their own bytes, where free pages are given back
-in time (`training/heap.py`). Chosen from runs of two models (up to 0.75 seen); benchmarks/heap.py, which is to calibrate it,
-has not been run whole."""
+in time (`training/heap.py`). benchmarks/heap.py, where none are given back, saw 0.3 to 0.8 for models whose samples have one
+size, up to 2.1 for blocks that are computed again and for samples of different sizes, where giving back matters."""
 RESERVED_WASTE = 2.0
-"""The same where what the process has reserved is limited (RLIMIT_DATA, RLIMIT_AS): pages given back still count there."""
+"""The same where what the process has reserved is limited (RLIMIT_DATA, RLIMIT_AS), as pages given back still count there;
+and where kernels take much beside the tensors: an LSTM's 1.5 to 3.0, its scratch included."""
 CUDA_WORKSPACE = 2 * 8_519_680
 """cuBLAS keeps 8.125 MiB per handle and stream, one handle each for the forward and the backward thread
 (aten/src/ATen/cuda/CublasHandlePool.cpp; 32 MiB each on sm_90)."""

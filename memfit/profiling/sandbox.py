@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engine.context import modes_as, modes_of, random_state_kept
+from memfit.engine.context import modes_as, modes_of
+from memfit.engine.generators import random_state_kept
 from memfit.profiling.hooks import hooks_kept, put_back, refilled
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work, accumulate
-from memfit.engine.context import HostRandom
+from memfit.engine.generators import HostRandom
 from memfit.engine.handover import hand_over
 from memfit.engine.staged import Staging
 from memfit.profiling.fake import FakeWorld

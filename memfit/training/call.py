@@ -16,16 +16,15 @@ from memfit.batches.pieces import bounds
 from memfit.batches.tree import leaves, map_leaves, rebuild, tensors
 from memfit.engine.context import (
     Autocast,
-    RandomState,
     autocast_now,
     autocasting,
     modes_as,
     modes_of,
-    random_state_kept,
     requires_of,
     requiring_as,
     without_autocast,
 )
+from memfit.engine.generators import RandomState, random_state_kept
 from memfit.engine.staged import Staging
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.outputs import Joining, Outputs

@@ -130,10 +130,8 @@ class Core:
 
     def readopt(self, plan: Plan, profile: Profile | None, on_changed: Callable[[Plan], None]) -> None:
         """`adopt` for a plan that was in force before."""
-        self._undo_levers()
-        self._undo_levers = (
-            checkpoint_blocks(self.model, plan.checkpoint, self.owner) if plan.checkpoint else lambda: None
-        )
+        self.release()
+        self._checkpoint(plan.checkpoint)
         self.plan, self.profile, self.largest = plan, profile, plan.micro_batch
         self._on_changed, self._tuner = on_changed, None
         self.heap.ceiling = self.memory.heap_ceiling(plan, profile)
@@ -147,8 +145,13 @@ class Core:
         try:
             yield
         finally:
-            if self.plan is not None and self.plan.checkpoint:
-                self._undo_levers = checkpoint_blocks(self.model, self.plan.checkpoint, self.owner)
+            if self.plan is not None:
+                self._checkpoint(self.plan.checkpoint)
+
+    def _checkpoint(self, blocks: Sequence[str]) -> None:
+        """Computing blocks again fragments the heap, which is therefore looked at before each of them, too."""
+        if blocks:
+            self._undo_levers = checkpoint_blocks(self.model, blocks, self.owner, self.heap.check)
 
     @property
     def tuning(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memfit.batches.cut import Layout, cut_samples, cutter, pieces_of
+from memfit.batches.cut import Layout, cut, cut_samples, pieces_of
 from memfit.batches.pieces import bounds
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import map_leaves, tensors
@@ -64,13 +64,12 @@ class Ordered:
     def of_tree(tree: Any, layout: Layout, shapes: Shapes) -> Ordered:
         """An ordinary batch that is cut."""
 
-        neighbours = cutter(tree, layout)
         views = partial(pieces_of, tree, layout) if all(axis is None or axis.outer == 1 for axis in layout.axes) else None
 
         def piece(indices: Sequence[int]) -> Any:
             start, stop = indices[0], indices[-1] + 1
             if indices == range(start, stop) or list(indices) == list(range(start, stop)):
-                return neighbours(start, stop)
+                return cut(tree, layout, start, stop)
             return cut_samples(tree, layout, indices)
 
         def again(part: Any, samples: int) -> Ordered:

@@ -22,7 +22,7 @@ from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.levers.precision import PRECISIONS, lower_precisions, script_precision
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, micro_batch_sizes, search, with_blocks
-from memfit.profiling.allocator import thresholds_pinned
+from memfit.profiling.allocator import RESERVED_WASTE, thresholds_pinned
 from memfit.profiling.build import CHECK, Subject, measured_profile, state_bytes, traced_profile
 from memfit.profiling.profile import Profile
 from memfit.profiling.timing import Stopwatch, Timing, optimizer_seconds, time_sizes
@@ -237,7 +237,8 @@ class Planner:
             fitting = [n for n in fitting if n >= SAFE_FROM_SINGLES]
             timings = time_sizes(watch, work, doubling(fitting), seconds, admit, least=least)
         found = profile.with_timings(timings, self._optimizer_seconds(allowed))
-        return replace(found, notes=(*found.notes, *busy_note(self._device)))
+        waste = RESERVED_WASTE if self._scatters(found) else found.heap_waste
+        return replace(found, heap_waste=waste, notes=(*found.notes, *busy_note(self._device)))
 
     def _optimizer_seconds(self, allowed: int) -> float:
         return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))
@@ -254,11 +255,17 @@ class Planner:
         return replace(demand, sizes=sizes)
 
     def _of_measured(self, demand: Demand, profile: Profile) -> Demand:
-        """The demand with no other sizes than have run, where reserved memory is limited and kernels reserve what tensors do
-        not show: how much for a size is known only then."""
+        """The demand with no other sizes than have run, where kernels take what tensors do not show: how much for a size is
+        known only then. Where freed memory goes back at once, a line through what was measured is near enough."""
         ran = tuple(timing.samples for timing in profile.timings)
-        hides = profile.kept_per_size > HIDDEN_KEPT or _exceeds(profile)
-        return replace(demand, sizes=ran) if self._memory.reserved and hides and demand.micro_batch is None else demand
+        hides = self._scatters(profile)
+        if self._memory.reserved:
+            hides = profile.kept_per_size > HIDDEN_KEPT or _exceeds(profile)
+        return replace(demand, sizes=ran) if hides and demand.micro_batch is None else demand
+
+    def _scatters(self, profile: Profile) -> bool:
+        """Whether kernels take and free so much beside the tensors that a heap which keeps what was freed goes to pieces."""
+        return self._device.type == "cpu" and not thresholds_pinned() and _exceeds(profile, at_largest=True)
 
     def constrained(self, demand: Demand) -> Demand:
         """The demand with the levers the user prescribed."""
@@ -306,11 +313,12 @@ def busy_note(device: torch.device, load: float | None = None) -> tuple[str, ...
     )
 
 
-def _exceeds(profile: Profile) -> bool:
-    """Whether a micro-batch was seen to take much more than its tensors, or whether that is not known."""
+def _exceeds(profile: Profile, *, at_largest: bool = False) -> bool:
+    """Whether a micro-batch (the largest that ran) took much more than its tensors, or whether that is not known."""
     if profile.timeline is None or not profile.timings:
         return bool(profile.timings)
-    return any(more > HIDDEN_SHARE * profile.timeline.growth(samples) for samples, more in profile.excess)
+    seen = profile.excess[-1:] if at_largest else profile.excess
+    return any(more > HIDDEN_SHARE * profile.timeline.growth(samples) for samples, more in seen)
 
 
 def _needs_company(error: ValueError) -> bool:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from memfit.engine.context import RandomState
+from memfit.engine.generators import RandomState
 from memfit.engine.staged import Staging
 from memfit.profiling.sandbox import restore_tensors
 from memfit.training.buffers import WrittenBuffers

@@ -15,7 +15,7 @@ import torch
 from memfit.batches.pieces import sizes
 from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work
-from memfit.engine.context import random_state_kept
+from memfit.engine.generators import random_state_kept
 from memfit.engine.handover import Total, hand_over
 from memfit.planning.search import keepable
 from memfit.training.call import Call
