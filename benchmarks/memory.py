@@ -1,6 +1,6 @@
 """Measured peak against the budget and against the prediction, with a memory limit really set on the process.
 
-    python benchmarks/memory.py [--rooms 0.03,0.12] [family ...]
+    python benchmarks/memory.py [--rooms 0.03,0.12] [--glibc pinned] [family ...]
 
 Each case is a fresh process that plans and trains some steps in step mode. Three rooms per family. With glibc's thresholds
 pinned (to judge the prediction), RLIMIT_DATA is set so that the process may grow by the room, and memfit finds that out by
@@ -105,11 +105,13 @@ def room_for(family, share: float) -> int:
 
 
 def main(names: list[str]) -> None:
-    rooms = ROOMS
+    rooms, libraries = ROOMS, ("pinned", "shipped")
     if names[:1] == ["--rooms"]:
         rooms, names = tuple(map(float, names[1].split(","))), names[2:]
+    if names[:1] == ["--glibc"]:
+        libraries, names = (names[1],), names[2:]
     rows, results = [], []
-    for pinned in (True, False):
+    for pinned in (library == "pinned" for library in libraries):
         for name in names or FAMILIES:
             for share in rooms:
                 found = child("memory.py", ["--case", name, str(share)], pinned=pinned)

@@ -39,6 +39,15 @@ def format_bytes(count: int | float) -> str:
     return f"{sign}{int(size)} B"
 
 
+def format_range(low: int, high: int) -> str:
+    """What a size lies between ("164 to 232 MiB"); one size where the words for both are the same."""
+    first, last = format_bytes(low), format_bytes(high)
+    if first == last:
+        return last
+    number, _, unit = first.rpartition(" ")
+    return f"{number if last.endswith(f' {unit}') else first} to {last}"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration for people: "4.10 s", "38.0 ms", "12 min 5 s"."""
     if seconds >= 3600:

@@ -275,7 +275,8 @@ def test_save_export_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "per_device_train_batch_size=32" in done.stdout
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.target_batch == 32
-    assert format_bytes(plan.predicted.peak + plan.held) in plan.summary()  # on the scale of the limit beside it
+    assert plan.words_for_peak() in plan.summary()
+    assert format_bytes(plan.predicted.peak + plan.held).split()[0] in plan.summary()  # on the scale of the limit beside it
     shown = reported(["plan.json", "--save", "out.html"], monkeypatch, tmp_path)
     assert "32 whole" in shown and "by plan.json" in shown
     assert (tmp_path / "out.html").read_text().lstrip().lower().startswith("<!doctype html")

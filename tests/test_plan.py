@@ -47,6 +47,19 @@ def test_it_prints_what_runs_and_what_does_not() -> None:
     assert "two passes" in plan(mode="replay").summary()
 
 
+@pytest.mark.parametrize(
+    ("expected", "upper", "words"),
+    [
+        (3 << 30, 3 << 30, ": 3.00 GiB of "),
+        (3000 << 20, 3100 << 20, ": 2.93 GiB of "),
+        (3 << 30, 4 << 30, ": 3.00 to 4.00 GiB of "),
+        (1000 << 20, 2 << 30, ": 1000 MiB to 2.00 GiB of "),
+    ],
+)
+def test_what_a_step_may_come_to_is_said_where_it_is_much_more(expected: int, upper: int, words: str) -> None:
+    assert words in plan(predicted=Cost(expected, upper), held=0).summary()
+
+
 def test_what_was_rejected_has_a_reason() -> None:
     assert [option.micro_batch for option in rich_plan().rejected] == [16, 16, 16]
     assert all(option.reason for option in rich_plan().rejected)

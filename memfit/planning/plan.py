@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from memfit._errors import PlanFileError, UsageError
-from memfit._units import format_bytes, format_seconds
+from memfit._units import format_bytes, format_range, format_seconds
 
+MUCH_MORE = 1.05
+"""From this many times what is expected on, what a step may come to is said, too."""
 VERSION = 1
 """Version of the plan file format this code writes; later ones are refused."""
 
@@ -187,8 +189,13 @@ class Plan:
             how = f"{self.share} = about {self.micro_batch} at a time, by size of sample"
         with_levers = f" ({', '.join(levers)})" if levers else ""
         mode = ", two passes" if self.mode == "replay" else ""
-        memory = f"{format_bytes(self.predicted.peak + self.held)} of {format_bytes(self.limit)}"
+        memory = f"{self.words_for_peak()} of {format_bytes(self.limit)}"
         return f"batch {how}{with_levers}{mode}: {memory}{seconds}"
+
+    def words_for_peak(self) -> str:
+        """The bytes expected at once in words, and what they may come to where that is much more."""
+        expected, most = self.predicted.peak + self.held, self.predicted.upper + self.held
+        return format_range(expected, most) if most > MUCH_MORE * expected else format_bytes(expected)
 
     def __str__(self) -> str:
         lines = [f"memfit plan for {self.model} with {self.optimizer} on {self.device}", f"  {self.summary()}"]
