@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from torch.optim import AdamW
 from zoo import FAMILIES
 
 import memfit
-from memfit.planning.sizes import by_size, peak_between, peak_of, peaks_of
+from memfit.planning.sizes import by_size, padded_elements, peak_between, peak_of, peaks_of, with_padding
 from memfit.profiling.profile import Profile
+from memfit.profiling.timing import Timing
 
 SHORT, MIDDLE, LONG = 6, 11, 16
 
@@ -68,3 +71,24 @@ def test_the_largest_micro_batch_runs_first_and_meets_no_gradients() -> None:
     assert peak_of(ends, table, [high] * 4).expected == alone < large.peak(4).expected
     assert peak_of(ends, table, [high] * 8).expected == large.peak(4).expected
     assert peak_of(ends, table, [high] * 4 + [low] * 8).expected == max(alone, small.peak(8).expected)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 5000))
+def test_padding_is_what_samples_are_short_of_the_largest_they_stand_with(sizes: list[int], wanted: int) -> None:
+    sizes = sorted(sizes, reverse=True)
+    found = padded_elements(sizes, wanted)
+    assert sum(sizes) <= found <= len(sizes) * sizes[0]
+    if wanted >= len(sizes) * sizes[0]:
+        assert found == len(sizes) * sizes[0]
+    if wanted == 1:
+        assert found == sum(sizes)
+
+
+def test_whole_batches_of_very_different_samples_are_not_taken_for_the_fastest() -> None:
+    sizes = [200, *[10] * 31]
+    timings = tuple(Timing(n, 0.1 + 0.02 * n, 0.01 * n, (("block", 0.01 * n),)) for n in (1, 8, 32, 640))
+    found = with_padding(replace(traced("bert", SHORT)[1], timings=timings), 10, sizes).timings
+    assert found[0] == timings[0]  # a single sample is padded to itself
+    per_sample = {timing.samples: timing.seconds / timing.samples for timing in found}
+    assert per_sample[8] < per_sample[1] and per_sample[8] < per_sample[640]
+    assert found[-1].blocks[0][1] == pytest.approx(6.4 * 200 * 32 / sum(sizes))

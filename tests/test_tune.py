@@ -106,3 +106,54 @@ def test_sizes_that_never_come_about_are_not_waited_for(monkeypatch: pytest.Monk
     machine = Machine(lambda size: 1.0 / size)
     assert tuned(machine, (4, 8, 64), 8, 10, monkeypatch)[1] <= 61
     assert 64 not in machine.ran
+
+
+LENGTHS = sorted((256, 200, *(40,) * 6, *(10,) * 56), reverse=True)
+"""A few long samples and many short ones, as sentences are."""
+
+
+def padded_seconds(elements: int) -> float:
+    """A batch in micro-batches of about that many elements: padding is computed, and each micro-batch takes a little itself."""
+    return sum(40.0 + count * longest for count, longest in pieces_of(elements))
+
+
+def pieces_of(elements: int) -> list[tuple[int, int]]:
+    found, start = [], 0
+    while start < len(LENGTHS):
+        count = min(len(LENGTHS) - start, max(1, elements // LENGTHS[start]))
+        found.append((count, LENGTHS[start]))
+        start += count
+    return found
+
+
+def test_samples_of_different_sizes_are_measured_by_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(tune.time, "perf_counter", lambda: now)
+    fitting = [10 * n for n in micro_batch_sizes(64)]
+    tuner = Tuner(fitting, fitting[-1], CPU, whole=True)
+    batches = 0
+    while not tuner.done:
+        batches += 1
+        tuner.begin()
+        choice = tuner.next_choice()
+        pieces = pieces_of(choice)
+        tuner.expect_batch(choice, sum(LENGTHS), len(pieces))
+        for index, (count, longest) in enumerate(pieces):
+            now += 40.0 + count * longest
+            tuner.micro_batch_done(index)
+    best, rates = tuner.best()
+    assert padded_seconds(best) <= 1.05 * min(map(padded_seconds, fitting)) < padded_seconds(fitting[-1])
+    assert rates[best] == pytest.approx(padded_seconds(best) / sum(LENGTHS))
+    assert batches < 40
+
+
+def test_a_batch_that_failed_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(tune.time, "perf_counter", lambda: now)
+    tuner = Tuner((10, 20), 10, CPU, whole=True)
+    tuner.begin()
+    tuner.expect_batch(tuner.next_choice(), 40, 4)
+    now = 5.0
+    tuner.micro_batch_done(0)
+    tuner.begin()
+    assert tuner.best() == (10, {})

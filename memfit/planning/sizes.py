@@ -14,6 +14,7 @@ from memfit.planning.plan import Plan
 from memfit.planning.search import micro_batch_sizes
 from memfit.profiling.allocator import Peak
 from memfit.profiling.profile import Profile
+from memfit.profiling.timing import Timing
 
 Ends = tuple[tuple[int, Profile], tuple[int, Profile]]
 """((elements, profile) of a short sample, the same of the longest), both with the plan's blocks checkpointed."""
@@ -73,6 +74,28 @@ def peak_of(ends: Ends, table: tuple[tuple[int, int, int], ...], sizes: Sequence
         start += usual
     expected = max(met, key=lambda peak: peak.expected)
     return replace(expected, expected=min(expected.expected, largest.upper), upper=largest.upper)
+
+
+def with_padding(profile: Profile, middle: int, sizes: Sequence[int]) -> Profile:
+    """The profile, timed on samples of `middle` elements, with the seconds that micro-batches of samples of these sizes, in
+    descending order, take for as many elements: samples are padded to the largest they stand with."""
+
+    def padded(timing: Timing) -> Timing:
+        factor = padded_elements(sizes, timing.samples * middle) / max(1, sum(sizes))
+        blocks = tuple((name, seconds * factor) for name, seconds in timing.blocks)
+        return replace(timing, seconds=timing.seconds * factor, forward=timing.forward * factor, blocks=blocks)
+
+    return replace(profile, timings=tuple(map(padded, profile.timings)))
+
+
+def padded_elements(sizes: Sequence[int], wanted: int) -> int:
+    """Elements that micro-batches of about `wanted` elements compute of samples of these sizes, in descending order."""
+    found = start = 0
+    while start < len(sizes):
+        count = min(len(sizes) - start, max(1, wanted // max(1, sizes[start])))
+        found += count * sizes[start]
+        start += count
+    return found
 
 
 def _largest_fitting(ends: Ends, elements: int, wanted: int, room: int) -> int:

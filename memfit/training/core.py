@@ -335,7 +335,7 @@ class Core:
             return None  # every size tried would keep memory for good
         fitting = [plan.unit * n for n in plan.sizes_with_same_levers()]
         alone = None if plan.by_size else plan.share  # priced without gradients of other micro-batches beside it
-        return Tuner(fitting, plan.unit * plan.micro_batch, self.device, alone=alone)
+        return Tuner(fitting, plan.unit * plan.micro_batch, self.device, alone=alone, whole=bool(plan.by_size))
 
     def _end_tuning(self) -> None:
         tuner, before = self._tuner, self.plan

@@ -130,19 +130,20 @@ class Stepper:
         """Sizes of the micro-batches; where samples differ in size, each as large as planned for its first sample."""
         if not plan.by_size:
             return self._core.tuned_pieces(batch.samples, largest, tuner)
+        choice = None if tuner is None else tuner.next_choice()
         found: list[int] = []
         start = 0
         while start < batch.samples:
             size, left = max(batch.sizes[start:]), batch.samples - start
             usual, most = next(((n, m) for elements, n, m in plan.by_size if size <= elements), plan.by_size[-1][1:])
-            if tuner is None:
+            if choice is None:
                 count = min(left, max(1, usual * largest // plan.micro_batch))
             else:
-                choice = tuner.next_choice()
                 count = min(left, most, max(1, choice // max(1, size)))
-                tuner.expect(choice, sum(batch.sizes[start : start + next_size(left, count, self._core.least)]))
             found.append(next_size(left, count, self._core.least))
             start += found[-1]
+        if tuner is not None and choice is not None:
+            tuner.expect_batch(choice, sum(batch.sizes), len(found))
         return tuple(found)
 
     # ---- what a batch is

@@ -11,7 +11,7 @@ import torch
 from memfit.engine.accumulate import BY_SAMPLES, Weighting, Work
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search, with_blocks
-from memfit.planning.sizes import by_size, peak_of, peaks_of, profile_between
+from memfit.planning.sizes import by_size, peak_of, peaks_of, profile_between, with_padding
 from memfit.profiling.build import CHECK
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
@@ -103,6 +103,7 @@ class Tasks:
         fixed = replace(demand, checkpoint=())  # the blocks are part of both profiles
         between = profile_between(ends, batch.sizes[middle], demand.share)
         timed = planner.timed(self.task(batch, middle, fixed, longest.weighting), between)
+        timed = with_padding(timed, batch.sizes[middle], batch.sizes)
         found = search([timed], memory.budget(), replace(planner.constrained(fixed), checkpoint=()))
         table = by_size(ends, found, memory.budget().room, batch.sizes[middle])
         peak, peaks = peak_of(ends, table, batch.sizes), peaks_of(ends, table)

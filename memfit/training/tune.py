@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-ENOUGH = 3
-"""Measurements of each size in each of the two rounds."""
+ENOUGH, ENOUGH_WHOLE = 3, 2
+"""Measurements of each size in each of the two rounds: by micro-batches, and by whole batches."""
 PATIENCE = 60
 """Batches after which what was measured has to do: some sizes never come about where batches are smaller than planned for."""
 NEAR = 1.1
@@ -29,14 +29,19 @@ class Tuner:
     """Proposes how an effective batch is cut, and learns from how long its micro-batches took.
 
     A choice is a size of micro-batch, in units: samples, or elements where samples differ in size. `fitting` are those that
-    fit, `planned` the one in force; `alone` fits only as the one micro-batch of its batch.
+    fit, `planned` the one in force; `alone` fits only as the one micro-batch of its batch. With `whole`, a batch is cut by one
+    choice and measured whole: where samples differ in size, so do its micro-batches, and padding counts as well.
     """
 
-    def __init__(self, fitting: Sequence[int], planned: int, device: torch.device, *, alone: int | None = None) -> None:
+    def __init__(
+        self, fitting: Sequence[int], planned: int, device: torch.device, *, alone: int | None = None, whole: bool = False
+    ) -> None:
         self.fitting = tuple(sorted({*fitting, planned}))
         self.choices = tuple(sorted({*doubling(self.fitting), planned}))
         self.planned, self._alone = planned, alone
-        self._enough, self._near_known, self._passes = ENOUGH, False, 0
+        self._once = ENOUGH_WHOLE if whole else ENOUGH
+        self._pieces: int | None = None
+        self._enough, self._near_known, self._passes = self._once, False, 0
         self._clock = _Clock(device)
         self._measured: dict[int, list[float]] = {choice: [] for choice in self.choices}
         self._running: list[tuple[int, int] | None] = []
@@ -69,6 +74,10 @@ class Tuner:
         """The next micro-batch of the pass is of this choice and has that many units; it counts if it is about full."""
         self._running.append((choice, units) if units >= 0.75 * choice else None)
 
+    def expect_batch(self, choice: int, units: int, pieces: int) -> None:
+        """The pass is cut by this choice into that many micro-batches and has that many units."""
+        self._running, self._pieces = [(choice, units)], pieces
+
     def micro_batch_done(self, index: int) -> None:
         """A micro-batch has run."""
         self._clock.mark()
@@ -90,7 +99,7 @@ class Tuner:
         near = [choice for choice, rate in rates.items() if rate <= NEAR * rates[fastest]]
         self.choices = tuple(sorted({*near, *(size for size in beside if size is not None)}))
         self._measured = {**{choice: [] for choice in self.choices}, **self._measured}
-        self._enough, self._near_known = 2 * ENOUGH, True
+        self._enough, self._near_known = 2 * self._once, True
 
     def _between(self, low: int, high: int) -> int | None:
         """The size that fits and lies in the middle of two, by their ratio; None where there is none."""
@@ -113,10 +122,12 @@ class Tuner:
 
     def _collect(self) -> None:
         seconds = self._clock.read()
+        if self._pieces is not None:
+            seconds = [sum(seconds)] if len(seconds) == self._pieces else []
         for running, took in zip(self._running, seconds):
             if running is not None:
                 self._measured[running[0]].append(took / running[1])
-        self._running = []
+        self._running, self._pieces = [], None
 
 
 def doubling(sizes: Sequence[int]) -> tuple[int, ...]:
