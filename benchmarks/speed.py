@@ -1,6 +1,6 @@
 """Step mode against the best of an exhaustive search over (micro-batch, checkpoint all or none) under the same limit.
 
-    python benchmarks/speed.py [--precision auto] [family ...]
+    python benchmarks/speed.py [--precision auto] [--shares 0.5] [family ...]
 
 One process per family. Its candidates are plain loops as a careful person writes them; those whose peak fits the limit (by
 memfit's profile, whose error is about a thousandth here: glibc's thresholds are pinned) run in turns with memfit's own steps.
@@ -145,9 +145,12 @@ def main(names: list[str]) -> None:
     precisions, results = ("auto", "fast"), []
     if names[:1] == ["--precision"]:
         precisions, names = (names[1],), names[2:]
+    shares = SHARES
+    if names[:1] == ["--shares"]:
+        shares, names = dict.fromkeys(precisions, tuple(map(float, names[1].split(",")))), names[2:]
     for precision in precisions:
         for name in names or CASES:
-            for share in SHARES[precision]:
+            for share in shares[precision]:
                 found = child("speed.py", ["--case", name, str(share), precision], pinned=True, timeout=1800)
                 results.append({"share": share, **found})
                 print(*results[-1].values(), flush=True)

@@ -42,4 +42,11 @@ def test_without_time_only_the_smallest_run(least: int) -> None:
 
 def test_between_measured_sizes_the_excess_lies_on_a_line_and_never_falls() -> None:
     found = profile(two_blocks(), excess=((1, 10), (2, 40), (4, 20), (8, 100)))
-    assert [found.excess_at(n) for n in (1, 2, 3, 4, 6, 8, 10)] == [10, 40, 40, 40, 60, 100, 160]
+    assert [found.excess_at(n) for n in (1, 2, 3, 4, 6, 8, 10)] == [10, 40, 40, 40, 60, 100, 140]
+
+
+def test_beyond_measured_sizes_a_jump_between_one_sample_and_two_is_not_taken_for_a_slope() -> None:
+    found = profile(two_blocks(), excess=((1, 0), (2, 88), (4, 92)))
+    assert [found.excess_at(n) for n in (4, 8, 16)] == [92, 100, 116]
+    falling = profile(two_blocks(), excess=((1, 0), (2, 80), (4, 10)))
+    assert [falling.excess_at(n) for n in (4, 16)] == [80, 80]

@@ -104,17 +104,18 @@ class Profile:
 
     def excess_at(self, micro_batch: int) -> int:
         """Bytes to add to the trace at that size: between measured sizes by a line, and never less than at a smaller one;
-        beyond the last by the steepest line."""
+        beyond the last by the line through the last two. (Not by the steepest: where kernels change between one sample and
+        two, what they take jumps there.)"""
         if not self.excess:
             return 0
         least = max((more for n, more in self.excess if n <= micro_batch), default=self.excess[0][1])
-        slopes = [0.0]
+        slope = 0.0
         for (low, at_low), (high, at_high) in itertools.pairwise(self.excess):
-            slopes.append((at_high - at_low) / (high - low))
+            slope = (at_high - at_low) / (high - low)
             if low <= micro_batch <= high:
-                return max(least, int(at_low + slopes[-1] * (micro_batch - low)))
+                return max(least, int(at_low + slope * (micro_batch - low)))
         last, at_last = self.excess[-1]
-        return least if micro_batch <= last else max(least, int(at_last + max(slopes) * (micro_batch - last)))
+        return least if micro_batch <= last else max(least, int(at_last + slope * (micro_batch - last)))
 
     def kept_for(self, sizes: Iterable[int]) -> int:
         """Bytes that kernels for micro-batches of these sizes will keep, as far as they have not run."""
