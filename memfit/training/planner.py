@@ -265,7 +265,8 @@ class Planner:
 
     def _scatters(self, profile: Profile) -> bool:
         """Whether kernels take and free so much beside the tensors that a heap which keeps what was freed goes to pieces."""
-        return self._device.type == "cpu" and not thresholds_pinned() and _exceeds(profile, at_largest=True)
+        heap = self._device.type == "cpu" and not thresholds_pinned() and profile.timeline is not None
+        return heap and _exceeds(profile, at_largest=True)
 
     def constrained(self, demand: Demand) -> Demand:
         """The demand with the levers the user prescribed."""
