@@ -183,16 +183,21 @@ def _ways(profile: Profile, budget: Budget, demand: Demand) -> list[_Way]:
     if demand.checkpoint is not None:
         return ways
     bar = min((way.seconds for way in ways if way.fits and way.seconds is not None), default=None)
-    return [way if _settled(way, ways, bar) else _with_fewest_blocks(pricing, way, allowed, demand) for way in ways]
+    return [way if _settled(way, ways, bar, demand) else _with_fewest_blocks(pricing, way, allowed, demand) for way in ways]
 
 
-def _settled(way: _Way, ways: Sequence[_Way], bar: float | None) -> bool:
-    """Whether checkpointing need not be looked at: it fits as it is, or recomputing could not make it the fastest."""
-    if way.fits or not way.profile.blocks:
+def _settled(way: _Way, ways: Sequence[_Way], bar: float | None, demand: Demand) -> bool:
+    """Whether checkpointing need not be looked at: it fits as it is, or recomputing even the quickest block once per
+    micro-batch could not make it the fastest. (Looking costs the memory of a solver, too.)"""
+    profile = way.profile
+    if way.fits or not profile.blocks:
         return True
     if bar is None or way.seconds is None:
         return any(w.fits for w in ways)
-    return way.seconds * NEARLY >= bar
+    block = min(dict(timing_at(profile.timings, way.micro_batch).blocks).get(name, 0.0) for name in profile.blocks)
+    pieces = (equal_sizes if demand.equal else sizes)(demand.share, way.micro_batch)
+    recomputed = block * sum(pieces) / way.micro_batch
+    return (way.seconds + recomputed) * NEARLY >= bar
 
 
 def _with_fewest_blocks(pricing: _Pricing, way: _Way, allowed: int, demand: Demand) -> _Way:
