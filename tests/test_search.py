@@ -264,6 +264,9 @@ def test_times_between_and_beyond_what_was_measured() -> None:
 def test_a_disturbed_timing_does_not_make_larger_micro_batches_cost_less_than_nothing() -> None:
     disturbed = timed(timings=(Timing(1, 5.0, 1.0), Timing(2, 1.0, 0.3)))
     assert timing_at(disturbed.timings, 16).seconds == 1.0
+    slowed = (Timing(4, 1.0, 0.4), Timing(8, 3.0, 1.0))  # twice the samples, three times the seconds
+    assert timing_at(slowed, 32).seconds == pytest.approx(12.0)
+    assert timing_at(slowed, 6).seconds == pytest.approx(2.0)
     plan = plan_for(10_000, disturbed)
     assert plan.predicted.seconds is not None and plan.predicted.seconds > 0
 

@@ -244,6 +244,8 @@ def timing_at(timings: Sequence[Timing], samples: int) -> Timing:
     share = (samples - low.samples) / (high.samples - low.samples)
     if share > 1 and high.seconds < low.seconds:  # a disturbance: more samples never take less than those timed
         return replace(high, samples=samples)
+    if share > 1 and high.seconds * low.samples > low.seconds * high.samples:  # nor more per sample than the last of those
+        return _scaled(high, samples / high.samples, samples)
     if share < 0:  # below the smallest that was timed: never better per sample than that one
         return _scaled(low, samples / low.samples, samples)
     blocks = {name: seconds + share * (dict(high.blocks).get(name, seconds) - seconds) for name, seconds in low.blocks}
