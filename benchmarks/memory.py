@@ -18,7 +18,7 @@ from common import CORRECTED, FAMILIES, MiB, anonymous_peak, child, limit_data, 
 
 ROOMS = (0.03, 0.12, 0.4)
 """Rooms as a share of what the whole batch would need, above what the smallest micro-batch needs."""
-STEPS, EPOCH = 7, 4
+STEPS, EPOCH, MOST = 7, 4, 60
 
 
 def run_case(family_name: str, share: float) -> dict:
@@ -48,7 +48,7 @@ def run_case(family_name: str, share: float) -> dict:
     planning = anonymous_peak() - before
     reset_peak()
     batches, measured, plan = iter(run.loader), 0, run.plan
-    for step in range(3 * STEPS):
+    for step in range(MOST):
         batch = next(batches, None)
         if batch is None:
             batches = iter(run.loader)
@@ -69,6 +69,7 @@ def run_case(family_name: str, share: float) -> dict:
         "growth": peak - before,
         "planning_growth": planning,
         "predicted": plan.predicted.peak + plan.held,
+        "at_most": plan.predicted.upper + plan.held,
         "measured": stats["peak_measured"],
         "limit": plan.limit,
         "micro_batch": plan.micro_batch,
@@ -160,6 +161,7 @@ def summarise(results: list[dict]) -> dict:
         "cases": len(results),
         "died": len(results) - len(alive),
         "above_room": sum(r["growth"] > r["room"] for r in alive),
+        "above_at_most": sum(r["measured"] > r["at_most"] for r in alive),
         "out_of_memory_errors": sum(r["errors"] for r in alive),
         "pinned_median_error": median(judged) if judged else None,
         "pinned_worst_error": max(judged) if judged else None,
