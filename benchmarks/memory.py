@@ -167,7 +167,7 @@ def summarise(results: list[dict]) -> dict:
         "pinned_worst_error": max(judged) if judged else None,
         "pinned_median_error_of_growth": median(of_growth) if of_growth else None,
         "pinned_worst_error_of_growth": max(of_growth) if of_growth else None,
-        "room_used_pinned": median(r["growth"] / r["room"] for r in alive if r["pinned"]) if alive else None,
+        "room_used_pinned": median(r["growth"] / r["room"] for r in alive if r["pinned"]) if above else None,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -26,7 +27,8 @@ from memfit.hardware.heap import give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.planning.search import with_blocks
 from memfit.profiling.ledger import Ledger
-from memfit.training.planner import busy_note
+from memfit.profiling.profile import Profile
+from memfit.training.planner import Planner, Task, busy_note
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -233,3 +235,24 @@ def test_what_runs_holds_what_was_traced(name: str, every: bool) -> None:
 def test_a_busy_machine_is_noted(load: float, said: bool) -> None:
     assert bool(busy_note(CPU, load)) is said
     assert not busy_note(torch.device("cuda"), 1000.0)
+
+
+@pytest.mark.parametrize("disturbed", [1, 99])
+def test_what_a_disturbance_made_look_too_large_is_measured_again_before_it_is_refused(
+    disturbed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, calls = Planner.timed, []
+
+    def timed(self: Planner, task: Task, profile: Profile) -> Profile:
+        calls.append(profile.precision)
+        found = measure(self, task, profile)
+        excess = tuple((timing.samples, 1 << 40) for timing in found.timings)
+        return replace(found, excess=excess) if len(calls) <= disturbed else found
+
+    monkeypatch.setattr(Planner, "timed", timed)
+    if disturbed == 1:
+        run = step_mode(2000 * MIB)
+        assert run.plan is not None and run.plan.precision == "off" and calls == ["float32", "float32"]
+    else:
+        with pytest.raises(DoesNotFit):
+            step_mode(2000 * MIB)

@@ -81,20 +81,29 @@ class Planner:
         """The plan for a task and the profile it rests on (`profile`: one that is there already). Raises DoesNotFit."""
         task = replace(task, demand=replace(self.constrained(task.demand), equal=task.compiled))
         lever = self._settings.precision if self._settings.precision in PRECISIONS else "off"
-        own = profile if profile is not None and lever == "off" else self.profile(task, lever)
-        if timed:
-            own = self.timed(task, own)
-            task = replace(task, demand=self._of_measured(self._without_singles(task.demand), own))
+        traced = profile if profile is not None and lever == "off" else self.profile(task, lever)
+        if not timed:
+            return self._decided(task, traced)
+        own = self.timed(task, traced)
         try:
-            if self._settings.precision == "fast":
-                plan, profile = self._fast(task, own)
-            else:
-                plan, profile = self._search(task, own)
+            return self._decided(self._of_timed(task, own), own, lower=not own.excess)
         except DoesNotFit:
-            if self._settings.precision != "auto":
+            if not own.excess:
                 raise
-            plan, profile = self._lower(task, own)
-        return plan, profile
+        own = self.timed(task, traced)  # what kernels were seen to take may have been a disturbance
+        return self._decided(self._of_timed(task, own), own)
+
+    def _decided(self, task: Task, own: Profile, *, lower: bool = True) -> tuple[Plan, Profile]:
+        """The plan by this profile; `lower`: in a lower precision where nothing else fits and that was left to memfit."""
+        try:
+            return self._fast(task, own) if self._settings.precision == "fast" else self._search(task, own)
+        except DoesNotFit:
+            if self._settings.precision != "auto" or not lower:
+                raise
+            return self._lower(task, own)
+
+    def _of_timed(self, task: Task, own: Profile) -> Task:
+        return replace(task, demand=self._of_measured(self._without_singles(task.demand), own))
 
     def profile(
         self,
