@@ -256,3 +256,23 @@ def test_what_a_disturbance_made_look_too_large_is_measured_again_before_it_is_r
     else:
         with pytest.raises(DoesNotFit):
             step_mode(2000 * MIB)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_where_kernels_take_much_beside_the_tensors_a_heap_that_keeps_it_gets_sizes_that_ran(
+    pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, ran = Planner.timed, set()
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.setenv(name, "65536") if pinned else monkeypatch.delenv(name, raising=False)
+
+    def timed(self: Planner, task: Task, profile: Profile) -> Profile:
+        found = measure(self, task, profile)
+        ran.update(timing.samples for timing in found.timings)
+        assert found.timeline is not None
+        return replace(found, excess=tuple((t.samples, int(found.timeline.growth(t.samples) // 2)) for t in found.timings))
+
+    monkeypatch.setattr(Planner, "timed", timed)
+    run = step_mode(2000 * MIB)
+    assert run.plan is not None and ran
+    assert ({option.micro_batch for option in run.plan.options} <= ran) is not pinned
