@@ -16,7 +16,7 @@ import torch
 from memfit._errors import UsageError
 from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
-from memfit.engine.context import autocasts, without_autocast
+from memfit.engine.context import without_autocast
 from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging
 from memfit.engine.terms import Term, Terms, is_only_term, standing_in
@@ -137,7 +137,6 @@ class Pass:
         self.terms: list[list[Term]] = []
         self._work, self._staging, self._weighting, self._scale = work, staging, weighting, scale
         self._dtype: torch.dtype | None = None
-        self._autocast = autocasts(work.device)
         self._losses: list[torch.Tensor | float] = []
         self._weights: list[Count | float] = []
         self._counts: list[Count] = []
@@ -157,12 +156,8 @@ class Pass:
         self._dtype = self._dtype or loss.dtype
         self._losses.append(_value(loss))
         self._weights.append(weight)
-        beginning = self._beginning(loss, weight * self._scale)
-        if not self._autocast:
-            torch.autograd.backward(loss, beginning)
-            return
         with without_autocast(self._work.device):
-            torch.autograd.backward(loss, beginning)
+            torch.autograd.backward(loss, self._beginning(loss, weight * self._scale))
 
     @staticmethod
     def _beginning(loss: torch.Tensor, factor: Count | float) -> torch.Tensor:

@@ -52,16 +52,11 @@ def autocasting(states: Iterable[Autocast]) -> AbstractContextManager[object]:
     return stack
 
 
-def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on, for a device or the host."""
-    return torch.is_autocast_enabled(device.type) or (device.type != "cpu" and torch.is_autocast_enabled("cpu"))
-
-
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast off for a device and the host, for inner backward passes."""
-    if not autocasts(device):
-        return nullcontext()
     kind = device.type
+    if not torch.is_autocast_enabled(kind) and (kind == "cpu" or not torch.is_autocast_enabled("cpu")):
+        return nullcontext()
     return autocasting(Autocast(k, False, torch.get_autocast_dtype(k), True) for k in dict.fromkeys((kind, "cpu")))
 
 

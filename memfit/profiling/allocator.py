@@ -27,7 +27,7 @@ in time (`training/heap.py`). benchmarks/heap.py, where none are given back, saw
 size, up to 2.1 for blocks that are computed again and for samples of different sizes, where giving back matters."""
 RESERVED_WASTE = 2.0
 """The same where what the process has reserved is limited (RLIMIT_DATA, RLIMIT_AS), as pages given back still count there;
-and where kernels take much beside the tensors: an LSTM's 1.5 to 3.0, its scratch included."""
+and where kernels take much beside the tensors: an LSTM's 1.0 to 3.0, its scratch included."""
 CUDA_WORKSPACE = 2 * 8_519_680
 """cuBLAS keeps 8.125 MiB per handle and stream, one handle each for the forward and the backward thread
 (aten/src/ATen/cuda/CublasHandlePool.cpp; 32 MiB each on sm_90)."""

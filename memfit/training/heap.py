@@ -2,8 +2,9 @@
 
 glibc keeps what was freed below its thresholds, and micro-batches of changing shapes fragment what it keeps: it can come to
 twice the tensors. `malloc_trim` gives whole free pages back wherever they lie, at the price of faulting them in again, so
-it is called only when the process comes near its budget. The allocator's settings stay the user's. Not covered: other C
-libraries, and what fragments within a single micro-batch (HEAP_WASTE in `profiling/allocator.py` allows for that).
+it is called only when the process comes near its budget: between micro-batches, and before each block that is computed again.
+The allocator's settings stay the user's. Not covered: other C libraries, what fragments in between (HEAP_WASTE in
+`profiling/allocator.py` allows for that), proofs and timing while planning, and the seconds that giving back takes.
 """
 
 from __future__ import annotations

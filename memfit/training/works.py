@@ -57,8 +57,6 @@ class StepWork:
         return inputs
 
     def loss(self, outputs: Any) -> torch.Tensor:
-        if self._precision == "off":
-            return self._loss_fn(self._model, outputs)
         with precision_applied(self._precision, self.device):
             return self._loss_fn(self._model, outputs)
 
