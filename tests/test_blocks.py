@@ -1,7 +1,8 @@
-"""Choosing blocks to checkpoint: the integer program against trying every subset."""
+"""Choosing blocks to checkpoint: following ways against trying every subset."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
@@ -9,6 +10,7 @@ import pytest
 from handmade import Course, two_blocks
 from hypothesis import given, settings, strategies as st
 
+from memfit.planning import blocks
 from memfit.planning.blocks import choose_blocks
 from memfit.planning.compose import recomputable, with_checkpoint
 from memfit.profiling.timeline import Timeline
@@ -71,7 +73,7 @@ def subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 @settings(max_examples=150, deadline=None)
 @given(steps(), st.integers(1, 3), st.floats(0, 1), st.booleans())
-def test_the_program_finds_what_trying_everything_finds(
+def test_following_ways_finds_what_trying_everything_finds(
     step: tuple[Timeline, dict[str, float]], samples: int, where: float, accumulates: bool
 ) -> None:
     timeline, seconds = step
@@ -145,3 +147,26 @@ def test_gradients_are_not_counted_before_they_are_there() -> None:
     recomputes, seconds = recomputable(timeline, ["a", "b"]), {"a": 2.0, "b": 1.0}
     assert choose_blocks(timeline, recomputes, 10, 370, seconds, accumulates=False) == ()
     assert choose_blocks(timeline, recomputes, 10, 369, seconds, accumulates=False) == ("b",)
+
+
+def test_many_unlike_blocks_are_decided_although_not_every_way_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, names = random.Random(1), [f"b{i}" for i in range(9)]
+    course, before = Course().birth("weights", 50, category="parameters").window().phase("forward"), []
+    for name in names:
+        course.enter(name, before).birth(f"k{name}", draw.randint(5, 99), 0, "kept", name)
+        before = [f"y{name}"]
+        course.birth(before[0], draw.randint(1, 9), 0, "kept", name).leave(before)
+    course.birth("loss", 2).phase("backward").death("loss")
+    for name in reversed(names):
+        course.birth(f"g{name}", 20, owner=name).death(f"k{name}", f"y{name}", f"g{name}")
+    timeline, seconds = course.done(), {name: draw.uniform(0.5, 1.5) for name in names}
+    peaks = {chosen: with_checkpoint(timeline, chosen).peak(1) for chosen in subsets(names)}
+    recomputes, low, high = recomputable(timeline, names), min(peaks.values()), max(peaks.values())
+    assert len(set(peaks.values())) > 100
+    for followed in (64, 8):
+        monkeypatch.setattr(blocks, "FOLLOWED", followed)
+        for room in range(low, high, (high - low) // 20):
+            found = choose_blocks(timeline, recomputes, 1, room, seconds)
+            best = min(sum(seconds[name] for name in chosen) for chosen, peak in peaks.items() if peak <= room)
+            assert found is not None and peaks[found] <= room
+            assert sum(seconds[name] for name in found) == pytest.approx(best)

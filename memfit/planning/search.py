@@ -25,8 +25,8 @@ NEARLY = 1.02
 """Options within this factor of the fastest count as equally fast; then fewer levers and fewer micro-batches win."""
 
 FEW_BLOCKS = 4
-"""Up to this many blocks every choice of them is looked at; beyond, a linear program chooses, which knows the bytes of tensors
-but not how the margin above them changes."""
+"""Up to this many blocks every choice of them is looked at; beyond, `choose_blocks` does, which knows the bytes of tensors but
+not how the margin above them changes."""
 HOPELESS = 1.25
 """Where checkpointing every block needs this many times what is allowed, no choice of blocks is looked for. (Not every block
 may need less than every block: recomputing one takes room itself.)"""
@@ -188,7 +188,7 @@ def _ways(profile: Profile, budget: Budget, demand: Demand) -> list[_Way]:
 
 def _settled(way: _Way, ways: Sequence[_Way], bar: float | None, demand: Demand) -> bool:
     """Whether checkpointing need not be looked at: it fits as it is, or recomputing even the quickest block once per
-    micro-batch could not make it the fastest. (Looking costs the memory of a solver, too.)"""
+    micro-batch could not make it the fastest."""
     profile = way.profile
     if way.fits or not profile.blocks:
         return True
