@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from memfit.batches.pieces import bounds, equal_sizes, next_size, sizes
+from memfit.batches.pieces import bounds, equal_sizes, next_size, pieces_by_size, sizes
 
 COUNTS = st.integers(1, 5000)
 
@@ -76,3 +76,15 @@ def test_one_size_after_another_leaves_no_sample_by_itself(samples: int, wanted:
         found.append(next_size(left, wanted, 2))
         left -= found[-1]
     assert min(found) >= 2 and max(found) <= max(wanted, 3)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 200), st.integers(1, 2))
+def test_pieces_by_size_take_what_their_largest_sample_leaves_room_for(elements: list[int], room: int, least: int) -> None:
+    elements.sort(reverse=True)
+    pieces = pieces_by_size(elements, lambda size: room // size, least)
+    assert sum(pieces) == len(elements)
+    for start, stop in bounds(pieces):
+        allowed = max(least, room // elements[start])
+        assert min(least, len(elements)) <= stop - start <= allowed + (least - 1)
+        if stop < len(elements) and least == 1:
+            assert stop - start == allowed

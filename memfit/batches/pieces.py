@@ -6,7 +6,7 @@ before it leaves one by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 def sizes(samples: int, largest: int, least: int = 1) -> tuple[int, ...]:
@@ -30,6 +30,17 @@ def next_size(left: int, wanted: int, least: int = 1) -> int:
     if left - size >= least or size == left:
         return size
     return left - least if left >= 2 * least else left
+
+
+def pieces_by_size(elements: Sequence[int], samples_for: Callable[[int], int], least: int = 1) -> tuple[int, ...]:
+    """Pieces of samples that have these numbers of elements, largest first: each takes as many samples as `samples_for` says of
+    the largest in it."""
+    found: list[int] = []
+    start = 0
+    while start < len(elements):
+        found.append(next_size(len(elements) - start, samples_for(max(elements[start:])), least))
+        start += found[-1]
+    return tuple(found)
 
 
 def bounds(pieces: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from memfit.batches.pieces import bounds, pieces_by_size
 from memfit.planning.plan import Plan
 from memfit.planning.search import micro_batch_sizes
 from memfit.profiling.allocator import Peak
@@ -67,11 +68,8 @@ def peak_of(ends: Ends, table: tuple[tuple[int, int, int], ...], sizes: Sequence
     """The peak of a batch of samples of these sizes, in descending order, cut by a table; its upper bound is that of the
     largest micro-batch in the table, whatever comes. The first and largest micro-batch meets no gradients of others."""
     largest = max((peak_between(ends, elements, n) for elements, n, _ in table), key=lambda peak: peak.upper)
-    met, start = [], 0
-    while start < len(sizes):
-        usual = next((n for elements, n, _ in table if sizes[start] <= elements), table[-1][1])
-        met.append(peak_between(ends, sizes[start], min(usual, len(sizes) - start), accumulates=start > 0))
-        start += usual
+    pieces = pieces_by_size(sizes, lambda size: next((n for elements, n, _ in table if size <= elements), table[-1][1]))
+    met = [peak_between(ends, sizes[start], stop - start, accumulates=start > 0) for start, stop in bounds(pieces)]
     expected = max(met, key=lambda peak: peak.expected)
     return replace(expected, expected=min(expected.expected, largest.upper), upper=largest.upper)
 
@@ -90,12 +88,8 @@ def with_padding(profile: Profile, middle: int, sizes: Sequence[int]) -> Profile
 
 def padded_elements(sizes: Sequence[int], wanted: int) -> int:
     """Elements that micro-batches of about `wanted` elements compute of samples of these sizes, in descending order."""
-    found = start = 0
-    while start < len(sizes):
-        count = min(len(sizes) - start, max(1, wanted // max(1, sizes[start])))
-        found += count * sizes[start]
-        start += count
-    return found
+    pieces = pieces_by_size(sizes, lambda size: wanted // max(1, size))
+    return sum((stop - start) * sizes[start] for start, stop in bounds(pieces))
 
 
 def _largest_fitting(ends: Ends, elements: int, wanted: int, room: int) -> int:

@@ -25,7 +25,7 @@ HEAP_WASTE = 0.8
 """How much of the tensors in the heap may be lost to what it keeps, beyond their own bytes, where free pages are given back
 in time (`training/heap.py`). benchmarks/heap.py, where none are given back, saw 0.3 to 0.8 for models whose samples have one
 size, up to 2.1 for blocks that are computed again and for samples of different sizes, where giving back matters."""
-RESERVED_WASTE = 2.0
+HIGH_HEAP_WASTE = 2.0
 """The same where what the process has reserved is limited (RLIMIT_DATA, RLIMIT_AS), as pages given back still count there;
 and where kernels take much beside the tensors: an LSTM's 1.0 to 3.0, its scratch included."""
 CUDA_WORKSPACE = 2 * 8_519_680

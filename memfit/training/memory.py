@@ -22,7 +22,7 @@ from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.planning.plan import Plan
 from memfit.planning.search import with_blocks
-from memfit.profiling.allocator import HEAP_WASTE, RESERVED_WASTE, heap_peak, mapped_swing, thresholds_pinned
+from memfit.profiling.allocator import HEAP_WASTE, HIGH_HEAP_WASTE, heap_peak, mapped_swing, thresholds_pinned
 from memfit.profiling.build import state_bytes
 from memfit.profiling.profile import Profile
 
@@ -52,7 +52,7 @@ class Memory:
         self._meter = Meter(device, reserved=self.reserved)
         self._start = self._meter.held() - self._known_bytes()
         self._budget = budget
-        self.heap_waste = RESERVED_WASTE if self.reserved else HEAP_WASTE
+        self.heap_waste = HIGH_HEAP_WASTE if self.reserved else HEAP_WASTE
         explicit = device.type == "cpu" and budget.held == 0
         self._base = 0 if explicit else max(0, budget.held - self._known_bytes())
 

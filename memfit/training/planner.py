@@ -22,7 +22,7 @@ from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.levers.precision import PRECISIONS, lower_precisions, script_precision
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, micro_batch_sizes, search, with_blocks
-from memfit.profiling.allocator import RESERVED_WASTE, thresholds_pinned
+from memfit.profiling.allocator import HIGH_HEAP_WASTE, thresholds_pinned
 from memfit.profiling.build import CHECK, Subject, measured_profile, state_bytes, traced_profile
 from memfit.profiling.profile import Profile
 from memfit.profiling.timing import Stopwatch, Timing, optimizer_seconds, time_sizes
@@ -246,7 +246,7 @@ class Planner:
             fitting = [n for n in fitting if n >= SAFE_FROM_SINGLES]
             timings = time_sizes(watch, work, doubling(fitting), seconds, admit, least=least)
         found = profile.with_timings(timings, self._optimizer_seconds(allowed))
-        waste = RESERVED_WASTE if self._scatters(found) else found.heap_waste
+        waste = HIGH_HEAP_WASTE if self._scatters(found) else found.heap_waste
         return replace(found, heap_waste=waste, notes=(*found.notes, *busy_note(self._device)))
 
     def _optimizer_seconds(self, allowed: int) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from memfit._errors import Refused, UsageError
 from memfit.batches.cut import Layout, candidate_layouts, look_of, refuse_no_batch, shared_samples, uncuttable
-from memfit.batches.pieces import next_size
+from memfit.batches.pieces import pieces_by_size
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.accumulate import BY_SAMPLES, WeightsChanged, checked_loss
@@ -131,20 +131,15 @@ class Stepper:
         if not plan.by_size:
             return self._core.tuned_pieces(batch.samples, largest, tuner)
         choice = None if tuner is None else tuner.next_choice()
-        found: list[int] = []
-        start = 0
-        while start < batch.samples:
-            size, left = max(batch.sizes[start:]), batch.samples - start
+
+        def samples_for(size: int) -> int:
             usual, most = next(((n, m) for elements, n, m in plan.by_size if size <= elements), plan.by_size[-1][1:])
-            if choice is None:
-                count = min(left, max(1, usual * largest // plan.micro_batch))
-            else:
-                count = min(left, most, max(1, choice // max(1, size)))
-            found.append(next_size(left, count, self._core.least))
-            start += found[-1]
+            return usual * largest // plan.micro_batch if choice is None else min(most, choice // max(1, size))
+
+        found = pieces_by_size(batch.sizes, samples_for, self._core.least)
         if tuner is not None and choice is not None:
             tuner.expect_batch(choice, sum(batch.sizes), len(found))
-        return tuple(found)
+        return found
 
     # ---- what a batch is
 
@@ -191,6 +186,7 @@ class Stepper:
         self._in_force = found = Planned(batch.shapes, batch.largest, self._share, plan, profile)
         self._plans = [planned for planned in self._plans if not _outdone(planned, batch)] + [found]
         self._core.adopt(plan, profile, found.changed)
+
 
 def _outdone(planned: Planned, batch: Ordered) -> bool:
     """Whether every batch that `planned` is good for is no larger than this one."""
