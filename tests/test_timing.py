@@ -9,7 +9,7 @@ from torch import nn
 
 from memfit.engine.accumulate import Weighting
 from memfit.engine.staged import Staging
-from memfit.profiling.timing import Stopwatch, Timing, time_sizes
+from memfit.profiling.timing import Stopwatch, Timing, never_slower, time_sizes
 from memfit.training.works import StepWork
 
 SIZES = (1, 2, 4, 8)
@@ -50,3 +50,17 @@ def test_beyond_measured_sizes_a_jump_between_one_sample_and_two_is_not_taken_fo
     assert [found.excess_at(n) for n in (4, 8, 16)] == [92, 100, 116]
     falling = profile(two_blocks(), excess=((1, 0), (2, 80), (4, 10)))
     assert [falling.excess_at(n) for n in (4, 16)] == [80, 80]
+
+
+def test_on_a_busy_machine_no_size_counts_as_slower_per_sample_than_a_smaller_one() -> None:
+    timings = (
+        Timing(1, 1.0, 0.4, (("a", 0.2),), 10, 3),
+        Timing(2, 6.0, 3.0, (("a", 1.2),), 20, 0),
+        Timing(4, 3.0, 1.0, (("a", 0.5),), 30, 0),
+        Timing(8, 9.0, 3.0, (("a", 1.5),), 40, 0),
+    )
+    found = never_slower(timings)
+    assert [t.seconds for t in found] == pytest.approx([1.0, 2.0, 3.0, 6.0])
+    assert [t.forward for t in found] == pytest.approx([0.4, 1.0, 1.0, 2.0])
+    assert [dict(t.blocks)["a"] for t in found] == pytest.approx([0.2, 0.4, 0.5, 1.0])
+    assert [(t.samples, t.growth, t.kept) for t in found] == [(t.samples, t.growth, t.kept) for t in timings]

@@ -25,7 +25,7 @@ from memfit.planning.search import Demand, micro_batch_sizes, search, with_block
 from memfit.profiling.allocator import HIGH_HEAP_WASTE, thresholds_pinned
 from memfit.profiling.build import CHECK, Subject, measured_profile, state_bytes, traced_profile
 from memfit.profiling.profile import Profile
-from memfit.profiling.timing import Stopwatch, Timing, optimizer_seconds, time_sizes
+from memfit.profiling.timing import Stopwatch, Timing, never_slower, optimizer_seconds, time_sizes
 from memfit.profiling.trace import MakeWork, TraceFailed
 from memfit.training.memory import Memory
 from memfit.training.settings import Settings
@@ -245,9 +245,10 @@ class Planner:
                 raise
             fitting = [n for n in fitting if n >= SAFE_FROM_SINGLES]
             timings = time_sizes(watch, work, doubling(fitting), seconds, admit, least=least)
-        found = profile.with_timings(timings, self._optimizer_seconds(allowed))
+        busy = busy_note(self._device)
+        found = profile.with_timings(never_slower(timings) if busy else timings, self._optimizer_seconds(allowed))
         waste = HIGH_HEAP_WASTE if self._scatters(found) else found.heap_waste
-        return replace(found, heap_waste=waste, notes=(*found.notes, *busy_note(self._device)))
+        return replace(found, heap_waste=waste, notes=(*found.notes, *busy))
 
     def _optimizer_seconds(self, allowed: int) -> float:
         return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))
