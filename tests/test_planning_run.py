@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,6 +32,8 @@ from memfit.planning.search import with_blocks
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.profile import Profile
 from memfit.training.planner import Planner, Task, busy_note
+
+ROOT = Path(__file__).resolve().parent.parent
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -276,3 +281,51 @@ def test_where_kernels_take_much_beside_the_tensors_a_heap_that_keeps_it_gets_si
     run = step_mode(2000 * MIB)
     assert run.plan is not None and ran
     assert ({option.micro_batch for option in run.plan.options} <= ran) is not pinned
+
+
+WHOLE = """
+import threading, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import memfit
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(64, 256, 2, batch_first=True), nn.Linear(256, 10)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+def held():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def watch():
+    while True:
+        peak[0] = max(peak[0], held())
+        time.sleep(0.002)
+
+torch.manual_seed(0)
+model, loader = Net(), DataLoader(TensorDataset(torch.randn(256, 100, 64), torch.randint(0, 10, (256,))), batch_size=128)
+optimizer = torch.optim.Adam(model.parameters())
+nn.functional.cross_entropy(model(torch.randn(2, 100, 64)), torch.tensor([1, 2])).backward()
+optimizer.zero_grad()
+there, peak = held(), [0]
+run = memfit.wrap(model, optimizer, loader, budget="220MiB")
+threading.Thread(target=watch, daemon=True).start()
+for x, y in run.loader:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+print(peak[0] - there, 220 << 20, run.plan.micro_batch)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_batch_whose_tensors_fit_but_whose_kernels_do_not_is_cut() -> None:
+    """An LSTM's tensors for 128 samples take 77 MiB, and all that its kernels hold 320."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WHOLE], capture_output=True, text=True, check=True, cwd=ROOT)
+    held, budget, micro_batch = map(int, done.stdout.splitlines()[-1].split())
+    assert micro_batch < 128
+    assert held <= budget

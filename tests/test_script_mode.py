@@ -1112,6 +1112,55 @@ def test_planned_script(known: bool) -> None:
     assert run.plan is not None and run.plan.micro_batch == 5
 
 
+DETACHED_FIRST: dict[str, Callable[[Tensor], Tensor]] = {
+    "detach": lambda out: out.detach(),
+    "softmax": lambda out: out.softmax(1).detach(),
+    "view": lambda out: out.view(-1, out.shape[1]).detach(),
+    "data": lambda out: out.log_softmax(1).data.exp(),
+    "no_grad": lambda out: _without_gradients(lambda: out.detach()),
+}
+
+
+def _without_gradients(read: Callable[[], Tensor]) -> Tensor:
+    with torch.no_grad():
+        return read()
+
+
+@pytest.mark.parametrize("read", DETACHED_FIRST.values(), ids=DETACHED_FIRST)
+def test_an_output_read_without_its_graph_before_anything_was_planned(read: Callable[[Tensor], Tensor]) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> Tensor:
+        x, y = points()
+        out = model(x)
+        seen = read(out).argmax(1)
+        F.cross_entropy(out, y).backward()
+        optimizer.step()
+        return seen
+
+    plain, model = mlp(), mlp()
+    wanted = loop(plain, SGD(plain.parameters(), lr=0.1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    memfit.wrap(model, optimizer, micro_batch=5)
+    assert torch.equal(loop(model, optimizer), wanted)
+    assert relative_error(model.state_dict(), plain.state_dict()) <= 1e-12
+
+
+@pytest.mark.parametrize("lengths", [(9, 5, 3), (3, 5, 9)], ids=["shorter", "longer"])
+def test_a_last_batch_of_one_sample_with_a_length_of_its_own(lengths: tuple[int, ...]) -> None:
+    def loop(model: nn.Module, optimizer: Optimizer) -> None:
+        for samples, length in zip((6, 4, 1), lengths):
+            x = torch.randn(samples, length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+            optimizer.zero_grad()
+            F.mse_loss(model(x), x[..., :4]).backward()
+            optimizer.step()
+
+    plain, model = mlp(inputs=8), mlp(inputs=8)
+    loop(plain, SGD(plain.parameters(), lr=0.1))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    memfit.wrap(model, optimizer, micro_batch=2)
+    loop(model, optimizer)
+    assert relative_error(model.state_dict(), plain.state_dict()) <= 1e-12
+
+
 def test_a_plan_made_elsewhere() -> None:
     model, (x, y) = mlp(), points()
     optimizer = SGD(model.parameters(), lr=0.1)

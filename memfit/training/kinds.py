@@ -229,11 +229,11 @@ class Kinds:
             return False
         if settings.precision not in ("auto", "off", "float32"):
             return False  # a prescribed precision is applied around micro-batches
-        demand = Demand(call.samples, settings.target_batch, micro_batch=call.samples, checkpoint=settings.checkpoint or ())
+        demand = Demand(call.samples, settings.target_batch, checkpoint=settings.checkpoint or ())
         if call.outputs.loss is None:
             demand = replace(demand, standing_per_sample=LOSS_BOUND * output_bytes(call))
         try:
-            plan = search([kind.bound], core.memory.budget(), demand)
+            plan, kind.bound = core.planner.whole(self._task(call, OWN_LOSS, demand, BY_SAMPLES), kind.bound)
         except DoesNotFit:
             if settings.whole:
                 raise

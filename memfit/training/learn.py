@@ -112,7 +112,7 @@ def outputs_of(call: Call, *, known: bool = False) -> Outputs:
     """
     few, many = _few(call)
     if few == 1 and call.split is None:  # single samples are special to many models; copies serve to learn from
-        call, few, many = call.chosen((0, 1, 0)), 2, 3
+        call, few, many = call.chosen((0, call.samples - 1, 0)), 2, 3
     try:
         small, large = _fake_outputs(call, few, many)
     except TraceFailed:

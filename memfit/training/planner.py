@@ -28,6 +28,7 @@ from memfit.profiling.profile import Profile
 from memfit.profiling.timing import Stopwatch, Timing, never_slower, optimizer_seconds, time_sizes
 from memfit.profiling.trace import MakeWork, TraceFailed
 from memfit.training.memory import Memory
+from memfit.training.recover import is_out_of_memory
 from memfit.training.settings import Settings
 from memfit.training.shift import gradient_shift
 from memfit.training.tune import doubling
@@ -43,6 +44,9 @@ FRAGMENTS = (
     "what is limited here is reserved memory, and the C library keeps freed heap reserved, in fragments: start with "
     "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 in the environment for larger micro-batches and a sure fit"
 )
+KERNELS = 5
+"""How many times what its tensors grow by a whole batch may take beside them; where there is room for that, nothing is
+measured before it runs (an LSTM's kernels were seen to take 4.5 times its tensors, convolutions in float64 twice)."""
 BUSY = 1.5
 """Processes that want to run, per core, from which on timings are taken to be disturbed (a training itself makes it 1)."""
 SAFE_FROM_SINGLES = 3
@@ -104,6 +108,29 @@ class Planner:
 
     def _of_timed(self, task: Task, own: Profile) -> Task:
         return replace(task, demand=self._of_measured(self._without_singles(task.demand), own))
+
+    def whole(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
+        """The plan to run a task's batch as it is, and what it rests on. Where it comes near the room, small micro-batches are
+        measured first: kernels take what no tensor shows. Raises DoesNotFit."""
+        share = task.demand.share
+        demand = replace(task.demand, micro_batch=share)
+        plan = search([profile], self._memory.budget(), demand)
+        grows = plan.predicted.upper if profile.timeline is None else profile.timeline.growth(share)
+        if KERNELS * grows <= plan.room or self._settings.whole:
+            return plan, profile
+        try:
+            measured = self.timed(task, profile)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return plan, profile  # parts of the batch need not run by themselves where it is not cut
+        if share not in (self._only_measured(measured) or (share,)):
+            raise DoesNotFit(
+                f"a batch of {share} as it is within {format_bytes(plan.limit)}",
+                found="its kernels take memory beside its tensors, and how much for a whole batch was not measured",
+                next_move="let it be cut, or give it more memory",
+            )
+        return search([measured], self._memory.budget(), demand), measured
 
     def profile(
         self,
@@ -265,13 +292,17 @@ class Planner:
         return replace(demand, sizes=sizes)
 
     def _of_measured(self, demand: Demand, profile: Profile) -> Demand:
-        """The demand with no other sizes than have run, where kernels take what tensors do not show: how much for a size is
-        known only then. Where freed memory goes back at once, a line through what was measured is near enough."""
-        ran = tuple(timing.samples for timing in profile.timings)
+        """The demand with no other sizes than may run."""
+        only = self._only_measured(profile)
+        return replace(demand, sizes=only) if only and demand.micro_batch is None else demand
+
+    def _only_measured(self, profile: Profile) -> tuple[int, ...]:
+        """The sizes that have run, where kernels take what tensors do not show: how much for a size is known only then. Empty
+        where any size may run: where freed memory goes back at once, a line through what was measured is near enough."""
         hides = self._scatters(profile)
         if self._memory.reserved:
             hides = profile.kept_per_size > HIDDEN_KEPT or _exceeds(profile)
-        return replace(demand, sizes=ran) if hides and demand.micro_batch is None else demand
+        return tuple(timing.samples for timing in profile.timings) if hides else ()
 
     def _scatters(self, profile: Profile) -> bool:
         """Whether kernels take and free so much beside the tensors that a heap which keeps what was freed goes to pieces."""

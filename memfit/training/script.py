@@ -132,7 +132,7 @@ class Script:
     def values(self, call: Call) -> list[Any]:
         """The joined outputs' leaves, computed on first use."""
         if call.values is None:
-            with self.aside(), call.as_called():
+            with self.aside(), call.as_called(), torch.enable_grad():
                 self._first_pass(call)
         assert call.values is not None
         return call.values

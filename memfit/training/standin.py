@@ -100,8 +100,9 @@ class StandIn(torch.Tensor):
         if self._computed is not None:
             return self._computed.detach()
         if self._parent is not None:
+            value = self._parent.detached()  # where nothing has run yet, this plans, which takes graphs
             with torch.no_grad():
-                return self.from_parent(self._parent.detached())
+                return self.from_parent(value)
         return self._owner.values(self._call)[self._leaf]
 
     def from_parent(self, value: torch.Tensor) -> torch.Tensor:
