@@ -30,6 +30,8 @@ LOOSE = 1e-2
 """Deviation that a proof allows from which on that is said."""
 PROVE_AGAIN = 4
 """An inferred weighting is proven again at the next batch, and then whenever this many times as many steps were done."""
+PROVE_WITHIN = 256
+"""It is proven again after this many more steps at the latest: for a step or two of computation."""
 
 
 class Weigher:
@@ -76,9 +78,7 @@ class Weigher:
         else:
             with checkpointed(core.model, blocks), core.memory.sparing_kernels():
                 self._weigh_by_proof(batch, few, before)
-        if self.together:
-            core.reference = None  # what there was to compare with does not hold; the two passes leave their own
-        else:
+        if not self.together:
             self._remember(batch)
         return profile
 
@@ -130,19 +130,29 @@ class Weigher:
         parts = parts_of(few, core.least)
         pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
         work = self._tasks.work(pieces, few, "off", on_copies=True)
-        self._prove_at = PROVE_AGAIN * core.steps or 1
-        self.weighting, deviation = infer_weighting(work, parts, core.staging, core.model)
+        self._prove_at = min(PROVE_AGAIN * core.steps or 1, core.steps + PROVE_WITHIN)
+        self.weighting, deviation = infer_weighting(work, parts, core.staging, core.model, decides=True)
         self._tasks.watch(work)
         if self.weighting is not None and again is None and deviation.limit >= LOOSE:
             close = f"{deviation.limit:.0%}"
             core.note("note", f"the loss computes in half precision: that samples do not mix is proven to {close} only")
-        if self.weighting is None:
+        if self.weighting is not None and self.weighting.doubt is not None:
+            self._doubt(self.weighting.doubt)
+        elif self.weighting is None:
             if again is not None and not math.isfinite(deviation.relative):
                 self.weighting = again
                 return
             if math.isnan(deviation.relative):
                 self._refuse_not_finite(work, few)
-            self._run_together(f"its parts differ from the whole by {deviation.relative:.2g}")
+            late = "" if again is None else "; steps since the last proof may have trained on gradients that are off by as much"
+            self._run_together(f"its parts differ from the whole by {deviation.relative:.2g}{late}")
+
+    def _doubt(self, why: str) -> None:
+        """The weighting holds on these samples, and may not on others."""
+        if self._core.settings.split is None:
+            self._run_together(why)
+        else:
+            self._core.tell(f"the loss is cut although {why}: its parts were proven to add up on a few samples only")
 
     def _weigh_unproven(self, batch: Ordered) -> None:
         """Two samples do not fit at once: only a loss that is one known mean needs no proof of its weighting."""
@@ -173,7 +183,6 @@ class Weigher:
             self._weigh(batch, batch.samples, before)
         if doubted or self.weighting == before:
             self._run_together("its weighting did not hold for a later batch")
-            self._core.reference = None
 
     def _run_together(self, why: str) -> None:
         if self._core.settings.split is not None:
@@ -183,6 +192,7 @@ class Weigher:
                 next_move="pass batches that memfit can cut by itself, or wrap without loss_fn and keep your own loop",
             )
         self.weighting, self.together = None, True
+        self._core.reference = None  # what there was to compare with does not hold; the two passes leave their own
         self._core.note("note", f"the loss needs all samples together ({why}): the model runs in two passes")
 
     def _refuse_not_finite(self, work: Work, samples: int) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from memfit.engine.intercept import is_compiled
 from memfit.engine.slices import Draws
 from memfit.engine.staged import Staging
 from memfit.engine.terms import Terms, is_only_term, leaves_of
+from memfit.training.decides import Decides
 from memfit.training.prove import TOLERANCE, Deviation, comparable, tolerance
 
 PROBED = 32 * MiB
@@ -30,12 +33,13 @@ PROBED = 32 * MiB
 
 
 def infer_weighting(
-    work: Work, sizes: Sequence[int], staging: Staging, model: nn.Module
+    work: Work, sizes: Sequence[int], staging: Staging, model: nn.Module, *, decides: bool = False
 ) -> tuple[Weighting | None, Deviation]:
     """How the losses of parts of these sizes make the loss of the whole, proven on losses and gradients; None if no way
-    does. Parameters that only the loss knows are staged from now on."""
-    found = _inferred(work, sizes, staging, model, by_operations=False)
-    found = found or _inferred(work, sizes, staging, model, by_operations=True)
+    does. Parameters that only the loss knows are staged from now on. `decides`: doubt losses that decide by what the model
+    computed; for works that call the model, and not its forward."""
+    look = partial(_inferred, work, sizes, staging, model, decides)
+    found = look(by_operations=False) or look(by_operations=True)
     assert found is not None  # the second look takes every draw
     weighting, deviation, foreign = found
     # What the loss function makes for itself, each time it runs, is gone by now.
@@ -44,7 +48,7 @@ def infer_weighting(
 
 
 def _inferred(
-    work: Work, sizes: Sequence[int], staging: Staging, model: nn.Module, *, by_operations: bool
+    work: Work, sizes: Sequence[int], staging: Staging, model: nn.Module, decides: bool, *, by_operations: bool
 ) -> tuple[Weighting | None, Deviation, Sequence[weakref.ref[torch.Tensor]]] | None:
     """(the weighting, how far parts were off, what else gradients flow into); None where draws could not be sliced."""
     samples = sum(sizes)
@@ -53,15 +57,16 @@ def _inferred(
     with comparable(model, work.device), staging.swapped():
         staged = staging.parameters()
         probes = probes_of(staged)
+        called = model if decides else None
         counts = _count_candidates(work, samples)
         with draws.recording():
-            whole, reached = _measured(work, 0, samples, probes, counts, by_name)
+            whole, reached = _measured(work, 0, samples, probes, counts, by_name, called)
         if draws.unsliced and not by_operations:
             return None
         parts = []
         for start, stop in bounds(sizes):
             with draws.sliced(start, stop, samples):
-                parts.append(_measured(work, start, stop, probes, counts, by_name)[0])
+                parts.append(_measured(work, start, stop, probes, counts, by_name, called)[0])
     known = {id(p) for p in staged}
     return *_choose(whole, parts, counts), [leaf for leaf in reached if id(leaf()) not in known]
 
@@ -79,6 +84,7 @@ class _Measured:
     term_count: float
     counts: tuple[float, ...]
     dtype: torch.dtype
+    decides: str | None
 
     @property
     def says_something(self) -> bool:
@@ -87,7 +93,13 @@ class _Measured:
 
 
 def _measured(
-    work: Work, start: int, stop: int, probes: Sequence[torch.Tensor], counts: Sequence[Any], by_name: bool
+    work: Work,
+    start: int,
+    stop: int,
+    probes: Sequence[torch.Tensor],
+    counts: Sequence[Any],
+    by_name: bool,
+    called: nn.Module | None,
 ) -> tuple[_Measured, list[weakref.ref[torch.Tensor]]]:
     found: list[Count | float] = []
 
@@ -101,7 +113,8 @@ def _measured(
 
     inputs, _ = work.inputs(start, stop, count)
     outputs = work.forward(inputs)
-    with Terms(alone=False, by_name=None if by_name else False) as terms:
+    decides = None if called is None else Decides(called)
+    with Terms(alone=False, by_name=None if by_name else False) as terms, decides or nullcontext():
         loss = checked_loss(work.loss(outputs))
     given = {id(tensor) for tensor in (*tensors(inputs), *work.extra_receivers())}
     reached = [weakref.ref(leaf) for leaf in leaves_of([loss]) if id(leaf) not in given]
@@ -118,6 +131,7 @@ def _measured(
         float(terms.found[0].count) if terms.found else 0.0,
         tuple(float(c) for c in found),
         dtype,
+        None if decides is None else decides.how,
     )
     return measured, reached
 
@@ -145,7 +159,10 @@ def _choose(
     deviation = Deviation("the loss", best, limit)
     if not fitting:
         return None, deviation
-    return _with_rivals(fitting[0][0], fitting[1:]), deviation
+    chosen = fitting[0][0]
+    if chosen.kind != "term":  # what that one divides by is looked at in every micro-batch
+        chosen = replace(chosen, doubt=next((m.decides for m in (whole, *parts) if m.decides), None))
+    return _with_rivals(chosen, fitting[1:]), deviation
 
 
 def _with_rivals(chosen: Weighting, others: Sequence[tuple[Weighting, list[float]]]) -> Weighting:

@@ -1,0 +1,92 @@
+"""Whether a loss decides by what the model computed: which samples count, what it divides by, where it stops.
+
+Such a loss may add up from its parts on the samples of a proof and no more once the model has learnt: a threshold that nothing
+reaches yet, a limit that every part is above. It is told by the functions that it calls outside the model's forward. Not
+covered: decisions in Python (`if loss.item() > 1`), inside the model, and in custom kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from memfit.batches.tree import tensors
+
+COMPARING = frozenset("gt ge lt le eq ne greater greater_equal less less_equal isclose argmax argmin topk".split())
+"""Functions whose results are decisions where their arguments were computed by the model."""
+ORDERING = frozenset("topk sort argsort msort kthvalue median nanmedian quantile".split())
+"""Functions that order; along the only dimension of a vector, that is along its samples."""
+PICKING = frozenset("nonzero argwhere masked_select".split())
+"""Functions whose results have as many entries as were decided for."""
+INDEXING = frozenset("getitem index_select take masked_select index gather".split())
+"""Functions that take entries by an index."""
+LIMITING = frozenset("relu relu6 clamp clamp_min clamp_max clip minimum maximum max min where hardtanh threshold".split())
+"""Functions that have no gradient, or another, beyond a limit."""
+
+
+class Decides(TorchFunctionMode):
+    """While active, `how` says the first way in which a result with a gradient hangs on a decision (None: in no way)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.how: str | None = None
+        self._model, self._inside = model, 0
+        self._hooks: list[Any] = []
+        self._computed, self._decided, self._picked = (WeakTensorKeyDictionary() for _ in range(3))
+
+    def __enter__(self) -> Decides:
+        self._hooks = [self._model.register_forward_pre_hook(self._entered), self._model.register_forward_hook(self._left)]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _entered(self, module: nn.Module, args: Any) -> None:
+        self._inside += 1
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside -= 1
+        for tensor in tensors(output):
+            self._computed[tensor] = True
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._inside and self.how is None:
+            given = tensors((args, kwargs or {}))
+            if given:
+                self._look(func.__name__.strip("_"), given, tensors(result))
+        return result
+
+    def _look(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        computed = any(t.requires_grad or t in self._computed for t in given)
+        decided = [t for t in given if t in self._decided]
+        picked = any(t in self._picked for t in given)
+        if any(t.requires_grad for t in made):
+            self.how = self._way(name, given, decided, picked)
+        ordered = computed and name in ORDERING and given[0].dim() == 1
+        for tensor in made:
+            if computed:
+                self._computed[tensor] = True
+            if decided or (computed and name in COMPARING):
+                self._decided[tensor] = True
+            if picked or ordered or (decided and name in PICKING):
+                self._picked[tensor] = True
+
+    @staticmethod
+    def _way(name: str, given: list[torch.Tensor], decided: list[torch.Tensor], picked: bool) -> str | None:
+        if name in INDEXING and (picked or any(t.dtype is torch.bool for t in decided)):
+            return "it picks samples by what the model computed"
+        if name in ORDERING and given[0].dim() == 1:
+            return "it orders samples by what the model computed"
+        if any(t.dim() == 0 and not t.requires_grad for t in decided):
+            return "it weighs by a count of what the model computed"
+        if name in LIMITING and all(t.dim() == 0 for t in given):
+            return "it limits what was added up over samples"
+        return None
