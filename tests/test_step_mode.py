@@ -14,7 +14,7 @@ from helpers import Forwards, mlp, points
 from stepping import PieceSizes, Seen, error_of_step, plain, ragged_loader, sgd, stepper
 from torch import Tensor, nn
 from torch.optim import AdamW
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 from zoo import FAMILIES
 from zoo.data import IGNORED, pad
 from zoo.plain import gradients_of, optimizer_and_schedule, relative_error, train_plain
@@ -770,3 +770,40 @@ def test_an_exception_of_the_users_own_surfaces_as_itself_and_training_goes_on()
     want = plain(model, loss_fn, points())[1]
     run.step(points())
     assert relative_error(seen.gradients[1], want) <= EXACT
+
+
+def _without_none(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if sample is not None])
+
+
+@pytest.mark.parametrize("micro_batch", [2, 3])
+def test_samples_that_the_collate_function_leaves_out(micro_batch: int) -> None:
+    x, y = points(24)
+    samples = [None if i % 3 == 1 or i in (3, 5, 6) else (x[i], y[i]) for i in range(24)]
+    model, plain_model = mlp(), mlp()
+    loader = DataLoader(samples, batch_size=12, collate_fn=_without_none)  # pyright: ignore[reportArgumentType]
+    run = memfit.wrap(
+        model, sgd(model), loader, loss_fn=loss_fn, target_batch=12, micro_batch=micro_batch
+    )
+    optimizer = sgd(plain_model)
+    for batch, whole in zip(run.loader, loader):
+        optimizer.zero_grad()
+        wanted = loss_fn(plain_model, whole)
+        wanted.backward()
+        optimizer.step()
+        assert float(run.step(batch)) == pytest.approx(wanted.item(), rel=1e-12)
+    assert relative_error(model.state_dict(), plain_model.state_dict()) <= 1e-12
+
+
+def test_a_collate_function_that_makes_something_of_none_gets_it() -> None:
+    x, y = points(12)
+    samples = [None if i % 3 == 1 else (x[i], y[i]) for i in range(12)]
+
+    def collate(found: list[Any]) -> Any:
+        return default_collate([(torch.ones(7, dtype=torch.float64), 0) if s is None else (s[0], int(s[1])) for s in found])
+
+    model, whole = mlp(), mlp()
+    loader = DataLoader(samples, batch_size=12, collate_fn=collate)  # pyright: ignore[reportArgumentType]
+    run = memfit.wrap(model, sgd(model), loader, loss_fn=loss_fn, target_batch=12, micro_batch=5)
+    wanted = loss_fn(whole, next(iter(loader)))
+    assert float(run.step(next(iter(run.loader)))) == pytest.approx(wanted.item(), rel=1e-12)

@@ -16,6 +16,8 @@ from typing import Any, overload
 
 import torch
 
+from memfit.batches.tree import tensors
+
 Collate = Callable[[list[Any]], Any]
 Drawing = Callable[[int], AbstractContextManager[Any]]
 
@@ -63,10 +65,31 @@ class SampleBatch(Sequence[Any]):
         with self._drawing(chosen[0] if len(chosen) else 0):
             return self._collate_fn([_with_own_containers(self._samples[i]) for i in chosen])
 
+    def without_gaps(self) -> SampleBatch:
+        """The batch without samples that are None, where the collate function leaves these out; else the batch as it is."""
+        sizes = self.sizes()
+        present = [i for i, size in enumerate(sizes) if size or self._samples[i] is not None]
+        if not present or len(present) == len(self) or not self._leaves_out(present[0]):
+            return self
+        found = SampleBatch([self._samples[i] for i in present], self._collate_fn, drawing=self._drawing)
+        found._sizes = [sizes[i] for i in present]
+        return found
+
+    def _leaves_out(self, index: int) -> bool:
+        """Whether a sample collated beside None gives what it gives by itself, as far as shapes tell."""
+        sample = _with_own_containers
+        with self._drawing(index):
+            try:
+                beside = self._collate_fn([sample(self._samples[index]), None])
+            except Exception:
+                return False
+            alone = self._collate_fn([sample(self._samples[index])])
+        return [tuple(tensor.shape) for tensor in tensors(beside)] == [tuple(tensor.shape) for tensor in tensors(alone)]
+
     def sizes(self) -> list[int]:
         """Per sample the elements in it (`count_elements`): what samples are ordered by. Looked at once, then kept."""
         if self._sizes is None:
-            self._sizes = [count_elements(sample) for sample in self]
+            self._sizes = [0 if sample is None else count_elements(sample) for sample in self]
         return list(self._sizes)
 
 

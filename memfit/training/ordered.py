@@ -58,6 +58,7 @@ class Ordered:
     @staticmethod
     def of_samples(batch: SampleBatch) -> Ordered:
         """Samples that are collated piece by piece."""
+        batch = batch.without_gaps()
         return Ordered(len(batch), batch.sizes(), batch.collate)
 
     @staticmethod
