@@ -39,6 +39,15 @@ def format_bytes(count: int | float) -> str:
     return f"{sign}{int(size)} B"
 
 
+def format_at_least(count: int) -> str:
+    """A size in words that stands for no fewer bytes than it is: "34.2 GiB" for one of 34.11."""
+    words, size = format_bytes(count), count
+    while parse_bytes(words) < count:
+        size += max(1, size // 2000)
+        words = format_bytes(size)
+    return words
+
+
 def format_range(low: int, high: int) -> str:
     """What a size lies between ("164 to 232 MiB"); one size where the words for both are the same."""
     first, last = format_bytes(low), format_bytes(high)

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from memfit._errors import UsageError
-from memfit._units import GiB, MiB
+from memfit._units import GiB, MiB, format_at_least, parse_bytes
 from memfit.hardware.budget import budget_for, margin_for, probe
 from memfit.hardware.device import Device
 from memfit.hardware.limits import Limit
@@ -218,3 +219,17 @@ except RuntimeError:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.stdout == "kept\n", done.stderr
+
+
+@pytest.mark.parametrize("missing", [1, 3 * MiB, 7 * GiB])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_suggested_budget_has_the_room_that_was_missing(kind: str, missing: int) -> None:
+    device = Device(kind=kind, index=None, name="a machine", total=2**40, free=2**40, held=0)
+    tight = budget_for(device, "500MiB")
+    assert budget_for(device, tight.with_room_for(missing)).room >= tight.room + missing
+
+
+@given(st.integers(0, 2**50))
+def test_a_size_in_words_that_is_enough_is_enough_and_little_more(count: int) -> None:
+    found = parse_bytes(format_at_least(count))
+    assert count <= found <= 1.011 * count + 1

@@ -328,13 +328,13 @@ def _does_not_fit(tried: Sequence[_Way], budget: Budget, demand: Demand, own: Pr
     need = least.peak.upper + standing
     levers = f", {len(least.checkpoint)} blocks checkpointed" if least.checkpoint else ""
     fixed = own.model.parameter_bytes + own.model.gradient_bytes
-    more = format_bytes(need + budget.held + budget.margin)
+    left = format_bytes(budget.room) if budget.room > 0 else "none"
     return DoesNotFit(
         f"a batch of {demand.share} within {format_bytes(budget.limit)} ({budget.source})",
-        found=f"at micro-batch {least.micro_batch}{levers} it needs {format_bytes(need)}, and {format_bytes(budget.room)} are "
+        found=f"at micro-batch {least.micro_batch}{levers} it needs {format_bytes(need)}, and {left} are "
         f"left of {format_bytes(budget.limit)} (held by others {format_bytes(budget.held)}, margin "
         f"{format_bytes(budget.margin)}); parameters and gradients alone take {format_bytes(fixed)}",
-        next_move=f"give it budget={more!r} or more{_what_else(demand, own, standing)}",
+        next_move=f"give it budget={budget.with_room_for(need - budget.room)!r} or more{_what_else(demand, own, standing)}",
     )
 
 

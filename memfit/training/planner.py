@@ -178,7 +178,7 @@ class Planner:
             f"a batch of {demand.share} within {format_bytes(budget.limit)}",
             found=f"the plan that came nearest needs {format_bytes(whole)} when it is traced whole, and "
             f"{format_bytes(budget.room)} are left",
-            next_move=f"give it budget={format_bytes(budget.limit + whole - budget.room)!r} or more",
+            next_move=f"give it budget={budget.with_room_for(whole - budget.room)!r} or more",
         )
 
     def _traced_whole(self, task: Task, plan: Plan, profile: Profile) -> int | None:
