@@ -27,7 +27,7 @@ bench: $(VENV)/ready
 $(VENV)/ready: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --config-settings editable_mode=compat -e .
 	touch $@
 
 clean:

@@ -80,8 +80,8 @@ def wrap(
         target_batch: samples per optimizer step; None: the script's own batches, only cut.
         loss_fn: the loss of a batch, for step mode.
         sample: one batch as the loader would yield it, to plan with `loss_fn` where there is no loader.
-        budget: most device memory this process may hold: bytes (int), "6GiB" (str), a fraction of the device (float in
-            (0, 1]), or None to take what is free.
+        budget: most device memory this process may hold (on the CPU: may come to hold beyond what it holds now): bytes
+            (int), "6GiB" (str), a fraction of the device (float in (0, 1]), or None to take what is free.
         micro_batch: samples per forward: "auto", "off" (the whole share) or a number.
         precision: "auto" (lower only if nothing else fits), "off", "fast" (lower for speed), or a precision.
         checkpoint: "auto", "off", "all" or block names.

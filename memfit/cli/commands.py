@@ -33,7 +33,7 @@ app = typer.Typer(
 # typer reads these annotations when a command is called, and Python 3.10 knows `X | None` only where nothing reads it.
 Budget = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option(help="Most memory the process may hold: 6GiB, 800MiB, or a share of the device such as 0.9."),
+    typer.Option(help="Most memory for the training (on a GPU: for all of the process): 6GiB, 800MiB, or a share such as 0.9."),
 ]
 TargetBatch = Annotated[Optional[int], typer.Option(help="Samples per optimizer step, over all processes.")]  # noqa: UP045
 

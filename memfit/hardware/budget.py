@@ -77,7 +77,7 @@ class Budget:
 def probe(*, budget: int | float | str | None = None, device: torch.device | str | None = None) -> Budget:
     """How much memory your training may use: asks the machine, or holds your `budget` against what it can give.
 
-    `budget` is the most memory this process may hold on the device:
+    `budget` is the most memory this process may hold on the device (on the CPU: beyond what it holds now):
 
     - None: all it can get now (what it holds plus what is free);
     - an int: bytes;

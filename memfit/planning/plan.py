@@ -275,7 +275,7 @@ def _reason_now(option: Option, measured: bool, best: float | None, drift: float
         return option.reason or "was in force before"
     slower = (planned if measured else planned * drift) / best - 1
     how = "measured while training" if measured else "estimated"
-    return f"{slower:.0%} slower, {how}" if slower > 0.02 else f"no faster, {how}"
+    return f"{slower:.0%} slower, {how}" if slower > 0.02 else f"as fast, {how}"
 
 
 def _describe(option: Option) -> str:

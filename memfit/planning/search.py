@@ -314,8 +314,8 @@ def _reason(way: _Way, chosen: _Way, budget: Budget, standing: int) -> str:
     if slower > NEARLY - 1:
         return f"{slower:.0%} slower"
     if way.accumulation > chosen.accumulation or len(way.checkpoint) > len(chosen.checkpoint):
-        return "no faster, with more micro-batches or levers"
-    return "no faster"
+        return "as fast, with more micro-batches or levers"
+    return "as fast"
 
 
 def _lever_name(profile: Profile) -> str:

@@ -86,7 +86,8 @@ def exceeds(report: Report) -> bool:
 
 def _beyond(report: Report) -> Iterator[str]:
     if exceeds(report):
-        usual = ": usually freed memory that the C library keeps (docs/memory.md)" if report.allowance.kind == "cpu" else ""
+        keeps = "the C library keeps freed memory as long as the budget has room for it (docs/memory.md)"
+        usual = f": usually {keeps}" if report.allowance.kind == "cpu" else ""
         yield f"more was measured than predicted at most{usual}"
 
 
