@@ -18,6 +18,8 @@ MUCH_MORE = 1.05
 """From this many times what is expected on, what a step may come to is said, too."""
 VERSION = 1
 """Version of the plan file format this code writes; later ones are refused."""
+MOST_SAMPLES = 1 << 40
+"""Counts beyond this in a plan file are taken for damage."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,8 @@ def _describe(option: Option) -> str:
 _NESTED: dict[str, type] = {"predicted": Cost, "asked": Cost, "cost": Cost}
 _OPTIONAL = {"seconds": float, "target_batch": int}
 _FLOATS = ("overhead",)
+_COUNTS = ("share", "micro_batch", "accumulation")
+_BYTES = ("limit", "margin", "held", "peak", "upper")
 _ROWS = {"by_size": 3, "size_peaks": 4}
 _CHOICES = {
     "mode": ("whole", "accumulate", "replay"),
@@ -338,7 +342,7 @@ def _value(f: Any, value: Any, source: str) -> Any:
         return float(value)
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         raise _wrong(f, value, source)
-    if f.name in ("share", "micro_batch", "accumulation") and value < 1:
+    if f.name in _COUNTS and not 1 <= value <= MOST_SAMPLES or f.name in _BYTES and value < 0:
         raise _wrong(f, value, source)
     if f.name in _CHOICES and value not in _CHOICES[f.name]:
         raise _wrong(f, value, source)
