@@ -147,7 +147,7 @@ def test_no_field_takes_everything(name: str, value: Any) -> None:
     "change", [{"limit": -5}, {"held": -1}, {"micro_batch": 10**30}, {"predicted": {"peak": -1, "upper": 1, "seconds": None}}]
 )
 def test_sizes_that_nothing_has_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(PlanFileError, match=str(-5 if "limit" in change else "")):
+    with pytest.raises(PlanFileError, match="the field"):
         Plan.from_json(json.dumps(json.loads(rich_plan().to_json()) | change))
 
 

@@ -342,7 +342,7 @@ def _value(f: Any, value: Any, source: str) -> Any:
         return float(value)
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         raise _wrong(f, value, source)
-    if f.name in _COUNTS and not 1 <= value <= MOST_SAMPLES or f.name in _BYTES and value < 0:
+    if (f.name in _COUNTS and not 1 <= value <= MOST_SAMPLES) or (f.name in _BYTES and value < 0):
         raise _wrong(f, value, source)
     if f.name in _CHOICES and value not in _CHOICES[f.name]:
         raise _wrong(f, value, source)
