@@ -19,7 +19,7 @@ from memfit.demo.model import next_byte_loss
 from memfit.demo.task import Demo, Training, training
 from memfit.demo.telling import more, tell
 from memfit.demo.text import LibraryText
-from memfit.hardware.meter import host_level
+from memfit.hardware.meter import reserved_level
 from memfit.reporting.progress import progress
 from memfit.training.run import Run
 
@@ -55,14 +55,14 @@ class Loss:
 
 
 class Peak:
-    """The most memory of this process, by the kernel's own record where there is one, on the scale of memfit's budget."""
+    """The most memory that this process had reserved, which is what its limit counts, by the kernel's own record."""
 
     def __init__(self) -> None:
         self.most = 0
 
     def look(self) -> None:
-        """Take in what the record says now. memfit clears it when its plan changes, so it is looked at every step."""
-        level = host_level()
+        """Take in what the record says now."""
+        level = reserved_level()
         if level.record is not None:
             self.most = max(self.most, level.record - (level.counted - level.held))
 
