@@ -15,6 +15,7 @@ from memfit import DoesNotFit, Plan
 from memfit._units import parse_bytes
 from memfit.batches.pieces import sizes
 from memfit.planning.search import (
+    BEYOND,
     NEARLY,
     Demand,
     keepable,
@@ -34,7 +35,7 @@ def timed(fixed: float = 1.0, each: float = 0.1, block: float = 0.01, **fields: 
     """Two blocks of 10 + 1 kept bytes per sample; a micro-batch takes `fixed` and `each` per sample, a block's forward
     `block` per sample; the optimizer half a second."""
     timings = tuple(
-        Timing(n, fixed + each * n, 0.3 * (fixed + each * n), (("a", block * n), ("b", block * n))) for n in (1, 2, 4)
+        Timing(n, fixed + each * n, 0.3 * (fixed + each * n), (("a", block * n), ("b", block * n))) for n in (1, 2, 4, 16)
     )
     given: dict[str, Any] = {"blocks": ("a", "b"), "timings": timings, "optimizer_seconds": 0.5}
     return profile(two_blocks(), **(given | fields))
@@ -266,9 +267,11 @@ def test_times_between_and_beyond_what_was_measured() -> None:
 
 def test_a_disturbed_timing_does_not_make_larger_micro_batches_cost_less_than_nothing() -> None:
     disturbed = timed(timings=(Timing(1, 5.0, 1.0), Timing(2, 1.0, 0.3)))
-    assert timing_at(disturbed.timings, 16).seconds == 1.0
+    assert timing_at(disturbed.timings, 16).seconds == pytest.approx(BEYOND * 8.0)
     slowed = (Timing(4, 1.0, 0.4), Timing(8, 3.0, 1.0))  # twice the samples, three times the seconds
     assert timing_at(slowed, 32).seconds == pytest.approx(12.0)
+    flat = (Timing(1, 1.0, 0.4), Timing(2, 1.01, 0.4))  # one of the two may have been disturbed
+    assert timing_at(flat, 32).seconds == pytest.approx(BEYOND * 1.01 * 16)
     assert timing_at(slowed, 6).seconds == pytest.approx(2.0)
     plan = plan_for(10_000, disturbed)
     assert plan.predicted.seconds is not None and plan.predicted.seconds > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -32,8 +33,10 @@ def run(demo: Demo) -> bool:
     text, device = LibraryText(demo.shape.length), limited_device()
     limit = limit_this_process(demo.budget, device)
     loss, peak = Loss(), Peak()
-    fitted = fit(demo, training(demo, text, device), loss, limit, peak)
-    train(demo, fitted, loss, peak)
+    fitted = fit(demo, training(demo, text, device), loss, limit)
+    with peak.watching(limit.real and device.type == "cpu"):
+        train(demo, fitted, loss, peak)
+    tell_peak(fitted, peak)
     same = tell_verification(fitted)
     fitted.report().save(demo.report)
     tell("report", f"{demo.report}  (open it in a browser; it needs no network)")
@@ -55,30 +58,41 @@ class Loss:
 
 
 class Peak:
-    """The most memory that this process had reserved, which is what its limit counts, by the kernel's own record."""
+    """The most memory that this process has reserved, which is what its limit counts, looked at every few milliseconds: the
+    kernel keeps a record of the address space only, in which files come and go."""
 
     def __init__(self) -> None:
         self.most = 0
+        self._looking = threading.Event()
 
-    def look(self) -> None:
-        """Take in what the record says now."""
-        level = reserved_level()
-        if level.record is not None:
-            self.most = max(self.most, level.record - (level.counted - level.held))
+    @contextmanager
+    def watching(self, wanted: bool) -> Iterator[None]:
+        """Looks while inside, if `wanted`."""
+        if not wanted:
+            yield
+            return
+        watch = threading.Thread(target=self._look, daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            self._looking.set()
+            watch.join()
 
     def take(self, measured: float | None) -> None:
         """Take in what memfit measured."""
         self.most = max(self.most, int(measured or 0))
 
+    def _look(self) -> None:
+        while not self._looking.wait(0.005):
+            self.take(reserved_level().held)
 
-def fit(demo: Demo, task: Training, loss: Loss, limit: Limit, peak: Peak) -> Run:
+
+def fit(demo: Demo, task: Training, loss: Loss, limit: Limit) -> Run:
     """The one line, and the plan it came to."""
-    kernel_counts = limit.real and next(task.model.parameters()).device.type == "cpu"
 
     def before_step() -> None:
         nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
-        if kernel_counts:
-            peak.look()
 
     tell("with memfit", f"run = memfit.wrap(model, optimizer, loader, loss_fn=loss_fn, target_batch={demo.target})")
     with progress("planning", None) as bar, redirect_stderr(io.StringIO()):  # the plan is told below
@@ -103,7 +117,7 @@ def fit(demo: Demo, task: Training, loss: Loss, limit: Limit, peak: Peak) -> Run
 
 
 def train(demo: Demo, fitted: Run, loss: Loss, peak: Peak) -> None:
-    """Train, showing the loss; then the most memory it took."""
+    """Train, showing the loss."""
     tell("training", f"run.step(batch), {demo.target} sequences each")
     began = time.perf_counter()
     for step, batch in enumerate(endless(fitted.loader), 1):
@@ -115,7 +129,6 @@ def train(demo: Demo, fitted: Run, loss: Loss, peak: Peak) -> None:
         peak.take(fitted.stats()["peak_measured"])
         if is_last(demo, step, time.perf_counter() - began, took):
             break
-    tell_peak(fitted, peak)
 
 
 @contextmanager

@@ -27,6 +27,9 @@ NEARLY = 1.02
 FEW_BLOCKS = 4
 """Up to this many blocks every choice of them is looked at; beyond, `choose_blocks` does, which knows the bytes of tensors but
 not how the margin above them changes."""
+BEYOND = 0.8
+"""Beyond the sizes that were timed a sample takes no more than in the largest of them, and at least this share of it: on the
+slope between two timings, of which one may be disturbed, anything could be hoped for."""
 HOPELESS = 1.25
 """Where checkpointing every block needs this many times what is allowed, no choice of blocks is looked for. (Not every block
 may need less than every block: recomputing one takes room itself.)"""
@@ -235,17 +238,18 @@ def step_seconds(profile: Profile, pieces: Sequence[int], blocks: Sequence[str],
 
 
 def timing_at(timings: Sequence[Timing], samples: int) -> Timing:
-    """The timing of a micro-batch of that size: between measured sizes by interpolation, outside by the nearest slope."""
+    """The timing of a micro-batch of that size: between measured sizes by interpolation, beyond them by the
+    last slope within what `BEYOND` allows, below as long per sample as the smallest."""
     known = sorted(timings, key=lambda t: t.samples)
     if len(known) == 1:
         return _scaled(known[0], samples / known[0].samples, samples)
     above = next((i for i, t in enumerate(known) if t.samples >= samples), len(known) - 1)
     low, high = (known[above - 1], known[above]) if above else (known[0], known[1])
     share = (samples - low.samples) / (high.samples - low.samples)
-    if share > 1 and high.seconds < low.seconds:  # a disturbance: more samples never take less than those timed
-        return replace(high, samples=samples)
-    if share > 1 and high.seconds * low.samples > low.seconds * high.samples:  # nor more per sample than the last of those
-        return _scaled(high, samples / high.samples, samples)
+    if share > 1:
+        alike = high.seconds * samples / high.samples
+        seconds = low.seconds + share * (high.seconds - low.seconds)
+        return _scaled(high, min(max(seconds, BEYOND * alike), alike) / high.seconds, samples)
     if share < 0:  # below the smallest that was timed: never better per sample than that one
         return _scaled(low, samples / low.samples, samples)
     blocks = {name: seconds + share * (dict(high.blocks).get(name, seconds) - seconds) for name, seconds in low.blocks}
