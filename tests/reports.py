@@ -30,7 +30,7 @@ def profile(**fields: Any) -> Profile:
     """Two blocks of 10 + 1 kept bytes per sample; a micro-batch takes 1 s and 0.1 s per sample, a block's forward 10 ms."""
     given: dict[str, Any] = {
         "blocks": ("a", "b"),
-        "timings": tuple(Timing(n, 1 + 0.1 * n, 0.3, (("a", 0.01 * n), ("b", 0.01 * n))) for n in (1, 2, 4)),
+        "timings": tuple(Timing(n, 1 + 0.1 * n, 0.3, (("a", 0.01 * n), ("b", 0.01 * n))) for n in (1, 2, 4, 16)),
         "optimizer_seconds": 0.5,
     }
     return handmade.profile(handmade.two_blocks(), **(given | fields))

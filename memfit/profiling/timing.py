@@ -166,9 +166,9 @@ def time_sizes(
 ) -> tuple[Timing, ...]:
     """Each of `sizes` (ascending) timed within about `seconds`, in turns so that a disturbance hits them alike; sizes that
     are not admitted are left out, and those that would take too long, but never the `least` smallest."""
-    stop = time.perf_counter() + seconds
     found: dict[int, list[Timing]] = {}
     with watch.session(work, sizes[0]):
+        stop = time.perf_counter() + seconds  # what is made once (kernels, libraries) does not shorten what is measured
         for round_ in range(8):
             for size in sizes if not round_ else tuple(found):
                 best = {n: _together(timings) for n, timings in found.items()}
@@ -235,5 +235,11 @@ def clone_of_optimizer(optimizer: Optimizer, limit: int) -> tuple[Optimizer, lis
 
 
 def _expected(best: dict[int, Timing], size: int) -> float:
-    largest = best[max(best)]
-    return largest.seconds * max(1.0, size / largest.samples)
+    """Seconds that a size will take, from those of smaller ones: on their slope, where that is one."""
+    known = sorted(best.values(), key=lambda timing: timing.samples)
+    last = known[-1]
+    alike = last.seconds * max(1.0, size / last.samples)
+    if len(known) < 2 or size <= last.samples:
+        return alike
+    slope = max(0.0, last.seconds - known[-2].seconds) / (last.samples - known[-2].samples)
+    return min(alike, last.seconds + slope * (size - last.samples))

@@ -24,10 +24,11 @@ def next_moves(report: Report) -> tuple[str, ...]:
 
 
 def one_step(report: Report) -> tuple[str, ...]:
-    """One step of each lever that fits, for those who would rather have the memory or the time."""
+    """One step of each lever that fits and gives something, for those who would rather have the memory or the time."""
     found = []
     for offer in report.offers:
-        if offer.lever in ("micro-batch", "checkpoint") and not offer.missing:
+        gives = offer.more < 0 or (offer.seconds is not None and offer.seconds < 0)
+        if offer.lever in ("micro-batch", "checkpoint") and not offer.missing and gives:
             gain = _other(report, offer).removeprefix(instead(offer, report.plan))
             found.append(f"{instead(offer, report.plan)}: {less_or_more(offer.more)}{gain}")
     return tuple(found)

@@ -33,7 +33,7 @@ from memfit.training.settings import Settings
 from memfit.training.shift import gradient_shift
 from memfit.training.tune import doubling
 
-TIMING_SECONDS = 1.2
+TIMING_SECONDS = 1.0
 """How long micro-batches are timed while planning; training itself goes on measuring (`tune.py`)."""
 MOST_KEPT = 0.25
 """Share of the room that kernels for sizes of micro-batches tried while planning may keep for good."""
