@@ -17,6 +17,7 @@ from memfit.batches.pieces import sizes
 from memfit.planning.search import (
     BEYOND,
     NEARLY,
+    STEADY,
     Demand,
     keepable,
     kept_bytes,
@@ -272,6 +273,9 @@ def test_a_disturbed_timing_does_not_make_larger_micro_batches_cost_less_than_no
     assert timing_at(slowed, 32).seconds == pytest.approx(12.0)
     flat = (Timing(1, 1.0, 0.4), Timing(2, 1.01, 0.4))  # one of the two may have been disturbed
     assert timing_at(flat, 32).seconds == pytest.approx(BEYOND * 1.01 * 16)
+    casting = tuple(Timing(n, 4.0 + 0.5 * n, 1.0) for n in (1, 2, 4))
+    assert timing_at(casting, 8).seconds == pytest.approx(8.0)
+    assert timing_at(casting, 64).seconds == pytest.approx(STEADY * 6.0 * 16)
     assert timing_at(slowed, 6).seconds == pytest.approx(2.0)
     plan = plan_for(10_000, disturbed)
     assert plan.predicted.seconds is not None and plan.predicted.seconds > 0

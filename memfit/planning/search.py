@@ -30,6 +30,8 @@ not how the margin above them changes."""
 BEYOND = 0.8
 """Beyond the sizes that were timed a sample takes no more than in the largest of them, and at least this share of it: on the
 slope between two timings, of which one may be disturbed, anything could be hoped for."""
+STEADY = 0.5
+"""The same where three timings agree that larger is cheaper (weights that are cast once per micro-batch)."""
 HOPELESS = 1.25
 """Where checkpointing every block needs this many times what is allowed, no choice of blocks is looked for. (Not every block
 may need less than every block: recomputing one takes room itself.)"""
@@ -249,7 +251,8 @@ def timing_at(timings: Sequence[Timing], samples: int) -> Timing:
     if share > 1:
         alike = high.seconds * samples / high.samples
         seconds = low.seconds + share * (high.seconds - low.seconds)
-        return _scaled(high, min(max(seconds, BEYOND * alike), alike) / high.seconds, samples)
+        least = (STEADY if _steady(known) else BEYOND) * alike
+        return _scaled(high, min(max(seconds, least), alike) / high.seconds, samples)
     if share < 0:  # below the smallest that was timed: never better per sample than that one
         return _scaled(low, samples / low.samples, samples)
     blocks = {name: seconds + share * (dict(high.blocks).get(name, seconds) - seconds) for name, seconds in low.blocks}
@@ -259,6 +262,12 @@ def timing_at(timings: Sequence[Timing], samples: int) -> Timing:
         low.forward + share * (high.forward - low.forward),
         tuple(blocks.items()),
     )
+
+
+def _steady(known: Sequence[Timing]) -> bool:
+    """Whether a sample became that much cheaper in both of the last two steps up."""
+    rates = [timing.seconds / timing.samples for timing in known[-3:]]
+    return len(rates) == 3 and rates[1] <= BEYOND * rates[0] and rates[2] <= BEYOND * rates[1]
 
 
 def _scaled(timing: Timing, factor: float, samples: int) -> Timing:

@@ -157,6 +157,9 @@ class _Timed:
         return loss
 
 
+MADE = 1 << 20
+"""Bytes kept from which on a micro-batch is taken to have made kernels, which takes longer than running them: it runs again."""
+
 Admit = Callable[[int, tuple[Timing, ...]], bool]
 """Whether micro-batches of this size fit, by the timings of smaller ones."""
 
@@ -177,6 +180,8 @@ def time_sizes(
                 if not round_ and best and admit is not None and not admit(size, tuple(best.values())):
                     break
                 found.setdefault(size, []).append(watch.run(work, size))
+                if found[size][-1].kept > MADE:
+                    found[size].append(watch.run(work, size))
             if time.perf_counter() > stop:
                 break
     return tuple(_together(timings) for _, timings in sorted(found.items()))

@@ -35,7 +35,7 @@ from memfit.training.tune import doubling
 
 TIMING_SECONDS = 1.0
 """How long micro-batches are timed while planning; training itself goes on measuring (`tune.py`)."""
-MOST_KEPT = 0.25
+MOST_KEPT = 0.1
 """Share of the room that kernels for sizes of micro-batches tried while planning may keep for good."""
 HIDDEN_KEPT, HIDDEN_SHARE = 16 << 20, 0.1
 """Bytes that a size keeps, and share of its tensors that it takes beyond them, from which on kernels are taken to hide memory
