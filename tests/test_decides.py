@@ -45,6 +45,25 @@ def hardest_by_index(model: nn.Module, batch: Any) -> Tensor:
     return losses[losses.detach().argsort()[:2]].mean()
 
 
+def counted_in_python(model: nn.Module, batch: Any) -> Tensor:
+    losses = each(model, batch)
+    mask = losses.detach() > 1.2
+    return (losses * mask).sum() / max(1, int(mask.sum()))
+
+
+def weights_filled_in(model: nn.Module, batch: Any) -> Tensor:
+    losses = each(model, batch)
+    weights = torch.zeros(len(losses), dtype=torch.float64)
+    weights[losses.detach() > 1.2] = 1.0
+    return (losses * weights).sum() / weights.sum().clamp(min=1)
+
+
+def with_accuracy_read(model: nn.Module, batch: Any) -> Tensor:
+    out = model(batch[0])
+    assert (out.argmax(1) == batch[1]).double().mean().item() >= 0
+    return -out.log_softmax(1).gather(1, batch[1][:, None]).mean()
+
+
 def huber(model: nn.Module, batch: Any) -> Tensor:
     off = model(batch[0])[:, 0] - batch[1]
     return torch.where(off.abs() < 1, 0.5 * off.square(), off.abs() - 0.5).mean()
@@ -59,6 +78,8 @@ def with_accuracy(model: nn.Module, batch: Any) -> Tensor:
 DECIDING: dict[str, tuple[Loss, str]] = {
     "confident": (confident, "count"),
     "hard": (hard, "picks"),
+    "counted in Python": (counted_in_python, "number"),
+    "weights filled in": (weights_filled_in, "count"),
     "hardest by index": (hardest_by_index, "picks"),
     "largest": (lambda m, b: each(m, b).topk(2).values.mean(), "orders"),
     "limited": (lambda m, b: F.cross_entropy(m(b[0]), b[1]).clamp(max=1.1), "limits"),
@@ -68,6 +89,7 @@ DECIDING: dict[str, tuple[Loss, str]] = {
 NOT_DECIDING: dict[str, Loss] = {
     "mean": lambda m, b: F.cross_entropy(m(b[0]), b[1]),
     "accuracy beside it": with_accuracy,
+    "accuracy read": with_accuracy_read,
     "huber": huber,
     "hinge per sample": lambda m, b: F.relu(1 - m(b[0])[:, 0]).mean(),
     "mask of the batch": lambda m, b: (each(m, b) * (b[1] != 1)).sum() / (b[1] != 1).sum().clamp(min=1),
@@ -117,7 +139,7 @@ def test_decisions_inside_the_model_are_its_own() -> None:
     assert decides.how is None
 
 
-@pytest.mark.parametrize("name", ["confident", "hard", "limited", "hinge of a mean"])
+@pytest.mark.parametrize("name", ["confident", "hard", "counted in Python", "weights filled in", "limited", "hinge of a mean"])
 def test_gradients_are_exact_although_nothing_is_decided_at_first(name: str) -> None:
     """While the model is untrained, parts add up as they do for a plain mean; later they would not."""
     loss, model = DECIDING[name][0], mlp()

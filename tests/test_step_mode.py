@@ -807,3 +807,17 @@ def test_a_collate_function_that_makes_something_of_none_gets_it() -> None:
     run = memfit.wrap(model, sgd(model), loader, loss_fn=loss_fn, target_batch=12, micro_batch=5)
     wanted = loss_fn(whole, next(iter(loader)))
     assert float(run.step(next(iter(run.loader)))) == pytest.approx(wanted.item(), rel=1e-12)
+
+
+def test_none_goes_to_a_loss_function_that_collates_by_itself() -> None:
+    x, y = points(12)
+    samples = [None if i % 3 == 1 else (x[i].tolist(), int(y[i])) for i in range(12)]
+
+    def loss(model: nn.Module, batch: list[Any]) -> Tensor:
+        made = [torch.ones(7).double() if s is None else torch.tensor(s[0], dtype=torch.float64) for s in batch]
+        return model(torch.stack(made)).square().mean()
+
+    model, whole = mlp(), mlp()
+    loader = DataLoader(samples, batch_size=12, collate_fn=lambda found: found)  # pyright: ignore[reportArgumentType]
+    run = memfit.wrap(model, sgd(model), loader, loss_fn=loss, target_batch=12, micro_batch=5)
+    assert float(run.step(next(iter(run.loader)))) == pytest.approx(loss(whole, samples).item(), rel=1e-12)

@@ -84,7 +84,8 @@ class SampleBatch(Sequence[Any]):
             except Exception:
                 return False
             alone = self._collate_fn([sample(self._samples[index])])
-        return [tuple(tensor.shape) for tensor in tensors(beside)] == [tuple(tensor.shape) for tensor in tensors(alone)]
+        shapes = [tuple(tensor.shape) for tensor in tensors(alone)]
+        return bool(shapes) and shapes == [tuple(tensor.shape) for tensor in tensors(beside)]
 
     def sizes(self) -> list[int]:
         """Per sample the elements in it (`count_elements`): what samples are ordered by. Looked at once, then kept."""

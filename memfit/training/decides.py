@@ -24,6 +24,8 @@ PICKING = frozenset("nonzero argwhere masked_select".split())
 """Functions whose results have as many entries as were decided for."""
 INDEXING = frozenset("getitem index_select take masked_select index gather".split())
 """Functions that take entries by an index."""
+READING = frozenset("item int float bool index tolist".split())
+"""Functions that make a number of Python's of a tensor; what is done with it is not seen."""
 LIMITING = frozenset("relu relu6 clamp clamp_min clamp_max clip minimum maximum max min where hardtanh threshold".split())
 """Functions that have no gradient, or another, beyond a limit."""
 
@@ -36,6 +38,7 @@ class Decides(TorchFunctionMode):
         self.how: str | None = None
         self._model, self._inside = model, 0
         self._hooks: list[Any] = []
+        self._read = self._used = False
         self._computed, self._decided, self._picked = (WeakTensorKeyDictionary() for _ in range(3))
 
     def __enter__(self) -> Decides:
@@ -66,10 +69,16 @@ class Decides(TorchFunctionMode):
 
     def _look(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         computed = any(t.requires_grad or t in self._computed for t in given)
+        made = given[:1] if name == "setitem" else made
         decided = [t for t in given if t in self._decided]
         picked = any(t in self._picked for t in given)
-        if any(t.requires_grad for t in made):
+        with_gradient = any(t.requires_grad for t in made)
+        self._used |= with_gradient and bool(decided)
+        self._read |= name in READING and bool(decided)
+        if with_gradient:
             self.how = self._way(name, given, decided, picked)
+        if self.how is None and self._used and self._read:  # a metric reads decisions, too, but they weigh nothing
+            self.how = "it reads a number off what the model decided"
         ordered = computed and name in ORDERING and given[0].dim() == 1
         for tensor in made:
             if computed:
