@@ -11,7 +11,7 @@ import handmade
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
 from memfit.profiling.profile import Profile
-from memfit.profiling.timing import Timing
+from memfit.profiling.seconds import Timing
 from memfit.reporting.report import Report, make_report
 from memfit.reporting.verification import Verification
 

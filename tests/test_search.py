@@ -15,21 +15,18 @@ from memfit import DoesNotFit, Plan
 from memfit._units import parse_bytes
 from memfit.batches.pieces import sizes
 from memfit.planning.search import (
-    BEYOND,
     NEARLY,
-    STEADY,
     Demand,
     keepable,
     kept_bytes,
     micro_batch_sizes,
     search,
     step_seconds,
-    timing_at,
     with_blocks,
 )
 from memfit.profiling.profile import Profile
+from memfit.profiling.seconds import Timing
 from memfit.profiling.timeline import Timeline
-from memfit.profiling.timing import Timing
 
 
 def timed(fixed: float = 1.0, each: float = 0.1, block: float = 0.01, **fields: Any) -> Profile:
@@ -256,29 +253,6 @@ def test_sizes_worth_looking_at(share: int) -> None:
     assert all(-(-share // count) in found for count in range(1, min(16, share) + 1))
     assert len(found) <= 70
     assert micro_batch_sizes(share, most=7) == tuple(n for n in found if n <= 7)
-
-
-def test_times_between_and_beyond_what_was_measured() -> None:
-    timings = (Timing(2, 2.0, 1.0, (("a", 0.2),)), Timing(4, 3.0, 1.4, (("a", 0.4),)))
-    assert timing_at(timings, 3) == Timing(3, 2.5, pytest.approx(1.2), (("a", pytest.approx(0.3)),))
-    assert timing_at(timings, 8).seconds == pytest.approx(5.0)
-    assert timing_at(timings, 1).seconds == pytest.approx(1.0)
-    assert timing_at(timings[:1], 6).seconds == pytest.approx(6.0)
-
-
-def test_a_disturbed_timing_does_not_make_larger_micro_batches_cost_less_than_nothing() -> None:
-    disturbed = timed(timings=(Timing(1, 5.0, 1.0), Timing(2, 1.0, 0.3)))
-    assert timing_at(disturbed.timings, 16).seconds == pytest.approx(BEYOND * 8.0)
-    slowed = (Timing(4, 1.0, 0.4), Timing(8, 3.0, 1.0))  # twice the samples, three times the seconds
-    assert timing_at(slowed, 32).seconds == pytest.approx(12.0)
-    flat = (Timing(1, 1.0, 0.4), Timing(2, 1.01, 0.4))  # one of the two may have been disturbed
-    assert timing_at(flat, 32).seconds == pytest.approx(BEYOND * 1.01 * 16)
-    casting = tuple(Timing(n, 4.0 + 0.5 * n, 1.0) for n in (1, 2, 4))
-    assert timing_at(casting, 8).seconds == pytest.approx(8.0)
-    assert timing_at(casting, 64).seconds == pytest.approx(STEADY * 6.0 * 16)
-    assert timing_at(slowed, 6).seconds == pytest.approx(2.0)
-    plan = plan_for(10_000, disturbed)
-    assert plan.predicted.seconds is not None and plan.predicted.seconds > 0
 
 
 def test_the_seconds_of_a_step_are_the_sum_of_its_parts() -> None:

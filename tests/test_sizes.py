@@ -15,7 +15,7 @@ from zoo import FAMILIES
 import memfit
 from memfit.planning.sizes import by_size, padded_elements, peak_between, peak_of, peaks_of, with_padding
 from memfit.profiling.profile import Profile
-from memfit.profiling.timing import Timing
+from memfit.profiling.seconds import Timing
 
 SHORT, MIDDLE, LONG = 6, 11, 16
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from handmade import profile, two_blocks
+from hypothesis import given, strategies as st
 from torch import nn
 
 from memfit.engine.accumulate import Weighting
 from memfit.engine.staged import Staging
-from memfit.profiling.timing import Stopwatch, Timing, never_slower, time_sizes
+from memfit.profiling.seconds import Timing, line_through, never_slower, timing_at
+from memfit.profiling.timing import Stopwatch, time_sizes
 from memfit.training.works import StepWork
 
 SIZES = (1, 2, 4, 8)
@@ -64,3 +66,45 @@ def test_on_a_busy_machine_no_size_counts_as_slower_per_sample_than_a_smaller_on
     assert [t.forward for t in found] == pytest.approx([0.4, 1.0, 1.0, 2.0])
     assert [dict(t.blocks)["a"] for t in found] == pytest.approx([0.2, 0.4, 0.5, 1.0])
     assert [(t.samples, t.growth, t.kept) for t in found] == [(t.samples, t.growth, t.kept) for t in timings]
+
+
+def test_times_between_sizes_that_were_measured_lie_on_a_line() -> None:
+    timings = (Timing(2, 2.0, 1.0, (("a", 0.2),), 5, 6), Timing(4, 3.0, 1.4, (("a", 0.4),), 7, 8))
+    assert timing_at(timings, 3) == Timing(3, 2.5, pytest.approx(1.2), (("a", pytest.approx(0.3)),))
+    assert timing_at(timings, 4) == Timing(4, 3.0, 1.4, (("a", 0.4),))
+
+
+def test_outside_the_sizes_that_were_measured_times_lie_near_the_line_through_the_nearest_three() -> None:
+    affine = tuple(Timing(n, 4.0 + 0.5 * n, 1.0, (("a", 0.2),)) for n in (2, 4, 8, 16))
+    assert timing_at(affine, 32).seconds == pytest.approx(20.0, rel=0.1)
+    assert timing_at(affine, 1).seconds == pytest.approx(4.5, rel=0.1)
+    alike = tuple(Timing(n, float(n), 0.4) for n in (1, 2, 4))
+    assert timing_at(alike, 16).seconds == pytest.approx(16.0, rel=0.1)
+    far = timing_at(affine, 32)
+    assert far.forward / far.seconds == pytest.approx(affine[-1].forward / affine[-1].seconds)
+    assert dict(far.blocks)["a"] / far.seconds == pytest.approx(0.2 / affine[-1].seconds)
+
+
+def test_a_disturbed_timing_does_not_make_larger_micro_batches_cost_nothing() -> None:
+    falling = (Timing(1, 5.0, 1.0), Timing(2, 1.0, 0.3))
+    assert 1.0 <= timing_at(falling, 16).seconds <= 8.0
+    flat = (Timing(1, 1.0, 0.4), Timing(2, 1.01, 0.4))
+    assert 0.25 * 16 <= timing_at(flat, 32).seconds <= 16.2
+    steep = (Timing(4, 1.0, 0.4), Timing(8, 3.0, 1.0))  # twice the samples, three times the seconds
+    assert timing_at(steep, 32).seconds <= 12.0
+
+
+POINTS = st.lists(st.tuples(st.integers(1, 64), st.floats(1e-6, 1e3)), min_size=1, max_size=6, unique_by=lambda p: p[0])
+
+
+@given(POINTS, st.integers(1, 999))
+def test_a_sample_never_costs_more_in_a_larger_micro_batch_than_was_measured(points: list[tuple[int, float]], n: int) -> None:
+    timings = tuple(Timing(samples, seconds, seconds / 3) for samples, seconds in points)
+    fixed, each = line_through(points)
+    assert fixed >= 0 and each >= 0 and fixed + each > 0
+    found, smallest, largest = timing_at(timings, n), min(points), max(points)
+    assert found.samples == n and found.seconds > 0
+    if n > largest[0]:
+        assert largest[1] * (1 - 1e-9) <= found.seconds <= largest[1] * n / largest[0] * (1 + 1e-9)
+    if n < smallest[0]:
+        assert smallest[1] * n / smallest[0] * (1 - 1e-9) <= found.seconds <= smallest[1] * (1 + 1e-9)

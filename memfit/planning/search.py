@@ -18,8 +18,8 @@ from memfit.planning.compose import recomputable, with_checkpoint
 from memfit.planning.plan import Cost, Option, Plan
 from memfit.profiling.allocator import Peak
 from memfit.profiling.profile import Profile
+from memfit.profiling.seconds import timing_at
 from memfit.profiling.timeline import CATEGORIES, Timeline
-from memfit.profiling.timing import Timing
 
 NEARLY = 1.02
 """Options within this factor of the fastest count as equally fast; then fewer levers and fewer micro-batches win."""
@@ -27,11 +27,6 @@ NEARLY = 1.02
 FEW_BLOCKS = 4
 """Up to this many blocks every choice of them is looked at; beyond, `choose_blocks` does, which knows the bytes of tensors but
 not how the margin above them changes."""
-BEYOND = 0.8
-"""Beyond the sizes that were timed a sample takes no more than in the largest of them, and at least this share of it: on the
-slope between two timings, of which one may be disturbed, anything could be hoped for."""
-STEADY = 0.5
-"""The same where three timings agree that larger is cheaper (weights that are cast once per micro-batch)."""
 HOPELESS = 1.25
 """Where checkpointing every block needs this many times what is allowed, no choice of blocks is looked for. (Not every block
 may need less than every block: recomputing one takes room itself.)"""
@@ -237,42 +232,6 @@ def step_seconds(profile: Profile, pieces: Sequence[int], blocks: Sequence[str],
         total += timing.seconds + sum(per_block.get(name, 0.0) for name in blocks)
         total += timing.forward if mode == "replay" else 0.0
     return total
-
-
-def timing_at(timings: Sequence[Timing], samples: int) -> Timing:
-    """The timing of a micro-batch of that size: between measured sizes by interpolation, beyond them by the
-    last slope within what `BEYOND` allows, below as long per sample as the smallest."""
-    known = sorted(timings, key=lambda t: t.samples)
-    if len(known) == 1:
-        return _scaled(known[0], samples / known[0].samples, samples)
-    above = next((i for i, t in enumerate(known) if t.samples >= samples), len(known) - 1)
-    low, high = (known[above - 1], known[above]) if above else (known[0], known[1])
-    share = (samples - low.samples) / (high.samples - low.samples)
-    if share > 1:
-        alike = high.seconds * samples / high.samples
-        seconds = low.seconds + share * (high.seconds - low.seconds)
-        least = (STEADY if _steady(known) else BEYOND) * alike
-        return _scaled(high, min(max(seconds, least), alike) / high.seconds, samples)
-    if share < 0:  # below the smallest that was timed: never better per sample than that one
-        return _scaled(low, samples / low.samples, samples)
-    blocks = {name: seconds + share * (dict(high.blocks).get(name, seconds) - seconds) for name, seconds in low.blocks}
-    return Timing(
-        samples,
-        low.seconds + share * (high.seconds - low.seconds),
-        low.forward + share * (high.forward - low.forward),
-        tuple(blocks.items()),
-    )
-
-
-def _steady(known: Sequence[Timing]) -> bool:
-    """Whether a sample became that much cheaper in both of the last two steps up."""
-    rates = [timing.seconds / timing.samples for timing in known[-3:]]
-    return len(rates) == 3 and rates[1] <= BEYOND * rates[0] and rates[2] <= BEYOND * rates[1]
-
-
-def _scaled(timing: Timing, factor: float, samples: int) -> Timing:
-    blocks = tuple((name, seconds * factor) for name, seconds in timing.blocks)
-    return Timing(samples, timing.seconds * factor, timing.forward * factor, blocks)
 
 
 def _quickest(ways: Sequence[_Way]) -> _Way:

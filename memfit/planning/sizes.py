@@ -15,7 +15,7 @@ from memfit.planning.plan import Plan
 from memfit.planning.search import micro_batch_sizes
 from memfit.profiling.allocator import Peak
 from memfit.profiling.profile import Profile
-from memfit.profiling.timing import Timing
+from memfit.profiling.seconds import Timing
 
 Ends = tuple[tuple[int, Profile], tuple[int, Profile]]
 """((elements, profile) of a short sample, the same of the longest), both with the plan's blocks checkpointed."""
@@ -80,8 +80,7 @@ def with_padding(profile: Profile, middle: int, sizes: Sequence[int]) -> Profile
 
     def padded(timing: Timing) -> Timing:
         factor = padded_elements(sizes, timing.samples * middle) / max(1, sum(sizes))
-        blocks = tuple((name, seconds * factor) for name, seconds in timing.blocks)
-        return replace(timing, seconds=timing.seconds * factor, forward=timing.forward * factor, blocks=blocks)
+        return timing.scaled(factor, timing.samples)
 
     return replace(profile, timings=tuple(map(padded, profile.timings)))
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from memfit._units import format_bytes, format_count, format_seconds
 from memfit.profiling.allocator import HEAP_WASTE, Peak, peak_on
+from memfit.profiling.seconds import Timing
 from memfit.profiling.timeline import Timeline, fit
-from memfit.profiling.timing import Timing
 
 NOISE = 64 << 10
 """Bytes up to which more measured than traced is no sign of hidden memory: the kernel counts in pages, some at a time."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,28 +24,11 @@ from memfit.hardware.heap import free_heap
 from memfit.hardware.meter import Meter
 from memfit.profiling.allocator import thresholds_pinned
 from memfit.profiling.sandbox import leave_no_trace
+from memfit.profiling.seconds import Timing, timing_at
 from memfit.profiling.trace import shadow_optimizer
 
 CLONE_LIMIT = 64 * MiB
 """Bytes of parameters whose optimizer step is timed; the rest is taken to cost the same per byte."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One size of micro-batch, as measured."""
-
-    samples: int
-    """Samples in the micro-batch."""
-    seconds: float
-    """Forward and backward of one micro-batch."""
-    forward: float
-    """Its forward alone."""
-    blocks: tuple[tuple[str, float], ...] = ()
-    """Forward seconds of each block."""
-    growth: int | None = None
-    """Bytes the process came to hold beyond what it held before; None where the platform cannot tell."""
-    kept: int = 0
-    """Bytes of these that stayed: kernels made for micro-batches of this size, mostly."""
 
 
 class Stopwatch:
@@ -175,7 +158,7 @@ def time_sizes(
         for round_ in range(8):
             for size in sizes if not round_ else tuple(found):
                 best = {n: _together(timings) for n, timings in found.items()}
-                if len(best) >= least and time.perf_counter() + _expected(best, size) > stop:
+                if len(best) >= least and time.perf_counter() + timing_at(tuple(best.values()), size).seconds > stop:
                     break
                 if not round_ and best and admit is not None and not admit(size, tuple(best.values())):
                     break
@@ -193,18 +176,6 @@ def _together(timings: Sequence[Timing]) -> Timing:
     kept = sum(t.kept for t in timings)
     quickest = min(timings, key=lambda t: t.seconds)
     return replace(quickest, growth=max(growths) + kept if growths else None, kept=kept)
-
-
-def never_slower(timings: Sequence[Timing]) -> tuple[Timing, ...]:
-    """The timings, in ascending size, with none slower per sample than a smaller size: on a busy machine such a difference is
-    sooner other work than the model's."""
-    found: list[Timing] = []
-    for timing in timings:
-        least = min([t.seconds / t.samples for t in (*found, timing)])
-        factor = least * timing.samples / timing.seconds
-        blocks = tuple((name, seconds * factor) for name, seconds in timing.blocks)
-        found.append(replace(timing, seconds=timing.seconds * factor, forward=timing.forward * factor, blocks=blocks))
-    return tuple(found)
 
 
 def optimizer_seconds(optimizer: Optimizer, device: torch.device, limit: int = CLONE_LIMIT, repeats: int = 3) -> float:
@@ -237,14 +208,3 @@ def clone_of_optimizer(optimizer: Optimizer, limit: int) -> tuple[Optimizer, lis
         chosen[id(p)] = nn.Parameter(p.detach().clone())
     clone = shadow_optimizer(optimizer, lambda p: chosen.get(id(p)), lambda t: t.detach().clone())
     return clone, list(chosen.values()), size / max(total, 1)
-
-
-def _expected(best: dict[int, Timing], size: int) -> float:
-    """Seconds that a size will take, from those of smaller ones: on their slope, where that is one."""
-    known = sorted(best.values(), key=lambda timing: timing.samples)
-    last = known[-1]
-    alike = last.seconds * max(1.0, size / last.samples)
-    if len(known) < 2 or size <= last.samples:
-        return alike
-    slope = max(0.0, last.seconds - known[-2].seconds) / (last.samples - known[-2].samples)
-    return min(alike, last.seconds + slope * (size - last.samples))

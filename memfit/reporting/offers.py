@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from memfit.batches.pieces import sizes
 from memfit.planning.compose import recomputable
 from memfit.planning.plan import Option, Plan
-from memfit.planning.search import micro_batch_sizes, step_seconds, timing_at, with_blocks
+from memfit.planning.search import micro_batch_sizes, step_seconds, with_blocks
 from memfit.profiling.profile import Profile
+from memfit.profiling.seconds import timing_at
 from memfit.reporting.facts import Offer
 
 WORTH = 0.02

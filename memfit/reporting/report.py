@@ -16,8 +16,9 @@ from typing import Any
 
 from memfit.hardware.budget import Budget
 from memfit.planning.plan import Plan
-from memfit.planning.search import timing_at, with_blocks
+from memfit.planning.search import with_blocks
 from memfit.profiling.profile import Profile
+from memfit.profiling.seconds import timing_at
 from memfit.profiling.timeline import Timeline
 from memfit.reporting.facts import Allowance, BlockCost, Curve, Happening, Offer, Pace
 from memfit.reporting.files import read_text, restored, strict, unreadable, write_in_format

@@ -25,7 +25,8 @@ from memfit.planning.search import Demand, micro_batch_sizes, search, with_block
 from memfit.profiling.allocator import HIGH_HEAP_WASTE, thresholds_pinned
 from memfit.profiling.build import CHECK, Subject, measured_profile, state_bytes, traced_profile
 from memfit.profiling.profile import Profile
-from memfit.profiling.timing import Stopwatch, Timing, never_slower, optimizer_seconds, time_sizes
+from memfit.profiling.seconds import Timing, never_slower
+from memfit.profiling.timing import Stopwatch, optimizer_seconds, time_sizes
 from memfit.profiling.trace import MakeWork, TraceFailed
 from memfit.training.memory import Memory
 from memfit.training.recover import is_out_of_memory
@@ -44,6 +45,8 @@ FRAGMENTS = (
     "what is limited here is reserved memory, and the C library keeps freed heap reserved, in fragments: start with "
     "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 in the environment for larger micro-batches and a sure fit"
 )
+AGAIN = 2
+"""Sizes at which a second precision is timed: enough to tell which is faster, and how it goes on beyond."""
 KERNELS = 5
 """How many times what its tensors grow by a whole batch may take beside them; where there is room for that, nothing is
 measured before it runs (an LSTM's kernels were seen to take 4.5 times its tensors, convolutions in float64 twice)."""
@@ -227,7 +230,7 @@ class Planner:
     def _fast(self, task: Task, own: Profile) -> tuple[Plan, Profile]:
         """The fastest over all precisions."""
         found = []
-        for profile in (own, *(self.timed(task, self.profile(task, p)) for p in self._fast_precisions())):
+        for profile in (own, *(self.timed(task, self.profile(task, p), beside=own) for p in self._fast_precisions())):
             try:
                 found.append(self._search(task, profile))
             except DoesNotFit:
@@ -240,8 +243,9 @@ class Planner:
         fast = self._memory.fast_dtypes
         return tuple(p for p in lower_precisions(self._model.parameters(), self._device) if p in fast)
 
-    def timed(self, task: Task, profile: Profile) -> Profile:
-        """The profile with micro-batches timed that fit, and corrected by the memory they were seen to take."""
+    def timed(self, task: Task, profile: Profile, *, beside: Profile | None = None) -> Profile:
+        """The profile with micro-batches timed that fit, and corrected by the memory they were seen to take. `beside`: one in
+        another precision that has been timed; only its largest sizes run again, as every size may keep kernels for good."""
         allowed = self._memory.budget().room - task.demand.standing - task.demand.standing_per_sample * task.demand.share
         blocks = profile.blocks
         share = min(task.demand.share, task.available)
@@ -249,6 +253,9 @@ class Planner:
             wanted: tuple[int, ...] = (min(task.demand.micro_batch, share),)
         else:
             wanted = micro_batch_sizes(share)
+        if beside is not None:
+            profile = replace(profile, excess=beside.excess)  # not known yet, but likely
+            wanted = tuple(timing.samples for timing in beside.timings)[-AGAIN:] or wanted
         fitting = [n for n in wanted if profile.peak(n).upper <= allowed]
         if not fitting:  # what fits only when checkpointed is not run here
             return profile.with_timings((), self._optimizer_seconds(allowed))
