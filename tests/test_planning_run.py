@@ -26,11 +26,15 @@ from zoo.plain import gradients_of, relative_error
 import memfit
 from memfit import DoesNotFit, Run
 from memfit.batches.samples import SampleBatch
+from memfit.engine.accumulate import Work
 from memfit.hardware.heap import give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.planning.search import with_blocks
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.profile import Profile
+from memfit.profiling.seconds import Timing
+from memfit.profiling.timing import Stopwatch
+from memfit.training.memory import Memory
 from memfit.training.planner import Planner, Task, busy_note
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -261,6 +265,21 @@ def test_what_a_disturbance_made_look_too_large_is_measured_again_before_it_is_r
     else:
         with pytest.raises(DoesNotFit):
             step_mode(2000 * MIB)
+
+
+def test_a_second_precision_is_timed_at_the_largest_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: dict[Stopwatch, set[int]] = {}
+    timing = Stopwatch.run
+
+    def run(self: Stopwatch, work: Work, samples: int) -> Timing:
+        ran.setdefault(self, set()).add(samples)
+        return timing(self, work, samples)
+
+    monkeypatch.setattr(Stopwatch, "run", run)
+    monkeypatch.setattr(Memory, "fast_dtypes", ("float32", "bfloat16"))
+    step_mode(2000 * MIB, precision="fast")
+    own, lower = ran.values()
+    assert len(own) > 1 and lower == {max(own)}
 
 
 @pytest.mark.parametrize("pinned", [False, True])

@@ -45,8 +45,6 @@ FRAGMENTS = (
     "what is limited here is reserved memory, and the C library keeps freed heap reserved, in fragments: start with "
     "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 in the environment for larger micro-batches and a sure fit"
 )
-AGAIN = 2
-"""Sizes at which a second precision is timed: enough to tell which is faster, and how it goes on beyond."""
 KERNELS = 5
 """How many times what its tensors grow by a whole batch may take beside them; where there is room for that, nothing is
 measured before it runs (an LSTM's kernels were seen to take 4.5 times its tensors, convolutions in float64 twice)."""
@@ -245,25 +243,43 @@ class Planner:
 
     def timed(self, task: Task, profile: Profile, *, beside: Profile | None = None) -> Profile:
         """The profile with micro-batches timed that fit, and corrected by the memory they were seen to take. `beside`: one in
-        another precision that has been timed; only its largest sizes run again, as every size may keep kernels for good."""
-        allowed = self._memory.budget().room - task.demand.standing - task.demand.standing_per_sample * task.demand.share
-        blocks = profile.blocks
-        share = min(task.demand.share, task.available)
-        if task.demand.micro_batch is not None:
-            wanted: tuple[int, ...] = (min(task.demand.micro_batch, share),)
-        else:
-            wanted = micro_batch_sizes(share)
+        another precision that has been timed; only its largest size runs again, as every size may keep kernels for good."""
+        before = self._memory.budget()
+        allowed = before.room - task.demand.standing - task.demand.standing_per_sample * task.demand.share
+        wanted = self._worth_timing(task)
         if beside is not None:
             profile = replace(profile, excess=beside.excess)  # not known yet, but likely
-            wanted = tuple(timing.samples for timing in beside.timings)[-AGAIN:] or wanted
+            wanted = tuple(timing.samples for timing in beside.timings)[-1:] or wanted
         fitting = [n for n in wanted if profile.peak(n).upper <= allowed]
         if not fitting:  # what fits only when checkpointed is not run here
             return profile.with_timings((), self._optimizer_seconds(allowed))
-        work = task.real_work(profile.precision if profile.precision_is_lever else "off")
-        watch = Stopwatch(self._model, self._staging, task.weighting, self._device, blocks, reserved=self._memory.reserved)
         give_back_free_heap()
+        try:
+            timings = self._timings(task, profile, fitting, allowed)
+        except ValueError as error:
+            self._no_singles = _needs_company(error) and fitting[-1] >= SAFE_FROM_SINGLES
+            if not self._no_singles:
+                raise
+            timings = self._timings(task, profile, [n for n in fitting if n >= SAFE_FROM_SINGLES], allowed)
+        busy = busy_note(self._device)
+        found = profile.with_timings(never_slower(timings) if busy else timings, self._optimizer_seconds(allowed))
+        waste, kept = HIGH_HEAP_WASTE if self._scatters(found) else found.heap_waste, found.kept_per_size
+        if beside is not None:  # libraries were there already, so that all that stayed are kernels for these sizes
+            kept = max(kept, (self._memory.budget().held - before.held) // len(timings))
+        return replace(found, heap_waste=waste, kept_per_size=kept, notes=(*found.notes, *busy))
+
+    def _worth_timing(self, task: Task) -> tuple[int, ...]:
+        share = min(task.demand.share, task.available)
+        wanted = task.demand.micro_batch
+        return micro_batch_sizes(share) if wanted is None else (min(wanted, share),)
+
+    def _timings(self, task: Task, profile: Profile, sizes: Sequence[int], allowed: int) -> tuple[Timing, ...]:
+        """Some of these sizes timed, from the smallest on as far as they fit."""
+        reserved = self._memory.reserved
+        work = task.real_work(profile.precision if profile.precision_is_lever else "off")
+        watch = Stopwatch(self._model, self._staging, task.weighting, self._device, profile.blocks, reserved=reserved)
         # What a new size of micro-batch keeps shows in the second at the earliest; what was not timed is not used then.
-        least, seconds = (2, 2 * TIMING_SECONDS) if self._memory.reserved else (1, TIMING_SECONDS)
+        least, seconds = (2, 2 * TIMING_SECONDS) if reserved else (1, TIMING_SECONDS)
 
         def admit(size: int, found: tuple[Timing, ...]) -> bool:
             """Whether it still fits after what smaller sizes took beyond their trace, and kept."""
@@ -271,18 +287,7 @@ class Planner:
             kept = corrected.kept_for((size,)) + sum(timing.kept for timing in found)
             return kept <= MOST_KEPT * allowed and corrected.peak(size).upper + kept <= allowed
 
-        try:
-            timings = time_sizes(watch, work, doubling(fitting), seconds, admit, least=least)
-        except ValueError as error:
-            self._no_singles = _needs_company(error) and fitting[-1] >= SAFE_FROM_SINGLES
-            if not self._no_singles:
-                raise
-            fitting = [n for n in fitting if n >= SAFE_FROM_SINGLES]
-            timings = time_sizes(watch, work, doubling(fitting), seconds, admit, least=least)
-        busy = busy_note(self._device)
-        found = profile.with_timings(never_slower(timings) if busy else timings, self._optimizer_seconds(allowed))
-        waste = HIGH_HEAP_WASTE if self._scatters(found) else found.heap_waste
-        return replace(found, heap_waste=waste, notes=(*found.notes, *busy))
+        return time_sizes(watch, work, doubling(sizes), seconds, admit, least=least)
 
     def _optimizer_seconds(self, allowed: int) -> float:
         return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))
