@@ -216,11 +216,14 @@ def test_the_memory_chart_stacks_to_the_curve() -> None:
     assert "predicted peak 284 B" in texts and "measured peak 300 B" in texts and "budget 330 B" in texts
 
 
-def test_every_timed_option_is_a_point_and_the_plan_is_one_of_its_own() -> None:
+def test_every_option_is_a_point_and_the_plan_is_one_of_its_own_and_seconds_are_drawn_of_what_fits() -> None:
     made = REPORTS["full"]
+    assert not all(option.fits for option in made.plan.options)
     for key in ("speed", "sizes"):
         traces = {trace["name"]: trace for trace in charts(made)[key].figure["data"]}
-        assert sum(len(trace["x"]) for trace in traces.values()) == len(made.plan.options)
+        drawn = [option for option in made.plan.options if option.fits or key == "sizes"]
+        assert sum(len(trace["x"]) for trace in traces.values()) == len(drawn)
+        assert ("does not fit" in traces) == (key == "sizes")
         assert traces["the plan"]["x"] == [made.plan.micro_batch]
 
 

@@ -282,6 +282,31 @@ def test_a_second_precision_is_timed_at_the_largest_size_only(monkeypatch: pytes
     assert len(own) > 1 and lower == {max(own)}
 
 
+class Narrow(Deep):
+    """Its kernels take what no tensor shows: from some size on they run out of memory."""
+
+    most = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most and not is_fake(x):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("most", [1, 4, 9])
+def test_running_out_of_memory_while_sizes_are_timed_only_makes_them_smaller(most: int) -> None:
+    model, data = Narrow(), batch(SHARE)
+    model.most = most
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run = memfit.wrap(model, sgd(model, 0.01), loss_fn=loss_fn, sample=data)
+    assert run.plan is not None and run.plan.micro_batch <= most
+    assert any("ran out of memory while they were timed" in note for note in run.plan.notes)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    said = len(run.events)
+    run.step(data)
+    assert not [event for event in run.events[said:] if event.kind == "out of memory"]
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_where_kernels_take_much_beside_the_tensors_a_heap_that_keeps_it_gets_sizes_that_ran(
     pinned: bool, monkeypatch: pytest.MonkeyPatch

@@ -139,14 +139,14 @@ def _phase_marks(curve: Curve) -> tuple[list[Figure], list[Figure]]:
 
 
 def _speed(report: Report) -> Chart | None:
-    timed = [o for o in report.plan.options[:MOST] if o.cost.seconds is not None]
+    timed = [o for o in report.plan.options[:MOST] if o.fits and o.cost.seconds is not None]
     if len(timed) < 2:
         return None
     data = _points(timed, [seconds_of(o, report) or 0.0 for o in timed], "s per step")
-    layout = _layout("seconds", "samples per micro-batch")
+    layout = _layout("seconds", "samples per micro-batch, logarithmic")
     layout["xaxis"] |= _doubling([o.micro_batch for o in timed])
     fastest = min(timed, key=lambda o: seconds_of(o, report) or 0.0)
-    label = f"Seconds per step against the size of the micro-batch; fastest is {way(fastest)}."
+    label = f"Seconds per step against the size of the micro-batch, of what fits; fastest is {way(fastest)}."
     return Chart("speed", "Seconds per step", label, {"data": data, "layout": layout}, 300)
 
 
@@ -157,7 +157,7 @@ def _sizes(report: Report) -> Chart | None:
     limit = report.allowance.limit - report.allowance.margin
     uppers = [o.cost.upper + held for o in options]
     data = _points(options, [float(upper) for upper in uppers], "B at most")
-    layout = _layout("", "samples per micro-batch")
+    layout = _layout("logarithmic", "samples per micro-batch, logarithmic")
     layout["xaxis"] |= _doubling([o.micro_batch for o in options])
     layout["yaxis"] |= _doubling(uppers, format_bytes) | {"range": _powers([*uppers, limit])}
     line = {"color": "accent", "width": 1.5, "dash": "dash"}

@@ -13,7 +13,7 @@ from memfit.reporting.facts import BlockCost, Moment
 from memfit.reporting.offers import measured
 from memfit.reporting.pace import anew, loader_share, seconds_of, steady, typical_wait
 from memfit.reporting.report import Report
-from memfit.reporting.words import instead, more_bytes, more_seconds, percent, reason, unit_for, way
+from memfit.reporting.words import in_unit, instead, more_bytes, more_seconds, percent, reason, unit_for, way
 
 MOST = 300
 """Rows of a table at most; what is beyond is counted."""
@@ -106,10 +106,11 @@ def options(report: Report) -> Table:
         note += f" These are for samples of the median size, {report.plan.median:,} elements."
     if any(measured(option) for option in shown):
         note += " Seconds marked * were measured while training; the others were timed while planning, and scaled to those."
+    unit = unit_for([option.cost.upper + report.plan.held for option in shown])
     table = Table(
         "Plans considered",
         ("micro x accumulation", "precision", "blocks checkpointed", "expected", "at most", "per step", "why not"),
-        tuple(_option_row(option, report) for option in shown),
+        tuple(_option_row(option, report, unit) for option in shown),
         frozenset({2, 3, 4, 5}),
         frozenset(i for i, option in enumerate(shown) if not option.reason),
         note + _left_out(report.plan.options),
@@ -117,15 +118,14 @@ def options(report: Report) -> Table:
     return table if any(option.precision != "off" for option in shown) else without(table, "precision")
 
 
-def _option_row(option: Option, report: Report) -> tuple[str, ...]:
+def _option_row(option: Option, report: Report, in_: tuple[int, str]) -> tuple[str, ...]:
     seconds, held = seconds_of(option, report), report.plan.held
     words = "-" if seconds is None else format_seconds(seconds)
     return (
         f"{option.micro_batch} x {option.accumulation}",
         "as the script" if option.precision == "off" else option.precision,
         str(option.checkpoint),
-        format_bytes(option.cost.peak + held),
-        format_bytes(option.cost.upper + held),
+        *(f"{in_unit(size + held, in_[0])} {in_[1]}" for size in (option.cost.peak, option.cost.upper)),
         f"{words} *" if anew(option, report.plan) else words,
         reason(option, report.plan) or "this is the plan",
     )

@@ -29,12 +29,12 @@ from memfit.profiling.seconds import Timing, never_slower
 from memfit.profiling.timing import Stopwatch, optimizer_seconds, time_sizes
 from memfit.profiling.trace import MakeWork, TraceFailed
 from memfit.training.memory import Memory
-from memfit.training.recover import is_out_of_memory
+from memfit.training.recover import is_out_of_memory, surviving
 from memfit.training.settings import Settings
 from memfit.training.shift import gradient_shift
 from memfit.training.tune import doubling
 
-TIMING_SECONDS = 1.0
+TIMING_SECONDS = 0.7
 """How long micro-batches are timed while planning; training itself goes on measuring (`tune.py`)."""
 MOST_KEPT = 0.1
 """Share of the room that kernels for sizes of micro-batches tried while planning may keep for good."""
@@ -81,6 +81,9 @@ class Planner:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._memory, self._settings, self._staging = memory, settings, staging
         self._no_singles = False
+        self._most: int | None = None
+        """Largest size that may be planned, once a larger one ran out of memory."""
+        self._ran_out: tuple[str, ...] = ()
 
     def plan(self, task: Task, *, timed: bool = True, profile: Profile | None = None) -> tuple[Plan, Profile]:
         """The plan for a task and the profile it rests on (`profile`: one that is there already). Raises DoesNotFit."""
@@ -108,7 +111,7 @@ class Planner:
             return self._lower(task, own)
 
     def _of_timed(self, task: Task, own: Profile) -> Task:
-        return replace(task, demand=self._of_measured(self._without_singles(task.demand), own))
+        return replace(task, demand=self._of_measured(self._of_possible(task.demand), own))
 
     def whole(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
         """The plan to run a task's batch as it is, and what it rests on. Where it comes near the room, small micro-batches are
@@ -125,7 +128,7 @@ class Planner:
             if is_out_of_memory(error):
                 raise
             return plan, profile  # parts of the batch need not run by themselves where it is not cut
-        if share not in (self._only_measured(measured) or (share,)):
+        if share not in (self._only_measured(measured) or (share,)) or share > (self._most or share):
             raise DoesNotFit(
                 f"a batch of {share} as it is within {format_bytes(plan.limit)}",
                 found="its kernels take memory beside its tensors, and how much for a whole batch was not measured",
@@ -255,23 +258,35 @@ class Planner:
             return profile.with_timings((), self._optimizer_seconds(allowed))
         give_back_free_heap()
         try:
-            timings = self._timings(task, profile, fitting, allowed)
+            timings = self._survivors(task, profile, fitting, allowed)
         except ValueError as error:
             self._no_singles = _needs_company(error) and fitting[-1] >= SAFE_FROM_SINGLES
             if not self._no_singles:
                 raise
-            timings = self._timings(task, profile, [n for n in fitting if n >= SAFE_FROM_SINGLES], allowed)
+            timings = self._survivors(task, profile, [n for n in fitting if n >= SAFE_FROM_SINGLES], allowed)
         busy = busy_note(self._device)
         found = profile.with_timings(never_slower(timings) if busy else timings, self._optimizer_seconds(allowed))
         waste, kept = HIGH_HEAP_WASTE if self._scatters(found) else found.heap_waste, found.kept_per_size
         if beside is not None:  # libraries were there already, so that all that stayed are kernels for these sizes
             kept = max(kept, (self._memory.budget().held - before.held) // len(timings))
-        return replace(found, heap_waste=waste, kept_per_size=kept, notes=(*found.notes, *busy))
+        return replace(found, heap_waste=waste, kept_per_size=kept, notes=(*found.notes, *busy, *self._ran_out))
 
     def _worth_timing(self, task: Task) -> tuple[int, ...]:
         share = min(task.demand.share, task.available)
         wanted = task.demand.micro_batch
         return micro_batch_sizes(share) if wanted is None else (min(wanted, share),)
+
+    def _survivors(self, task: Task, profile: Profile, sizes: Sequence[int], allowed: int) -> tuple[Timing, ...]:
+        """As `_timings`; where memory runs out all the same, of half the size, and nothing larger is planned from then on."""
+
+        def smaller(text: str) -> tuple[Timing, ...]:
+            self._most = max(sizes[0], sizes[-1] // 2)
+            self._ran_out = (f"micro-batches of up to {sizes[-1]} ran out of memory while they were timed: {text}",)
+            return self._survivors(task, profile, [n for n in sizes if n <= sizes[-1] // 2] or sizes[:1], allowed)
+
+        if len(sizes) == 1:
+            return self._timings(task, profile, sizes, allowed)
+        return surviving(lambda: self._timings(task, profile, sizes, allowed), self._device, smaller)
 
     def _timings(self, task: Task, profile: Profile, sizes: Sequence[int], allowed: int) -> tuple[Timing, ...]:
         """Some of these sizes timed, from the smallest on as far as they fit."""
@@ -296,12 +311,13 @@ class Planner:
         """Plan no sizes that leave a sample by itself: the model cannot run one."""
         self._no_singles = True
 
-    def _without_singles(self, demand: Demand) -> Demand:
-        """The demand without sizes that leave a sample by itself, where the model cannot run one."""
-        if not self._no_singles or demand.micro_batch is not None:
+    def _of_possible(self, demand: Demand) -> Demand:
+        """The demand without sizes that ran out of memory, nor those that leave a sample by itself where none can run so."""
+        if demand.micro_batch is not None or (not self._no_singles and self._most is None):
             return demand
-        sizes = tuple(n for n in demand.sizes or micro_batch_sizes(demand.share) if n >= SAFE_FROM_SINGLES)
-        return replace(demand, sizes=sizes)
+        least, most = SAFE_FROM_SINGLES if self._no_singles else 1, self._most or demand.share
+        sizes = tuple(n for n in demand.sizes or micro_batch_sizes(demand.share) if least <= n <= most)
+        return replace(demand, sizes=sizes or (least,))
 
     def _of_measured(self, demand: Demand, profile: Profile) -> Demand:
         """The demand with no other sizes than may run."""
@@ -324,7 +340,7 @@ class Planner:
     def constrained(self, demand: Demand) -> Demand:
         """The demand with the levers the user prescribed."""
         settings = self._settings
-        demand = replace(self._without_singles(demand), leftover=settings.leftover)
+        demand = replace(self._of_possible(demand), leftover=settings.leftover)
         if settings.whole:
             demand = replace(demand, micro_batch=demand.share)
         elif settings.micro_batch is not None:
