@@ -76,7 +76,7 @@ def profile(
         task = Kinds(core).task(model.forward, _as_call(sample))
     lever = "off" if asked in ("auto", "off") else asked
     found = core.planner.profile(task, lever, candidate_blocks(model) if every else blocks or ())
-    return found if on_meta else core.planner.timed(task, found)
+    return found if on_meta else core.planner.measurer.timed(task, found)
 
 
 def plan(

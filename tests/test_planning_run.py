@@ -34,8 +34,9 @@ from memfit.profiling.ledger import Ledger
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import Timing
 from memfit.profiling.timing import Stopwatch
+from memfit.training.measure import Measurer, busy_note
 from memfit.training.memory import Memory
-from memfit.training.planner import Planner, Task, busy_note
+from memfit.training.task import Task
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -250,15 +251,15 @@ def test_a_busy_machine_is_noted(load: float, said: bool) -> None:
 def test_what_a_disturbance_made_look_too_large_is_measured_again_before_it_is_refused(
     disturbed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure, calls = Planner.timed, []
+    measure, calls = Measurer.timed, []
 
-    def timed(self: Planner, task: Task, profile: Profile) -> Profile:
+    def timed(self: Measurer, task: Task, profile: Profile) -> Profile:
         calls.append(profile.precision)
         found = measure(self, task, profile)
         excess = tuple((timing.samples, 1 << 40) for timing in found.timings)
         return replace(found, excess=excess) if len(calls) <= disturbed else found
 
-    monkeypatch.setattr(Planner, "timed", timed)
+    monkeypatch.setattr(Measurer, "timed", timed)
     if disturbed == 1:
         run = step_mode(2000 * MIB)
         assert run.plan is not None and run.plan.precision == "off" and calls == ["float32", "float32"]
@@ -307,21 +308,34 @@ def test_running_out_of_memory_while_sizes_are_timed_only_makes_them_smaller(mos
     assert not [event for event in run.events[said:] if event.kind == "out of memory"]
 
 
+def test_a_second_precision_that_runs_out_of_memory_while_it_is_timed_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OneOnly(Deep):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_autocast_enabled("cpu") and not is_fake(x):
+                raise torch.OutOfMemoryError("out of memory")
+            return super().forward(x)
+
+    monkeypatch.setattr(Memory, "fast_dtypes", ("float32", "bfloat16"))
+    model = OneOnly()
+    run = memfit.wrap(model, sgd(model, 0.01), loss_fn=loss_fn, sample=batch(), precision="fast")
+    assert run.plan is not None and run.plan.precision == "off"
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_where_kernels_take_much_beside_the_tensors_a_heap_that_keeps_it_gets_sizes_that_ran(
     pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure, ran = Planner.timed, set()
+    measure, ran = Measurer.timed, set()
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
         monkeypatch.setenv(name, "65536") if pinned else monkeypatch.delenv(name, raising=False)
 
-    def timed(self: Planner, task: Task, profile: Profile) -> Profile:
+    def timed(self: Measurer, task: Task, profile: Profile) -> Profile:
         found = measure(self, task, profile)
         ran.update(timing.samples for timing in found.timings)
         assert found.timeline is not None
         return replace(found, excess=tuple((t.samples, int(found.timeline.growth(t.samples) // 2)) for t in found.timings))
 
-    monkeypatch.setattr(Planner, "timed", timed)
+    monkeypatch.setattr(Measurer, "timed", timed)
     run = step_mode(2000 * MIB)
     assert run.plan is not None and ran
     assert ({option.micro_batch for option in run.plan.options} <= ran) is not pinned

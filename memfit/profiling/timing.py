@@ -143,6 +143,9 @@ class _Timed:
 MADE = 1 << 20
 """Bytes kept from which on a micro-batch is taken to have made kernels, which takes longer than running them: it runs again."""
 
+MORE_ROUNDS = 7
+"""How often sizes run again at most, while there is time."""
+
 Admit = Callable[[int, tuple[Timing, ...]], bool]
 """Whether micro-batches of this size fit, by the timings of smaller ones."""
 
@@ -151,22 +154,23 @@ def time_sizes(
     watch: Stopwatch, work: Work, sizes: Sequence[int], seconds: float, admit: Admit | None = None, *, least: int = 1
 ) -> tuple[Timing, ...]:
     """Each of `sizes` (ascending) timed within about `seconds`, in turns so that a disturbance hits them alike; sizes that
-    are not admitted are left out, and those that would take too long, but never the `least` smallest."""
+    are not admitted are left out, and those that would take too long, but never the `least` smallest. Once all have run, the
+    largest run again first: plans are made of them, and sizes beyond are told from them."""
     found: dict[int, list[Timing]] = {}
     with watch.session(work, sizes[0]):
         stop = time.perf_counter() + seconds  # what is made once (kernels, libraries) does not shorten what is measured
-        for round_ in range(8):
-            for size in sizes if not round_ else tuple(found):
-                best = {n: _together(timings) for n, timings in found.items()}
-                if len(best) >= least and time.perf_counter() + timing_at(tuple(best.values()), size).seconds > stop:
-                    break
-                if not round_ and best and admit is not None and not admit(size, tuple(best.values())):
-                    break
-                found.setdefault(size, []).append(watch.run(work, size))
-                if found[size][-1].kept > MADE:
-                    found[size].append(watch.run(work, size))
-            if time.perf_counter() > stop:
+        for size in sizes:
+            best = tuple(_together(timings) for timings in found.values())
+            if len(best) >= least and time.perf_counter() + timing_at(best, size).seconds > stop:
                 break
+            if best and admit is not None and not admit(size, best):
+                break
+            found[size] = [watch.run(work, size)]
+            if found[size][0].kept > MADE:
+                found[size].append(watch.run(work, size))
+        for size in sorted(found, reverse=True) * MORE_ROUNDS:
+            if time.perf_counter() + _together(found[size]).seconds <= stop:
+                found[size].append(watch.run(work, size))
     return tuple(_together(timings) for _, timings in sorted(found.items()))
 
 

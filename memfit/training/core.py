@@ -182,7 +182,7 @@ class Core:
                 next_move="pass micro_batch=2 or more; where squeeze() takes the batch's dimension, name the dimension meant",
             )
         self.least = 2
-        self.planner.avoid_singles()
+        self.planner.measurer.no_singles = True
         if self.prescribed == 2:
             self.note("note", f"micro-batches of 3 too: the model cannot run one sample as it runs several ({why})")
 

@@ -33,10 +33,10 @@ from memfit.training.learn import (
     ways_to_cut,
 )
 from memfit.training.outputs import Outputs
-from memfit.training.planner import Task
 from memfit.training.prove import Deviation
 from memfit.training.prover import Prover
 from memfit.training.recover import surviving
+from memfit.training.task import Task
 
 LOSS_BOUND = 3
 """Copies of a model's output that an unseen loss is taken to need at once: log-probabilities, their gradient, a temporary."""

@@ -25,9 +25,9 @@ from memfit.training.call import copied
 from memfit.training.core import Core
 from memfit.training.learn import Shapes, no_larger, shapes_per_sample
 from memfit.training.ordered import Ordered
-from memfit.training.planner import Task
 from memfit.training.steptasks import Tasks
 from memfit.training.stepweights import Weigher
+from memfit.training.task import Task
 from memfit.training.tune import Tuner
 from memfit.training.weigh import without_idle_rivals
 from memfit.training.works import LossFn, moved

@@ -17,7 +17,7 @@ from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
 from memfit.training.core import Core
 from memfit.training.ordered import Ordered
-from memfit.training.planner import Task
+from memfit.training.task import Task
 from memfit.training.works import LossFn, StepWork
 
 
@@ -102,7 +102,7 @@ class Tasks:
         )
         fixed = replace(demand, checkpoint=())  # the blocks are part of both profiles
         between = profile_between(ends, batch.sizes[middle], demand.share)
-        timed = planner.timed(self.task(batch, middle, fixed, longest.weighting), between)
+        timed = planner.measurer.timed(self.task(batch, middle, fixed, longest.weighting), between)
         timed = with_padding(timed, batch.sizes[middle], batch.sizes)
         found = search([timed], memory.budget(), replace(planner.constrained(fixed), checkpoint=()))
         table = by_size(ends, found, memory.budget().room, batch.sizes[middle])

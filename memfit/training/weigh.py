@@ -52,21 +52,20 @@ def _inferred(
 ) -> tuple[Weighting | None, Deviation, Sequence[weakref.ref[torch.Tensor]]] | None:
     """(the weighting, how far parts were off, what else gradients flow into); None where draws could not be sliced."""
     samples = sum(sizes)
-    by_name = not is_compiled(model)  # compiled code is built anew for every stand-in
     draws = Draws(by_operations=by_operations)
     with comparable(model, work.device), staging.swapped():
         staged = staging.parameters()
-        probes = probes_of(staged)
-        called = model if decides else None
         counts = _count_candidates(work, samples)
+        # Compiled code is built anew for every stand-in.
+        look = _Look(work, probes_of(staged), counts, not is_compiled(model), model if decides else None)
         with draws.recording():
-            whole, reached = _measured(work, 0, samples, probes, counts, by_name, called)
+            whole, reached = look.at(0, samples)
         if draws.unsliced and not by_operations:
             return None
         parts = []
         for start, stop in bounds(sizes):
             with draws.sliced(start, stop, samples):
-                parts.append(_measured(work, start, stop, probes, counts, by_name, called)[0])
+                parts.append(look.at(start, stop)[0])
     known = {id(p) for p in staged}
     return *_choose(whole, parts, counts), [leaf for leaf in reached if id(leaf()) not in known]
 
@@ -92,48 +91,50 @@ class _Measured:
         return self.loss != 0 or any(g is not None and bool(g.any()) for g in self.gradients)
 
 
-def _measured(
-    work: Work,
-    start: int,
-    stop: int,
-    probes: Sequence[torch.Tensor],
-    counts: Sequence[Any],
-    by_name: bool,
-    called: nn.Module | None,
-) -> tuple[_Measured, list[weakref.ref[torch.Tensor]]]:
-    found: list[Count | float] = []
+@dataclass(frozen=True)
+class _Look:
+    """What is looked at in the losses of some samples."""
 
-    def count(inputs: Any) -> Count:
-        for candidate in counts:
-            try:
-                found.append(candidate(inputs))
-            except WeightsChanged:
-                found.append(math.nan)  # this part has no such tensor, so nothing is weighted by it
-        return 0
+    work: Work
+    probes: Sequence[torch.Tensor]
+    counts: Sequence[LeafCount]
+    by_name: bool
+    called: nn.Module | None
+    """The model, to see what a loss decides by what it computed; None: not looked at."""
 
-    inputs, _ = work.inputs(start, stop, count)
-    outputs = work.forward(inputs)
-    decides = None if called is None else Decides(called)
-    with Terms(alone=False, by_name=None if by_name else False) as terms, decides or nullcontext():
-        loss = checked_loss(work.loss(outputs))
-    given = {id(tensor) for tensor in (*tensors(inputs), *work.extra_receivers())}
-    reached = [weakref.ref(leaf) for leaf in leaves_of([loss]) if id(leaf) not in given]
-    gradients = torch.autograd.grad(loss, list(probes), allow_unused=True)
-    only = len(terms.found) == 1 and is_only_term(loss, terms.found[0])
-    dtype = terms.lowest or (loss.dtype if loss.dtype in TOLERANCE else torch.float32)
-    measured = _Measured(
-        stop - start,
-        float(loss.detach()),
-        [None if g is None else g.detach().to_dense() if g.is_sparse else g.detach() for g in gradients],
-        len(terms.found),
-        only,
-        by_name and terms.only_by_name,
-        float(terms.found[0].count) if terms.found else 0.0,
-        tuple(float(c) for c in found),
-        dtype,
-        None if decides is None else decides.how,
-    )
-    return measured, reached
+    def at(self, start: int, stop: int) -> tuple[_Measured, list[weakref.ref[torch.Tensor]]]:
+        """(the loss of the samples `start:stop` and what may weigh it, the leaves that gradients flow into)."""
+        found: list[Count | float] = []
+
+        def count(inputs: Any) -> Count:
+            for candidate in self.counts:
+                try:
+                    found.append(candidate(inputs))
+                except WeightsChanged:
+                    found.append(math.nan)  # this part has no such tensor, so nothing is weighted by it
+            return 0
+
+        inputs, _ = self.work.inputs(start, stop, count)
+        outputs = self.work.forward(inputs)
+        decides = None if self.called is None else Decides(self.called)
+        with Terms(alone=False, by_name=None if self.by_name else False) as terms, decides or nullcontext():
+            loss = checked_loss(self.work.loss(outputs))
+        given = {id(tensor) for tensor in (*tensors(inputs), *self.work.extra_receivers())}
+        reached = [weakref.ref(leaf) for leaf in leaves_of([loss]) if id(leaf) not in given]
+        gradients = torch.autograd.grad(loss, list(self.probes), allow_unused=True)
+        measured = _Measured(
+            samples=stop - start,
+            loss=float(loss.detach()),
+            gradients=[None if g is None else g.detach().to_dense() if g.is_sparse else g.detach() for g in gradients],
+            terms=len(terms.found),
+            only_term=len(terms.found) == 1 and is_only_term(loss, terms.found[0]),
+            by_name=self.by_name and terms.only_by_name,
+            term_count=float(terms.found[0].count) if terms.found else 0.0,
+            counts=tuple(float(c) for c in found),
+            dtype=terms.lowest or (loss.dtype if loss.dtype in TOLERANCE else torch.float32),
+            decides=None if decides is None else decides.how,
+        )
+        return measured, reached
 
 
 def _choose(

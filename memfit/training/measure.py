@@ -1,0 +1,178 @@
+"""Micro-batches of a few sizes run for their seconds and their memory, and what follows for the sizes that may be planned.
+
+Nothing runs that is predicted not to fit; where memory runs out all the same, smaller sizes run. Not covered: sizes that fit
+only with blocks checkpointed, which are planned by composition.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit.engine.staged import Staging
+from memfit.hardware.heap import give_back_free_heap
+from memfit.planning.search import Demand, micro_batch_sizes
+from memfit.profiling.allocator import HIGH_HEAP_WASTE, thresholds_pinned
+from memfit.profiling.profile import Profile
+from memfit.profiling.seconds import Timing, never_slower
+from memfit.profiling.timing import Stopwatch, optimizer_seconds, time_sizes
+from memfit.training.memory import Memory
+from memfit.training.recover import surviving
+from memfit.training.task import Task
+from memfit.training.tune import doubling
+
+TIMING_SECONDS = 0.8
+"""How long micro-batches are timed while planning; training itself goes on measuring (`tune.py`)."""
+MOST_KEPT = 0.1
+"""Share of the room that kernels for sizes of micro-batches tried while planning may keep for good."""
+HIDDEN_KEPT, HIDDEN_SHARE = 16 << 20, 0.1
+"""Bytes that a size keeps, and share of its tensors that it takes beyond them, from which on kernels are taken to hide memory
+(transformers keep up to 8 MiB once and take 3 %; convolutions 40 MiB per size, or half as much again for 2 samples)."""
+BUSY = 1.5
+"""Processes that want to run, per core, from which on timings are taken to be disturbed (a training itself makes it 1)."""
+SAFE_FROM_SINGLES = 3
+"""Where micro-batches may have this many samples or more, no sample is left by itself (at most 2: 3 = 2 + 1)."""
+
+
+class Measurer:
+    """Times the micro-batches of one model and optimizer, and remembers which sizes could not run.
+
+    Attribute: `no_singles` (whether the model cannot run a sample by itself, so that no size may leave one).
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, device: torch.device, memory: Memory, staging: Staging
+    ) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._memory, self._staging = memory, staging
+        self.no_singles = False
+        self._most: int | None = None
+        """Largest size that may be planned, once a larger one ran out of memory."""
+        self._ran_out: tuple[str, ...] = ()
+
+    def timed(self, task: Task, profile: Profile, *, beside: Profile | None = None) -> Profile:
+        """The profile with micro-batches timed that fit, and corrected by the memory they were seen to take. `beside`: one in
+        another precision that has been timed; only its largest size runs again, as every size may keep kernels for good."""
+        before = self._memory.budget()
+        allowed = before.room - task.demand.standing - task.demand.standing_per_sample * task.demand.share
+        wanted = self._worth_timing(task)
+        if beside is not None:
+            profile = replace(profile, excess=beside.excess)  # not known yet, but likely
+            wanted = tuple(timing.samples for timing in beside.timings)[-1:] or wanted
+        fitting = [n for n in wanted if profile.peak(n).upper <= allowed]
+        if not fitting:  # what fits only when checkpointed is not run here
+            return profile.with_timings((), self._optimizer_seconds(allowed))
+        give_back_free_heap()
+        try:
+            timings = self._survivors(task, profile, fitting, allowed)
+        except ValueError as error:
+            self.no_singles = _needs_company(error) and fitting[-1] >= SAFE_FROM_SINGLES
+            if not self.no_singles:
+                raise
+            timings = self._survivors(task, profile, [n for n in fitting if n >= SAFE_FROM_SINGLES], allowed)
+        busy = busy_note(self._device)
+        found = profile.with_timings(never_slower(timings) if busy else timings, self._optimizer_seconds(allowed))
+        waste, kept = HIGH_HEAP_WASTE if self._scatters(found) else found.heap_waste, found.kept_per_size
+        if beside is not None:  # libraries were there already, so that all that stayed are kernels for these sizes
+            kept = max(kept, (self._memory.budget().held - before.held) // len(timings))
+        return replace(found, heap_waste=waste, kept_per_size=kept, notes=(*found.notes, *busy, *self._ran_out))
+
+    def _worth_timing(self, task: Task) -> tuple[int, ...]:
+        share = min(task.demand.share, task.available)
+        wanted = task.demand.micro_batch
+        return micro_batch_sizes(share) if wanted is None else (min(wanted, share),)
+
+    def _survivors(self, task: Task, profile: Profile, sizes: Sequence[int], allowed: int) -> tuple[Timing, ...]:
+        """As `_timings`; where memory runs out all the same, of half the size, and nothing larger is planned from then on."""
+
+        def smaller(text: str) -> tuple[Timing, ...]:
+            self._most = max(sizes[0], sizes[-1] // 2)
+            self._ran_out = (f"micro-batches of up to {sizes[-1]} ran out of memory while they were timed: {text}",)
+            return self._survivors(task, profile, [n for n in sizes if n <= sizes[-1] // 2] or sizes[:1], allowed)
+
+        if len(sizes) == 1:
+            return self._timings(task, profile, sizes, allowed)
+        return surviving(lambda: self._timings(task, profile, sizes, allowed), self._device, smaller)
+
+    def _timings(self, task: Task, profile: Profile, sizes: Sequence[int], allowed: int) -> tuple[Timing, ...]:
+        """Some of these sizes timed, from the smallest on as far as they fit."""
+        reserved = self._memory.reserved
+        work = task.real_work(profile.precision if profile.precision_is_lever else "off")
+        watch = Stopwatch(self._model, self._staging, task.weighting, self._device, profile.blocks, reserved=reserved)
+        # What a new size of micro-batch keeps shows in the second at the earliest; what was not timed is not used then.
+        least, seconds = (2, 2 * TIMING_SECONDS) if reserved else (1, TIMING_SECONDS)
+
+        def admit(size: int, found: tuple[Timing, ...]) -> bool:
+            """Whether it still fits after what smaller sizes took beyond their trace, and kept."""
+            corrected = profile.with_timings(found, 0.0)
+            kept = corrected.kept_for((size,)) + sum(timing.kept for timing in found)
+            return kept <= MOST_KEPT * allowed and corrected.peak(size).upper + kept <= allowed
+
+        return time_sizes(watch, work, doubling(sizes), seconds, admit, least=least)
+
+    def _optimizer_seconds(self, allowed: int) -> float:
+        return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))
+
+    def possible(self, demand: Demand, measured: Profile | None = None) -> Demand:
+        """The demand with only sizes that may run; by a profile as timed where there is one."""
+        if demand.micro_batch is not None:
+            return demand
+        wanted = self._only(measured) or demand.sizes or micro_batch_sizes(demand.share)
+        sizes = tuple(n for n in wanted if self._can_run(n)) or wanted
+        return demand if sizes == micro_batch_sizes(demand.share) else replace(demand, sizes=sizes)
+
+    def may_run(self, size: int, measured: Profile) -> bool:
+        """Whether micro-batches of this size may be planned, by a profile as timed."""
+        return self._can_run(size) and size in (self._only(measured) or (size,))
+
+    def _can_run(self, size: int) -> bool:
+        """Whether it neither ran out of memory nor leaves a sample by itself where none can run so."""
+        return size <= (self._most or size) and (not self.no_singles or size >= SAFE_FROM_SINGLES)
+
+    def _only(self, profile: Profile | None) -> tuple[int, ...]:
+        """The sizes that have run, where kernels take what tensors do not show: how much for a size is known only then. Empty
+        where any size may run: where freed memory goes back at once, a line through what was measured is near enough."""
+        if profile is None:
+            return ()
+        hides = self._scatters(profile)
+        if self._memory.reserved:
+            hides = profile.kept_per_size > HIDDEN_KEPT or _exceeds(profile)
+        return tuple(timing.samples for timing in profile.timings) if hides else ()
+
+    def _scatters(self, profile: Profile) -> bool:
+        """Whether kernels take and free so much beside the tensors that a heap which keeps what was freed goes to pieces."""
+        heap = self._device.type == "cpu" and not thresholds_pinned() and profile.timeline is not None
+        return heap and _exceeds(profile, at_largest=True)
+
+
+def busy_note(device: torch.device, load: float | None = None) -> tuple[str, ...]:
+    """What to say where other work took the processor while micro-batches were timed; `load` is the machine's, of the last
+    minute."""
+    cores = os.cpu_count() or 1
+    if device.type != "cpu" or not hasattr(os, "getloadavg"):
+        return ()
+    load = os.getloadavg()[0] if load is None else load
+    if load <= BUSY * cores:
+        return ()
+    return (
+        f"the machine was busy while micro-batches were timed (load {load:.1f} on {cores} cores), so another size may be "
+        "faster; where processes share cores, OMP_WAIT_POLICY=passive in the environment keeps threads from waiting in circles",
+    )
+
+
+def _exceeds(profile: Profile, *, at_largest: bool = False) -> bool:
+    """Whether a micro-batch (the largest that ran) took much more than its tensors, or whether that is not known."""
+    if profile.timeline is None or not profile.timings:
+        return bool(profile.timings)
+    seen = profile.excess[-1:] if at_largest else profile.excess
+    return any(more > HIDDEN_SHARE * profile.timeline.growth(samples) for samples, more in seen)
+
+
+def _needs_company(error: ValueError) -> bool:
+    """Whether torch says that batch norm cannot take the statistics of a single value."""
+    return "more than 1 value per channel" in str(error)
