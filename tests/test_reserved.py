@@ -73,3 +73,35 @@ def test_a_prescribed_micro_batch_stays_as_it_was_asked_for() -> None:
     found = trained(0.9, micro_batch=8)
     assert (found["before"], found["after"]) == (8, 8)
     assert not any("more are reserved" in message for message in found["messages"])
+
+
+SHAPES = """
+import json, resource
+import torch
+from torch import nn
+import memfit
+from memfit.hardware.limits import read_status
+
+model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(12)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+def loss_fn(model, batch):
+    return model(batch).pow(2).mean()
+
+loss_fn(model, torch.rand(2, 8, 16)).backward()
+size = read_status()["VmData"] + 100 * 2**20
+resource.setrlimit(resource.RLIMIT_DATA, (size, size))
+run = memfit.wrap(model, optimizer, loss_fn=loss_fn, sample=torch.rand(8, 400, 16), micro_batch="auto")
+losses = [float(run.step(torch.rand(8, length, 16))) for length in range(400, 280, -1)]
+print(json.dumps({"losses": losses, "kinds": [e.kind for e in run.events], "messages": [e.message for e in run.events]}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts private mappings on Linux")
+def test_kernels_for_ever_new_shapes_do_not_fill_what_is_reserved() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", SHAPES]
+    environment = {**os.environ, **PINNED, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found["losses"]) == 120 and "out of memory" not in found["kinds"]
+    assert any("run without oneDNN" in message for message in found["messages"])

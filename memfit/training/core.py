@@ -214,6 +214,13 @@ class Core:
             return
         self._tuner = None
         now = replace(plan, held=plan.held + drift)
+        if plan.predicted.upper + now.held + 2 * plan.margin > plan.limit and not self.memory.no_new_kernels:
+            self.memory.no_new_kernels = True
+            self.note(
+                "note",
+                f"{format_bytes(drift)} more are reserved than when the plan was made, and no room is left for more kernels: "
+                "batches of new shapes run without oneDNN, which makes and keeps some for every shape",
+            )
         sizes_left = range(self.limit(plan), 0, -1)
         fitting = (n for n in sizes_left if plan.measured(n, {}).predicted.upper + now.held + plan.margin // 2 <= plan.limit)
         size = next(fitting, 1)
@@ -268,7 +275,8 @@ class Core:
             scale = self.scale.scale if half else 1.0
             try:
                 run = partial(accumulate, work, pieces, self.staging, weighting)
-                total = self._run(run, scale, known, self._after_micro_batch(tuner))
+                with self.memory.running():
+                    total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:
                 shares = difference.shares
                 raise Again from None

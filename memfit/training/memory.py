@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -40,7 +40,7 @@ class Memory:
     """The memory of one model, optimizer and budget.
 
     Attributes: `reserved` (whether what binds is a limit on reserved memory), `heap_waste` (what one byte of the C library's
-    heap is taken to cost).
+    heap is taken to cost), `no_new_kernels` (whether steps run without what makes kernels for every shape, and keeps them).
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device, budget: Budget) -> None:
@@ -53,6 +53,7 @@ class Memory:
         self._start = self._meter.held() - self._known_bytes()
         self._budget = budget
         self.heap_waste = HIGH_HEAP_WASTE if self.reserved else HEAP_WASTE
+        self.no_new_kernels = False
         explicit = device.type == "cpu" and budget.held == 0
         self._base = 0 if explicit else max(0, budget.held - self._known_bytes())
 
@@ -133,6 +134,10 @@ class Memory:
             return
         with _without_onednn():
             yield
+
+    def running(self) -> AbstractContextManager[None]:
+        """What micro-batches run in."""
+        return _without_onednn() if self.no_new_kernels else nullcontext()
 
     def _known_bytes(self) -> int:
         """Bytes of the tensors that profiles count: parameters, buffers, gradients, optimizer state."""
