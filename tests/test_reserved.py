@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+import memfit
+from memfit.training.memory import Memory
 
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -105,3 +111,13 @@ def test_kernels_for_ever_new_shapes_do_not_fill_what_is_reserved() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found["losses"]) == 120 and "out of memory" not in found["kinds"]
     assert any("run without oneDNN" in message for message in found["messages"])
+
+
+@pytest.mark.parametrize(("model", "stops"), [(nn.Linear(2, 2), True), (nn.Sequential(nn.Conv1d(2, 2, 3)), False)])
+def test_only_models_without_convolutions_run_without_onednn(model: nn.Module, stops: bool) -> None:
+    memory = Memory(model, SGD(model.parameters(), lr=0.1), torch.device("cpu"), memfit.probe())
+    assert memory.stop_new_kernels() is stops and not memory.stop_new_kernels()
+    before = torch._C._get_mkldnn_enabled()
+    with memory.running():
+        assert torch._C._get_mkldnn_enabled() is (before and not stops)
+    assert torch._C._get_mkldnn_enabled() is before

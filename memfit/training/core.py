@@ -214,8 +214,7 @@ class Core:
             return
         self._tuner = None
         now = replace(plan, held=plan.held + drift)
-        if plan.predicted.upper + now.held + 2 * plan.margin > plan.limit and not self.memory.no_new_kernels:
-            self.memory.no_new_kernels = True
+        if plan.predicted.upper + now.held + 2 * plan.margin > plan.limit and self.memory.stop_new_kernels():
             self.note(
                 "note",
                 f"{format_bytes(drift)} more are reserved than when the plan was made, and no room is left for more kernels: "

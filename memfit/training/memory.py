@@ -135,6 +135,14 @@ class Memory:
         with _without_onednn():
             yield
 
+    def stop_new_kernels(self) -> bool:
+        """From now on micro-batches run without oneDNN; False where they do already, and where torch's own kernels take more
+        than these would: its convolutions unfold their inputs."""
+        if self.no_new_kernels or any(isinstance(module, nn.modules.conv._ConvNd) for module in self._model.modules()):
+            return False
+        self.no_new_kernels = True
+        return True
+
     def running(self) -> AbstractContextManager[None]:
         """What micro-batches run in."""
         return _without_onednn() if self.no_new_kernels else nullcontext()
