@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import budget
+from handmade import budget, profile, two_blocks
 from helpers import wrapped
 from stepping import is_fake, plain, sgd
 from test_compose import of_family
@@ -34,7 +34,7 @@ from memfit.profiling.ledger import Ledger
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import Timing
 from memfit.profiling.timing import Stopwatch
-from memfit.training.measure import Measurer, busy_note
+from memfit.training.measure import Excess, Measurer, busy_note, excess_beside
 from memfit.training.memory import Memory
 from memfit.training.task import Task
 
@@ -319,6 +319,21 @@ def test_a_second_precision_that_runs_out_of_memory_while_it_is_timed_is_not_tak
     model = OneOnly()
     run = memfit.wrap(model, sgd(model, 0.01), loss_fn=loss_fn, sample=batch(), precision="fast")
     assert run.plan is not None and run.plan.precision == "off"
+
+
+@pytest.mark.parametrize(
+    ("own", "lower", "at_32"),
+    [
+        (((8, 100), (16, 200)), ((16, 300),), 500),  # grows as the first precision's does
+        (((8, 26), (16, 26)), ((16, 30),), 30),  # the same at every size
+        ((), ((16, 300),), 600),  # nothing is known of how it grows
+        (((8, 100), (16, 200)), (), 400),  # none seen at one size: the first precision's may still come
+    ],
+)
+def test_what_a_second_precision_takes_beyond_its_trace_grows_with_the_size(own: Excess, lower: Excess, at_32: int) -> None:
+    found = profile(two_blocks(), excess=excess_beside(own, lower))
+    assert found.excess_at(32) == at_32
+    assert not lower or found.excess_at(16) == lower[-1][1]
 
 
 @pytest.mark.parametrize("pinned", [False, True])

@@ -118,14 +118,14 @@ def options(report: Report) -> Table:
     return table if any(option.precision != "off" for option in shown) else without(table, "precision")
 
 
-def _option_row(option: Option, report: Report, in_: tuple[int, str]) -> tuple[str, ...]:
+def _option_row(option: Option, report: Report, unit: tuple[int, str]) -> tuple[str, ...]:
     seconds, held = seconds_of(option, report), report.plan.held
     words = "-" if seconds is None else format_seconds(seconds)
     return (
         f"{option.micro_batch} x {option.accumulation}",
         "as the script" if option.precision == "off" else option.precision,
         str(option.checkpoint),
-        *(f"{in_unit(size + held, in_[0])} {in_[1]}" for size in (option.cost.peak, option.cost.upper)),
+        *(f"{in_unit(size + held, unit[0])} {unit[1]}" for size in (option.cost.peak, option.cost.upper)),
         f"{words} *" if anew(option, report.plan) else words,
         reason(option, report.plan) or "this is the plan",
     )

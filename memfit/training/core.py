@@ -218,7 +218,7 @@ class Core:
             self.note(
                 "note",
                 f"{format_bytes(drift)} more are reserved than when the plan was made, and no room is left for more kernels: "
-                "batches of new shapes run without oneDNN, which makes and keeps some for every shape",
+                "steps run without oneDNN from now on, which makes and keeps some for every shape",
             )
         sizes_left = range(self.limit(plan), 0, -1)
         fitting = (n for n in sizes_left if plan.measured(n, {}).predicted.upper + now.held + plan.margin // 2 <= plan.limit)

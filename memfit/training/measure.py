@@ -38,6 +38,9 @@ BUSY = 1.5
 SAFE_FROM_SINGLES = 3
 """Where micro-batches may have this many samples or more, no sample is left by itself (at most 2: 3 = 2 + 1)."""
 
+Excess = tuple[tuple[int, int], ...]
+"""(samples, bytes) by which measured micro-batches exceeded their trace, ascending."""
+
 
 class Measurer:
     """Times the micro-batches of one model and optimizer, and remembers which sizes could not run.
@@ -66,7 +69,7 @@ class Measurer:
             wanted = tuple(timing.samples for timing in beside.timings)[-1:] or wanted
         fitting = [n for n in wanted if profile.peak(n).upper <= allowed]
         if not fitting:  # what fits only when checkpointed is not run here
-            return profile.with_timings((), self._optimizer_seconds(allowed))
+            return replace(profile.with_timings((), self._optimizer_seconds(allowed)), excess=profile.excess)
         give_back_free_heap()
         try:
             timings = self._survivors(task, profile, fitting, allowed)
@@ -80,6 +83,7 @@ class Measurer:
         waste, kept = HIGH_HEAP_WASTE if self._scatters(found) else found.heap_waste, found.kept_per_size
         if beside is not None:  # libraries were there already, so that all that stayed are kernels for these sizes
             kept = max(kept, (self._memory.budget().held - before.held) // len(timings))
+            found = replace(found, excess=excess_beside(beside.excess, found.excess))
         return replace(found, heap_waste=waste, kept_per_size=kept, notes=(*found.notes, *busy, *self._ran_out))
 
     def _worth_timing(self, task: Task) -> tuple[int, ...]:
@@ -148,6 +152,16 @@ class Measurer:
         """Whether kernels take and free so much beside the tensors that a heap which keeps what was freed goes to pieces."""
         heap = self._device.type == "cpu" and not thresholds_pinned() and profile.timeline is not None
         return heap and _exceeds(profile, at_largest=True)
+
+
+def excess_beside(own: Excess, lower: Excess) -> Excess:
+    """What micro-batches in a second precision, measured at one size, take beyond their trace at every size:
+    growing with the size as the first precision's does or, where that has none, in proportion to it."""
+    if not lower or not own:
+        return ((0, 0), *lower) if lower else own
+    last, there = lower[-1]
+    at_last = next((more for samples, more in own if samples >= last), own[-1][1])
+    return tuple((samples, max(0, more + there - at_last)) for samples, more in own)
 
 
 def busy_note(device: torch.device, load: float | None = None) -> tuple[str, ...]:

@@ -137,8 +137,9 @@ class Memory:
 
     def stop_new_kernels(self) -> bool:
         """From now on micro-batches run without oneDNN; False where they do already, and where torch's own kernels take more
-        than these would: its convolutions unfold their inputs."""
-        if self.no_new_kernels or any(isinstance(module, nn.modules.conv._ConvNd) for module in self._model.modules()):
+        than these would (convolutions unfold their inputs) or were not measured to take less (recurrent layers)."""
+        kinds = (nn.modules.conv._ConvNd, nn.RNNBase)
+        if self.no_new_kernels or any(isinstance(module, kinds) for module in self._model.modules()):
             return False
         self.no_new_kernels = True
         return True
