@@ -90,8 +90,8 @@ def interleaved(functions: Sequence[Callable[[], object]], rounds: int) -> list[
 def replay_cost(family_name: str, rounds: int = 7) -> dict:
     """Replay against accumulate in script mode at the same micro-batch, and forward's share of accumulate.
 
-    `outside_s`: what the script's loss takes longer on the whole output than on its parts, which it would without memfit too;
-    `own_ratio` is without that.
+    Replay keeps the activations of one micro-batch, as every planned one does. `outside_s`: what the script's loss takes
+    longer on the whole output than on its parts, which it would without memfit too; `own_ratio` is without that.
     """
     import copy
 
@@ -119,7 +119,7 @@ def replay_cost(family_name: str, rounds: int = 7) -> dict:
 
     def steps(replayed: bool) -> Callable[[], None]:
         own = copy.deepcopy(model)
-        wrapped(own, 4, share=16)
+        wrapped(own, 4, share=16, fields={"mode": "replay", "keep": 1} if replayed else None)
 
         def step() -> None:
             own.zero_grad(set_to_none=True)
@@ -203,7 +203,7 @@ def main() -> None:
     print(table("own cost", tuple(steps[0]), [tuple(rounded(v) for v in s.values()) for s in steps]))
     plans = [planning_cost(name) for name in FAMILIES]
     print(table("planning", tuple(plans[0]), [tuple(rounded(v) for v in p.values()) for p in plans]))
-    replays = [replay_cost(name) for name in ("gpt", "hf_gpt2", "vit", "resnet_group")]
+    replays = [replay_cost(name, rounds) for name, rounds in (("gpt", 7), ("hf_gpt2", 7), ("vit", 20), ("resnet_group", 20))]
     print(table("replay", tuple(replays[0]), [tuple(rounded(v) for v in r.values()) for r in replays]))
     print(save("cost", {"import": imported, "step": steps, "planning": plans, "replay": replays}))
 

@@ -1063,7 +1063,7 @@ def test_a_compiled_model_runs_compiled_in_at_most_two_sizes(in_place: bool, kno
     ran.clear()
     script(model, *points(11))
     assert relative_error(gradients_of(inner), gradients_of(plain)) <= 1e-12
-    assert ran == [4, 4, 3] * (1 if known else 2)
+    assert ran == ([4, 4, 3] if known else [4, 4, 3, 4, 4])  # (in replay the last one's activations are kept)
     assert run.plan is not None and run.plan.micro_batch == 4
     torch._dynamo.reset()
 

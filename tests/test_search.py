@@ -120,11 +120,11 @@ def test_compiled_models_get_at_most_two_sizes() -> None:
     assert plan.accumulation == 4  # 5 + 5 + 5 + 1
 
 
-def test_replay_costs_a_second_forward() -> None:
+def test_replay_costs_a_second_forward_of_all_but_one_micro_batch() -> None:
     once, twice = plan_for(400, micro_batch=4), plan_for(400, micro_batch=4, mode="replay")
     assert twice.mode == "replay" and once.mode == "accumulate"
     assert once.predicted.seconds is not None and twice.predicted.seconds is not None
-    assert twice.predicted.seconds - once.predicted.seconds == pytest.approx(4 * 0.3 * 1.4)
+    assert twice.predicted.seconds - once.predicted.seconds == pytest.approx(3 * 0.3 * 1.4)
 
 
 def test_what_stands_beside_the_profile_is_counted() -> None:
@@ -268,7 +268,10 @@ def test_replay_keeps_the_micro_batches_that_fit_above_the_peak() -> None:
     assert each == 4 * 22
     plan = plan_for(400, prof, micro_batch=4, mode="replay", checkpoint=())
     kept = keepable(plan, prof)
-    assert kept.keep == plan.room // each < plan.accumulation
+    assert kept.keep == 1 + plan.room // each < plan.accumulation
+    assert kept.predicted.upper == plan.predicted.upper + each * (kept.keep - 1) <= plan.limit - plan.margin
+    assert kept.predicted.seconds is not None and plan.predicted.seconds is not None
+    assert plan.predicted.seconds - kept.predicted.seconds == pytest.approx((kept.keep - 1) * 0.3 * 1.4)
     assert keepable(plan_for(100_000, prof, micro_batch=4, mode="replay", checkpoint=()), prof).keep == 3
     assert keepable(plan_for(400, prof, micro_batch=4), prof).keep == 0
 

@@ -101,13 +101,20 @@ def micro_batch_sizes(share: int, most: int | None = None) -> tuple[int, ...]:
 
 
 def keepable(plan: Plan, profile: Profile | None) -> Plan:
-    """For replay: as many micro-batches of the first pass kept whole as the room above the plan's peak allows."""
-    if plan.mode != "replay" or profile is None or profile.timeline is None:
+    """For replay: as many micro-batches of the first pass kept whole as the plan's peak and the room above it allow."""
+    if plan.mode != "replay" or profile is None:
         return plan
-    each = kept_bytes(profile.timeline, plan.micro_batch)
-    spare = max(0, plan.room) // max(1, each)
-    # The one that runs is in the peak already; keeping all would be running whole.
-    return replace(plan, keep=int(min(spare, plan.accumulation - 1)))
+    more = each = 0
+    if profile.timeline is not None:
+        each = kept_bytes(profile.timeline, plan.micro_batch)
+        more = max(0, min(plan.accumulation - 2, plan.room // max(1, each)))  # (keeping all would be running whole)
+    predicted = plan.predicted
+    seconds = predicted.seconds
+    if seconds is not None and profile.timings:
+        seconds -= more * timing_at(profile.timings, plan.micro_batch).forward
+    # One more is in the peak already: what is kept is gone before another micro-batch runs again.
+    cost = Cost(predicted.peak + more * each, predicted.upper + more * each, seconds)
+    return replace(plan, keep=min(1 + more, plan.accumulation - 1), predicted=cost)
 
 
 def kept_bytes(timeline: Timeline, samples: int) -> int:
@@ -226,11 +233,12 @@ def step_seconds(profile: Profile, pieces: Sequence[int], blocks: Sequence[str],
     if not profile.timings:
         return None
     total = profile.optimizer_seconds
-    for piece in pieces:
+    for index, piece in enumerate(pieces):
         timing = timing_at(profile.timings, piece)
         per_block = dict(timing.blocks)
         total += timing.seconds + sum(per_block.get(name, 0.0) for name in blocks)
-        total += timing.forward if mode == "replay" else 0.0
+        # (the last one's activations are kept: see `keepable`)
+        total += timing.forward if mode == "replay" and index < len(pieces) - 1 else 0.0
     return total
 
 

@@ -15,7 +15,7 @@ from memfit._errors import DoesNotFit, Refused
 from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, shared_samples, uncuttable, unread
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import BY_SAMPLES, Weighting, Work
-from memfit.planning.search import Demand, search
+from memfit.planning.search import Demand, keepable, search
 from memfit.profiling.build import CHECK
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
@@ -269,6 +269,7 @@ class Kinds:
         if found is None or call.samples > found.demand.share:
             there = kind.bound if isinstance(consumer, OwnLoss) else None
             plan, profile = core.planner.plan(self._task(call, consumer, demand, weighting), profile=there)
+            plan = keepable(plan, profile)
             found = kind.planned[consumer.name] = Planned(plan, profile, demand)
             core.adopt(plan, profile, found.tuned)
         elif demand.standing < found.demand.standing and found.profile is not None:
@@ -281,7 +282,7 @@ class Kinds:
         planned.demand = replace(planned.demand, standing=standing)
         demand = replace(planned.demand, micro_batch=core.settings.micro_batch, checkpoint=planned.plan.checkpoint)
         assert planned.profile is not None
-        plan = search([planned.profile], core.memory.budget(), demand)
+        plan = keepable(search([planned.profile], core.memory.budget(), demand), planned.profile)
         if plan.micro_batch > planned.plan.micro_batch and core.largest == planned.plan.micro_batch:
             planned.plan = plan
             core.adopt(plan, planned.profile, planned.tuned)

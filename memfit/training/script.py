@@ -17,7 +17,6 @@ from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work
 from memfit.engine.generators import random_state_kept
 from memfit.engine.handover import Total, hand_over
-from memfit.planning.search import keepable
 from memfit.training.call import Call
 from memfit.training.consumers import AllOutputs, Consumer, KnownLoss
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
@@ -237,7 +236,6 @@ class Script:
     def _replay_plan(self, call: Call) -> Planned:
         standing = (1 + LOSS_BOUND) * output_bytes(call)
         planned = self._kinds.planned(call, REPLAY, BY_SAMPLES, mode="replay", standing_per_sample=standing)
-        planned.plan = keepable(planned.plan, planned.profile)
         if self._core.reference is None:
             self._core.reference = _reference(call, REPLAY, BY_SUM)
         return planned
