@@ -24,11 +24,16 @@ CORRECTED = ("lstm", "resnet", "convnext", "unet", "superres")
 """Families whose kernels take scratch memory that tensors do not show; measured while planning, not predicted."""
 
 
+def environment(pinned: bool = False) -> dict[str, str]:
+    """That of a fresh process which imports memfit from here, as compiled as an installed package is."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, **(PINNED if pinned else {}), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+
+
 def child(script: str, arguments: Sequence[str], *, pinned: bool, timeout: float = 900.0) -> dict[str, Any]:
     """Run one of our scripts in a fresh process; its last line of output is JSON. A death is a result, too."""
-    environment = {**os.environ, **(PINNED if pinned else {}), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, env=environment(pinned), capture_output=True, text=True, timeout=timeout)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         error = (done.stderr.strip().splitlines() or [""])[-1]

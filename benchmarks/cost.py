@@ -9,14 +9,13 @@ what is measured here.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 
-from common import FAMILIES, ROOT, save, table
+from common import FAMILIES, environment, save, table
 
 ROUNDS = 40
 
@@ -188,9 +187,8 @@ def import_cost(rounds: int = 9) -> dict:
 
 def output(script: str) -> str:
     """The last line a fresh process prints."""
-    path = f"{ROOT}:{ROOT / 'tests'}"
     command = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path})
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
     return done.stdout.strip().splitlines()[-1]
 
 

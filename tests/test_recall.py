@@ -28,6 +28,11 @@ FUNCTIONS: dict[str, Function] = {
     "a list of arguments": lambda a, b: torch.cat([a, b], 1),
     "an index": lambda a, b: a[torch.tensor([0, 2])],
     "expanded": lambda a, b: a[:, :1].expand(4, 5),
+    "moved around": lambda a, b: [a.permute(1, 0), a.transpose(0, 1)[None], a[0], a[::2, 1:], a.t(), a.expand(2, 4, 4)],
+    "a product in three dimensions": lambda a, b: a.expand(2, 4, 4) @ b,
+    "a view of what requires a gradient": lambda a, b: (a.requires_grad_().view(16).exp().view(4, 4) @ b).t().sum(0),
+    "a view of a number": lambda a, b: torch.tensor(3.0).view(1).expand(4) + a,
+    "a view of a parameter": lambda a, b: torch.nn.Parameter(a.detach()).t(),
     "complex": lambda a, b: [torch.complex(a, b).conj(), torch.complex(a, b).conj().imag],
     "random": lambda a, b: F.dropout(a, 0.5),
 }
