@@ -6,6 +6,8 @@ Each micro-batch runs twice, without and with its activations; what a forward dr
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +144,59 @@ def test_activations_that_still_fit_are_kept() -> None:
     variance(model(x), y).backward()
     assert run.plan is not None and run.plan.keep == 2
     assert seen.sizes == [4] * 4 and seen.recording == [False, True, True, True]
+    assert relative_error(gradients_of(model), want) <= 1e-12
+
+
+class Tokens(torch.autograd.Function):
+    """The identity; as long as its activations live, so does a token."""
+
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        Tokens.most = max(Tokens.most, len(Tokens.alive))
+        if value.requires_grad:
+            ctx.token = type("Token", (), {})()
+            Tokens.alive.add(ctx.token)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Tokened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Tokens.apply(self.inner[0](x)) @ self.inner[0].weight
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_activations_are_kept_for_one_call_at_a_time(known: bool) -> None:
+    """What fits was planned for one: another call of the same step would run beside them."""
+
+    def script(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        one = model(x)
+        first = one.std(0).sum()
+        other = model(-x)
+        second = F.mse_loss(other, x) if known else (one.detach() @ other.t()).logsumexp(1).mean()
+        (first + second).backward()
+
+    x, y = points()
+    model = Tokened()
+    want = plain_gradients(model, script, x, y)
+    run = wrapped(model, 5, fields={"mode": "replay", "keep": 1})
+    script(model, x, y)
+    model.zero_grad()
+    gc.collect()
+    Tokens.most = len(Tokens.alive)
+    assert not Tokens.alive
+    script(model, x, y)
+    assert Tokens.most == 0 and run.plan is not None
     assert relative_error(gradients_of(model), want) <= 1e-12
 
 

@@ -6,6 +6,7 @@ the forward by other ways than its output (found and refused).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -50,6 +51,7 @@ class Script:
         self._known = {id(p): p for p in core.model.parameters()}
         self._busy = False
         self._shapes: dict[Any, Any] = {}
+        self._keeps: Callable[[], Call | None] = lambda: None
         self.outside = OutsideForward(core.model, core.tell)
 
     def answer(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,6 +67,7 @@ class Script:
             call, samples = self._kinds.to_cut(plain, (args, kwargs), self._batch_samples())
             self.samples_seen += samples or 0
             if call is None:
+                self._make_room(None)
                 output = plain(*args, **kwargs)
                 self._guard_whole(output)
                 return output
@@ -136,7 +139,15 @@ class Script:
         assert call.values is not None
         return call.values
 
+    def _make_room(self, call: Call | None) -> None:
+        """`call` is to run: activations that another one kept go, as what fits was planned for one at a time."""
+        before = self._keeps()
+        if before is not None and before is not call:
+            before.kept.clear()
+        self._keeps = (lambda: None) if call is None else weakref.ref(call)
+
     def _first_pass(self, call: Call) -> None:
+        self._make_room(call)
         core, planned, repeated = self._core, self._replay_plan(call), bool(call.pieces)
 
         def attempt(largest: int) -> None:
@@ -154,6 +165,7 @@ class Script:
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
         """The gradients of the receivers for these gradients of the outputs."""
         self.values(call)
+        self._make_room(call)
         core = self._core
         receivers = self.receivers(call)
         self._about_to_hand_over(receivers)
@@ -210,6 +222,7 @@ class Script:
     def _pass(self, call: Call, consumer: Consumer, weighting: Weighting, first: bool) -> Total:
         core = self._core
         call.check_unchanged()
+        self._make_room(call)
         planned = self._kinds.planned(call, consumer, weighting)
         if core.reference is None:
             core.reference = _reference(call, consumer, weighting)
