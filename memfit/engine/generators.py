@@ -28,7 +28,7 @@ class HostRandom:
     def capture() -> HostRandom:
         """The states now."""
         numpy = sys.modules.get("numpy.random")
-        return HostRandom(random.getstate(), None if numpy is None else numpy.get_state())
+        return HostRandom(random.getstate(), None if numpy is None else numpy.get_state(legacy=False))
 
     def restore(self) -> None:
         """Put the states back."""
