@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from memfit.batches.cut import Axis
+from memfit.hardware.meter import Meter
 from memfit.training.outputs import Joining, Leaf
+from memfit.training.prove import relative_difference
 
 SIZES = (2, 3, 1)
 
@@ -42,3 +44,28 @@ def test_what_is_the_same_for_all_samples_is_the_first() -> None:
     for part in (7, 7, 7):
         joining.add(part)
     assert joining.whole() == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_comparing_takes_little_beside_what_is_compared(dtype: torch.dtype) -> None:
+    """Proofs run within the budget, beside their outputs."""
+    wanted = torch.linspace(0, 1, 1 << 22, dtype=dtype).view(-1, 64)
+    made = wanted.clone()
+    meter = Meter(torch.device("cpu"))
+    before = meter.held()
+    meter.reset_peak()
+    assert relative_difference(wanted, made) == 0
+    peak = meter.peak()
+    assert peak is not None and peak - before < 12 << 20
+    assert torch.equal(made, wanted)
+    made[-1] += 1
+    expected = float((made - wanted).double().norm() / wanted.double().norm())
+    assert relative_difference(wanted, made) == pytest.approx(expected, rel=1e-12)
+
+
+def test_numbers_that_are_none_count_where_they_differ() -> None:
+    bad = torch.tensor([1.0, float("inf"), float("nan")])
+    assert relative_difference(bad, bad.clone()) == 0
+    assert relative_difference(bad, torch.tensor([1.0, float("inf"), 2.0])) != relative_difference(bad, bad)
+    assert relative_difference(torch.tensor(2.0), torch.tensor(1.0)) == 0.5
+    assert relative_difference(torch.empty(0), torch.empty(0)) == 0

@@ -18,6 +18,7 @@ from zoo.plain import gradients_of, relative_error
 import memfit
 from memfit import UsageError
 from memfit.engine.intercept import interception_of
+from memfit.levers.arguments import as_it_was
 from memfit.levers.checkpoint import candidate_blocks, checkpoint_blocks, checkpointed
 from memfit.levers.precision import lower_precisions, parse_precision, precision_applied, script_precision
 
@@ -252,3 +253,102 @@ def test_backward_runs_outside_of_autocast() -> None:
     enabled.clear()
     run.step(batch)
     assert enabled == [False]
+
+
+# ---- what blocks are handed beside tensors
+
+
+class Cache:
+    """Grows with every block that is run, as a cache of keys and values does."""
+
+    def __init__(self) -> None:
+        self.layers: list[dict[str, Tensor]] = []
+        self.seen: dict[int, Tensor] = {}
+        self.back = self
+
+
+class Caching(nn.Module):
+    """Attends to what the cache holds and what it adds itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor, cache: Cache, *, listed: list[Tensor]) -> Tensor:
+        cache.layers.append({"key": self.inner(x)})
+        cache.seen[len(cache.seen)] = x
+        listed += [x * len(cache.back.seen)]
+        return torch.tanh(sum(layer["key"] for layer in cache.layers)) + sum(listed) / len(listed)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Caching() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache, listed = Cache(), [x]
+        for block in self.blocks:
+            x = block(x, cache, listed=listed)
+        assert len(cache.layers) == 3 and len(listed) == 4
+        return x
+
+
+def test_blocks_that_write_what_they_are_handed_compute_the_same_again() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Cached().double()
+    want = seeded_gradients(copy.deepcopy(model))
+    for names in (NAMES, NAMES[1:2]):
+        own = copy.deepcopy(model)
+        with checkpointed(own, names):
+            loss = own(X).square().sum()
+            loss.backward(retain_graph=True)
+            assert relative_error(gradients_of(own), want) <= 1e-15
+            own.zero_grad()
+            loss.backward()
+        assert relative_error(gradients_of(own), want) <= 1e-15
+
+
+def test_what_cannot_be_written_is_handed_over_as_it_is() -> None:
+    class Closed:
+        def __init__(self) -> None:
+            self.tensor = X
+
+        def __copy__(self) -> Any:
+            raise TypeError("not to be copied")
+
+    pair, closed, model = (X, ("a", 1.0, None)), Closed(), blocks()
+    for value in (pair, closed, model, X, torch.float32, len, None):
+        assert as_it_was(value) is value
+    cache = Cache()
+    cache.layers.append({"key": X})
+    copied = as_it_was((cache, "a"))[0]
+    assert copied is not cache and copied.back is copied and copied.layers[0] is not cache.layers[0]
+    assert copied.layers[0]["key"] is X and type(copied.layers[0]) is dict
+
+
+@pytest.mark.parametrize("mask", [None, 5], ids=["no mask", "padding"])
+def test_transformers_hand_a_cache_from_block_to_block(mask: int | None) -> None:
+    """They do so in training, unless they are told not to."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        off = {name: 0.0 for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+        shape = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 3, "n_head": 2}
+        config = GPT2Config(**shape, **off, bos_token_id=1, eos_token_id=1)
+        model = GPT2LMHeadModel(config)
+        text = torch.randint(0, 50, (6, 12))
+    batch = {"input_ids": text, "labels": text}
+    if mask is not None:
+        batch["attention_mask"] = (torch.arange(12) < 12 - mask).long().expand(6, 12).contiguous()
+    one = copy.deepcopy(model)
+    one(**batch).loss.backward()
+    want, own = gradients_of(one), copy.deepcopy(model)
+    run = memfit.wrap(own, sgd(own), micro_batch=2, checkpoint="all")
+    own(**batch).loss.backward()
+    assert run.plan is not None and len(run.plan.checkpoint) == 3
+    run.undo()
+    assert relative_error(gradients_of(own), want) <= 1e-5
+

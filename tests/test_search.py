@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -264,8 +265,9 @@ def test_the_seconds_of_a_step_are_the_sum_of_its_parts() -> None:
 def test_replay_keeps_the_micro_batches_that_fit_above_the_peak() -> None:
     prof = timed()
     assert prof.timeline is not None
-    each = kept_bytes(prof.timeline, 4)
-    assert each == 4 * 22
+    assert kept_bytes(prof.timeline, 4, "cuda") == 4 * 22
+    prof = replace(prof, device="cuda")
+    each = 4 * 22
     plan = plan_for(400, prof, micro_batch=4, mode="replay", checkpoint=())
     kept = keepable(plan, prof)
     assert kept.keep == 1 + plan.room // each < plan.accumulation
@@ -273,6 +275,7 @@ def test_replay_keeps_the_micro_batches_that_fit_above_the_peak() -> None:
     assert kept.predicted.seconds is not None and plan.predicted.seconds is not None
     assert plan.predicted.seconds - kept.predicted.seconds == pytest.approx((kept.keep - 1) * 0.3 * 1.4)
     assert keepable(plan_for(100_000, prof, micro_batch=4, mode="replay", checkpoint=()), prof).keep == 3
+    assert keepable(plan_for(100_000, prof, micro_batch=4, mode="replay", checkpoint=()), prof, 1).keep == 1
     assert keepable(plan_for(400, prof, micro_batch=4), prof).keep == 0
 
 

@@ -86,6 +86,7 @@ class Staging:
         finally:
             self._depth -= 1
             for entries, name, original in reversed(changed):
+                _follow(original, entries[name])
                 entries[name] = original
             refresh_flat_weights(modules)
             for p, grad in set_aside:
@@ -96,6 +97,9 @@ class Staging:
         """The tensor that stands for `parameter` in the module: same storage, own gradient."""
         known = self._aliases.get(id(parameter))
         if known is not None and _still_stands_for(known[1], parameter):
+            return known[1]
+        if known is not None and _may_stand_for(known[1], parameter):  # its data was replaced: graphs may know this alias
+            known[1].data = parameter.detach()
             return known[1]
         alias = _make_alias(parameter)
         self._aliases[id(parameter)] = (parameter, alias)
@@ -193,6 +197,16 @@ def _still_stands_for(alias: torch.Tensor, parameter: torch.Tensor) -> bool:
         and alias.shape == parameter.shape
         and alias.storage_offset() == parameter.storage_offset()
     )
+
+
+def _may_stand_for(alias: torch.Tensor, parameter: torch.Tensor) -> bool:
+    return alias.dtype == parameter.dtype and alias.shape == parameter.shape and alias.device == parameter.device
+
+
+def _follow(parameter: torch.Tensor, alias: Any) -> None:
+    """Give the parameter the data that a forward gave its alias (`self.weight.data = renorm(...)`)."""
+    if isinstance(alias, torch.Tensor) and alias is not parameter and not _still_stands_for(alias, parameter):
+        parameter.data = alias.detach()
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

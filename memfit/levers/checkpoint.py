@@ -8,7 +8,7 @@ Not covered: recomputing part of a block; blocks that are called more than once 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from memfit._errors import UsageError
 from memfit.engine.generators import HostRandom
 from memfit.engine.intercept import Interception
+from memfit.levers.arguments import as_it_was
 
 
 def candidate_blocks(model: nn.Module) -> tuple[str, ...]:
@@ -72,28 +73,49 @@ class _Checkpointed:
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         self._between()
-        return checkpoint(plain, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        run = _Repeatable(plain, args, kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[Any, Any]:
-        return _nothing(), _again(self._block, HostRandom.capture(), self._between)
+        return nullcontext(), _Again(self._block, HostRandom.capture(), self._between)
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+class _Repeatable:
+    """A block's forward that finds its arguments as they were when it is run again: what is no tensor among them may be written
+    (a cache of keys and values, which `transformers` hands from block to block, grows with every run)."""
+
+    def __init__(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._plain, self._ran = plain, False
+        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        kept = {name: as_it_was(value) for name, value in given.items()}
+        self._kept = {name: value for name, value in kept.items() if value is not given[name]}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        again, self._ran = self._ran, True
+        if again and self._kept:
+            kept = {name: as_it_was(value) for name, value in self._kept.items()}  # it may run more than twice
+            args = tuple(kept.get(index, value) for index, value in enumerate(args))
+            kwargs = {name: kept.get(name, value) for name, value in kwargs.items()}
+        return self._plain(*args, **kwargs)
 
 
-@contextmanager
-def _again(block: nn.Module, host: HostRandom, between: Callable[[], None]) -> Iterator[None]:
-    """Recomputing: the draws outside torch are those of the first time (torch sees to its own), and nothing is written."""
-    between()
-    now = HostRandom.capture()
-    host.restore()
-    try:
-        with _buffers_kept(block):
-            yield
-    finally:
-        now.restore()
+class _Again:
+    """The context of recomputing, each time there is a backward: the draws outside torch are those of the first run (torch sees
+    to its own), and nothing is written."""
+
+    def __init__(self, block: nn.Module, host: HostRandom, between: Callable[[], None]) -> None:
+        self._block, self._host, self._between = block, host, between
+
+    def __enter__(self) -> None:
+        self._between()
+        with ExitStack() as stack:
+            stack.callback(HostRandom.capture().restore)
+            self._host.restore()
+            stack.enter_context(_buffers_kept(self._block))
+            self._left = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._left.close()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from memfit.hardware.budget import Budget
 from memfit.planning.blocks import choose_blocks
 from memfit.planning.compose import recomputable, with_checkpoint
 from memfit.planning.plan import Cost, Option, Plan
-from memfit.profiling.allocator import Peak
+from memfit.profiling.allocator import HEAP_TENSOR, HEAP_WASTE, Peak
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import timing_at
 from memfit.profiling.timeline import CATEGORIES, Timeline
@@ -27,6 +27,9 @@ NEARLY = 1.02
 FEW_BLOCKS = 4
 """Up to this many blocks every choice of them is looked at; beyond, `choose_blocks` does, which knows the bytes of tensors but
 not how the margin above them changes."""
+NODE = 3 << 10
+"""Bytes of host memory that a tensor saved for backward takes beside its own (nodes of the graph, objects, headers of the
+C library): 2.3 KiB were measured for a loop of small operations, of which half save something."""
 HOPELESS = 1.25
 """Where checkpointing every block needs this many times what is allowed, no choice of blocks is looked for. (Not every block
 may need less than every block: recomputing one takes room itself.)"""
@@ -100,14 +103,16 @@ def micro_batch_sizes(share: int, most: int | None = None) -> tuple[int, ...]:
     return tuple(sorted(n for n in found if most is None or n <= most))
 
 
-def keepable(plan: Plan, profile: Profile | None) -> Plan:
-    """For replay: as many micro-batches of the first pass kept whole as the plan's peak and the room above it allow."""
+def keepable(plan: Plan, profile: Profile | None, most: int | None = None) -> Plan:
+    """For replay: as many micro-batches of the first pass kept whole as the plan's peak and the room above it allow, and
+    `most` at most."""
     if plan.mode != "replay" or profile is None:
         return plan
     more = each = 0
     if profile.timeline is not None:
-        each = kept_bytes(profile.timeline, plan.micro_batch)
-        more = max(0, min(plan.accumulation - 2, plan.room // max(1, each)))  # (keeping all would be running whole)
+        each = kept_bytes(profile.timeline, plan.micro_batch, profile.device)
+        wanted = plan.accumulation - 2 if most is None else min(most, plan.accumulation - 1) - 1
+        more = max(0, min(wanted, plan.room // max(1, each)))  # (keeping all would be running whole)
     predicted = plan.predicted
     seconds = predicted.seconds
     if seconds is not None and profile.timings:
@@ -117,12 +122,16 @@ def keepable(plan: Plan, profile: Profile | None) -> Plan:
     return replace(plan, keep=min(1 + more, plan.accumulation - 1), predicted=cost)
 
 
-def kept_bytes(timeline: Timeline, samples: int) -> int:
-    """Bytes that a micro-batch's forward leaves saved for backward."""
+def kept_bytes(timeline: Timeline, samples: int, device: str = "cpu") -> int:
+    """Bytes that a micro-batch's forward leaves saved for backward; on the CPU with what goes with them: their nodes in the
+    graph, and holes between those in the heap."""
     kept = timeline.category == CATEGORIES.index("kept")
     born, _ = timeline.lifetimes()
     inside = born >= timeline.window[-1] if timeline.window else born >= 0
-    return int(timeline.sizes(samples)[kept & inside].sum())
+    sizes = timeline.sizes(samples)[kept & inside]
+    if device != "cpu":
+        return int(sizes.sum())
+    return int(sizes.sum() + HEAP_WASTE * sizes[sizes < HEAP_TENSOR].sum() + NODE * len(sizes))
 
 
 def with_blocks(profile: Profile, blocks: tuple[str, ...]) -> Profile:

@@ -13,6 +13,13 @@ from memfit.profiling.sandbox import restore_tensors
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
+def beside_statistics(model: nn.Module, written: Iterable[str]) -> bool:
+    """Whether any of these buffers is none of batch norm's statistics, which no graph holds."""
+    modules = dict(model.named_modules())
+    owners = (modules.get(name.rpartition(".")[0]) for name in written)
+    return any(not isinstance(owner, nn.modules.batchnorm._NormBase) for owner in owners)
+
+
 class WrittenBuffers:
     """Knows which buffers of a model change in training; until it is told, it takes all of them for written."""
 

@@ -185,7 +185,8 @@ class Call:
         """
         self.check_unchanged()
         self.inputs.forget()
-        with buffers.kept(True), random_state_kept(self.device), staging.swapped():
+        # (checkpointed blocks run again within backward)
+        with modes_as(self.modes), buffers.kept(True), random_state_kept(self.device), staging.swapped():
             # What was kept goes first: it gives its memory back before anything is run again.
             for index in sorted(range(len(self.pieces)), key=lambda i: i not in self.kept):
                 start = sum(self.pieces[:index])

@@ -19,6 +19,7 @@ from memfit.planning.search import Demand, keepable, search
 from memfit.profiling.build import CHECK
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
+from memfit.training.buffers import beside_statistics
 from memfit.training.call import Call, Tree
 from memfit.training.consumers import Consumer, OwnLoss, Twin
 from memfit.training.core import Core
@@ -231,7 +232,7 @@ class Kinds:
             return False  # a prescribed precision is applied around micro-batches
         demand = Demand(call.samples, settings.target_batch, checkpoint=settings.checkpoint or ())
         if call.outputs.loss is None:
-            demand = replace(demand, standing_per_sample=LOSS_BOUND * output_bytes(call))
+            demand = replace(demand, standing_per_sample=LOSS_BOUND * call.outputs.bytes_per_sample)
         try:
             plan, kind.bound = core.planner.whole(self._task(call, OWN_LOSS, demand, BY_SAMPLES), kind.bound)
         except DoesNotFit:
@@ -269,7 +270,7 @@ class Kinds:
         if found is None or call.samples > found.demand.share:
             there = kind.bound if isinstance(consumer, OwnLoss) else None
             plan, profile = core.planner.plan(self._task(call, consumer, demand, weighting), profile=there)
-            plan = keepable(plan, profile)
+            plan = keepable(plan, profile, self._most_kept(profile))
             found = kind.planned[consumer.name] = Planned(plan, profile, demand)
             core.adopt(plan, profile, found.tuned)
         elif demand.standing < found.demand.standing and found.profile is not None:
@@ -282,10 +283,18 @@ class Kinds:
         planned.demand = replace(planned.demand, standing=standing)
         demand = replace(planned.demand, micro_batch=core.settings.micro_batch, checkpoint=planned.plan.checkpoint)
         assert planned.profile is not None
-        plan = keepable(search([planned.profile], core.memory.budget(), demand), planned.profile)
+        try:
+            plan = search([planned.profile], core.memory.budget(), demand)
+        except DoesNotFit:
+            return  # something else came to be held meanwhile; what runs goes on
+        plan = keepable(plan, planned.profile, self._most_kept(planned.profile))
         if plan.micro_batch > planned.plan.micro_batch and core.largest == planned.plan.micro_batch:
             planned.plan = plan
             core.adopt(plan, planned.profile, planned.tuned)
+
+    def _most_kept(self, profile: Profile) -> int | None:
+        """Micro-batches whose activations may be kept at once: one where the next would write what its graph has saved."""
+        return 1 if beside_statistics(self._core.model, profile.written_buffers) else None
 
     def _task(self, call: Call, consumer: Consumer, demand: Demand, weighting: Weighting) -> Task:
         def make_work(precision: str) -> MakeWork:
@@ -313,7 +322,3 @@ def _traceable(call: Call) -> int:
     return max(call.samples, CHECK)
 
 
-def output_bytes(call: Call) -> int:
-    """Bytes per sample of the differentiable outputs, in float32 as losses compute."""
-    batch = [leaf for leaf in call.outputs.leaves if leaf.kind == "batch" and leaf.differentiable]
-    return sum(leaf.bytes_for(1) * max(1, 4 // leaf.dtype.itemsize) for leaf in batch)

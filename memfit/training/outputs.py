@@ -135,6 +135,12 @@ class Outputs:
     """In order."""
 
     @property
+    def bytes_per_sample(self) -> int:
+        """Bytes of the differentiable outputs per sample, in float32 as losses compute."""
+        batch = [leaf for leaf in self.leaves if leaf.kind == "batch" and leaf.differentiable]
+        return sum(leaf.bytes_for(1) * max(1, 4 // leaf.dtype.itemsize) for leaf in batch)
+
+    @property
     def loss(self) -> int | None:
         """The index of the leaf that is the model's own loss, if there is exactly one."""
         found = [i for i, leaf in enumerate(self.leaves) if leaf.kind == "loss"]

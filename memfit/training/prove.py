@@ -8,6 +8,7 @@ Everything runs on the device and leaves no trace.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.bfloat16: 6e-2, tor
 """Relative difference up to which whole and parts count as equal: rounding of two summation orders stays an order of
 magnitude below, mixing of samples lies above. float64 models often compute a softmax or a loss in float32 inside."""
 
+SOME = 1 << 17
+"""Entries compared at a time: 1 MiB in float64."""
 PROOF_SAMPLES = 5
 """Samples that proofs run on."""
 FLIPPED = 0.2
@@ -224,11 +227,20 @@ def relative_difference(wanted: torch.Tensor, made: torch.Tensor) -> float:
     """Relative L2 difference; infinite where shapes or NaNs differ."""
     if wanted.shape != made.shape:
         return float("inf")
-    a, b = wanted.detach().double(), made.detach().double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    difference = torch.where(same, torch.zeros_like(a), a - b)  # equal infinities (masks) differ by nothing
-    scale = torch.where(a.isfinite(), a, torch.zeros_like(a)).norm()
-    return float(difference.norm() / scale.clamp(min=1e-30))
+    squares = norm = 0.0
+    for a, b in in_double(wanted, made):
+        same = (a == b) | (a.isnan() & b.isnan())
+        difference = torch.where(same, torch.zeros_like(a), a - b)  # equal infinities (masks) differ by nothing
+        squares += float(difference.square().sum())
+        norm += float(torch.where(a.isfinite(), a, torch.zeros_like(a)).square().sum())
+    return math.sqrt(squares) / max(math.sqrt(norm), 1e-30)
+
+
+def in_double(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """The entries of tensors of one shape in float64, some at a time: all at once would take more than what is compared."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    for at in range(0, max(1, flat[0].numel()), SOME):
+        yield [tensor[at : at + SOME].double() for tensor in flat]
 
 
 def _joined_difference(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> float:

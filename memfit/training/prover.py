@@ -25,8 +25,11 @@ from memfit.training.learn import Shapes
 from memfit.training.prove import PROOF_SAMPLES, Deviation, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.training.recover import on_fewer, surviving
 from memfit.training.sidedoors import look_for_side_doors
-from memfit.training.weigh import infer_weighting
+from memfit.training.weigh import PROBED, infer_weighting
 from memfit.training.works import CallWork
+
+OUTPUTS_HELD = 2
+"""Times that outputs are held while parts are compared with the whole: those of the parts, and joined."""
 
 
 class Prover:
@@ -89,11 +92,13 @@ class Prover:
         core, most = self._core, min(PROOF_SAMPLES, call.samples)
         if kind.bound is None:
             return most, ()
-        room = core.memory.budget().room
+        gradients = kind.bound.model.gradient_bytes if call.outputs.loss is not None else 0
+        room = core.memory.budget().room - 2 * min(PROBED, gradients)
+        each = OUTPUTS_HELD * call.outputs.bytes_per_sample
         applied = () if core.plan is None else core.plan.checkpoint
         for blocks in (applied,) if applied else ((), kind.bound.blocks):
             cheaper = with_blocks(kind.bound, blocks)
-            fitting = [n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room]
+            fitting = [n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper + n * each <= room]
             if fitting:
                 return max(fitting), () if applied else blocks
         return min(2, most), () if applied else kind.bound.blocks

@@ -42,6 +42,7 @@ class Run:
 
     def __init__(self, model: Any, optimizer: Any, loader: Any, *, core: Core | None, off: str = "") -> None:
         self._off = off
+        self._last_plan: Plan | None = None
         self._plain_steps = 0
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self._core = core
@@ -63,8 +64,8 @@ class Run:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force."""
-        return None if self._core is None else self._core.plan
+        """The plan in force; the last one that was where the run was undone."""
+        return self._last_plan if self._core is None else self._core.plan
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -122,6 +123,7 @@ class Run:
         if isinstance(loader, (EffectiveLoader, PassedThrough)):
             self.loader = loader.source
         if self._core is not None:
+            self._last_plan = self._core.plan
             self._core, self._stepper, self._off = None, None, "run.undo()"
 
     def stats(self) -> dict[str, float | int | None]:

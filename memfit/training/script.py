@@ -6,6 +6,7 @@ the forward by other ways than its output (found and refused).
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,7 @@ import torch
 from memfit.batches.pieces import sizes
 from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work
+from memfit.engine.context import recording_possible
 from memfit.engine.generators import random_state_kept
 from memfit.engine.handover import Total, hand_over
 from memfit.training.call import Call
@@ -23,7 +25,7 @@ from memfit.training.consumers import AllOutputs, Consumer, KnownLoss
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.guard import AccumulationGuard
 from memfit.training.kind import BY_SAMPLES, Planned
-from memfit.training.kinds import LOSS_BOUND, OWN_LOSS, Kinds, output_bytes
+from memfit.training.kinds import LOSS_BOUND, OWN_LOSS, Kinds
 from memfit.training.outside import OutsideForward
 from memfit.training.route import Step
 from memfit.training.standin import StandIn, stand_ins
@@ -94,7 +96,8 @@ class Script:
         """Inside, calls of the model are our own and go straight through."""
         before, self._busy = self._busy, True
         try:
-            yield
+            with recording_possible():  # a script may read an output, which runs the model, in inference mode
+                yield
         finally:
             self._busy = before
 
@@ -151,6 +154,7 @@ class Script:
         core, planned, repeated = self._core, self._replay_plan(call), bool(call.pieces)
 
         def attempt(largest: int) -> None:
+            call.kept.clear()
             if not repeated:
                 call.forget_pass()
             call.compute_values(core.pieces(call.samples, largest), planned.plan.keep, core.staging, core.buffers)
@@ -169,8 +173,11 @@ class Script:
         core = self._core
         receivers = self.receivers(call)
         self._about_to_hand_over(receivers)
+        tries = itertools.count()
 
         def attempt(largest: int) -> Total:
+            if next(tries):  # memory ran out: what is kept goes, and can be cut further like the rest
+                call.kept.clear()
             core.prepare(len(call.pieces))
             call.replay(gradients, core.staging, core.buffers, lambda samples: sizes(samples, largest, core.least))
             parameters = len(receivers) - len(call.inputs.wanted)
@@ -247,7 +254,7 @@ class Script:
         return total
 
     def _replay_plan(self, call: Call) -> Planned:
-        standing = (1 + LOSS_BOUND) * output_bytes(call)
+        standing = (1 + LOSS_BOUND) * call.outputs.bytes_per_sample
         planned = self._kinds.planned(call, REPLAY, BY_SAMPLES, mode="replay", standing_per_sample=standing)
         if self._core.reference is None:
             self._core.reference = _reference(call, REPLAY, BY_SUM)

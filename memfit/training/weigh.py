@@ -26,7 +26,7 @@ from memfit.engine.slices import Draws
 from memfit.engine.staged import Staging
 from memfit.engine.terms import Terms, is_only_term, leaves_of
 from memfit.training.decides import Decides
-from memfit.training.prove import TOLERANCE, Deviation, comparable, tolerance
+from memfit.training.prove import TOLERANCE, Deviation, comparable, in_double, tolerance
 
 PROBED = 32 * MiB
 """Bytes of parameters whose gradients are compared in a proof."""
@@ -194,13 +194,13 @@ def _difference(whole: _Measured, parts: Sequence[_Measured], weights: list[floa
     squares, norm = 0.0, 0.0
     for i, gradient in enumerate(whole.gradients):
         pieces = [(s, p.gradients[i]) for s, p in zip(shares, parts) if s]
-        known = [s * g.double() for s, g in pieces if g is not None]
-        if gradient is None and not known:
-            continue
-        made = sum(known) if known else torch.zeros(())
-        wanted = torch.zeros(()) if gradient is None else gradient.double()
-        squares += float((made - wanted).pow(2).sum())
-        norm += float(wanted.pow(2).sum())
+        known = [(s, g) for s, g in pieces if g is not None]
+        if gradient is not None:
+            known.append((-1.0, gradient))
+            norm += sum(float(some.square().sum()) for (some,) in in_double(gradient))
+        for some in in_double(*(g for _, g in known)) if known else ():
+            off = sum(piece * share for piece, (share, _) in zip(some, known))
+            squares += float(torch.as_tensor(off).square().sum())
     return max(error, (squares / max(norm, 1e-30)) ** 0.5)
 
 

@@ -1,0 +1,58 @@
+"""What a block is handed, remembered so that it can be handed the same again.
+
+Copied is what holds tensors and may be written: lists, dictionaries, sets and objects with attributes, as deep as they go.
+Tensors, modules, functions and torch's own objects are shared. Not covered: tensors written in place, which autograd itself
+finds, and objects that cannot be copied or keep what they hold outside their attributes.
+"""
+
+from __future__ import annotations
+
+import copy
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+_SHARED = (
+    torch.Tensor, nn.Module, str, bytes, int, float, complex, Enum, type,
+    FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial,
+)  # fmt: skip
+
+
+def as_it_was(value: Any, seen: dict[int, tuple[Any, Any]] | None = None) -> Any:
+    """A copy that later writes to `value` do not reach; `value` itself where nothing in it can be written."""
+    seen = {} if seen is None else seen
+    if value is None or isinstance(value, _SHARED):
+        return value
+    if id(value) in seen:
+        return seen[id(value)][1]
+    if isinstance(value, tuple):
+        return _tuple(value, seen)
+    if type(value).__module__.split(".")[0] == "torch":
+        return value
+    try:
+        made = copy.copy(value)
+    except Exception:
+        return value  # it says itself that it cannot be copied
+    seen[id(value)] = value, made
+    if isinstance(made, list):
+        made[:] = [as_it_was(item, seen) for item in made]
+    elif isinstance(made, dict):
+        for key, item in value.items():
+            dict.__setitem__(made, key, as_it_was(item, seen))
+    attributes = getattr(made, "__dict__", None)
+    if type(attributes) is dict and made is not value:
+        for name, item in list(attributes.items()):
+            attributes[name] = as_it_was(item, seen)
+    return made
+
+
+def _tuple(value: tuple[Any, ...], seen: dict[int, tuple[Any, Any]]) -> Any:
+    made = [as_it_was(item, seen) for item in value]
+    if all(new is old for new, old in zip(made, value)):
+        return value
+    make = getattr(type(value), "_make", None)
+    return tuple(made) if make is None else make(made)
