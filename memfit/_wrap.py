@@ -201,7 +201,7 @@ def _effective(loader: Any, share: int | None, loss_fn: LossFn | None, run: Run)
     if loader is None:
         return None
     if isinstance(loader, DataLoader):
-        return EffectiveLoader(loader, share=share, collated=loss_fn is None, on_batch=run.on_batch)
+        return EffectiveLoader(loader, share=share, collated=loss_fn is None, on_batch=run.on_batch, apart=run.drew)
     return PassedThrough(loader, run.on_batch)
 
 

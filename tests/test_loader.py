@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -28,6 +29,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+import memfit
 from memfit._errors import UsageError
 from memfit.batches.samples import SampleBatch
 from memfit.loading.loader import BatchInfo, EffectiveLoader, leftover
@@ -429,6 +431,25 @@ def test_later_epochs_do_not_depend_on_other_draws(workers, kind):
     assert orders[0] != orders[1] != orders[2] != orders[0]
     if workers:  # the workers' seeds change as well
         assert not torch.equal(runs[0][1][1].sort(0).values, runs[0][2][1].sort(0).values)
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("share", [None, 10])
+def test_later_epochs_are_the_plain_loaders_until_the_training_draws(workers, kind, share):
+    seed_everything()
+    source, plain = shuffled(workers, kind), []
+    for _ in range(3):
+        plain.append(joined(list(source)))
+        torch.rand(2)  # the script's own
+    seed_everything()
+    drew = False
+    loader, ours = effective(shuffled(workers, kind), share, apart=lambda: drew), []
+    for epoch in range(3):
+        ours.append(joined(list(loader)))
+        torch.rand(2)
+        drew = epoch == 1
+    assert all(map(equal, plain[:2], ours[:2])) and plain[2][0].tolist() != ours[2][0].tolist()
 
 
 @WORKERS
@@ -897,3 +918,42 @@ def test_collation_equals_that_of_the_script_also_in_its_strides():
 )
 def test_what_is_left_over_at_the_end_of_an_epoch(made, share, expected):
     assert leftover(DataLoader(list(range(20)), **made), share) == expected
+
+
+# Trained on
+
+
+@pytest.mark.parametrize("mode", ["script", "step"])
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_wrapped_script_trains_on_the_same_batches_in_every_epoch(mode, dropout):
+    """Plain shuffling, no generator of its own. With dropout on the CPU the order of later epochs is another one."""
+
+    def trained(wrap):
+        seed_everything()
+        x = torch.randn(24, 7, dtype=torch.float64)
+        model = nn.Sequential(nn.Linear(7, 8), nn.Dropout(0.1 if dropout else 0.0), nn.Linear(8, 4)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(x), batch_size=8, shuffle=True)
+        loss_fn = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
+        step, seen = None, []
+        if wrap and mode == "step":
+            run = memfit.wrap(model, optimizer, loader, loss_fn=loss_fn, micro_batch=3)
+            loader, step = run.loader, run.step
+        elif wrap:
+            loader = memfit.wrap(model, optimizer, loader, micro_batch=3).loader
+        for _ in range(3):
+            for batch in loader:
+                if step is not None:
+                    seen.append(batch.collate()[0])
+                    step(batch)
+                    continue
+                seen.append(batch[0])
+                optimizer.zero_grad()
+                loss_fn(model, batch).backward()
+                optimizer.step()
+        return seen, [p.detach() for p in model.parameters()]
+
+    (plain, wanted), (ours, found) = trained(False), trained(True)
+    assert equal(plain[:3], ours[:3]) and equal(plain[3:], ours[3:]) is not dropout
+    if not dropout:
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(wanted, found))

@@ -1,6 +1,7 @@
 """The random draws behind a loader: whose they are, and how the loader keeps its own apart from everybody else's.
 
-The first epoch draws from the global generator exactly as the script's own loader would. Every later epoch draws from
+The first epoch draws from the global generator exactly as the script's own loader would, and so do later ones as long as the
+training draws nothing there itself. After that (dropout on the CPU, whose draws depend on how batches are cut) they draw from
 streams derived from a seed remembered from the first, so that its order does not depend on how many dropout masks were
 drawn meanwhile. What the script's own loader would have drawn is drawn from the global generator all the same, and not
 used: everybody else's draws stay the plain script's. Not covered: samplers that draw while they are under way rather than

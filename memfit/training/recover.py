@@ -64,7 +64,10 @@ class Again(Exception):
 
 
 class Recovery:
-    """Runs an effective batch, again and smaller if memory runs out."""
+    """Runs an effective batch, again and smaller if memory runs out.
+
+    Attribute: `drew` (whether any drew from torch's generator on the host, which depends on how it was cut).
+    """
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class Recovery:
         on_failure: Callable[[int, int, str], None],
     ) -> None:
         self._device, self._staging, self._buffers, self._on_failure = device, staging, buffers, on_failure
+        self.drew = False
 
     def run(self, attempt: Callable[[int], T], largest: int) -> T:
         """`attempt(largest)`, with smaller values after each out-of-memory error; at 1 the error is the user's.
@@ -83,7 +87,9 @@ class Recovery:
         random, copies = RandomState.capture(self._device), self._buffers.snapshot()
         while True:
             try:
-                return attempt(largest)
+                done = attempt(largest)
+                self.drew = self.drew or not torch.equal(random.cpu, torch.get_rng_state())
+                return done
             except BaseException as error:
                 self._staging.discard()
                 random.restore(self._device)

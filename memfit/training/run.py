@@ -198,6 +198,10 @@ class Run:
         self._stepper = stepper
         self.plainly(loss_fn, before_step)
 
+    def drew(self) -> bool:
+        """Whether draws on the host differ from those that the script alone would have made by now."""
+        return self._core is not None and self._core.recovery.drew
+
     def follow(self, guard: AccumulationGuard | None, script: Script | None) -> None:
         """Count the optimizer's steps."""
         register = getattr(self.optimizer, "register_step_post_hook", None)
