@@ -181,6 +181,13 @@ def test_status_without_anonymous_pages_counts_resident_ones(tmp_path: Path) -> 
         pytest.param(Level(5, 8, 8), Level(6, 9, 20), 17, id="file pages are taken off"),
         pytest.param(Level(5, 8, 8), Level(6, 19, 20), 7, id="file pages came after the peak"),
         pytest.param(Level(5, 8, 8), Level(4, 19, 19), 5, id="never below what was held at the start"),
+        pytest.param(
+            Level(50 * MiB, 50 * MiB, 50 * MiB + 8192),
+            Level(9 * MiB, 9 * MiB, 50 * MiB + 8192),
+            50 * MiB + 8192,
+            id="started as near the record as the kernel counts",
+        ),
+        pytest.param(Level(50 * MiB, 50 * MiB, 60 * MiB), Level(9 * MiB, 9 * MiB, 60 * MiB), None, id="started below it"),
         pytest.param(Level(5, 5, None), Level(9, 9, None), None, id="no record"),
     ],
 )

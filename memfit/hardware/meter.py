@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     import torch
 
 
+BATCHED = 1 << 20
+"""Bytes by which a record that was just cleared may exceed what is counted: the kernel adds up its counters per core for one,
+and not for the other."""
+
+
 @dataclass(frozen=True)
 class Level:
     """One reading of a counter that also keeps a record."""
@@ -88,14 +93,15 @@ def peak_between(start: Level, now: Level) -> int | None:
     """Most bytes held between two readings, or None if the record cannot tell.
 
     Three cases are certain: nothing was given back in between (then `now` is the most); the record has been broken
-    since `start`; or `start` stood at the record, which then is the most. File pages that came or went since the peak
+    since `start`; or `start` stood at the record, as near as the kernel counts, which then is the most. File pages that came or went since the peak
     go wrong in the difference, so the result is at least what was held at either end.
     """
     if now.freed is not None and now.freed == start.freed:
         return max(start.held, now.held)
     if now.record is None or start.record is None or now.record < start.record:
         return None
-    if now.record > start.record or start.counted >= start.record:
+    near = BATCHED if now.freed is None else 0
+    if now.record > start.record or start.counted >= start.record - near:
         return max(now.record - (now.counted - now.held), now.held, start.held)
     return None
 
