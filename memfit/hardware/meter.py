@@ -93,8 +93,8 @@ def peak_between(start: Level, now: Level) -> int | None:
     """Most bytes held between two readings, or None if the record cannot tell.
 
     Three cases are certain: nothing was given back in between (then `now` is the most); the record has been broken
-    since `start`; or `start` stood at the record, as near as the kernel counts, which then is the most. File pages that came or went since the peak
-    go wrong in the difference, so the result is at least what was held at either end.
+    since `start`; or `start` stood at the record, as near as the kernel counts, which then is the most. File pages that came
+    or went since the peak go wrong in the difference, so the result is at least what was held at either end.
     """
     if now.freed is not None and now.freed == start.freed:
         return max(start.held, now.held)
