@@ -48,8 +48,9 @@ class EffectiveLoader(DataLoader[Any]):
     With `collated` they are what the script's collate function makes of them, else `SampleBatch`es. Datasets that
     yield whole batches (`batch_size=None`) are passed through. Batches of a batch sampler of the script's are never
     split: whole ones are taken until `share` samples are there. `seed` determines the order of all epochs but the
-    first; None takes it from the generator as the first epoch finds it, and only once `apart()`: as long as nothing was drawn
-    that the script alone would not have, the order is the plain loader's. `on_batch` is called before each batch.
+    first; None takes it from the generator as the first epoch finds it. With `apart`, that is only so once `apart()`: as long
+    as nothing was drawn that the script alone would not have, the order is the plain loader's. `on_batch` is called before
+    each batch.
 
     Everything else is the script's loader: same dataset, sampler, workers, attributes. Raises UsageError for a share
     that is not positive and, while iterating, if pieces cannot be regrouped. Errors of the dataset and of the collate
@@ -64,7 +65,7 @@ class EffectiveLoader(DataLoader[Any]):
         collated: bool,
         on_batch: Callable[[BatchInfo], None] | None = None,
         seed: int | None = None,
-        apart: Callable[[], bool] = lambda: True,
+        apart: Callable[[], bool] | None = None,
     ) -> None:
         _check_share(share)
         source = source.source if isinstance(source, EffectiveLoader) else source
@@ -75,7 +76,7 @@ class EffectiveLoader(DataLoader[Any]):
         self._share = share
         self._collated = collated
         self._on_batch = on_batch
-        self._seed, self._apart = seed, apart if seed is None else lambda: True
+        self._seed, self._apart = seed, apart if seed is None else None
         self._epochs = 0
         self._latest: BatchInfo | None = None
         self._pins = source.pin_memory and _pinning_works()
@@ -104,7 +105,7 @@ class EffectiveLoader(DataLoader[Any]):
         epoch = self._epochs
         if self._seed is None:
             self._seed = peek_seed(self.generator)
-        if epoch and self._apart():
+        if epoch and (self._apart is None or self._apart()):
             self._draw_apart(epoch, self._seed)
         pieces = iter(self._inner)
         self._epochs += 1
