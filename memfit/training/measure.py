@@ -156,8 +156,8 @@ class Measurer:
 
 def excess_beside(own: Excess, lower: Excess) -> Excess:
     """What micro-batches in a second precision, measured at one size, take beyond their trace at every size: the same share of
-    what the first precision's take where that is less (an LSTM's in bfloat16: 0.60, 0.59 and 0.55 of those in float32 at 2, 8 and
-    32 samples), and that much more than theirs where it is more. Where theirs have none, in proportion to the size."""
+    what the first precision's take where that is less (an LSTM's in bfloat16: 0.60, 0.59 and 0.55 of float32's at 2, 8 and 32
+    samples), and that much more than theirs where it is more. Where theirs have none, in proportion to the size."""
     if not lower or not own:
         return ((0, 0), *lower) if lower else own
     last, there = lower[-1]
