@@ -86,7 +86,9 @@ class Staging:
         finally:
             self._depth -= 1
             for entries, name, original in reversed(changed):
-                _follow(original, entries[name])
+                alias = self._alias_of(original)
+                if alias is not None and entries.get(name) is alias:
+                    _follow(original, alias)
                 entries[name] = original
             refresh_flat_weights(modules)
             for p, grad in set_aside:
@@ -140,6 +142,10 @@ class Staging:
         if len(self._aliases) > len(changed):  # parameters that were replaced since: do not keep the old ones alive
             used = {id(original) for _, _, original in changed}
             self._aliases = {key: pair for key, pair in self._aliases.items() if key in used}
+
+    def _alias_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        known = self._aliases.get(id(parameter))
+        return None if known is None else known[1]
 
     def _is_outside(self, parameter: torch.Tensor) -> bool:
         return any(parameter is p for p in self.outside)
@@ -203,9 +209,9 @@ def _may_stand_for(alias: torch.Tensor, parameter: torch.Tensor) -> bool:
     return alias.dtype == parameter.dtype and alias.shape == parameter.shape and alias.device == parameter.device
 
 
-def _follow(parameter: torch.Tensor, alias: Any) -> None:
+def _follow(parameter: torch.Tensor, alias: torch.Tensor) -> None:
     """Give the parameter the data that a forward gave its alias (`self.weight.data = renorm(...)`)."""
-    if isinstance(alias, torch.Tensor) and alias is not parameter and not _still_stands_for(alias, parameter):
+    if not _still_stands_for(alias, parameter):
         parameter.data = alias.detach()
 
 
