@@ -3,9 +3,8 @@
     python benchmarks/speed.py [--precision auto] [--shares 0.5] [family ...]
 
 One process per case. Its candidates are plain loops as a careful person writes them, which run in turns with memfit's own
-steps. They have to keep the limit: what comes near it by its tensors runs in a process of its own first, where the memory it
-really takes is measured the way memfit's budget counts it. (glibc's thresholds are pinned.) The second row lets both sides
-compute in lower precision.
+steps. They have to keep the limit: the fastest run in processes of their own, where the memory they really take is measured
+the way memfit's budget counts it. (glibc's thresholds are pinned.) The second row lets both sides compute in lower precision.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ CASES = ("gpt", "bert", "vit", "t5", "resnet", "convnext", "unet", "lstm")
 TARGET, ROUNDS = 32, 4
 BEHIND = 1.25
 """Ways by hand this much slower than the fastest of them in the first round are not run again."""
-SURE = 0.8
-"""Ways whose tensors take less than this share of the limit keep it, whatever their kernels take."""
 SIZES = (1, 2, 3, 4, 6, 8, 11, 16, 32)
 
 Way = tuple[int, tuple[str, ...], str]
@@ -58,14 +55,15 @@ def run_case(family_name: str, share: float, precision: str) -> dict:
     for _ in range(10):  # while micro-batch sizes are measured
         run.step(batch)
 
-    by_hand, beyond = within(family_name, candidates(profile, budget, precision), profile, budget)
+    by_hand = {way_name(*way): way for way in candidates(profile, budget, precision)}
     ways: dict[str, Callable[[], object]] = {"memfit": lambda: run.step(batch)}
     for name, way in by_hand.items():
         own = copy.deepcopy(model)
         ways[name] = plain_step(family, own, adamw(own), sample, *way)
-    times = timed(ways)
+    limit = Limit(family_name, by_hand, budget)
+    times = timed(ways, limit)
     mine_seconds = times.pop("memfit")
-    best = min(times, key=lambda name: times[name])
+    best = limit.fastest(times)
     plan = run.plan
     return {
         "family": family_name,
@@ -77,25 +75,33 @@ def run_case(family_name: str, share: float, precision: str) -> dict:
         "best_way": best,
         "ratio": times[best] / mine_seconds,
         "candidates": times,
-        "beyond_the_limit": beyond,
+        "beyond_the_limit": limit.beyond,
     }
 
 
-def within(family_name: str, ways: list[Way], profile, budget: int) -> tuple[dict[str, Way], dict[str, int]]:
-    """(the ways that keep the budget, by name; bytes that those take which do not)."""
-    from memfit.planning.search import with_blocks
+class Limit:
+    """Which ways by hand keep the limit: measured in a process of their own, when that is asked."""
 
-    kept, beyond = {}, {}
-    for size, blocks, precision in ways:
-        name, held = way_name(size, blocks, precision), 0
-        if with_blocks(profile, blocks).peak(size, accumulates=size < TARGET).allocated > SURE * budget:
-            arguments = ["--held", family_name, str(size), ",".join(blocks), precision]
+    def __init__(self, family_name: str, ways: dict[str, Way], budget: int) -> None:
+        self.family_name, self.ways, self.budget = family_name, ways, budget
+        self.kept: set[str] = set()
+        self.beyond: dict[str, int] = {}
+        """Bytes that those take which do not."""
+
+    def keeps(self, name: str) -> bool:
+        if name not in self.kept and name not in self.beyond:
+            size, blocks, precision = self.ways[name]
+            arguments = ["--held", self.family_name, str(size), ",".join(blocks), precision]
             held = child("speed.py", arguments, pinned=True)["held"]
-        if held <= budget:
-            kept[name] = (size, blocks, precision)
-        else:
-            beyond[name] = held
-    return kept, beyond
+            if held <= self.budget:
+                self.kept.add(name)
+            else:
+                self.beyond[name] = held
+        return name in self.kept
+
+    def fastest(self, seconds: dict[str, float]) -> str:
+        """The fastest that keeps it."""
+        return next(name for name in sorted(seconds, key=lambda name: seconds[name]) if self.keeps(name))
 
 
 def held_by_hand(family_name: str, size: int, blocks: tuple[str, ...], precision: str) -> dict[str, int]:
@@ -166,11 +172,13 @@ def plain_step(
     return step
 
 
-def timed(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The median seconds of each, run in turns; those far behind after the first round are left out of the others."""
+def timed(ways: dict[str, Callable[[], object]], limit: Limit) -> dict[str, float]:
+    """The median seconds of each, run in turns; those beyond the limit that were faster than what keeps it, and those far
+    behind that, are left out after the first round."""
     first = {name: once(way) for name, way in ways.items()}
-    fastest = min(seconds for name, seconds in first.items() if name != "memfit")
-    left = {name: way for name, way in ways.items() if name == "memfit" or first[name] <= BEHIND * fastest}
+    fastest = limit.fastest({name: seconds for name, seconds in first.items() if name != "memfit"})
+    left = {name: way for name, way in ways.items() if name == "memfit" or first[name] <= BEHIND * first[fastest]}
+    left = {name: way for name, way in left.items() if name not in limit.beyond}
     found: dict[str, list[float]] = {name: [] for name in left}
     for turn in range(ROUNDS):
         order = list(left.items())

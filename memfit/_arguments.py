@@ -6,7 +6,7 @@ What can be told of a value alone is in `_values.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from memfit._values import (
     not_of_type,
     precision_from,
 )
+from memfit.batches.tree import tensors
 from memfit.hardware.world import world
 from memfit.levers.checkpoint import candidate_blocks
 from memfit.planning.plan import Plan
@@ -111,10 +112,11 @@ def check_loader(loader: Any, target_batch: int | None, loss_fn: Any) -> None:
     if isinstance(loader, DataLoader):
         _check_length(loader, target_batch)
         return
-    if not isinstance(loader, Iterable):
+    if not isinstance(loader, Iterable) or isinstance(loader, (str, bytes, Mapping)):
+        of_what = "whose items are no batches" if isinstance(loader, Iterable) else "which cannot be iterated"
         raise UsageError(
             "memfit.wrap(model, optimizer, loader)",
-            found=f"the loader is of type {type(loader).__name__}, which cannot be iterated",
+            found=f"the loader is of type {type(loader).__name__}, {of_what}",
             next_move="pass a torch.utils.data.DataLoader, any iterable of batches, or None",
         )
     if isinstance(loader, Sized) and len(loader) == 0:
@@ -134,6 +136,12 @@ def check_sample(sample: Any, loss_fn: Any) -> None:
             "sample= without loss_fn=",
             found="in script mode the plan is made inside the first training call, from what the model is called with",
             next_move="leave sample= away, or pass loss_fn= and call run.step(batch)",
+        )
+    if any(t.is_meta for t in tensors(sample)):
+        raise UsageError(
+            "planning with sample=",
+            found="it holds tensors on the meta device, which have shapes but no values",
+            next_move="pass a real batch, or plan without training: memfit.profile(model, optimizer, sample, loss_fn=...)",
         )
 
 

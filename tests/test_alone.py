@@ -179,3 +179,91 @@ def test_looking_at_a_single_sample_fires_no_hook_of_the_scripts(mode: str) -> N
         run, _ = stepper(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]))
         run.step(points())
     assert len(fired) == len(list(model.parameters()))
+
+
+class Unshaped(Normed):
+    """What it looks at has a shape that depends on values, so that it cannot be traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.nonzero(x > 0)
+        return super().forward(x)
+
+
+def test_batch_norm_over_features_is_measured_where_it_cannot_be_traced() -> None:
+    model, (x, y) = Unshaped(), points(24)
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), loss_fn=mean_loss, sample=(x, y))
+    assert run.plan is not None and run.plan.micro_batch > 1
+    assert any("micro-batches of 2 and 3 samples" in note for note in run.plan.notes)
+    assert run.step((x, y)).isfinite()
+    scripted = Unshaped()
+    memfit.wrap(scripted, SGD(scripted.parameters(), lr=0.1), micro_batch=5)
+    cross_entropy(scripted, x, y)
+    assert all(p.grad is not None for p in scripted.parameters())
+
+
+def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("build", [Normed, Unshaped])
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_batches_of_a_few_samples_are_planned_where_one_cannot_run(build: type[nn.Module], n: int, compiled: bool) -> None:
+    x, y = points(n)
+    for precision in ("auto", "fast"):
+        for in_steps in (True, False):
+            model = build()
+            if compiled:
+                model = torch.compile(model, backend="eager")
+            optimizer = SGD(model.parameters(), lr=0.1)
+            if in_steps:
+                run = memfit.wrap(model, optimizer, loss_fn=mean_loss, sample=(x, y), precision=precision)
+                assert run.step((x, y)).isfinite()
+            else:
+                run = memfit.wrap(model, optimizer, precision=precision)
+                cross_entropy(model, x, y)
+                assert all(p.grad is not None for p in model.parameters())
+            run.undo()
+        torch.compiler.reset()
+
+
+class Heavy(nn.Module):
+    """Megabytes of activations for every sample, and no trace of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)))
+        self.norm, self.out = nn.BatchNorm1d(64), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.nonzero(x[:, 0] > 0)
+        return self.out(self.norm(self.layers(x.float()[:, :1, None].expand(-1, 1000, 64)).mean(1)))
+
+
+def test_what_an_earlier_micro_batch_left_free_hides_nothing_from_a_measured_profile() -> None:
+    model, (x, y) = Heavy(), points(32)
+    found = memfit.profile(model, SGD(model.parameters(), lr=0.1), (x, y), loss_fn=mean_loss)
+    per_sample = 12 * 64 * 1000 * 4  # at least: what twelve layers save for backward
+    assert found.source == "measured"
+    sizes = [n for n, _ in found.points]
+    assert sizes[:2] == [2, 3] and sizes[-1] > 3
+    for n in sizes[1:]:
+        assert found.peak(n).expected - found.peak(2).expected > 0.5 * per_sample * (n - 2)
+    room = found.peak(4).upper + (24 << 20)
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), loss_fn=mean_loss, sample=(x, y), budget=room)
+    assert run.plan is not None and run.plan.micro_batch < 16
+
+
+@pytest.mark.parametrize("build", [Normed, Unshaped])
+@pytest.mark.parametrize("n", [5, 7, 13, 8])
+def test_the_plan_is_what_runs_where_no_sample_runs_by_itself(build: type[nn.Module], n: int) -> None:
+    model, batch = build(), points(n)
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), loss_fn=mean_loss, sample=batch, micro_batch=2)
+    seen = Forwards(model.net[0])
+    run.step(batch)
+    run.step(batch)
+    assert run.plan is not None
+    assert len(seen.sizes[-run.plan.accumulation :]) == run.plan.accumulation
+    assert sum(seen.sizes[-run.plan.accumulation :]) == n and max(seen.sizes[-run.plan.accumulation :]) == run.plan.micro_batch
+    said = any("micro-batches of 2 would leave one" in note for note in run.plan.notes)
+    assert said == (n % 2 == 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -107,7 +108,7 @@ def refuses(
     """`wrap` with these arguments raises `kind` and changes nothing."""
     model = mlp() if model is None else model
     optimizer = sgd(model) if optimizer is None else optimizer
-    source = loader() if isinstance(source, str) else source
+    source = loader() if isinstance(source, str) and not source else source
     with refusing(kind, *texts, model=model, optimizer=optimizer, loader=source):
         memfit.wrap(model, optimizer, source, **arguments)
 
@@ -519,7 +520,15 @@ def test_loaders_without_a_batch(mode: dict[str, Any]) -> None:
 @BOTH
 def test_loaders_that_are_none(mode: dict[str, Any]) -> None:
     refuses(UsageError, "type int", "cannot be iterated", source=3, **mode)
+    refuses(UsageError, "type str", "no batches", source="train", **mode)
+    refuses(UsageError, "type dict", "no batches", source={"train": [points()]}, **mode)
     refuses(UsageError, "target_batch=12", "type list", source=[points(), points()], target_batch=12, **mode)
+
+
+def test_a_sample_without_values() -> None:
+    model = mlp()
+    with refusing(UsageError, "meta device", model=model, optimizer=sgd(model)):
+        memfit.wrap(model, sgd(model), loss_fn=loss_fn, sample=tuple(t.to("meta") for t in points()))
 
 
 class Graph:
@@ -636,13 +645,10 @@ def _own(model: nn.Module, run: memfit.Run) -> nn.Module:
 def test_ctrl_c_during_planning_leaves_everything_untouched(after: int) -> None:
     model = nn.Sequential(nn.Linear(7, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
     optimizer = AdamW(model.parameters())
-    source = loader()
-    calls = 0
+    source, calls = loader(), itertools.count()  # (an integer of the hook's would be put back after each part of planning)
 
     def interrupt(module: nn.Module, args: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > after:
+        if next(calls) >= after:
             raise KeyboardInterrupt
 
     handle = model[2].register_forward_pre_hook(interrupt)

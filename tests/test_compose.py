@@ -149,7 +149,7 @@ def test_a_model_whose_trace_fails_is_measured_and_that_is_said() -> None:
     model = DataDependent()
     profile = memfit.profile(model, sgd(model), points(), loss_fn=cross_entropy)
     assert profile.source == "measured" and profile.timeline is None
-    assert [n for n, _ in profile.points] == [1, 2]
+    assert [n for n, _ in profile.points][:2] == [1, 2]  # and larger ones, as time allows
     assert any("by measuring" in note and "tracing failed" in note for note in profile.notes)
     run, seen = stepper(model, cross_entropy, None, micro_batch=5)
     run.step(points())

@@ -187,7 +187,14 @@ def test_status_without_anonymous_pages_counts_resident_ones(tmp_path: Path) -> 
             50 * MiB + 8192,
             id="started as near the record as the kernel counts",
         ),
-        pytest.param(Level(50 * MiB, 50 * MiB, 60 * MiB), Level(9 * MiB, 9 * MiB, 60 * MiB), None, id="started below it"),
+        pytest.param(
+            Level(50 * MiB, 50 * MiB, 50 * MiB),
+            Level(9 * MiB, 9 * MiB, 50 * MiB - 45056),
+            50 * MiB,
+            id="the record fell by as little as the kernel's counting moves it",
+        ),
+        pytest.param(Level(200 * MiB, 200 * MiB, 900 * MiB), Level(9 * MiB, 9 * MiB, 900 * MiB), None, id="started below it"),
+        pytest.param(Level(900 * MiB, 900 * MiB, 900 * MiB), Level(9 * MiB, 9 * MiB, 90 * MiB), None, id="cleared by somebody"),
         pytest.param(Level(5, 5, None), Level(9, 9, None), None, id="no record"),
     ],
 )

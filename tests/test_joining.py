@@ -49,14 +49,14 @@ def test_what_is_the_same_for_all_samples_is_the_first() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_comparing_takes_little_beside_what_is_compared(dtype: torch.dtype) -> None:
     """Proofs run within the budget, beside their outputs."""
-    wanted = torch.linspace(0, 1, 1 << 22, dtype=dtype).view(-1, 64)
+    wanted = torch.linspace(0, 1, 1 << 24, dtype=dtype).view(-1, 64)
     made = wanted.clone()
     meter = Meter(torch.device("cpu"))
     before = meter.held()
     meter.reset_peak()
     assert relative_difference(wanted, made) == 0
     peak = meter.peak()
-    assert peak is not None and peak - before < 12 << 20
+    assert peak is not None and peak - before < wanted.nbytes / 2  # at once it would take several times as much
     assert torch.equal(made, wanted)
     made[-1] += 1
     expected = float((made - wanted).double().norm() / wanted.double().norm())

@@ -45,6 +45,7 @@ def test_it_prints_what_runs_and_what_does_not() -> None:
     assert "note: samples differ" in text
     assert "whole" in plan(accumulation=1, micro_batch=512, mode="whole").summary()
     assert "two passes" in plan(mode="replay").summary()
+    assert "512 in 5 of at most 103:" in plan(micro_batch=103, accumulation=5).summary()
 
 
 @pytest.mark.parametrize(

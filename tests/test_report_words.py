@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -245,10 +246,29 @@ def slower_while_training() -> Report:
     """Steps of 4 samples turned out to take twice as long as timed; those of 3 were measured too."""
     plan = reports.planned(290)
     assert plan.predicted.seconds is not None
-    options = tuple(replace(o, reason="9% slower, measured while training") if o.micro_batch == 3 else o for o in plan.options)
-    options = tuple(o if o.reason else replace(o, cost=replace(o.cost, seconds=2 * plan.predicted.seconds)) for o in options)
+    options = tuple(replace(o, reason="9% slower", measured=True) if o.micro_batch == 3 else o for o in plan.options)
+    own = replace(plan.predicted, seconds=2 * plan.predicted.seconds)
+    options = tuple(o if o.reason else replace(o, cost=own, measured=True) for o in options)
     cost = replace(plan.predicted, seconds=2 * plan.predicted.seconds)
     return reports.report(290, plan=replace(plan, predicted=cost, options=options))
+
+
+def test_seconds_and_reasons_agree_where_only_the_plan_itself_was_measured() -> None:
+    """One size fits with its levers: there is nothing to compare with, but steps took longer than they were timed."""
+    plan = reports.planned(290)
+    assert plan.predicted.seconds is not None
+    rate = (1.25 * plan.predicted.seconds - plan.overhead) / plan.share
+    made = reports.report(290, plan=plan.measured(plan.micro_batch, {plan.micro_batch: rate}))
+    own = made.plan.predicted.seconds
+    assert own == pytest.approx(1.25 * plan.predicted.seconds) and made.drift == pytest.approx(1.25)
+    told = 0
+    for option in made.plan.options:
+        found = re.match(r"(\d+)% slower, estimated", option.reason)
+        seconds = seconds_of(option, made)
+        if found is not None and seconds is not None and own is not None:
+            told += 1
+            assert seconds / own - 1 == pytest.approx(int(found[1]) / 100, abs=0.006)
+    assert told > 1
 
 
 def test_what_was_timed_while_planning_is_scaled_to_what_was_measured_since() -> None:

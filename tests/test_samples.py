@@ -4,6 +4,7 @@ from collections import UserDict
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,3 +139,30 @@ def test_drawing_is_entered_with_the_first_of_the_samples():
     batch.collate([2, 1])
     batch.collate()
     assert entered == [2, [3, 2], "left", 0, [1, 2, 3], "left"]
+
+
+class NoBytes:
+    @property
+    def nbytes(self) -> int:
+        raise ValueError("not known before it is read")
+
+
+@pytest.mark.parametrize(
+    ("sample", "size"),
+    [
+        ({"image": torch.zeros(3, 4), "label": 5, "text": "some"}, 48),
+        ((np.zeros(4), [torch.zeros(2, dtype=torch.int64)]), 48),
+        (torch.eye(3).to_sparse(), 0),
+        (torch.zeros(8, 3)[2], 0),  # a row of a data set that is there anyway
+        (np.zeros((8, 3))[2], 0),
+        (NoBytes(), 0),
+        (None, 0),
+    ],
+)
+def test_bytes_of_samples_are_those_of_tensors_and_arrays(sample: Any, size: int) -> None:
+    assert SampleBatch([sample] * 3, list).nbytes() == 3 * size
+
+
+def test_bytes_of_samples_are_told_by_their_sizes() -> None:
+    assert SampleBatch([torch.zeros(n) for n in (2, 4, 6)], list).nbytes() == 4 * (2 + 4 + 6)
+    assert SampleBatch([], list).nbytes() == 0

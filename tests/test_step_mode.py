@@ -431,10 +431,7 @@ def distance_from_one(model: nn.Module, batch: Tensor) -> Tensor:
 def test_auto_goes_lower_only_where_nothing_else_fits_and_says_what_it_moves() -> None:
     model = Wide()
     sample = torch.rand(2, 20_000, 64)
-    profile = {
-        name: memfit.profile(model, sgd(model), sample, loss_fn=distance_from_one, precision=name).peak(1).upper
-        for name in ("off", "bfloat16")
-    }
+    profile = _needs(model, sample, 1)
     assert profile["bfloat16"] < 0.8 * profile["off"]
     between = (profile["bfloat16"] + profile["off"]) // 2
     run = _within(model, sample, between)
@@ -444,6 +441,34 @@ def test_auto_goes_lower_only_where_nothing_else_fits_and_says_what_it_moves() -
     run.undo()
     run = _within(model, sample, 2 * profile["off"])
     assert run.plan is not None and run.plan.precision == "off"
+
+
+class WideNormed(Wide):
+    """The same, and cannot run one sample by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layers(x).mean(1)).mean(1)
+
+
+def test_a_lower_precision_is_priced_on_two_samples_where_one_cannot_run() -> None:
+    model = WideNormed()
+    sample = torch.rand(4, 20_000, 64)
+    profile = _needs(model, sample, 3)
+    run = _within(model, sample, (profile["bfloat16"] + profile["off"]) // 2)
+    assert run.plan is not None and run.plan.precision == "bfloat16"
+    assert any("measured on two samples" in note for note in run.plan.notes)
+
+
+def _needs(model: nn.Module, sample: Tensor, samples: int) -> dict[str, int]:
+    """Bytes that micro-batches of so many samples need at most, by precision."""
+    return {
+        name: memfit.profile(model, sgd(model), sample, loss_fn=distance_from_one, precision=name).peak(samples).upper
+        for name in ("off", "bfloat16")
+    }
 
 
 def _within(model: nn.Module, sample: Tensor, room: int) -> Run:
@@ -821,3 +846,17 @@ def test_none_goes_to_a_loss_function_that_collates_by_itself() -> None:
     loader = DataLoader(samples, batch_size=12, collate_fn=lambda found: found)  # pyright: ignore[reportArgumentType]
     run = memfit.wrap(model, sgd(model), loader, loss_fn=loss, target_batch=12, micro_batch=5)
     assert float(run.step(next(iter(run.loader)))) == pytest.approx(loss(whole, samples).item(), rel=1e-12)
+
+
+def test_samples_that_wait_to_be_collated_count_on_the_cpu() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64 * 64, 10))
+    samples = [(torch.rand(3, 64, 64), i % 10) for i in range(64)]
+    loader = DataLoader(samples, batch_size=16)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    run = memfit.wrap(model, sgd(model), loader, loss_fn=loss_fn, micro_batch=4, budget="1GiB")
+    profile = memfit.profile(model, sgd(model), next(iter(loader)), loss_fn=loss_fn)
+    assert run.plan is not None
+    assert run.plan.predicted.peak >= profile.peak(4).allocated + 2 * 16 * 3 * 64 * 64 * 4

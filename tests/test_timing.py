@@ -42,6 +42,20 @@ def test_without_time_only_the_smallest_run(least: int) -> None:
     assert len(time_sizes(*watch_and_work(), SIZES, 0.0, least=least)) == least
 
 
+def test_sizes_are_timed_for_longer_where_that_is_asked_for() -> None:
+    asked: list[int] = []
+
+    def longer(found: tuple[Timing, ...]) -> bool:
+        asked.append(len(found))
+        return len(found) == 2
+
+    assert len(time_sizes(*watch_and_work(), SIZES, 0.0, least=2, longer=longer)) == 2
+    assert asked == [1, 2]
+    sure: list[int] = []
+    assert len(time_sizes(*watch_and_work(), SIZES, 5.0, longer=lambda found: bool(sure.append(len(found)) or True))) == 4
+    assert sure == [1]  # once is enough
+
+
 def test_between_measured_sizes_the_excess_lies_on_a_line_and_never_falls() -> None:
     found = profile(two_blocks(), excess=((1, 10), (2, 40), (4, 20), (8, 100)))
     assert [found.excess_at(n) for n in (1, 2, 3, 4, 6, 8, 10)] == [10, 40, 40, 40, 60, 100, 140]

@@ -16,7 +16,7 @@ from typing import Any, overload
 
 import torch
 
-from memfit.batches.tree import tensors
+from memfit.batches.tree import flat, tensors
 
 Collate = Callable[[list[Any]], Any]
 Drawing = Callable[[int], AbstractContextManager[Any]]
@@ -93,6 +93,11 @@ class SampleBatch(Sequence[Any]):
             self._sizes = [0 if sample is None else count_elements(sample) for sample in self]
         return list(self._sizes)
 
+    def nbytes(self) -> int:
+        """Bytes of tensors and arrays in the samples, told from the first one by their sizes."""
+        sizes = self.sizes()
+        return count_bytes(self._samples[0]) * sum(sizes) // max(1, sizes[0]) if sizes else 0
+
 
 def count_elements(sample: Any) -> int:
     """Elements of tensors, arrays and images, characters of texts, and one for each number, in any nesting."""
@@ -108,6 +113,20 @@ def count_elements(sample: Any) -> int:
     if is_dataclass(sample) and not isinstance(sample, type):
         return sum(count_elements(getattr(sample, field.name, None)) for field in fields(sample))
     return _count_opaque(sample)
+
+
+def count_bytes(sample: Any) -> int:
+    """Bytes of the dense tensors and the arrays in a sample, in any nesting, that are no part of something larger (a row of a
+    data set is there anyway); texts and numbers take few."""
+    return sum(leaf.nbytes for leaf in flat(sample) if _stands_alone(leaf))
+
+
+def _stands_alone(leaf: Any) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        dense = leaf.layout is torch.strided and not leaf.is_nested
+        return dense and leaf.untyped_storage().nbytes() <= leaf.nbytes
+    is_array = type(leaf).__module__ == "numpy" and isinstance(getattr(leaf, "nbytes", None), int)
+    return is_array and leaf.base is None
 
 
 def _count_opaque(sample: Any) -> int:

@@ -119,16 +119,25 @@ def fit(demo: Demo, task: Training, loss: Loss, limit: Limit) -> Run:
 def train(demo: Demo, fitted: Run, loss: Loss, peak: Peak) -> None:
     """Train, showing the loss."""
     tell("training", f"run.step(batch), {demo.target} sequences each")
-    began = time.perf_counter()
+    began, told = time.perf_counter(), len(fitted.events)
     for step, batch in enumerate(endless(fitted.loader), 1):
         with showing(loss, f"step {step}", demo.target):
             start = time.perf_counter()
             value = float(fitted.step(batch))
             took = time.perf_counter() - start
         more(f"step {step:<3} loss {value:.3f}   {format_seconds(took)}")
+        told = tell_changes(fitted, told)
         peak.take(fitted.stats()["peak_measured"])
         if is_last(demo, step, time.perf_counter() - began, took):
             break
+
+
+def tell_changes(fitted: Run, told: int) -> int:
+    """Say how the plan changed since so many events were told; how many have been told now."""
+    for event in fitted.events[told:]:
+        if event.kind == "replan":
+            more(event.message)
+    return len(fitted.events)
 
 
 @contextmanager

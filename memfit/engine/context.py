@@ -60,7 +60,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return autocasting(Autocast(k, False, torch.get_autocast_dtype(k), True) for k in dict.fromkeys((kind, "cpu")))
 
 
-def recording_possible() -> AbstractContextManager[object]:
+def without_inference_mode() -> AbstractContextManager[object]:
     """Out of inference mode, in which nothing is recorded for backward, whatever the grad mode says."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 

@@ -97,12 +97,12 @@ class Staging:
 
     def alias(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor that stands for `parameter` in the module: same storage, own gradient."""
-        known = self._aliases.get(id(parameter))
-        if known is not None and _still_stands_for(known[1], parameter):
-            return known[1]
-        if known is not None and _may_stand_for(known[1], parameter):  # its data was replaced: graphs may know this alias
-            known[1].data = parameter.detach()
-            return known[1]
+        known = self._alias_of(parameter)
+        if known is not None and _still_stands_for(known, parameter):
+            return known
+        if known is not None and _may_stand_for(known, parameter):  # its data was replaced: graphs may know this alias
+            known.data = parameter.detach()
+            return known
         alias = _make_alias(parameter)
         self._aliases[id(parameter)] = (parameter, alias)
         return alias
@@ -166,10 +166,9 @@ class Staging:
             self._wide[id(outside)] = outside.grad if gathered is None else gathered.add_(outside.grad)
 
     def _take_one(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        known = self._aliases.get(id(parameter))
-        alias = parameter if known is None else known[1]
-        wide = self._wide.pop(id(alias), None)
-        if wide is not None or known is None:
+        alias = self._alias_of(parameter)
+        wide = self._wide.pop(id(parameter if alias is None else alias), None)
+        if wide is not None or alias is None:
             return wide
         grad, alias.grad = alias.grad, None
         return grad

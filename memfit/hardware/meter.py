@@ -2,7 +2,7 @@
 
 Not covered: pages of this process that were swapped out, memory shared with other processes, two meters on the same
 host memory at once (the kernel keeps one record per process). The kernel counts in batches per core: on machines with
-many cores its figure can be off by some MiB.
+many cores its record can be off by some MiB (0.75 with 2 cores, 6 with 16; see `BATCHED`).
 
 Two scales on the CPU: *resident* is what lies in RAM, which cgroups and the machine bound; *reserved* is what the process has
 asked for, touched or not, which RLIMIT_DATA and RLIMIT_AS bound (getrlimit(2)). Kernels reserve scratch and code buffers that
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     import torch
 
 
-BATCHED = 1 << 20
-"""Bytes by which a record that was just cleared may exceed what is counted: the kernel adds up its counters per core for one,
-and not for the other."""
+_CORES = os.cpu_count() or 1
+BATCHED = max(1 << 20, 3 * max(32, 2 * _CORES) * _CORES * mmap.PAGESIZE)
+"""Bytes by which the record may differ from what is counted, and fall without being cleared. Linux since 6.2 counts pages of
+three kinds per core, in batches of max(32, 2 x cores) (lib/percpu_counter.c); it adds the cores up for what it says is held
+now (fs/proc/task_mmu.c, since 6.17), and not for the record. VmHWM is then the larger of the two at the time of asking."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,15 @@ def peak_between(start: Level, now: Level) -> int | None:
     """Most bytes held between two readings, or None if the record cannot tell.
 
     Three cases are certain: nothing was given back in between (then `now` is the most); the record has been broken
-    since `start`; or `start` stood at the record, as near as the kernel counts, which then is the most. File pages that came
-    or went since the peak go wrong in the difference, so the result is at least what was held at either end.
+    since `start`; or `start` stood at the record, as near as the kernel counts, which then is the most. A record that fell by
+    more than that was cleared by somebody else. File pages that came or went since the peak go wrong in the difference, so the
+    result is at least what was held at either end.
     """
     if now.freed is not None and now.freed == start.freed:
         return max(start.held, now.held)
-    if now.record is None or start.record is None or now.record < start.record:
-        return None
     near = BATCHED if now.freed is None else 0
+    if now.record is None or start.record is None or now.record < start.record - near:
+        return None
     if now.record > start.record or start.counted >= start.record - near:
         return max(now.record - (now.counted - now.held), now.held, start.held)
     return None

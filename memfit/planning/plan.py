@@ -52,6 +52,8 @@ class Option:
     """Whether its upper bound is within the budget."""
     reason: str = ""
     """Why it was not taken."""
+    measured: bool = False
+    """Whether its seconds were measured while training; else they were timed while planning."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class Plan:
 
         def anew(option: Option) -> Option:
             own = seconds.get(option.micro_batch) if option in same else None
-            option = option if own is None else replace(option, cost=replace(option.cost, seconds=own))
+            option = option if own is None else replace(option, cost=replace(option.cost, seconds=own), measured=True)
             taken = option.micro_batch == micro_batch and (own is not None or option in same)
             return replace(option, reason="" if taken else _reason_now(option, own is not None, best, drift))
 
@@ -186,7 +188,12 @@ class Plan:
         levers = [f"{len(self.checkpoint)} blocks checkpointed"] if self.checkpoint else []
         levers += [self.precision] if self.precision != "off" else []
         seconds = "" if self.predicted.seconds is None else f", {format_seconds(self.predicted.seconds)} per step"
-        how = f"{self.share} = {self.micro_batch} x {self.accumulation}" if self.accumulation > 1 else f"{self.share} whole"
+        if self.accumulation == 1:
+            how = f"{self.share} whole"
+        elif self.micro_batch * self.accumulation == self.share:
+            how = f"{self.share} = {self.micro_batch} x {self.accumulation}"
+        else:
+            how = f"{self.share} in {self.accumulation} of at most {self.micro_batch}"
         if self.by_size:
             how = f"{self.share} = about {self.micro_batch} at a time, by size of sample"
         with_levers = f" ({', '.join(levers)})" if levers else ""
@@ -277,7 +284,9 @@ def _reason_now(option: Option, measured: bool, best: float | None, drift: float
         return option.reason or "was in force before"
     slower = (planned if measured else planned * drift) / best - 1
     how = "measured while training" if measured else "estimated"
-    return f"{slower:.0%} slower, {how}" if slower > 0.02 else f"as fast, {how}"
+    if abs(slower) <= 0.02:
+        return f"as fast, {how}"
+    return f"{slower:.0%} slower, {how}" if slower > 0 else f"{-slower:.0%} faster, {how}"
 
 
 def _describe(option: Option) -> str:

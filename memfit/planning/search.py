@@ -323,13 +323,13 @@ def _does_not_fit(tried: Sequence[_Way], budget: Budget, demand: Demand, own: Pr
         found=f"at micro-batch {least.micro_batch}{levers} it needs {format_bytes(need)}, and {left} are "
         f"left of {format_bytes(budget.limit)} (held by others {format_bytes(budget.held)}, margin "
         f"{format_bytes(budget.margin)}); parameters and gradients alone take {format_bytes(fixed)}",
-        next_move=f"give it budget={budget.with_room_for(need - budget.room)!r} or more{_what_else(demand, own, standing)}",
+        next_move=f"give it budget={budget.with_room_for(need - budget.room)!r} or more{_what_else(demand, own)}",
     )
 
 
-def _what_else(demand: Demand, own: Profile, standing: int) -> str:
+def _what_else(demand: Demand, own: Profile) -> str:
     ways = []
-    if standing:
+    if demand.standing_per_sample:
         ways.append("pass a loss_fn= that is a mean or sum over samples, so that the output need not exist as a whole")
     if demand.checkpoint is not None and own.blocks:
         ways.append("allow checkpoint='auto'")

@@ -105,25 +105,23 @@ def measured_profile(
 ) -> Profile:
     """The profile from micro-batches of `smallest` samples and one more that really run; used where tracing fails.
     `reserved`: on that scale of `Meter`."""
-    watch = Stopwatch(subject.model, staging, subject.weighting, subject.device, reserved=reserved)
+    watch = Stopwatch(subject.model, staging, subject.weighting, subject.device, reserved=reserved, trimmed=True)
     facts = model_facts(subject.model, subject.optimizer)
     state = state_bytes(subject.optimizer)
     standing = facts.parameter_bytes + facts.gradient_bytes + state
-    with watch.session(work):
-        timings = [watch.run(work, n) for n in (smallest, smallest + 1) if n <= available]
-    # The optimizer's step may need another copy of the parameters while it computes (foreach, the default).
-    least = standing + facts.gradient_bytes
-    points = tuple((t.samples, max(least, standing + (t.growth or 0))) for t in timings)
-    return Profile(
+    with watch.session(work, smallest):
+        timings = [watch.run(work, n) for n in (smallest, smallest + 1) if n <= min(available, work.samples)]
+    found = Profile(
         **_circumstances(subject),
         timeline=None,
-        points=points,
+        points=(),
         source="measured",
-        timings=tuple(timings),
+        standing=standing,
         notes=(
             f"profiled by measuring micro-batches of {smallest} and {smallest + 1} samples, because tracing failed: {reason}",
         ),
     )
+    return found.with_timings(tuple(timings), 0.0)
 
 
 def model_facts(model: nn.Module, optimizer: Optimizer) -> ModelFacts:

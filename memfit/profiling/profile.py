@@ -62,14 +62,14 @@ class Profile:
     """(samples, peak) where peaks were worked out for single sizes, ascending; used instead of `points`."""
     source: str = "traced"
     """traced; traced at single sizes; or measured."""
+    standing: int = 0
+    """Where it was measured: bytes of parameters, gradients and optimizer state, on which micro-batches come."""
     blocks: tuple[str, ...] = ()
     """Blocks that could be checkpointed."""
     script_blocks: tuple[str, ...] = ()
     """Blocks that the script checkpoints itself."""
     written_buffers: tuple[str, ...] = ()
     """Buffers that training forwards write."""
-    sample_bytes: int = 0
-    """Bytes of one sample's inputs on the device."""
     timings: tuple[Timing, ...] = ()
     """Micro-batches as timed, one per size."""
     optimizer_seconds: float = 0.0
@@ -157,7 +157,26 @@ class Profile:
             measured = [(t.samples, t.growth - t.kept - traced.growth(t.samples)) for t in timings if t.growth is not None]
             excess = tuple((n, max(0, more)) for n, more in measured) if any(more > NOISE for _, more in measured) else ()
         kept = max((t.kept for t in timings), default=0)
-        return replace(self, timings=timings, optimizer_seconds=optimizer_seconds, excess=excess, kept_per_size=kept)
+        return replace(
+            self,
+            timings=timings,
+            optimizer_seconds=optimizer_seconds,
+            excess=excess,
+            kept_per_size=kept,
+            points=self._points_with(timings) if self.source == "measured" else self.points,
+        )
+
+    def _points_with(self, timings: tuple[Timing, ...]) -> tuple[tuple[int, int], ...]:
+        """The points and what these measured; no size takes less than a smaller one, or than the optimizer's step, which may
+        need another copy of the parameters while it computes (foreach, the default)."""
+        known = dict(self.points)
+        for timing in timings:
+            known[timing.samples] = max(known.get(timing.samples, 0), self.standing + (timing.growth or 0))
+        least, found = self.standing + self.model.gradient_bytes, []
+        for samples in sorted(known):
+            least = max(least, known[samples])
+            found.append((samples, least))
+        return tuple(found)
 
 
 def affine(small: Timeline, large: Timeline, third: Timeline, sizes: tuple[int, int, int]) -> Timeline | None:

@@ -20,7 +20,7 @@ from memfit._units import MiB
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import CountOf, Pass, Weighting, Work, gathering
 from memfit.engine.staged import Staging
-from memfit.hardware.heap import free_heap
+from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.profiling.allocator import thresholds_pinned
 from memfit.profiling.sandbox import leave_no_trace
@@ -43,12 +43,13 @@ class Stopwatch:
         blocks: Iterable[str] = (),
         *,
         reserved: bool = False,
+        trimmed: bool = False,
     ) -> None:
         modules = dict(model.named_modules())
         self._blocks = {modules[name]: name for name in blocks}
         self._model, self._staging, self._weighting, self._device = model, staging, weighting, device
         self._meter: Meter | None = None
-        self._reserved = reserved
+        self._reserved, self._trimmed = reserved, trimmed
         # Pages of the heap that are free may or may not be resident: what stayed is only known where that does not matter.
         self._tells_kept = device.type == "cpu" and (reserved or thresholds_pinned())
 
@@ -72,6 +73,8 @@ class Stopwatch:
         marks: list[float] = []
         found: dict[str, float] = {}
         timed = _Timed(work, self._now, marks)
+        if self._trimmed:
+            give_back_free_heap()  # what an earlier micro-batch left free would serve this one, and hide what it takes
         self._meter.reset_peak()
         before, used = self._meter.held(), self._used()
         with self._block_times(found):
@@ -150,8 +153,19 @@ Admit = Callable[[int, tuple[Timing, ...]], bool]
 """Whether micro-batches of this size fit, by the timings of smaller ones."""
 
 
+Longer = Callable[[tuple[Timing, ...]], bool]
+"""Whether sizes may be timed for twice as long, by the timings so far."""
+
+
 def time_sizes(
-    watch: Stopwatch, work: Work, sizes: Sequence[int], seconds: float, admit: Admit | None = None, *, least: int = 1
+    watch: Stopwatch,
+    work: Work,
+    sizes: Sequence[int],
+    seconds: float,
+    admit: Admit | None = None,
+    *,
+    least: int = 1,
+    longer: Longer | None = None,
 ) -> tuple[Timing, ...]:
     """Each of `sizes` (ascending) timed within about `seconds`, in turns so that a disturbance hits them alike; sizes that
     are not admitted are left out, and those that would take too long, but never the `least` smallest. Once all have run, the
@@ -161,6 +175,8 @@ def time_sizes(
         stop = time.perf_counter() + seconds  # what is made once (kernels, libraries) does not shorten what is measured
         for size in sizes:
             best = tuple(_together(timings) for timings in found.values())
+            if best and longer is not None and longer(best):
+                stop, longer = stop + seconds, None
             if len(best) >= least and time.perf_counter() + timing_at(best, size).seconds > stop:
                 break
             if best and admit is not None and not admit(size, best):

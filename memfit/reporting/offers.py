@@ -42,16 +42,17 @@ def offers_for(plan: Plan, profile: Profile | None, room: int) -> tuple[Offer, .
 
 def _of_options(plan: Plan, room: int, pace: float) -> Iterator[Offer]:
     same = [o for o in plan.options if o.precision == plan.precision and o.fits]
-    same = [o for o in same if measured(o)] or same  # where some were measured, those can be compared with the plan
-    smaller = [o for o in same if o.micro_batch < plan.micro_batch]
-    larger = [o for o in same if o.micro_batch > plan.micro_batch]
+    others = [o for o in same if o.micro_batch != plan.micro_batch]
+    others = [o for o in others if o.measured] or others  # where some were measured, those can be compared with the plan
+    smaller = [o for o in others if o.micro_batch < plan.micro_batch]
+    larger = [o for o in others if o.micro_batch > plan.micro_batch]
     if smaller:
         yield _offer("micro-batch", max(smaller, key=lambda o: o.micro_batch), plan, room, pace)
     if larger:
         yield _offer("micro-batch", min(larger, key=lambda o: o.micro_batch), plan, room, pace)
-    others = [o for o in plan.options if o.precision != plan.precision and o.fits and o.cost.seconds is not None]
-    if others:
-        yield _offer("precision", min(others, key=lambda o: o.cost.seconds or 0.0), plan, room, pace)
+    lower = [o for o in plan.options if o.precision != plan.precision and o.fits and o.cost.seconds is not None]
+    if lower:
+        yield _offer("precision", min(lower, key=lambda o: o.cost.seconds or 0.0), plan, room, pace)
 
 
 def _larger_budget(plan: Plan, room: int) -> Iterator[Offer]:
@@ -63,7 +64,7 @@ def _larger_budget(plan: Plan, room: int) -> Iterator[Offer]:
 def _offer(lever: str, option: Option, plan: Plan, room: int, pace: float) -> Offer:
     more = option.cost.upper - plan.predicted.upper
     known = option.cost.seconds is not None and plan.predicted.seconds is not None
-    then = (option.cost.seconds or 0.0) * (1.0 if measured(option) else pace)
+    then = (option.cost.seconds or 0.0) * (1.0 if option.measured else pace)
     return Offer(
         lever,
         option.micro_batch,
@@ -77,15 +78,10 @@ def _offer(lever: str, option: Option, plan: Plan, room: int, pace: float) -> Of
     )
 
 
-def measured(option: Option) -> bool:
-    """Whether an option's seconds were measured while training; those of the others were timed while planning."""
-    return "measured while training" in option.reason
-
-
 def drift(plan: Plan, profile: Profile | None) -> float:
     """Seconds of the plan as measured while training, by those timed while planning; 1 where it was not measured."""
-    own = next((option.cost.seconds for option in plan.options if not option.reason), None)
-    if own is None or profile is None or not any(map(measured, plan.options)):
+    own = next((option.cost.seconds for option in plan.options if not option.reason and option.measured), None)
+    if own is None or profile is None:
         return 1.0
     pieces = sizes(plan.share, plan.micro_batch)
     # Where samples differ in size, the plan's own prediction stays as it was planned.

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from memfit.planning.plan import Option, Plan
+from memfit.planning.plan import Option
 from memfit.reporting.facts import Pace
-from memfit.reporting.offers import measured
 from memfit.reporting.report import Report
 
 CHANGES = ("plan", "replan", "out of memory")
@@ -27,18 +26,13 @@ def steady(report: Report) -> tuple[float, ...]:
 def seconds_of(option: Option, report: Report) -> float | None:
     """Seconds per step of an option, comparable with all others: those timed while planning as they come to now."""
     seconds = option.cost.seconds
-    return seconds if seconds is None or anew(option, report.plan) else seconds * report.drift
+    return seconds if seconds is None or option.measured else seconds * report.drift
 
 
 def asked_seconds(report: Report) -> float | None:
     """Seconds per step that the script's own settings would take, comparable with the plan's."""
     seconds, drift = report.plan.asked.seconds, 1.0 if report.plan.by_size else report.drift
     return None if seconds is None else seconds * drift
-
-
-def anew(option: Option, plan: Plan) -> bool:
-    """Whether an option's seconds were measured while training; the plan's own were if any were."""
-    return measured(option) or (not option.reason and any(map(measured, plan.options)))
 
 
 def loader_share(report: Report) -> float | None:

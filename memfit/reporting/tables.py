@@ -10,8 +10,7 @@ from memfit._units import format_bytes, format_seconds
 from memfit.planning.plan import Option
 from memfit.reporting.colours import COLOURS
 from memfit.reporting.facts import BlockCost, Moment
-from memfit.reporting.offers import measured
-from memfit.reporting.pace import anew, loader_share, seconds_of, steady, typical_wait
+from memfit.reporting.pace import loader_share, seconds_of, steady, typical_wait
 from memfit.reporting.report import Report
 from memfit.reporting.words import in_unit, instead, more_bytes, more_seconds, percent, reason, unit_for, way
 
@@ -104,7 +103,7 @@ def options(report: Report) -> Table:
     note = "Memory is on the budget's scale: what is held beside the training is part of it."
     if report.plan.by_size:
         note += f" These are for samples of the median size, {report.plan.median:,} elements."
-    if any(measured(option) for option in shown):
+    if any(option.measured for option in shown):
         note += " Seconds marked * were measured while training; the others were timed while planning, and scaled to those."
     unit = unit_for([option.cost.upper + report.plan.held for option in shown])
     table = Table(
@@ -126,7 +125,7 @@ def _option_row(option: Option, report: Report, unit: tuple[int, str]) -> tuple[
         "as the script" if option.precision == "off" else option.precision,
         str(option.checkpoint),
         *(f"{in_unit(size + held, unit[0])} {unit[1]}" for size in (option.cost.peak, option.cost.upper)),
-        f"{words} *" if anew(option, report.plan) else words,
+        f"{words} *" if option.measured else words,
         reason(option, report.plan) or "this is the plan",
     )
 

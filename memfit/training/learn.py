@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,19 +205,23 @@ def _fakes_silent() -> Iterator[None]:
 
 
 def _real_outputs(call: Call, *samples: int) -> list[Any]:
+    world = FakeWorld()  # what has no data still says on which device it would be
     with leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
         found = []
         for n in samples:
             output = call.output(call.arguments(0, n))
-            found.append(map_leaves(_without_data, output))
+            found.append(map_leaves(partial(_without_data, world), output))
             del output
     return found
 
 
-def _without_data(leaf: Any) -> Any:
+def _without_data(world: FakeWorld, leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
+    if leaf.layout is not torch.strided:
+        return torch.empty_like(leaf, device="meta").requires_grad_(leaf.requires_grad)
+    with world.mode:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device).requires_grad_(leaf.requires_grad)
 
 
 def _kind(leaf: Any, path: Path = ()) -> Hashable:

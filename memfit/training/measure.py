@@ -7,8 +7,9 @@ only with blocks checkpointed, which are planned by composition.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -27,7 +28,8 @@ from memfit.training.task import Task
 from memfit.training.tune import doubling
 
 TIMING_SECONDS = 0.8
-"""How long micro-batches are timed while planning; training itself goes on measuring (`tune.py`)."""
+"""How long micro-batches are timed while planning, or twice as long where kernels take much beside the tensors; training
+itself goes on measuring (`tune.py`)."""
 MOST_KEPT = 0.1
 """Share of the room that kernels for sizes of micro-batches tried while planning may keep for good."""
 HIDDEN_KEPT, HIDDEN_SHARE = 16 << 20, 0.1
@@ -35,8 +37,13 @@ HIDDEN_KEPT, HIDDEN_SHARE = 16 << 20, 0.1
 (transformers keep up to 8 MiB once and take 3 %; convolutions 40 MiB per size, or half as much again for 2 samples)."""
 BUSY = 1.5
 """Processes that want to run, per core, from which on timings are taken to be disturbed (a training itself makes it 1)."""
+FAR = 2
+"""How many times the largest micro-batch that ran one may have that is planned where tracing failed: what it takes is told by a
+line through the others alone."""
 SAFE_FROM_SINGLES = 3
 """Where micro-batches may have this many samples or more, no sample is left by itself (at most 2: 3 = 2 + 1)."""
+
+Result = TypeVar("Result")
 
 Excess = tuple[tuple[int, int], ...]
 """(samples, bytes) by which measured micro-batches exceeded their trace, ascending."""
@@ -68,16 +75,20 @@ class Measurer:
             profile = replace(profile, excess=beside.excess)  # not known yet, but likely
             wanted = tuple(timing.samples for timing in beside.timings)[-1:] or wanted
         fitting = [n for n in wanted if profile.peak(n).upper <= allowed]
-        if not fitting:  # what fits only when checkpointed is not run here
-            return replace(profile.with_timings((), self._optimizer_seconds(allowed)), excess=profile.excess)
+        if not fitting:
+            return self._untimed(profile, allowed)
         give_back_free_heap()
         try:
             timings = self._survivors(task, profile, fitting, allowed)
-        except ValueError as error:
-            self.no_singles = _needs_company(error) and fitting[-1] >= SAFE_FROM_SINGLES
-            if not self.no_singles:
+        except Exception as error:
+            if not _needs_company(error):
                 raise
-            timings = self._survivors(task, profile, [n for n in fitting if n >= SAFE_FROM_SINGLES], allowed)
+            self.no_singles = True
+            # All of a batch of two leaves none by itself either.
+            fitting = [n for n in fitting if n >= SAFE_FROM_SINGLES or 1 < n == task.demand.share]
+            if not fitting:
+                return self._untimed(profile, allowed)
+            timings = self._survivors(task, profile, fitting, allowed)
         busy = busy_note(self._device)
         found = profile.with_timings(never_slower(timings) if busy else timings, self._optimizer_seconds(allowed))
         waste, kept = HIGH_HEAP_WASTE if self._scatters(found) else found.heap_waste, found.kept_per_size
@@ -85,6 +96,21 @@ class Measurer:
             kept = max(kept, (self._memory.budget().held - before.held) // len(timings))
             found = replace(found, excess=excess_beside(beside.excess, found.excess))
         return replace(found, heap_waste=waste, kept_per_size=kept, notes=(*found.notes, *busy, *self._ran_out))
+
+    def _untimed(self, profile: Profile, allowed: int) -> Profile:
+        """The profile where no size runs as it is: what fits only when checkpointed is not run here."""
+        return replace(profile.with_timings((), self._optimizer_seconds(allowed)), excess=profile.excess)
+
+    def smallest(self, run: Callable[[int], Result]) -> Result:
+        """What `run` gives for one sample, or for two where the model cannot run one by itself."""
+        if not self.no_singles:
+            try:
+                return run(1)
+            except Exception as error:
+                if not _needs_company(error):
+                    raise
+                self.no_singles = True
+        return run(2)
 
     def _worth_timing(self, task: Task) -> tuple[int, ...]:
         share = min(task.demand.share, task.available)
@@ -107,7 +133,10 @@ class Measurer:
         """Some of these sizes timed, from the smallest on as far as they fit."""
         reserved = self._memory.reserved
         work = task.real_work(profile.precision if profile.precision_is_lever else "off")
-        watch = Stopwatch(self._model, self._staging, task.weighting, self._device, profile.blocks, reserved=reserved)
+        traced = profile.timeline is not None
+        watch = Stopwatch(
+            self._model, self._staging, task.weighting, self._device, profile.blocks, reserved=reserved, trimmed=not traced
+        )
         # What a new size of micro-batch keeps shows in the second at the earliest; what was not timed is not used then.
         least, seconds = (2, 2 * TIMING_SECONDS) if reserved else (1, TIMING_SECONDS)
 
@@ -117,7 +146,11 @@ class Measurer:
             kept = corrected.kept_for((size,)) + sum(timing.kept for timing in found)
             return kept <= MOST_KEPT * allowed and corrected.peak(size).upper + kept <= allowed
 
-        return time_sizes(watch, work, doubling(sizes), seconds, admit, least=least)
+        def longer(found: tuple[Timing, ...]) -> bool:
+            """Where kernels take much, larger sizes say how much more closely than a line through the smallest."""
+            return _exceeds(profile.with_timings(found, 0.0))
+
+        return time_sizes(watch, work, doubling(sizes), seconds, admit, least=least, longer=None if reserved else longer)
 
     def _optimizer_seconds(self, allowed: int) -> float:
         return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))
@@ -125,18 +158,30 @@ class Measurer:
     def possible(self, demand: Demand, measured: Profile | None = None) -> Demand:
         """The demand with only sizes that may run; by a profile as timed where there is one."""
         if demand.micro_batch is not None:
-            return demand
+            return replace(demand, micro_batch=SAFE_FROM_SINGLES) if self.leaves_one(demand) else demand
         wanted = self._only(measured) or demand.sizes or micro_batch_sizes(demand.share)
-        sizes = tuple(n for n in wanted if self._can_run(n)) or wanted
+        wanted = tuple(n for n in wanted if self._is_near(n, measured)) or wanted[:1]
+        sizes = tuple(n for n in wanted if self._can_run(n, demand.share)) or wanted
         return demand if sizes == micro_batch_sizes(demand.share) else replace(demand, sizes=sizes)
+
+    def leaves_one(self, demand: Demand) -> bool:
+        """Whether the prescribed size would leave a sample by itself where none can run so: one micro-batch takes it."""
+        return self.no_singles and demand.micro_batch == 2 and demand.share % 2 == 1
 
     def may_run(self, size: int, measured: Profile) -> bool:
         """Whether micro-batches of this size may be planned, by a profile as timed."""
-        return self._can_run(size) and size in (self._only(measured) or (size,))
+        return self._can_run(size, size) and self._is_near(size, measured) and size in (self._only(measured) or (size,))
 
-    def _can_run(self, size: int) -> bool:
-        """Whether it neither ran out of memory nor leaves a sample by itself where none can run so."""
-        return size <= (self._most or size) and (not self.no_singles or size >= SAFE_FROM_SINGLES)
+    def _is_near(self, size: int, measured: Profile | None) -> bool:
+        """Where nothing could be traced, whether what was measured tells of this size."""
+        if measured is None or measured.source != "measured" or not measured.timings:
+            return True
+        return size <= FAR * measured.timings[-1].samples
+
+    def _can_run(self, size: int, share: int) -> bool:
+        """Whether it neither ran out of memory nor leaves a sample of the share by itself where none can run so."""
+        alone = size < SAFE_FROM_SINGLES and not 1 < size == share
+        return size <= (self._most or size) and not (self.no_singles and alone)
 
     def _only(self, profile: Profile | None) -> tuple[int, ...]:
         """The sizes that have run, where kernels take what tensors do not show: how much for a size is known only then. Empty
@@ -190,6 +235,6 @@ def _exceeds(profile: Profile, *, at_largest: bool = False) -> bool:
     return any(more > HIDDEN_SHARE * profile.timeline.growth(samples) for samples, more in seen)
 
 
-def _needs_company(error: ValueError) -> bool:
+def _needs_company(error: Exception) -> bool:
     """Whether torch says that batch norm cannot take the statistics of a single value."""
     return "more than 1 value per channel" in str(error)

@@ -28,7 +28,7 @@ class Ordered:
     of an ordinary batch, None where samples are collated. With `in_order`, pieces can only be made of neighbours;
     `views(pieces)` makes all of them where that copies nothing. They lie on `devices`, if known.
     `again` makes of a part of an ordinary batch, and the number of samples in it, a batch of its own. `wanted` are the tensors
-    of an ordinary batch that gradients flow into.
+    of an ordinary batch that gradients flow into. `nbytes()` counts the bytes of samples that are not collated yet.
     """
 
     def __init__(
@@ -43,7 +43,9 @@ class Ordered:
         devices: frozenset[torch.device] | None = None,
         again: Callable[[Any, int], Ordered] | None = None,
         wanted: Sequence[torch.Tensor] = (),
+        nbytes: Callable[[], int] = int,
     ) -> None:
+        self.nbytes = nbytes
         self.samples, self.shapes, self.in_order, self._again = samples, shapes, in_order, again
         self.wanted = wanted
         self.devices = devices
@@ -59,7 +61,7 @@ class Ordered:
     def of_samples(batch: SampleBatch) -> Ordered:
         """Samples that are collated piece by piece."""
         batch = batch.without_gaps()
-        return Ordered(len(batch), batch.sizes(), batch.collate)
+        return Ordered(len(batch), batch.sizes(), batch.collate, nbytes=batch.nbytes)
 
     @staticmethod
     def of_tree(tree: Any, layout: Layout, shapes: Shapes) -> Ordered:

@@ -56,14 +56,22 @@ class Planner:
         traced = profile if profile is not None and lever == "off" else self.profile(task, lever)
         if not timed:
             return self._decided(task, traced)
-        own = self.measurer.timed(task, traced)
+        own = self._timed(task, traced)
         try:
             return self._decided(self._of_timed(task, own), own, lower=not own.excess)
         except DoesNotFit:
             if not own.excess:
                 raise
-        own = self.measurer.timed(task, traced)  # what kernels were seen to take may have been a disturbance
+        own = self._timed(task, traced)  # what kernels were seen to take may have been a disturbance
         return self._decided(self._of_timed(task, own), own)
+
+    def _timed(self, task: Task, traced: Profile) -> Profile:
+        """The profile as timed, which says where the size that was prescribed cannot be kept."""
+        own = self.measurer.timed(task, traced)
+        if not self.measurer.leaves_one(task.demand):
+            return own
+        alone = f"micro-batches of 2 would leave one of {task.demand.share} samples by itself, which the model cannot run"
+        return replace(own, notes=(*own.notes, f"{alone}: one has 3"))
 
     def _decided(self, task: Task, own: Profile, *, lower: bool = True) -> tuple[Plan, Profile]:
         """The plan by this profile; `lower`: in a lower precision where nothing else fits and that was left to memfit."""
@@ -84,7 +92,7 @@ class Planner:
         demand = replace(task.demand, micro_batch=share)
         plan = search([profile], self._memory.budget(), demand)
         grows = plan.predicted.upper if profile.timeline is None else profile.timeline.growth(share)
-        if KERNELS * grows <= plan.room or self._settings.whole:
+        if self._settings.whole or (KERNELS * grows <= plan.room and profile.source != "measured"):
             return plan, profile
         try:
             measured = self.measurer.timed(task, profile)
@@ -121,8 +129,10 @@ class Planner:
                 reason = failed.reason
         else:
             reason = "the model is compiled"
-        smallest, work = 2 if self.measurer.no_singles else 1, task.real_work(lever)
-        return measured_profile(subject, work, task.available, self._staging, reason, smallest, reserved=self._memory.reserved)
+        work, reserved = task.real_work(lever), self._memory.reserved
+        return self.measurer.smallest(
+            lambda n: measured_profile(subject, work, task.available, self._staging, reason, n, reserved=reserved)
+        )
 
     def _search(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
         """The plan by composition, then traced whole; where the trace needs more, that is learnt and searched again."""
@@ -189,8 +199,8 @@ class Planner:
             return f"how far that moves the gradient was not measured, as one sample in {own.precision} does not fit"
         works = (task.real_work("off"), task.real_work(lever))
         with checkpointed(self._model, own.blocks):
-            shift = gradient_shift(*works, self._staging, self._device)
-        return f"it moves the gradient by {shift:.2g} (relative, measured on one sample)"
+            shift, samples = self.measurer.smallest(lambda n: (gradient_shift(*works, n, self._staging, self._device), n))
+        return f"it moves the gradient by {shift:.2g} (relative, measured on {'one sample' if samples == 1 else 'two samples'})"
 
     def _fast(self, task: Task, own: Profile) -> tuple[Plan, Profile]:
         """The fastest over all precisions."""

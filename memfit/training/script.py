@@ -17,7 +17,7 @@ import torch
 from memfit.batches.pieces import sizes
 from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work
-from memfit.engine.context import recording_possible
+from memfit.engine.context import without_inference_mode
 from memfit.engine.generators import random_state_kept
 from memfit.engine.handover import Total, hand_over
 from memfit.training.call import Call
@@ -96,7 +96,7 @@ class Script:
         """Inside, calls of the model are our own and go straight through."""
         before, self._busy = self._busy, True
         try:
-            with recording_possible():  # a script may read an output, which runs the model, in inference mode
+            with without_inference_mode():  # a script may read an output, which runs the model, in inference mode
                 yield
         finally:
             self._busy = before

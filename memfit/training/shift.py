@@ -19,21 +19,21 @@ from memfit.training.prove import comparable
 from memfit.training.weigh import probes_of
 
 
-def gradient_shift(own: Work, lowered: Work, staging: Staging, device: torch.device) -> float:
-    """The relative L2 difference between the gradients of both works for their first sample; no trace is left."""
+def gradient_shift(own: Work, lowered: Work, samples: int, staging: Staging, device: torch.device) -> float:
+    """The relative L2 difference between the gradients of both works for their first `samples`; no trace is left."""
     draws = Draws()
     with comparable(staging.model, device), staging.swapped():
         probes = probes_of(staging.parameters())
-        want = _gradients(own, probes, draws.recording)
-        got = _gradients(lowered, probes, lambda: draws.sliced(0, 1, 1))
+        want = _gradients(own, samples, probes, draws.recording)
+        got = _gradients(lowered, samples, probes, lambda: draws.sliced(0, samples, samples))
     squares = sum(float((a - b).pow(2).sum()) for a, b in zip(got, want))
     return (squares / max(sum(float(b.pow(2).sum()) for b in want), 1e-30)) ** 0.5
 
 
 def _gradients(
-    work: Work, probes: Sequence[torch.Tensor], drawing: Callable[[], AbstractContextManager[Any]]
+    work: Work, samples: int, probes: Sequence[torch.Tensor], drawing: Callable[[], AbstractContextManager[Any]]
 ) -> list[torch.Tensor]:
-    inputs, _ = work.inputs(0, 1, None)
+    inputs, _ = work.inputs(0, samples, None)
     with drawing():
         loss = checked_loss(work.loss(work.forward(inputs)))
     with without_autocast(work.device):

@@ -17,7 +17,7 @@ import torch
 from memfit._errors import Refused
 from memfit.batches.cut import Axis
 from memfit.batches.weights import all_arguments, known_loss
-from memfit.engine.context import recording_possible
+from memfit.engine.context import without_inference_mode
 from memfit.engine.handover import give, refuse_create_graph
 from memfit.training.call import Call
 from memfit.training.route import Step, step
@@ -114,7 +114,7 @@ class StandIn(torch.Tensor):
     def computed(self) -> torch.Tensor:
         """What it stands for, differentiable; the same tensor at every call."""
         if self._computed is None:
-            with recording_possible(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            with without_inference_mode(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._computed = self._materialise()
         return self._computed
 

@@ -20,6 +20,10 @@ from memfit.training.ordered import Ordered
 from memfit.training.task import Task
 from memfit.training.works import LossFn, StepWork
 
+HELD = 2
+"""Batches of samples, not collated yet, that are there during a step beside the one that was planned with: the one in hand and
+the one before it, which loops and loaders let go of later. (A ViT's heap grew by two to three batches of 16 to 64 samples.)"""
+
 
 class Tasks:
     """Work, tasks and plans for `loss_fn` on ordered batches.
@@ -81,7 +85,7 @@ class Tasks:
         """The plan for effective batches of `share` samples like these, and what it rests on (`profile`: made already, for the
         largest sample). Raises DoesNotFit."""
         planner = self._core.planner
-        demand = Demand(share, self._core.settings.target_batch)
+        demand = Demand(share, self._core.settings.target_batch, standing_per_sample=self._held_per_sample(batch))
         longest = self.task(batch, 0, demand, weighting)
         if not batch.ragged or planner.constrained(demand).micro_batch is not None:
             return planner.plan(longest, profile=profile)
@@ -105,10 +109,15 @@ class Tasks:
         timed = planner.measurer.timed(self.task(batch, middle, fixed, longest.weighting), between)
         timed = with_padding(timed, batch.sizes[middle], batch.sizes)
         found = search([timed], memory.budget(), replace(planner.constrained(fixed), checkpoint=()))
-        table = by_size(ends, found, memory.budget().room, batch.sizes[middle])
+        standing = demand.standing_per_sample * demand.share
+        table = by_size(ends, found, memory.budget().room - standing, batch.sizes[middle])
         peak, peaks = peak_of(ends, table, batch.sizes), peaks_of(ends, table)
-        cost = replace(found.predicted, peak=peak.expected, upper=peak.upper)
+        cost = replace(found.predicted, peak=peak.expected + standing, upper=peak.upper + standing)
         notes = (*plan.notes, "samples differ in size: micro-batches are made of samples of similar size")
         checkpoint = plan.checkpoint
         plan = replace(found, by_size=table, size_peaks=peaks, median=batch.sizes[middle])
         return replace(plan, checkpoint=checkpoint, predicted=cost, notes=notes), timed
+
+    def _held_per_sample(self, batch: Ordered) -> int:
+        """Bytes of a sample that is not collated, in all batches that are there at once, where the CPU's memory is planned."""
+        return HELD * batch.nbytes() // max(1, batch.samples) if self._core.device.type == "cpu" else 0
