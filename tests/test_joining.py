@@ -59,7 +59,7 @@ def test_comparing_takes_little_beside_what_is_compared(dtype: torch.dtype) -> N
     assert peak is not None and peak - before < wanted.nbytes / 2  # at once it would take several times as much
     assert torch.equal(made, wanted)
     made[-1] += 1
-    expected = float((made - wanted).double().norm() / wanted.double().norm())
+    expected = float((made.double() - wanted.double()).norm() / wanted.double().norm())
     assert relative_difference(wanted, made) == pytest.approx(expected, rel=1e-12)
 
 
