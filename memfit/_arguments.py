@@ -65,6 +65,17 @@ def check_model(model: Any) -> torch.device:
     return _one_device(model, parameters)
 
 
+def check_same_device(asked: Any, here: torch.device) -> None:
+    """What `device=` names must be where the model is. Raises UsageError."""
+    if asked is None or torch.device(asked).type == here.type:
+        return
+    raise UsageError(
+        f"device={str(asked)!r}",
+        found=f"the model is on {here}",
+        next_move="move it there, leave device= away, or name a card of the catalogue, like 'a100-40gb'",
+    )
+
+
 def check_module(model: Any) -> None:
     """A torch module. Raises UsageError."""
     if not isinstance(model, nn.Module):

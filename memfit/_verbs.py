@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memfit._arguments import blocks_from, check_module, check_optimizer
+from memfit._arguments import blocks_from, check_module, check_optimizer, check_same_device
 from memfit._errors import UsageError
 from memfit._values import (
     check_count,
@@ -24,7 +24,7 @@ from memfit._values import (
 )
 from memfit._wrap import wrap
 from memfit.engine.intercept import is_compiled
-from memfit.hardware.budget import Budget, probe
+from memfit.hardware.budget import Budget, card_named, probe
 from memfit.levers.checkpoint import candidate_blocks
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
@@ -53,15 +53,13 @@ def profile(
     `sample` is one batch with at least two samples along the first dimension of its tensors: what `loss_fn(model, sample)`
     takes, or without loss_fn what the model is called with (a tuple is spread, a mapping is passed by keyword). Models on
     the meta device are traced, not timed. `precision` and `checkpoint` are as in `wrap`, with explicit values.
+    `device` is the name of a GPU that is not here ("a100-40gb", "rtx-4090", "24GiB"): its kernels are traced, its allocator
+    is simulated, and seconds are modelled; nothing of the model is computed, so that it may be on the meta device.
 
-    Raises UsageError for a sample that cannot be cut, and whatever the model itself raises.
+    Raises UsageError for a sample that cannot be cut, an unknown device, or a model that needs real data to be profiled for
+    another device; and whatever the model itself raises.
     """
-    if device is not None:
-        raise UsageError(
-            f"profiling for device={device!r}",
-            found="this version profiles for the device the model is on",
-            next_move="leave device= away",
-        )
+    elsewhere = card_named(device)
     check_module(model)
     check_optimizer(optimizer, model)
     check_functions(loss_fn=loss_fn)
@@ -69,13 +67,18 @@ def profile(
     blocks, every = blocks_from(checkpoint, model)
     on_meta = any(p.is_meta for p in model.parameters())
     here = torch.device("cpu") if on_meta else next(model.parameters()).device
-    core = Core(model, optimizer, here, probe(device=here), Settings(), compiled=is_compiled(model))
+    if elsewhere is None:
+        check_same_device(device, here)
+    allowed = probe(device=here if elsewhere is None else device)
+    core = Core(model, optimizer, here, allowed, Settings(card=elsewhere), compiled=is_compiled(model))
     if loss_fn is not None:
         task = Stepper(core, loss_fn, lambda batch: loss_fn(model, batch)).task(sample)
     else:
         task = Kinds(core).task(model.forward, _as_call(sample))
     lever = "off" if asked in ("auto", "off") else asked
     found = core.planner.profile(task, lever, candidate_blocks(model) if every else blocks or ())
+    if elsewhere is not None:
+        return core.planner.measurer.timed(task, found)
     return found if on_meta else core.planner.measurer.timed(task, found)
 
 
@@ -100,7 +103,9 @@ def plan(
     size, whole = micro_batch_from(micro_batch)
     blocks = _known_blocks(checkpoint, profile)
     demand = Demand(target_batch, target_batch, micro_batch=target_batch if whole else size, checkpoint=blocks)
-    return search([profile], budget.with_held(max(0, budget.held - profile.model.parameter_bytes)), demand)
+    # Here the model lies in what is held already; on a card that is not here there is nothing yet.
+    held = max(0, budget.held - profile.model.parameter_bytes) if budget.device.here else budget.held
+    return search([profile], budget.with_held(held), demand)
 
 
 def apply(

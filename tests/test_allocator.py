@@ -10,15 +10,16 @@ from handmade import Course, two_blocks
 from hypothesis import given, strategies as st
 
 from memfit._units import KiB, MiB
+from memfit.allocators.events import Exhausted
 from memfit.profiling.allocator import (
-    CUDA_WORKSPACE,
     HEAP_TENSOR,
     HEAP_WASTE,
     Peak,
+    caching_peak,
     heap_peak,
     peak_on,
-    reserved_peak,
     thresholds_pinned,
+    workspace_bytes,
 )
 
 
@@ -30,7 +31,7 @@ def reserved(*steps: tuple[str, int] | str) -> int:
             course.death(step)
         else:
             course.birth(*step)
-    return reserved_peak(course.done(), 1)
+    return caching_peak(course.done(), 1, workspaces=0).reserved
 
 
 def many(count: int, size: int) -> list[tuple[str, int]]:
@@ -181,7 +182,7 @@ def test_reserved_is_never_below_what_is_alive(births: list[tuple[int, int]]) ->
         if dies_after < i and (name := f"t{i - dies_after - 1}") in _alive(course):
             course.death(name)
     timeline = course.done()
-    held = reserved_peak(timeline, 1)
+    held = caching_peak(timeline, 1, workspaces=0).reserved
     assert held >= timeline.peak(1)
     assert held % (2 * MiB) == 0
     # Segments for each alone would be the worst: what is free is used again.
@@ -201,26 +202,53 @@ def _alive(course: Course) -> set[str]:
 def test_a_single_micro_batch_skips_the_second_one() -> None:
     timeline = two_blocks()
     samples = MiB  # of 1 byte each: inputs of 1 MiB, saved tensors of 10
-    both, first = (reserved_peak(timeline, samples, accumulates=a) for a in (True, False))
-    assert first == reserved_peak(two_blocks(windows=1), samples)
-    assert both >= first
+    both, first = (caching_peak(timeline, samples, accumulates=a) for a in (True, False))
+    assert first == caching_peak(two_blocks(windows=1), samples)
+    assert both.reserved >= first.reserved
 
 
 @pytest.mark.parametrize(
-    ("capability", "workspace"), [(None, CUDA_WORKSPACE), ((8, 0), CUDA_WORKSPACE), ((9, 0), 64 * MiB), ((9, 9), 64 * MiB)]
+    ("capability", "workspace"), [(None, 8_519_680), ((8, 0), 8_519_680), ((9, 0), 32 * MiB), ((10, 0), 32 * MiB)]
 )
 def test_cublas_keeps_a_workspace_per_thread(capability: tuple[int, int] | None, workspace: int) -> None:
     timeline = Course().birth("a", 30 * MiB).done()
-    peak = peak_on("cuda", timeline, 1, capability=capability)
-    assert peak == Peak(30 * MiB, 30 * MiB + workspace, 30 * MiB + workspace)
-    assert CUDA_WORKSPACE == 2 * (2 * 4096 * KiB + 8 * 16 * KiB)
+    peak = peak_on("cuda", timeline, 1, environ={}, capability=capability)
+    own = 64 * MiB if workspace == 32 * MiB else 20 * MiB  # two of 8.125 MiB lie in one large segment
+    assert workspace_bytes(capability) == workspace
+    assert (peak.allocated, peak.reserved) == (30 * MiB + 2 * workspace, 30 * MiB + own)
+    assert 2 * 4096 * KiB + 8 * 16 * KiB == 8_519_680
+
+
+def test_the_smallest_budget_is_below_what_is_reserved_in_plenty() -> None:
+    course = Course().birth("weights", 30 * MiB).phase("forward")
+    for i in range(10):
+        course.birth(f"t{i}", 20 * MiB)
+    course.death(*(f"t{i}" for i in range(10)))
+    timeline = course.birth("whole", 150 * MiB).done()  # no segment of 20 is large enough: they go back under pressure
+    peak = peak_on("cuda", timeline, 1, environ={})
+    assert peak.reserved == (30 + 20 + 200 + 150) * MiB
+    assert peak.smallest_budget == (30 + 20 + 200) * MiB
+    assert peak.allocated <= peak.smallest_budget <= peak.upper
+    with pytest.raises(Exhausted):
+        caching_peak(timeline, 1, capacity=peak.smallest_budget - 2 * MiB)
+    assert caching_peak(timeline, 1, capacity=peak.smallest_budget).reserved <= peak.smallest_budget
+
+
+def test_settings_in_the_environment_are_followed() -> None:
+    timeline = Course().birth("a", 30 * MiB).phase("forward").birth("b", 21 * MiB + 1).done()
+    peaks = [
+        peak_on("cuda", timeline, 1, environ={"PYTORCH_CUDA_ALLOC_CONF": text})
+        for text in ("", "expandable_segments:True", "backend:cudaMallocAsync")
+    ]
+    assert [peak.reserved for peak in peaks] == [72 * MiB, 80 * MiB, None]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "xpu", "mps", "unheard of"])
 def test_the_upper_bound_is_never_below_what_is_expected(kind: str) -> None:
     for samples in (1, 10, 10**6):
         peak = peak_on(kind, two_blocks(), samples)
-        assert two_blocks().peak(samples) == peak.allocated <= peak.expected <= peak.upper
+        assert two_blocks().peak(samples) <= peak.allocated <= peak.expected <= peak.upper
+        assert peak.lower <= peak.expected and peak.smallest_budget <= peak.expected
 
 
 # ---- glibc
@@ -245,7 +273,9 @@ PINNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 def test_freed_memory_goes_back_only_if_both_thresholds_are_small(environ: dict[str, str], pinned: bool) -> None:
     assert thresholds_pinned(environ) is pinned
     timeline = Course().phase("forward").birth("a", MiB).death("a").done()
-    assert peak_on("cpu", timeline, 1, environ=environ) == Peak(MiB, MiB, MiB if pinned else MiB + int(HEAP_WASTE * MiB))
+    assert peak_on("cpu", timeline, 1, environ=environ) == Peak(
+        MiB, MiB, MiB if pinned else MiB + int(HEAP_WASTE * MiB), MiB
+    )
 
 
 def test_the_heap_keeps_small_tensors_that_come_and_go() -> None:

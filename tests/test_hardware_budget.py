@@ -185,8 +185,17 @@ def test_probe_takes_devices_by_name_and_as_objects() -> None:
 
 @pytest.mark.parametrize("device", ["gpu", "cpu:x"])
 def test_probe_refuses_a_device_that_is_none(device: str) -> None:
-    with pytest.raises(UsageError, match=f"device='{device}'"):
+    with pytest.raises(UsageError, match=f"(?s)card '{device}'.*of the catalogue"):
         probe(device=device)
+
+
+def test_probe_of_a_card_that_is_not_here() -> None:
+    found = probe(device="rtx 4090")
+    assert found.device.name.startswith("NVIDIA GeForce RTX 4090") and not found.device.here
+    assert 22 * GiB < found.room < found.limit == found.device.total < 24 * GiB
+    assert probe(device="24GiB", budget=0.5).limit == 12 * GiB
+    with pytest.raises(UsageError, match="rtx-4090"):
+        probe(device="rtx 4091")
 
 
 @linux

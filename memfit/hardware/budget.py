@@ -6,6 +6,7 @@ Not covered: memory that other processes take after the probe.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -13,11 +14,14 @@ from typing import TYPE_CHECKING
 
 from memfit._errors import UsageError
 from memfit._units import MiB, format_at_least, format_bytes, parse_bytes
+from memfit.hardware.catalogue import Card, card
 from memfit.hardware.device import Device, default_device, photograph
 from memfit.hardware.nvml import load_nvml
 
 if TYPE_CHECKING:
     import torch
+
+_TORCHS_OWN = re.compile(r"(cpu|cuda|xpu|mps|meta|hpu|xla|privateuseone)(:\d+)?")
 
 SMALLEST = 1 * MiB  # an int below this was not meant in bytes
 
@@ -90,15 +94,27 @@ def probe(*, budget: int | float | str | None = None, device: torch.device | str
     lowered to that, with a note.
 
     `device` defaults to the current accelerator if torch has one, else the CPU. An accelerator not used yet gets its
-    context; nothing is allocated.
+    context; nothing is allocated. The name of a card that is not here ("a100-40gb", "rtx-4090", or a size such as "24GiB")
+    gives the budget that it would have.
 
-    Raises UsageError if `budget` cannot be meant as it stands (6, 6.0, True, "6") or torch cannot use the device.
+    Raises UsageError if `budget` cannot be meant as it stands (6, 6.0, True, "6"), torch cannot use the device, or no card has
+    that name.
 
     >>> memfit.probe(budget="6GiB", device="cpu").room
     6361249219
     """
+    elsewhere = card_named(device)
+    if elsewhere is not None:
+        return budget_for(elsewhere.as_device(), budget)
     chosen = _device(device)
     return budget_for(photograph(chosen, nvml=load_nvml() if chosen.type == "cuda" else None), budget)
+
+
+def card_named(device: object) -> Card | None:
+    """The card of the catalogue that a `device=` names; None for what torch could mean. Raises UsageError."""
+    if not isinstance(device, str) or _TORCHS_OWN.fullmatch(device.strip()):
+        return None
+    return card(device)
 
 
 def budget_for(device: Device, asked: int | float | str | None = None) -> Budget:
@@ -106,6 +122,7 @@ def budget_for(device: Device, asked: int | float | str | None = None) -> Budget
     if asked is None:
         limit = device.in_use + device.free
         source = f"probed ({device.limits[0].name})" if device.limits else "probed"
+        source = source if device.here else f"all of {device.name}"
         return Budget(limit, device.in_use, margin_for(device.kind, limit), source, device)
     wanted = asked_bytes(asked, device.total)
     held = 0 if device.kind == "cpu" else device.in_use

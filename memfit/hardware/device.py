@@ -49,6 +49,8 @@ class Device:
     """Of "float32", "bfloat16" and "float16" those it computes in at least as fast as in float32."""
     limits: tuple[Limit, ...] = ()
     """What bounds this process's memory here, the tightest first."""
+    here: bool = True
+    """False for a card of the catalogue, on which nothing can be measured."""
     notes: tuple[str, ...] = ()
     """Circumstances worth telling: allocator settings, slices, fractions, what could not be found out."""
 

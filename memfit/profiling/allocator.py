@@ -2,20 +2,24 @@
 
 CPU: pages that the C library asked the kernel for. With glibc as shipped, tensors below 32 MiB live in a heap that keeps
 what was freed; with its thresholds pinned (MALLOC_MMAP_THRESHOLD_) freed memory goes back at once. CUDA: the caching
-allocator's segments, by its rules of rounding, pools, best fit and splitting (c10/cuda/CUDACachingAllocator.cpp).
-Not covered: scratch inside kernels, the CUDA context and libraries, expandable segments, several streams.
+allocator's segments (`memfit/allocators`), with cuBLAS's workspaces in them. Not covered: other allocators than the caching
+one; several streams.
 """
 
 from __future__ import annotations
 
-import bisect
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from memfit._units import MiB
+from memfit.allocators.caching import CachingAllocator
+from memfit.allocators.events import Exhausted
+from memfit.allocators.settings import AllocatorSettings
+from memfit.hardware.catalogue import CONTEXT
 from memfit.profiling.timeline import Timeline
 
 PAGE = 4096
@@ -28,14 +32,16 @@ size, up to 2.1 for blocks that are computed again and for samples of different 
 HIGH_HEAP_WASTE = 2.0
 """The same where what the process has reserved is limited (RLIMIT_DATA, RLIMIT_AS), as pages given back still count there;
 and where kernels take much beside the tensors: an LSTM's 1.0 to 3.0, its scratch included."""
-CUDA_WORKSPACE = 2 * 8_519_680
-"""cuBLAS keeps 8.125 MiB per handle and stream, one handle each for the forward and the backward thread
-(aten/src/ATen/cuda/CublasHandlePool.cpp; 32 MiB each on sm_90)."""
+WORKSPACE, WORKSPACE_SM90 = 8_519_680, 32 * MiB
+"""cuBLAS keeps 8.125 MiB per handle and stream, 32 on data centre cards since sm_90 (parseChosenWorkspaceSize in
+aten/src/ATen/cuda/CublasHandlePool.cpp); the forward and the backward thread have a handle each."""
+FINEST = 2 * MiB
+"""Bytes to which the smallest budget is searched: the driver's pages."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """What a step needs on a device."""
+    """What a step needs on a device, in bytes."""
 
     allocated: int
     """Bytes of tensors alive at once."""
@@ -43,10 +49,41 @@ class Peak:
     """Bytes the device is expected to hold for them."""
     upper: int
     """Bytes it may come to; a plan keeps this below the budget."""
+    lower: int = 0
+    """Bytes it will hardly stay below."""
+    reserved: int | None = None
+    """Bytes of the segments that the CUDA caching allocator takes from the driver; None where there is none."""
+    driver: int | None = None
+    """Bytes that the driver shows for the process: reserved, context and libraries; None where there is none."""
+    narrowest: Callable[[], int] | None = field(default=None, repr=False, compare=False)
+    """Finds the least that is enough, where the allocator gives back what is free under pressure."""
+
+    @property
+    def smallest_budget(self) -> int:
+        """Bytes, on the scale of `expected`, with which the step still completes: under pressure the caching allocator gives
+        free segments back, so that it may need less than it takes where there is plenty."""
+        return self.expected if self.narrowest is None else self.narrowest() + self.expected - (self.reserved or 0)
 
     def plus(self, more: int) -> Peak:
         """The same with that many bytes beside the tensors."""
-        return Peak(self.allocated, self.expected + more, self.upper + more)
+        return replace(
+            self,
+            expected=self.expected + more,
+            upper=self.upper + more,
+            lower=self.lower + more,
+            reserved=None if self.reserved is None else self.reserved + more,
+            driver=None if self.driver is None else self.driver + more,
+        )
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a caching allocator came to hold in a step."""
+
+    allocated: int
+    """Most bytes of blocks handed out at once, workspaces included."""
+    reserved: int
+    """Most bytes of segments."""
 
 
 def peak_on(
@@ -64,12 +101,14 @@ def peak_on(
     allocated = timeline.peak(samples, accumulates=accumulates)
     if kind == "cpu":
         heap = 0 if thresholds_pinned(environ) else heap_peak(timeline, samples, accumulates)
-        return Peak(allocated, allocated, allocated + int(waste * heap))
-    if kind in ("cuda", "xpu"):
-        workspace = 2 * 32 * MiB if capability is not None and capability[0] == 9 else CUDA_WORKSPACE
-        reserved = reserved_peak(timeline, samples, accumulates) + workspace
-        return Peak(allocated, reserved, reserved)
-    return Peak(allocated, allocated, allocated + allocated // 8)
+        return Peak(allocated, allocated, allocated + int(waste * heap), allocated)
+    settings = AllocatorSettings.from_environment(environ) if kind == "cuda" else AllocatorSettings()
+    if kind in ("cuda", "xpu") and settings.backend == "native":
+        held = caching_peak(timeline, samples, accumulates, capability=capability, settings=settings)
+        narrowest = partial(smallest_capacity, timeline, samples, accumulates, capability, settings)
+        reserved = held.reserved
+        return Peak(held.allocated, reserved, reserved, held.allocated, reserved, reserved + CONTEXT, narrowest)
+    return Peak(allocated, allocated, allocated + allocated // 8, allocated)
 
 
 def thresholds_pinned(environ: Mapping[str, str] = os.environ) -> bool:
@@ -97,98 +136,68 @@ def mapped_swing(timeline: Timeline, samples: int) -> int:
     return int(np.cumsum(np.where(large, signed, 0.0)).max(initial=0.0))
 
 
-@dataclass
-class _Pool:
-    """Free blocks of one pool: (size, address), and the segments they lie in."""
+def caching_peak(
+    timeline: Timeline,
+    samples: int,
+    accumulates: bool = True,
+    *,
+    capability: tuple[int, int] | None = None,
+    settings: AllocatorSettings = AllocatorSettings(),  # noqa: B008 - frozen
+    capacity: int | None = None,
+    workspaces: int = 2,
+) -> Held:
+    """What the CUDA caching allocator comes to hold for a step. Raises Exhausted where `capacity` bytes are not enough."""
+    allocator = CachingAllocator(settings, capacity)
+    sizes = timeline.sizes(samples).astype(np.int64).tolist()
+    events, births = timeline.event.tolist(), timeline.birth.tolist()
+    skipped = range(0) if accumulates else _second_micro_batch(timeline)
+    present = timeline.phases[1].start if len(timeline.phases) > 1 else len(events)
+    addresses: dict[int, int] = {}
+    for index, (which, born) in enumerate(zip(events, births)):
+        if index == present:
+            _take_workspaces(allocator, workspaces, capability)
+        if index in skipped:
+            continue
+        if born:
+            addresses[which] = allocator.malloc(sizes[which])
+        elif addresses.get(which):
+            allocator.free(addresses.pop(which))
+    if present == len(events):
+        _take_workspaces(allocator, workspaces, capability)
+    return Held(allocator.peak_allocated, allocator.peak_reserved)
 
-    free: list[tuple[int, int]] = field(default_factory=list)
-    sizes: dict[int, int] = field(default_factory=dict)
-    """Address of each free block to its size."""
-    ends: dict[int, int] = field(default_factory=dict)
-    """End of each free block to its address."""
 
-
-_SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _ROUND_LARGE = MiB, 2 * MiB, 20 * MiB, 2 * MiB
-
-
-def reserved_peak(timeline: Timeline, samples: int, accumulates: bool = True) -> int:
-    """Most bytes of segments the CUDA caching allocator reserves; segments are never given back in between."""
-    sizes = timeline.sizes(samples).astype(np.int64)
-    skip_from = skip_to = len(timeline.event)
-    if not accumulates and len(timeline.window) > 1:
-        skip_from = timeline.window[1]
-        skip_to = next((p.start for p in timeline.phases if p.name == "hand over"), skip_from)
-    caching = _Caching()
-    for index, (which, born) in enumerate(zip(timeline.event.tolist(), timeline.birth.tolist())):
-        if not skip_from <= index < skip_to:
-            caching.allocate(which, int(sizes[which])) if born else caching.release(which)
-    return caching.reserved
-
-
-class _Caching:
-    """The caching allocator on one stream, as far as sizes go. Segments lie far apart, so blocks never merge across them."""
-
-    def __init__(self) -> None:
-        self.reserved = 0
-        self._pools = {True: _Pool(), False: _Pool()}
-        self._held: dict[int, tuple[bool, int, int]] = {}
-        self._next_address = 0
-
-    def allocate(self, key: int, size: int) -> None:
-        if size == 0:
-            return
-        size = -(-size // 512) * 512
-        small = size <= _SMALL
-        pool = self._pools[small]
-        address, block = self._best_fit(pool, size) or self._new_segment(size)
-        left = block - size
-        if left >= 512 if small else left > _SMALL:
-            _insert(pool, address + size, left)
-            block = size
-        self._held[key] = (small, address, block)
-
-    def release(self, key: int) -> None:
-        if key not in self._held:
-            return
-        small, address, size = self._held.pop(key)
-        pool = self._pools[small]
-        before = pool.ends.get(address)
-        if before is not None:
-            size += _remove(pool, before)
-            address = before
-        if address + size in pool.sizes:
-            size += _remove(pool, address + size)
-        _insert(pool, address, size)
-
-    def _best_fit(self, pool: _Pool, size: int) -> tuple[int, int] | None:
-        at = bisect.bisect_left(pool.free, (size, -1))
-        if at == len(pool.free):
-            return None
-        found, address = pool.free[at]
-        _remove(pool, address)
-        return address, found
-
-    def _new_segment(self, size: int) -> tuple[int, int]:
-        if size <= _SMALL:
-            segment = _SMALL_SEGMENT
-        elif size < _LARGE_SEGMENT // 2:
-            segment = _LARGE_SEGMENT
+def smallest_capacity(
+    timeline: Timeline, samples: int, accumulates: bool, capability: tuple[int, int] | None, settings: AllocatorSettings
+) -> int:
+    """The fewest bytes of segments with which the step completes, to `FINEST`."""
+    simulate = partial(caching_peak, timeline, samples, accumulates, capability=capability, settings=settings)
+    plenty = simulate()
+    low, high = plenty.allocated // FINEST, -(-plenty.reserved // FINEST)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            simulate(capacity=middle * FINEST)
+        except Exhausted:
+            low = middle + 1
         else:
-            segment = -(-size // _ROUND_LARGE) * _ROUND_LARGE
-        self.reserved += segment
-        address = self._next_address
-        self._next_address += segment + 512  # a gap, so that neighbours in different segments never touch
-        return address, segment
+            high = middle
+    return high * FINEST
 
 
-def _insert(pool: _Pool, address: int, size: int) -> None:
-    bisect.insort(pool.free, (size, address))
-    pool.sizes[address] = size
-    pool.ends[address + size] = address
+def workspace_bytes(capability: tuple[int, int] | None) -> int:
+    """Bytes that each cuBLAS handle keeps on a device of this compute capability."""
+    return WORKSPACE_SM90 if capability is not None and capability[0] in (9, 10) else WORKSPACE
 
 
-def _remove(pool: _Pool, address: int) -> int:
-    size = pool.sizes.pop(address)
-    del pool.ends[address + size]
-    pool.free.pop(bisect.bisect_left(pool.free, (size, address)))
-    return size
+def _take_workspaces(allocator: CachingAllocator, count: int, capability: tuple[int, int] | None) -> None:
+    for _ in range(count):
+        allocator.malloc(workspace_bytes(capability))
+
+
+def _second_micro_batch(timeline: Timeline) -> range:
+    """The events of the second micro-batch, which a step with a single one has not."""
+    if len(timeline.window) < 2:
+        return range(0)
+    start = timeline.window[1]
+    return range(start, next((p.start for p in timeline.phases if p.name == "hand over"), start))

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from memfit.engine.accumulate import Weighting, Work
 from memfit.engine.staged import Staging
+from memfit.kernels.target import Target
 from memfit.profiling.profile import ModelFacts, Profile, affine
 from memfit.profiling.timeline import split_like
 from memfit.profiling.timing import Stopwatch, clone_of_optimizer
@@ -46,6 +47,10 @@ class Subject:
     """Blocks to look at."""
     levers: Callable[[], AbstractContextManager[Any]] = nullcontext
     """A context in which the model runs with its levers applied."""
+    target: Target | None = None
+    """The GPU whose kernels are traced, where that is not the device the model is on."""
+    counted: bool = False
+    """Whether arithmetic and memory traffic are counted."""
 
 
 def traced_profile(
@@ -78,6 +83,8 @@ def traced_profile(
         blocks=subject.blocks,
         levers=subject.levers,
         like=None if like is None else like.timeline,
+        target=subject.target,
+        counted=subject.counted,
     )
     whole = affine(trace.timelines[0], trace.timelines[1], trace.timelines[2], (*SIZES, CHECK)) if affinely else None
     own = trace.timelines[0].recomputed()
@@ -89,6 +96,7 @@ def traced_profile(
         blocks=tuple(b for b in subject.blocks if b not in own and b not in subject.checkpoint),
         script_blocks=tuple(b for b in subject.blocks if b in own),
         written_buffers=trace.written,
+        without_rule=trace.without_rule,
         notes=_guess_notes(trace.guesses),
     )
 
@@ -158,10 +166,12 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 
 def _circumstances(subject: Subject) -> dict[str, Any]:
-    capability = torch.cuda.get_device_capability(subject.device) if subject.device.type == "cuda" else None
+    target = subject.target
+    here = torch.cuda.get_device_capability(subject.device) if subject.device.type == "cuda" else None
+    capability = here if target is None else target.capability
     return {
         "model": model_facts(subject.model, subject.optimizer),
-        "device": subject.device.type,
+        "device": subject.device.type if target is None else target.kind,
         "capability": capability,
         "precision": subject.precision,
         "precision_is_lever": subject.precision_is_lever,

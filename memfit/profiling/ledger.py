@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.batches.tree import tensors
+from memfit.profiling.counts import Counts
 from memfit.profiling.fake import QUESTIONS, answered
 from memfit.profiling.timeline import CATEGORIES, Phase, Timeline, Visit
 
@@ -23,12 +24,15 @@ class Ledger(TorchDispatchMode):
     """Records births and deaths of storages, in order, with the module at work and the phase of the step.
 
     `present(tensors, category)` enters what exists already, `phase(name)` begins a stretch, `timeline()` reads it out.
-    Only storages on `device` count. They are followed by weak reference; the ledger keeps nothing alive.
+    Only storages on `device` count. They are followed by weak reference; the ledger keeps nothing alive. `inside(operation,
+    arguments, result)` tells the bytes that a kernel holds beside them while it runs. `counts` is told what is computed.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, *, inside: Callable[[Any, Any, Any], int] | None = None, counts: Counts | None = None
+    ) -> None:
         super().__init__()
-        self._device = device.type
+        self._device, self._inside, self._counts = device.type, inside, counts
         self._index: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._references: dict[int, Any] = {}
         self._bytes: list[int] = []
@@ -86,6 +90,10 @@ class Ledger(TorchDispatchMode):
             for item in out:
                 if isinstance(item, torch.Tensor):
                     self._see(item)
+        if self._inside is not None:
+            self._within_kernel(self._inside(func, args, out))
+        if self._counts is not None:
+            self._counts.add(func, args, kwargs, out, len(self._event), self._owner_now())
         return out
 
     @contextmanager
@@ -115,6 +123,8 @@ class Ledger(TorchDispatchMode):
         alive = sorted(self._references)
         self._event, self._birth = list(alive), [True] * len(alive)
         self._phases, self._windows, self._visits = [Phase("present", 0)], [], []
+        if self._counts is not None:
+            self._counts.restart()
 
     def timeline(self) -> Timeline:
         """What was recorded, with all bytes as `fixed`."""
@@ -138,6 +148,7 @@ class Ledger(TorchDispatchMode):
                 )
                 for v in self._visits
             ),
+            operations=None if self._counts is None else self._counts.operations(tuple(self._owners)),
         )
 
     def _see(self, tensor: torch.Tensor) -> int | None:
@@ -173,6 +184,18 @@ class Ledger(TorchDispatchMode):
         self._index[storage] = index
         self._references[index] = weakref.ref(storage, lambda _, i=index: self._gone(i))
         return index
+
+    def _within_kernel(self, size: int) -> None:
+        """Memory that comes and goes inside one operation, beside its arguments and what it returns."""
+        if size <= 0:
+            return
+        index = len(self._bytes)
+        self._bytes.append(size)
+        self._category.append("transient")
+        self._born_in.append(self._phases[-1].name)
+        self._owner.append(self._owner_now())
+        self._event += [index, index]
+        self._birth += [True, False]
 
     def _resized(self, index: int, storage: Any) -> None:
         self._gone(index)

@@ -78,6 +78,8 @@ class Profile:
     """(samples, bytes) by which measured micro-batches exceeded the trace: scratch inside kernels, mostly."""
     kept_per_size: int = 0
     """Bytes that stay with the first micro-batch of every size: kernels made for it."""
+    without_rule: tuple[str, ...] = ()
+    """Operations whose kernels allocate what no rule tells: predictions with them are less sure."""
     notes: tuple[str, ...] = ()
     """What the reader should know about these numbers."""
     heap_waste: float = HEAP_WASTE
@@ -140,8 +142,9 @@ class Profile:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def _shown(self) -> tuple[int, ...]:
-        known = [t.samples for t in self.timings] or [n for n, _ in self.points] or [n for n, _ in self.peaks]
-        return tuple(known) if len(known) > 1 or self.timeline is None else (1, 2, 4, 8, 16)
+        measured = [t.samples for t in self.timings if t.growth is not None]
+        known = measured or [n for n, _ in self.points] or [n for n, _ in self.peaks]
+        return tuple(known) if measured or self.timeline is None else (1, 2, 4, 8, 16)
 
     def _of_size(self, samples: int) -> str:
         peak = self.peak(samples)

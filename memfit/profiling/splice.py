@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memfit.profiling.operations import Operations
 from memfit.profiling.timeline import CATEGORIES, Phase, Timeline, Visit
 
 _LASTING = [CATEGORIES.index(name) for name in ("parameters", "buffers", "gradients", "optimizer")]
@@ -38,8 +39,18 @@ def continued(begun: Timeline, like: Timeline) -> Timeline | None:
         phases=(*_later(begun.phases, shift), Phase("optimizer", len(begun.event) + shift)),
         window=tuple(start + shift for start in begun.window),
         visits=tuple(_moved(visit, shift, numbers.own) for visit in begun.visits),
+        operations=_operations(begun, like, end, shift),
     )
     return joined if _alike(joined, numbers.left, like, numbers.theirs) else None
+
+
+def _operations(begun: Timeline, like: Timeline, end: int, shift: int) -> Operations | None:
+    """What `begun` computes, and then the optimizer's step of `like`, which begins there at event `end`."""
+    if begun.operations is None or like.operations is None:
+        return None
+    last = len(begun.event)
+    own = begun.operations.part(0, last + 1, shift)
+    return own.followed_by(like.operations.part(end, len(like.event) + 1, last + shift - end))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memfit.profiling.operations import Operations, fit_operations
+
 CATEGORIES = ("parameters", "buffers", "input", "gradients", "optimizer", "kept", "transient", "other")
 """What an allocation is for: kept is saved for backward, transient comes and goes while computing."""
 
@@ -66,6 +68,8 @@ class Timeline:
     """Events at which each traced micro-batch begins."""
     visits: tuple[Visit, ...] = ()
     """Runs through blocks, in order."""
+    operations: Operations | None = None
+    """What is computed meanwhile, where that was recorded."""
 
     def sizes(self, samples: int) -> np.ndarray:
         """Bytes of each allocation at a micro-batch of `samples`."""
@@ -137,7 +141,8 @@ def fit(small: Timeline, few: int, large: Timeline, many: int) -> Timeline | Non
     if not same_course(small, large):
         return None
     per_sample = (large.fixed - small.fixed) / (many - few)
-    return replace(small, fixed=small.fixed - per_sample * few, per_sample=per_sample)
+    operations = fit_operations(small.operations, few, large.operations, many)
+    return replace(small, fixed=small.fixed - per_sample * few, per_sample=per_sample, operations=operations)
 
 
 def split_like(traced: Timeline, samples: int, like: Timeline) -> Timeline | None:

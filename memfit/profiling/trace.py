@@ -23,6 +23,10 @@ from memfit.engine.accumulate import Weighting, Work, accumulate
 from memfit.engine.generators import HostRandom
 from memfit.engine.handover import hand_over
 from memfit.engine.staged import Staging
+from memfit.kernels.scratch import is_unknown, scratch
+from memfit.kernels.substitute import cuda_kernels
+from memfit.kernels.target import Target
+from memfit.profiling.counts import Counts
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.sandbox import leave_no_trace
@@ -51,6 +55,8 @@ class Trace:
     """Operations whose values were guessed, each once."""
     written: tuple[str, ...]
     """Names of the buffers that a training forward writes."""
+    without_rule: tuple[str, ...] = ()
+    """Operations whose kernels allocate what no rule tells, on the GPU that was traced for."""
 
 
 def trace_step(
@@ -65,22 +71,26 @@ def trace_step(
     blocks: Sequence[str] = (),
     levers: Callable[[], AbstractContextManager[Any]] = nullcontext,
     like: Timeline | None = None,
+    target: Target | None = None,
+    counted: bool = False,
 ) -> Trace:
     """Trace a step with two micro-batches of each of `sizes` samples, and one with a single one of `check` samples.
 
     Runs through `blocks` are noted. `levers` gives a context in which the model runs with the levers under test. `like` is a
-    step of the same model and optimizer, whose optimizer's step is taken over. Leaves no trace.
+    step of the same model and optimizer, whose optimizer's step is taken over. `target` is a GPU whose kernels are traced
+    although the tensors are not on it; `counted`: what is computed is counted, too. Leaves no trace.
     Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
     """
-    world = FakeWorld()
-    ledger = Ledger(device)
+    world, insides = FakeWorld(), _Insides()
+    on_gpu = target is not None or device.type == "cuda"
+    ledger = Ledger(device, inside=insides if on_gpu else None, counts=Counts() if counted else None)
     with ExitStack() as stack:
         stack.enter_context(leave_no_trace(model, device, buffers=False))
         stack.enter_context(_collected_by_hand())
         stack.enter_context(telling_failures(world))
         twins = stack.enter_context(world.replacing(model))
         stack.enter_context(levers())
-        stepping = _Stepping(model, optimizer, world, ledger, twins, weighting)
+        stepping = _Stepping(model, optimizer, world, ledger, twins, weighting, by_lists=target is not None)
         # Built outside fake mode: collating touches real samples.
         steps = [_Step((n, n)) for n in sizes] + ([] if check is None else [_Step((check,))])
         for step in steps:
@@ -88,10 +98,23 @@ def trace_step(
         stack.enter_context(world.entered())
         stack.enter_context(ledger)
         stack.enter_context(ledger.naming(model, blocks))
+        stack.enter_context(cuda_kernels(target))
         stepping.begin()
         timelines = stepping.all_of(steps, like)
         written = stepping.written_buffers()
-    return Trace(tuple(timelines), tuple(dict.fromkeys(world.guesses)), written)
+    return Trace(tuple(timelines), tuple(dict.fromkeys(world.guesses)), written, tuple(insides.unknown))
+
+
+class _Insides:
+    """What kernels hold inside, by rule; notes the operations that have none."""
+
+    def __init__(self) -> None:
+        self.unknown: dict[str, None] = {}
+
+    def __call__(self, func: Any, args: Any, out: Any) -> int:
+        if is_unknown(func):
+            self.unknown[str(func._overloadpacket).removeprefix("aten.")] = None
+        return scratch(func, args, out)
 
 
 @dataclass(frozen=True)
@@ -115,11 +138,14 @@ class _Stepping:
         ledger: Ledger,
         twins: dict[int, torch.Tensor],
         weighting: Weighting,
+        by_lists: bool = False,
     ) -> None:
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         self._outside = {id(p): world.parameter(p) for p in trained if id(p) not in twins}
         everything = {**self._outside, **twins}
         self._optimizer = shadow_optimizer(optimizer, lambda t: everything.get(id(t)), world.twin)
+        if by_lists:
+            step_by_lists(self._optimizer)
         self._model, self._ledger, self._weighting = model, ledger, weighting
         self._buffers = {name: (b, b._version) for name, b in model.named_buffers()}
         self._staging = Staging(model, self._outside.values())
@@ -239,6 +265,15 @@ def shadow_optimizer(
         if owner is not None:
             shadow.state[owner] = {k: twin(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     return shadow
+
+
+def step_by_lists(optimizer: Optimizer) -> None:
+    """Let the optimizer step all parameters of a group at once where it would do so on CUDA (`_default_to_fused_or_foreach` in
+    torch/optim/optimizer.py)."""
+    for group in optimizer.param_groups:
+        plain = not group.get("fused") and not group.get("differentiable")
+        if "foreach" in group and group["foreach"] is None and plain:
+            group["foreach"] = True
 
 
 def _state_tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:

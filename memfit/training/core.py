@@ -26,6 +26,7 @@ from memfit.planning.plan import Plan
 from memfit.profiling.profile import Profile
 from memfit.reporting.verification import Verification
 from memfit.training.buffers import WrittenBuffers
+from memfit.training.elsewhere import CardMemory
 from memfit.training.events import Events
 from memfit.training.heap import HeapWatch
 from memfit.training.memory import Memory
@@ -94,7 +95,7 @@ class Core:
         self.staging = Staging(model, outside)
         self.buffers = WrittenBuffers(model)
         self.events = Events()
-        self.memory = Memory(model, optimizer, device, budget)
+        self.memory = (Memory if settings.card is None else CardMemory)(model, optimizer, device, budget)
         self.planner = Planner(model, optimizer, device, self.memory, settings, self.staging)
         self.scale = LossScale()
         self.recovery = Recovery(device, self.staging, self.buffers, self._ran_out)

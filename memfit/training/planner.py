@@ -23,6 +23,7 @@ from memfit.profiling.allocator import thresholds_pinned
 from memfit.profiling.build import CHECK, Subject, measured_profile, state_bytes, traced_profile
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import TraceFailed
+from memfit.training.elsewhere import CardMeasurer, target_of
 from memfit.training.measure import Measurer
 from memfit.training.memory import Memory
 from memfit.training.recover import is_out_of_memory, surviving
@@ -48,6 +49,8 @@ class Planner:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._memory, self._settings, self._staging = memory, settings, staging
         self.measurer = Measurer(model, optimizer, device, memory, staging)
+        if settings.card is not None:
+            self.measurer = CardMeasurer(model, optimizer, device, memory, staging, settings.card)
 
     def plan(self, task: Task, *, timed: bool = True, profile: Profile | None = None) -> tuple[Plan, Profile]:
         """The plan for a task and the profile it rests on (`profile`: one that is there already). Raises DoesNotFit."""
@@ -256,6 +259,8 @@ class Planner:
             checkpoint=checkpoint,
             blocks=candidate_blocks(self._model) if not checkpoint and not task.compiled else (),
             levers=levers,
+            target=target_of(self._settings.card),
+            counted=self._settings.card is not None,
         )
 
 def _state_there(optimizer: Optimizer) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from memfit.hardware.catalogue import Card
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -35,6 +37,8 @@ class Settings:
     """How to cut a batch, if stated by hand."""
     leftover: int | None = None
     """Samples in the last, smaller effective batch of an epoch, as the loader tells (0: none; None: unknown)."""
+    card: Card | None = None
+    """The GPU to plan for, where it is not the one that is here."""
 
     def asked(self) -> dict[str, str]:
         """What was asked of each lever, in words."""

@@ -1,0 +1,52 @@
+"""What the allocator did to its segments, and the error it ends with."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from memfit._errors import MemfitError
+from memfit._units import format_bytes
+
+SEGMENT_ACTIONS = ("segment_alloc", "segment_free", "segment_map", "segment_unmap")
+
+
+class SegmentEvent(NamedTuple):
+    """Memory taken from the driver or given back; the words are those of torch's own trace."""
+
+    action: str
+    """"segment_alloc", "segment_free", "segment_map" or "segment_unmap"."""
+    address: int
+    size: int
+    """Bytes."""
+    stream: int
+    pool_id: tuple[int, int]
+    """(0, 0), or the private pool's."""
+
+
+class Exhausted(MemfitError, RuntimeError):
+    """A request that no cached block and no new segment can serve, all cached memory given back."""
+
+    def __init__(
+        self, asked: str, *, found: str, next_move: str, figures: tuple[int, int, int, int | None] = (0, 0, 0, None)
+    ) -> None:
+        super().__init__(asked, found=found, next_move=next_move)
+        self.size, self.allocated, self.reserved, self.capacity = figures
+
+    @classmethod
+    def of(cls, size: int, *, allocated: int, reserved: int, capacity: int | None) -> Exhausted:
+        """The error for a request of `size` bytes; `capacity` is what the process may reserve, None if only refused."""
+        limit = "the driver refuses more" if capacity is None else f"{format_bytes(capacity)} may be reserved"
+        return cls(
+            f"{format_bytes(size)} more ({size} bytes)",
+            found=f"{format_bytes(allocated)} are allocated, {format_bytes(reserved)} reserved, and {limit}; "
+            f"{format_bytes(reserved - allocated)} of what is reserved lie free in pieces that do not fit",
+            next_move="a smaller micro-batch; expandable_segments:True where much lies free in pieces",
+            figures=(size, allocated, reserved, capacity),
+        )
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (self.asked, self.found, self.next_move, (self.size, self.allocated, self.reserved, self.capacity))
+
+
+def _rebuild(asked: str, found: str, next_move: str, figures: tuple[int, int, int, int | None]) -> Exhausted:
+    return Exhausted(asked, found=found, next_move=next_move, figures=figures)

@@ -1,0 +1,68 @@
+"""What a pickle would do, read without doing any of it.
+
+Python's unpickler calls what a pickle names, and may reserve gigabytes for ten bytes of it (a place in its memo, a length).
+Here the opcodes are read first, one after the other: only those that make None, numbers, text, bytes, lists, tuples and dicts
+pass. Not covered: pickles of protocol 0 and 1, which torch does not write.
+"""
+
+from __future__ import annotations
+
+import re
+
+_LENGTHS = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x42: 4, 0x43: 1, 0x8A: 1, 0x8B: 4}
+"""Opcodes with a length in so many bytes and then as many bytes of text (the first three), bytes or a long number."""
+_TEXTS = (0x58, 0x8C, 0x8D)
+_LONG_BINPUT, _STOP, _GLOBAL, _INST, _STACK_GLOBAL = 0x72, 0x2E, 0x63, 0x69, 0x93
+# Opcodes whose arguments have a fixed length, many at a time; bounded, as the engine remembers every turn of a loop.
+_FIXED = rb"[(}\])taesudlN\x85-\x89\x94]|[hqK].|M..|[jJ].{4}|[G\x95].{8}|\x80[\x02-\x05]"
+_RUN = re.compile(rb"(?:" + _FIXED + rb"){1,512}", re.DOTALL)
+_OF_FIXED_LENGTH = re.compile(rb"[(}\])taesudlN\x85-\x89\x94hqKMjJG\x95\x80]")
+_NAMES = {
+    0x52: "REDUCE, a call", 0x62: "BUILD, a call", 0x81: "NEWOBJ, a new object", 0x92: "NEWOBJ_EX, a new object",
+    0x6F: "OBJ, a new object", 0x50: "PERSID, a reference outside the file", 0x51: "BINPERSID, a reference outside the file",
+    0x82: "EXT1, a registered name", 0x83: "EXT2, a registered name", 0x84: "EXT4, a registered name",
+}  # fmt: skip
+
+
+def objection(data: bytes) -> str | None:
+    """What speaks against loading the pickle, in words; None if it holds containers and scalars alone."""
+    at, texts = 0, ["?", "?"]
+    while at < len(data):
+        run = _RUN.match(data, at)
+        if run is not None:
+            at = run.end()
+            continue
+        code = data[at]
+        if code == _STOP:
+            return None
+        if code in _LENGTHS:
+            start = at + 1 + _LENGTHS[code]
+            end = start + int.from_bytes(data[at + 1 : start], "little")
+            if end > len(data):
+                return _cut_off(data)
+            if code in _TEXTS:
+                texts = [texts[1], data[start : min(end, start + 80)].decode(errors="replace")]
+            at = end
+        elif code == _LONG_BINPUT and at + 5 <= len(data):
+            if int.from_bytes(data[at + 1 : at + 5], "little") > at:
+                return f"at byte {at} it numbers more objects than it can hold"
+            at += 5
+        else:
+            return _wrong(data, at, texts)
+    return _cut_off(data)
+
+
+def _cut_off(data: bytes) -> str:
+    return f"it breaks off after {len(data)} bytes, without its end"
+
+
+def _wrong(data: bytes, at: int, texts: list[str]) -> str:
+    code = data[at]
+    if _OF_FIXED_LENGTH.match(data, at) or code == _LONG_BINPUT:
+        return _cut_off(data) if code != 0x80 else f"its protocol is not one of 2 to 5 (byte {at})"
+    if code == _STACK_GLOBAL:
+        return f"at byte {at} it names {'.'.join(texts)}, which is code"
+    if code in (_GLOBAL, _INST):
+        words = data[at + 1 : at + 200].split(b"\n")[:2]
+        return f"at byte {at} it names {b'.'.join(words).decode(errors='replace')}, which is code"
+    return f"at byte {at} it has {_NAMES.get(code, f'the opcode {code:#04x}')}, which no list, dict, number or text needs"

@@ -1,0 +1,289 @@
+"""A recorded trace through the simulated allocator: does it take and give back the same segments?
+
+What the driver decided is taken from the trace: where segments lie, and when it refused one, which shows as segments that go
+back. All else is the simulation's own and compared: which request needs a segment, of what size, at which address in it a
+block lies, which segments go back, what is left at the end.
+
+Not recorded, so not told apart: torch.cuda.empty_cache() from running out of memory; which private pools never split (say it
+with no_split=); private pools at all before torch wrote them into traces; settings that changed while recording; expandable
+segments that grew for a request before memory ran out on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from memfit._errors import UsageError
+from memfit._units import format_bytes
+from memfit.allocators.agreement import Agreement, Figure, at_end, difference_at_end, no_agreement
+from memfit.allocators.blocks import NO_POOL
+from memfit.allocators.caching import CachingAllocator
+from memfit.allocators.driver import Driver
+from memfit.allocators.events import SEGMENT_ACTIONS, Exhausted, SegmentEvent
+from memfit.allocators.layout import adopt, layout_of
+from memfit.allocators.release import garbage, oversize
+from memfit.allocators.rules import SMALL, rounded_size
+from memfit.allocators.settings import AllocatorSettings
+from memfit.allocators.snapshot import DeviceMemory, Snapshot, TraceEntry
+from memfit.allocators.undo import Beginning, CannotUndo, undo
+
+_GIVES = ("segment_free", "segment_unmap")
+_ELSEWHERE = 1 << 52
+"""Addresses no real process has, for segments the trace does not know."""
+
+
+def replay(
+    snapshot: Snapshot,
+    *,
+    device: int = 0,
+    settings: AllocatorSettings | None = None,
+    device_memory: int | None = None,
+    no_split: Collection[tuple[int, int]] = (),
+) -> Agreement:
+    """Replay one device's trace and compare; under `settings` in place of those the snapshot recorded.
+
+    `device_memory` (bytes) is needed where a memory fraction is set. Raises UsageError where there is no such device.
+    """
+    if not 0 <= device < len(snapshot.devices):
+        raise UsageError(
+            f"a replay of device {device}",
+            found=f"the snapshot has {len(snapshot.devices)} devices",
+            next_move="device= of one of them, counted from 0",
+        )
+    memory = snapshot.devices[device]
+    settings = snapshot.settings if settings is None else settings
+    driver = _TraceDriver(first_address=_ELSEWHERE)
+    allocator = CachingAllocator(settings, device_memory=device_memory, driver=driver)
+    try:
+        beginning = undo(memory, settings, no_split=no_split)
+    except CannotUndo as reason:
+        return no_agreement(memory, f"what was there before the trace cannot be worked out: {reason}")
+    run = _Replay(allocator, driver, memory, beginning, no_split)
+    run.whole_trace()
+    return run.agreement(beginning.assumed)
+
+
+class _TraceDriver(Driver):
+    """A driver that puts segments where the trace has them, and refuses when told to."""
+
+    hint: int | None = None
+    refusals = 0
+
+    def back(self, size: int) -> bool:
+        if self.refusals:
+            self.refusals -= 1
+            return False
+        return super().back(size)
+
+    def place(self, size: int) -> int:
+        if self.hint is None:
+            return super().place(size)
+        address, self.hint = self.hint, None
+        return address
+
+
+class _Replay:
+    """The allocator, the trace, and where they part."""
+
+    def __init__(
+        self,
+        allocator: CachingAllocator,
+        driver: _TraceDriver,
+        memory: DeviceMemory,
+        beginning: Beginning,
+        no_split: Collection[tuple[int, int]],
+    ) -> None:
+        self.allocator, self.driver, self.memory = allocator, driver, memory
+        self.no_split = no_split
+        self.difference = ""
+        self.compared = self.allocations = 0
+        self.recorded = self.recorded_peak = sum(segment.size for segment in beginning.segments)
+        self.moved: dict[int, int] = {}
+        self.pools: set[tuple[int, int]] = set()
+        self.group: list[TraceEntry] = []
+        """Segments taken and given back since the last call of the program."""
+        for pool_id in {segment.pool_id for segment in beginning.segments}:
+            self.use(pool_id)
+        adopt(allocator, beginning.segments, beginning.lowest)
+        for segment in beginning.segments:
+            for block in segment.blocks:
+                self.moved[block.address] = block.address
+
+    def use(self, pool_id: tuple[int, int]) -> None:
+        """A private pool is in use from the first time it is seen."""
+        if pool_id != NO_POOL and pool_id not in self.pools:
+            self.pools.add(pool_id)
+            self.allocator.create_pool(pool_id, no_split=pool_id in self.no_split)
+
+    def whole_trace(self) -> None:
+        trace = self.memory.trace
+        last_give = _next_give(trace)
+        for at, entry in enumerate(trace):
+            if entry.action in SEGMENT_ACTIONS:
+                self.count(entry)
+                self.group.append(entry)
+            elif entry.action == "alloc":
+                self.allocate(at, entry)
+            elif entry.action == "oom":
+                self.flush(at)
+                self.allocator.empty_cache()
+                self.compare(at, [])
+            elif entry.action == "free_requested":
+                self.flush(at)
+                self.free(at, entry, at_once=_completes_at_once(trace, at))
+            elif entry.action == "free_completed" and not last_give[at]:
+                # Where segments go back after it, the waiting for all streams did this: it must stay pending till then.
+                self.allocator.complete(-self.moved.get(entry.address, entry.address))
+                self.allocator.poll()
+        self.flush(len(trace))
+
+    def count(self, entry: TraceEntry) -> None:
+        self.recorded += -entry.size if entry.action in _GIVES else entry.size
+        self.recorded_peak = max(self.recorded_peak, self.recorded)
+
+    # ---- what the program did
+
+    def allocate(self, at: int, entry: TraceEntry) -> None:
+        group, self.group = self.group, []
+        gives = [each for each in group if each.action in _GIVES]
+        takes = [each for each in group if each.action not in _GIVES]
+        self.use(entry.pool_id or NO_POOL)
+        if gives:
+            self.give_back(gives, entry)
+        self.driver.hint = takes[0].address if takes and not self.difference else None
+        try:
+            address = self.malloc(entry)
+        except Exhausted as error:
+            self.differ(at, f"{entry.size} bytes were allocated; replayed: {error.asked} cannot be had")
+            return
+        finally:
+            self.driver.hint, self.driver.refusals = None, 0
+        self.compare(at, group)
+        if address != entry.address:
+            self.differ(at, f"{entry.size} bytes at {entry.address:#x}; replayed: at {address:#x}")
+        self.allocations += not self.difference
+        self.moved[entry.address] = address
+
+    def malloc(self, entry: TraceEntry) -> int:
+        pool_id = entry.pool_id or NO_POOL
+        if pool_id == NO_POOL:
+            return self.allocator.malloc(entry.size, entry.stream)
+        self.allocator.begin_pool(pool_id)
+        try:
+            return self.allocator.malloc(entry.size, entry.stream)
+        finally:
+            self.allocator.end_pool(pool_id)
+            self.allocator.release_pool(pool_id)
+
+    def give_back(self, gives: list[TraceEntry], entry: TraceEntry) -> None:
+        """Make happen what made these segments go back before an allocation."""
+        refusals = refusals_for(self.allocator, entry.size, entry.stream, {each.address for each in gives})
+        if refusals is None or any(each.pool_id not in (None, NO_POOL) for each in gives):
+            self.empty(gives)
+        else:
+            self.driver.refusals = refusals
+
+    def empty(self, gives: list[TraceEntry]) -> None:
+        """What torch.cuda.empty_cache() does, for each pool that gave something back."""
+        pool_ids = {each.pool_id or NO_POOL for each in gives}
+        for pool_id in pool_ids - {NO_POOL}:
+            self.pools.discard(pool_id)
+            self.allocator.release_pool(pool_id)
+            self.allocator.empty_cache(pool_id)
+            self.use(pool_id)
+        if NO_POOL in pool_ids:
+            self.allocator.empty_cache()
+
+    def flush(self, at: int) -> None:
+        """What happened to segments with no allocation behind it: the cache was emptied."""
+        group, self.group = self.group, []
+        if group:
+            self.empty([each for each in group if each.action in _GIVES])
+            self.compare(at, group)
+
+    def free(self, at: int, entry: TraceEntry, *, at_once: bool) -> None:
+        address = self.moved.pop(entry.address, None) if at_once else self.moved.get(entry.address)
+        if address is None:
+            self.differ(at, f"{entry.address:#x} is freed, and nothing is allocated there")
+            return
+        if not at_once:
+            self.allocator.used_on(address, -address)
+        self.allocator.free(address)
+
+    # ---- what differs
+
+    def compare(self, at: int, group: list[TraceEntry]) -> None:
+        """The segments of one call of the program against those of the replay."""
+        replayed = list(self.allocator.events)
+        self.allocator.events.clear()
+        recorded = [SegmentEvent(e.action, e.address, e.size, e.stream, e.pool_id or NO_POOL) for e in group]
+        for place in range(max(len(recorded), len(replayed))):
+            was = recorded[place] if place < len(recorded) else None
+            now = replayed[place] if place < len(replayed) else None
+            if was != now:
+                self.differ(at, f"{_words(was)}; replayed: {_words(now)}")
+                return
+            self.compared += not self.difference
+
+    def differ(self, at: int, words: str) -> None:
+        """Note the first difference; the replay goes on with addresses of its own."""
+        if not self.difference:
+            self.difference = f"entry {at} of {len(self.memory.trace)}: recorded {words}"
+
+    def agreement(self, assumed: int) -> Agreement:
+        if not self.difference:
+            self.difference = difference_at_end(self.memory.segments, layout_of(self.allocator))
+        allocated, reserved = at_end(self.memory.segments)
+        return Agreement(
+            identical=not self.difference,
+            difference=self.difference,
+            compared=self.compared,
+            allocations=self.allocations,
+            assumed=assumed,
+            peak_reserved=Figure(self.recorded_peak, self.allocator.peak_reserved),
+            reserved=Figure(reserved, self.allocator.reserved),
+            allocated=Figure(allocated, self.allocator.allocated),
+            peak_allocated=self.allocator.peak_allocated,
+        )
+
+
+def refusals_for(allocator: CachingAllocator, size: int, stream: int, gone: set[int]) -> int | None:
+    """How often a driver refused a segment for this request, when just the segments at `gone` went back for it.
+
+    None where refusing does not explain it, or where emptying the cache is the same.
+    """
+    settings, allowed = allocator.settings, allocator.allowed
+    rounded = rounded_size(size, settings)
+    shelf = (allocator.small if rounded <= SMALL else allocator.large).shelf(stream)
+    if settings.splits_everything and not allocator.collects:
+        return None
+    if allocator.search(shelf, rounded) < len(shelf.blocks):
+        return None
+    old = {block.address for block in garbage(allocator, allowed)} if allocator.collects and allowed is not None else set()
+    if gone == old:
+        return 0
+    big = set() if settings.splits_everything else {block.address for block in oversize(allocator, shelf, rounded)}
+    return 1 if settings.splits_everything or gone == old | big else 2
+
+
+def _completes_at_once(trace: Sequence[TraceEntry], at: int) -> bool:
+    after = trace[at + 1] if at + 1 < len(trace) else None
+    return after is not None and after.action == "free_completed" and after.address == trace[at].address
+
+
+def _next_give(trace: Sequence[TraceEntry]) -> list[bool]:
+    """For each entry whether segments go back before the program's next call."""
+    answers, giving = [False] * len(trace), False
+    for at in range(len(trace) - 1, -1, -1):
+        answers[at] = giving
+        if trace[at].action in _GIVES:
+            giving = True
+        elif trace[at].action in ("alloc", "free_requested", "oom"):
+            giving = False
+    return answers
+
+
+def _words(event: SegmentEvent | None) -> str:
+    if event is None:
+        return "nothing more"
+    return f"{event.action} of {format_bytes(event.size)} ({event.size} bytes) at {event.address:#x}, stream {event.stream}"

@@ -1,0 +1,79 @@
+"""Kernels that only CUDA has, as functions on shapes: what they return, save, and make in their backward.
+
+They compute nothing and are for fake tensors alone. Not covered: double backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """`rms_norm` in one kernel, which saves its input and one float32 per row (aten/src/ATen/native/cuda/layer_norm_kernel.cu,
+    `_fused_rms_norm_cuda`)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, normalized: int) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows = input.shape[: input.dim() - normalized]
+        rstd = torch.empty((*rows, *[1] * normalized), dtype=_statistics_of(input), device=input.device)
+        ctx.save_for_backward(input, weight, rstd)
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        input, weight, _ = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (
+            torch.empty_like(input) if wanted[0] else None,
+            torch.empty_like(weight) if wanted[1] else None,
+            None,
+        )
+
+
+class SoftmaxToFloat(torch.autograd.Function):
+    """Softmax or its logarithm of a half precision tensor in float32, in one kernel (`half_to_float` in
+    aten/src/ATen/native/cuda/SoftMax.cu)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        out = torch.empty_like(input, dtype=torch.float32)
+        ctx.half = input.dtype
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (out,) = ctx.saved_tensors
+        return torch.empty_like(out, dtype=ctx.half)
+
+
+class CudnnRNN(torch.autograd.Function):
+    """A recurrent network in one cuDNN call. Its reserve space is cuDNN's own; it is taken to hold the gates and the states
+    of every layer, direction and step, which its interface has to keep for backward."""
+
+    GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+    @staticmethod
+    def forward(ctx: Any, kind: str, hidden: int, layers: int, directions: int, input: torch.Tensor, *rest: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows = input.shape[0] * input.shape[1]
+        states = 2 if kind == "lstm" else 1
+        kept = rows * layers * directions * hidden * (CudnnRNN.GATES[kind] + states)
+        reserve = torch.empty(kept * input.element_size(), dtype=torch.uint8, device=input.device)
+        out = input.new_empty((*input.shape[:2], hidden * directions))
+        last = [torch.empty_like(state) for state in rest[:states]]
+        ctx.states = states
+        ctx.save_for_backward(input, out, reserve, *rest)
+        return (out, *last)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        input, _, _, *rest = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[4:]
+        made = [torch.empty_like(t) if needed else None for t, needed in zip((input, *rest), wanted)]
+        return (None, None, None, None, *made)
+
+
+def _statistics_of(input: torch.Tensor) -> torch.dtype:
+    return torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype

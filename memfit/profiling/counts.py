@@ -1,0 +1,73 @@
+"""Counting what operations compute and move while a step is traced.
+
+FLOPs are torch's own count (torch.utils.flop_counter), which knows matrix products, convolutions and attention; all else is
+bound by memory. Not covered: operations of other libraries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from memfit.profiling.operations import Operations
+
+
+class Counts:
+    """Collects the operations of a step, in order."""
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry
+
+        self._registry = flop_registry
+        self._kinds: dict[tuple[str, str], int] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was counted so far."""
+        self._rows: list[tuple[float, float, int, int, int]] = []
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any, event: int, owner: int) -> None:
+        """Count one operation; `event` is the timeline's next, `owner` the module it is for."""
+        if func.is_view or func in _FREE:
+            return
+        given, made = _tensors(args), _tensors(out if isinstance(out, (tuple, list)) else (out,))
+        moved = sum(t.numel() * t.element_size() for t in (*given, *made))
+        count = self._registry.get(func._overloadpacket)
+        flops = 0.0 if count is None else float(count(*args, **(kwargs or {}), out_val=out))
+        dtype = str((given or made)[0].dtype).removeprefix("torch.") if given or made else ""
+        kind = self._kinds.setdefault((str(func._overloadpacket).removeprefix("aten."), dtype), len(self._kinds))
+        self._rows.append((flops, float(moved), event, owner, kind))
+
+    def operations(self, owners: tuple[str, ...]) -> Operations:
+        """What was counted since the last restart, all of it as fixed."""
+        rows = np.array(self._rows, dtype=np.float64).reshape(-1, 5)
+        none = np.zeros(len(rows))
+        whole = rows[:, 2:].astype(np.int32)
+        return Operations(rows[:, 0], none, rows[:, 1], none, whole[:, 0], whole[:, 1], whole[:, 2], owners, tuple(self._kinds))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += [item for item in value if isinstance(item, torch.Tensor)]
+    return [t for t in found if t.layout is torch.strided]
+
+
+_FREE = frozenset(
+    {
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten._local_scalar_dense.default,
+    }
+)
+"""Operations that move nothing."""

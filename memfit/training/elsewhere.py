@@ -1,0 +1,70 @@
+"""Planning for a GPU that is not here: its memory is what the catalogue says, and seconds are modelled.
+
+Not covered: models that can only be profiled by running them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit._errors import UsageError
+from memfit.engine.staged import Staging
+from memfit.hardware.budget import Budget
+from memfit.hardware.catalogue import Card
+from memfit.kernels.target import Target
+from memfit.profiling.modelled import modelled
+from memfit.profiling.profile import Profile
+from memfit.training.measure import Measurer, Result
+from memfit.training.memory import Memory
+from memfit.training.task import Task
+
+NEAREST = (9, 0)
+"""The compute capability whose choice of kernels is taken for GPUs that have none: AMD's data centre cards run flash attention
+and keep cuBLAS-like workspaces of the size of Hopper's."""
+
+
+def target_of(card: Card | None) -> Target | None:
+    """What the choice of kernels depends on."""
+    return None if card is None else Target(card.capability or NEAREST)
+
+
+class CardMemory(Memory):
+    """The memory of a card that nobody uses."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device, budget: Budget) -> None:
+        super().__init__(model, optimizer, device, budget)
+        self.reserved, self._given = False, budget
+
+    def budget(self) -> Budget:
+        """The budget, whatever is held here."""
+        return self._given
+
+
+class CardMeasurer(Measurer):
+    """Models instead of measuring."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, device: torch.device, memory: Memory, staging: Staging, card: Card
+    ) -> None:
+        super().__init__(model, optimizer, device, memory, staging)
+        self._card = card
+
+    def timed(self, task: Task, profile: Profile, *, beside: Profile | None = None) -> Profile:
+        """The profile with modelled seconds."""
+        how = "modelled from operations and data sheets" if self._card.bandwidth else "unknown"
+        note = f"planned for {self._card.title}, which is not here: seconds are {how}"
+        found = modelled(profile, self._card)
+        return found if note in found.notes else replace(found, notes=(*found.notes, note))
+
+    def smallest(self, run: Callable[[int], Result]) -> Result:
+        """Nothing can be measured. Raises UsageError."""
+        raise UsageError(
+            f"a profile for {self._card.title}",
+            found="the model cannot be traced: its forward needs real data, or it is compiled",
+            next_move="run it on that card, where memfit measures small micro-batches, or make it traceable",
+        )
