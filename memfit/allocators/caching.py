@@ -212,17 +212,20 @@ class CachingAllocator:
         if block is None:
             if address == 0:
                 return
-            raise UsageError(
-                f"freeing address {address:#x}",
-                found=f"none of the {len(self._live)} blocks that are allocated begins there",
-                next_move="free each address that malloc returned, once",
-            )
+            raise self._nothing_at(address, "freeing")
         self.allocated -= block.size
         if block.uses:
             self._wait_for_uses(block)
         else:
             self.requested -= block.requested
             block.shelf.settle(block)
+
+    def _nothing_at(self, address: int, doing: str) -> UsageError:
+        return UsageError(
+            f"{doing} address {address:#x}",
+            found=f"none of the {len(self._live)} blocks that are allocated begins there",
+            next_move="give an address that malloc returned and that is not freed yet",
+        )
 
     def _wait_for_uses(self, block: Block) -> None:
         block.state = PENDING
@@ -231,7 +234,9 @@ class CachingAllocator:
 
     def used_on(self, address: int, stream: int) -> None:
         """The block there is used on another stream too (Tensor.record_stream): freed, it waits for `complete`."""
-        block = self._live[address]
+        block = self._live.get(address)
+        if block is None:
+            raise self._nothing_at(address, "using")
         if stream != block.shelf.stream:
             self._stream_events.use(block, stream, capturing=bool(self.private.routes))
 

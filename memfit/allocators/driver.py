@@ -58,6 +58,10 @@ class Driver:
         self._next += whole_units(size)
         return address
 
+    def avoid(self, end: int) -> None:
+        """New segments lie above this address."""
+        self._next = max(self._next, whole_units(end))
+
     def span(self, page: int) -> int:
         """Bytes of address space of an expandable segment: nine eighths of the memory, in whole pages."""
         room = UNLIMITED_SPAN if self.capacity is None else self.capacity + self.capacity // 8

@@ -24,7 +24,7 @@ class BlockView(NamedTuple):
     size: int
     """Bytes."""
     requested: int
-    """Bytes asked for; says nothing of a free block."""
+    """Bytes asked for; of a free block 0, or in a snapshot what was asked for last."""
     state: str
     """"inactive", "active_allocated" or "active_pending_free"."""
 
@@ -69,7 +69,7 @@ def _stretches(head: Block) -> Iterator[list[Block]]:
 
 def _view(blocks: list[Block]) -> SegmentView:
     first = blocks[0]
-    views = tuple(BlockView(b.address, b.size, b.requested, STATES[b.state]) for b in blocks)
+    views = tuple(BlockView(b.address, b.size, b.requested if b.state != FREE else 0, STATES[b.state]) for b in blocks)
     pool = first.shelf.pool
     expandable = first.reservation is not None
     size = sum(b.size for b in blocks)
@@ -84,6 +84,7 @@ def adopt(allocator: CachingAllocator, segments: Iterable[SegmentView], lowest: 
     """
     expandable: dict[Shelf, list[SegmentView]] = {}
     for segment in sorted(segments, key=lambda each: each.address):
+        allocator.driver.avoid(segment.address + segment.size)
         shelf = _shelf(allocator, segment)
         if segment.expandable:
             expandable.setdefault(shelf, []).append(segment)
@@ -118,6 +119,7 @@ def _adopt_expandable(
         base = first  # another address space
     end = stretches[-1].address + stretches[-1].size
     span = max(allocator.driver.span(page), -(-(end - base) // page) * page)
+    allocator.driver.avoid(base + span)
     rest = reserve(allocator, shelf, Reservation(base, page, span))
     for segment in stretches:
         rest = _unmapped_at(rest, segment.address)

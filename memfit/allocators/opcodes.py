@@ -12,7 +12,7 @@ import re
 _LENGTHS = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x42: 4, 0x43: 1, 0x8A: 1, 0x8B: 4}
 """Opcodes with a length in so many bytes and then as many bytes of text (the first three), bytes or a long number."""
 _TEXTS = (0x58, 0x8C, 0x8D)
-_LONG_BINPUT, _STOP, _GLOBAL, _INST, _STACK_GLOBAL = 0x72, 0x2E, 0x63, 0x69, 0x93
+_PROTO, _LONG_BINPUT, _STOP, _GLOBAL, _INST, _STACK_GLOBAL = 0x80, 0x72, 0x2E, 0x63, 0x69, 0x93
 # Opcodes whose arguments have a fixed length, many at a time; bounded, as the engine remembers every turn of a loop.
 _FIXED = rb"[(}\])taesudlN\x85-\x89\x94]|[hqK].|M..|[jJ].{4}|[G\x95].{8}|\x80[\x02-\x05]"
 _RUN = re.compile(rb"(?:" + _FIXED + rb"){1,512}", re.DOTALL)
@@ -59,7 +59,8 @@ def _cut_off(data: bytes) -> str:
 def _wrong(data: bytes, at: int, texts: list[str]) -> str:
     code = data[at]
     if _OF_FIXED_LENGTH.match(data, at) or code == _LONG_BINPUT:
-        return _cut_off(data) if code != 0x80 else f"its protocol is not one of 2 to 5 (byte {at})"
+        whole = code == _PROTO and at + 1 < len(data)
+        return f"its protocol is {data[at + 1]}, not one of 2 to 5" if whole else _cut_off(data)
     if code == _STACK_GLOBAL:
         return f"at byte {at} it names {'.'.join(texts)}, which is code"
     if code in (_GLOBAL, _INST):

@@ -24,11 +24,12 @@ from memfit.allocators.layout import adopt, layout_of
 from memfit.allocators.release import garbage, oversize
 from memfit.allocators.rules import SMALL, rounded_size
 from memfit.allocators.settings import AllocatorSettings
-from memfit.allocators.snapshot import DeviceMemory, Snapshot, TraceEntry
+from memfit.allocators.snapshot import HIGHEST_BITS, DeviceMemory, Snapshot, TraceEntry
 from memfit.allocators.undo import Beginning, CannotUndo, undo
 
 _GIVES = ("segment_free", "segment_unmap")
-_ELSEWHERE = 1 << 52
+_ALWAYS = 1 << 62
+_ELSEWHERE = 1 << HIGHEST_BITS
 """Addresses no real process has, for segments the trace does not know."""
 
 
@@ -66,7 +67,7 @@ def replay(
 class _TraceDriver(Driver):
     """A driver that puts segments where the trace has them, and refuses when told to."""
 
-    hint: int | None = None
+    hint: TraceEntry | None = None
     refusals = 0
 
     def back(self, size: int) -> bool:
@@ -76,10 +77,10 @@ class _TraceDriver(Driver):
         return super().back(size)
 
     def place(self, size: int) -> int:
-        if self.hint is None:
-            return super().place(size)
-        address, self.hint = self.hint, None
-        return address
+        hint, self.hint = self.hint, None
+        if hint is not None and (hint.size == size or hint.action == "segment_map") and hint.address + size <= _ELSEWHERE:
+            return hint.address
+        return super().place(size)
 
 
 class _Replay:
@@ -125,9 +126,7 @@ class _Replay:
             elif entry.action == "alloc":
                 self.allocate(at, entry)
             elif entry.action == "oom":
-                self.flush(at)
-                self.allocator.empty_cache()
-                self.compare(at, [])
+                self.run_out(at, entry)
             elif entry.action == "free_requested":
                 self.flush(at)
                 self.free(at, entry, at_once=_completes_at_once(trace, at))
@@ -150,7 +149,7 @@ class _Replay:
         self.use(entry.pool_id or NO_POOL)
         if gives:
             self.give_back(gives, entry)
-        self.driver.hint = takes[0].address if takes and not self.difference else None
+        self.driver.hint = takes[0] if takes and not self.difference else None
         try:
             address = self.malloc(entry)
         except Exhausted as error:
@@ -163,6 +162,19 @@ class _Replay:
             self.differ(at, f"{entry.size} bytes at {entry.address:#x}; replayed: at {address:#x}")
         self.allocations += not self.difference
         self.moved[entry.address] = address
+
+    def run_out(self, at: int, entry: TraceEntry) -> None:
+        """An allocation for which the driver refused every segment."""
+        group, self.group = self.group, []
+        self.driver.refusals = _ALWAYS
+        try:
+            self.allocator.free(self.malloc(entry))
+            self.differ(at, f"no memory for {entry.size} bytes; replayed: a cached block serves them")
+        except Exhausted:
+            pass
+        finally:
+            self.driver.refusals = 0
+        self.compare(at, group)
 
     def malloc(self, entry: TraceEntry) -> int:
         pool_id = entry.pool_id or NO_POOL
@@ -177,7 +189,7 @@ class _Replay:
 
     def give_back(self, gives: list[TraceEntry], entry: TraceEntry) -> None:
         """Make happen what made these segments go back before an allocation."""
-        refusals = refusals_for(self.allocator, entry.size, entry.stream, {each.address for each in gives})
+        refusals = refusals_for(self.allocator, entry.size, entry.stream, [each.address for each in gives])
         if refusals is None or any(each.pool_id not in (None, NO_POOL) for each in gives):
             self.empty(gives)
         else:
@@ -247,23 +259,24 @@ class _Replay:
         )
 
 
-def refusals_for(allocator: CachingAllocator, size: int, stream: int, gone: set[int]) -> int | None:
-    """How often a driver refused a segment for this request, when just the segments at `gone` went back for it.
+def refusals_for(allocator: CachingAllocator, size: int, stream: int, gone: list[int]) -> int | None:
+    """How often a driver refused a segment for this request, when just the segments at `gone` went back for it, in that order.
 
-    None where refusing does not explain it, or where emptying the cache is the same.
+    None where emptying the cache explains it as well.
     """
     settings, allowed = allocator.settings, allocator.allowed
     rounded = rounded_size(size, settings)
     shelf = (allocator.small if rounded <= SMALL else allocator.large).shelf(stream)
-    if settings.splits_everything and not allocator.collects:
-        return None
     if allocator.search(shelf, rounded) < len(shelf.blocks):
         return None
-    old = {block.address for block in garbage(allocator, allowed)} if allocator.collects and allowed is not None else set()
-    if gone == old:
-        return 0
-    big = set() if settings.splits_everything else {block.address for block in oversize(allocator, shelf, rounded)}
-    return 1 if settings.splits_everything or gone == old | big else 2
+    old = [block.address for block in garbage(allocator, allowed)] if allocator.collects and allowed is not None else []
+    big = [] if settings.splits_everything else [b for b in oversize(allocator, shelf, rounded) if b.address not in old]
+    first = old + [block.address for block in big]
+    if not first or gone[: len(first)] != first:
+        return None
+    if len(gone) > len(first):
+        return 1 + (sum(block.size for block in big) >= max(rounded, settings.max_split_size))
+    return 1 if big else 0
 
 
 def _completes_at_once(trace: Sequence[TraceEntry], at: int) -> bool:

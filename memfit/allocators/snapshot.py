@@ -19,6 +19,8 @@ from memfit.allocators.layout import BlockView, SegmentView
 from memfit.allocators.opcodes import objection
 from memfit.allocators.settings import INTERVALS, UNLIMITED, VARIABLES, AllocatorSettings
 
+HIGHEST_BITS, SIZE_BITS = ADDRESS_BITS - 1, 48
+"""What addresses and sizes of a real process fit into; the addresses above are for what a replay adds."""
 LARGEST = 4 * GiB
 """Bytes of a snapshot's file that are read without being asked to."""
 _STATES = {"active_awaiting_free": "active_pending_free"}
@@ -154,9 +156,9 @@ class _Reader:
         if not isinstance(action, str):
             self.wrong(where, "it has no action")
         place = "device_free" if action == "oom" and "device_free" in row else "addr"
-        bits = ADDRESS_BITS if "alloc" in action or "free" in action or "map" in action else 64
-        address = self.number(row, place, where, default=0, bits=bits)
-        size = self.number(row, "size", where, default=0)
+        memory = "alloc" in action or "free" in action or "map" in action
+        address = self.number(row, place, where, default=0, bits=HIGHEST_BITS if memory else 64)
+        size = self.number(row, "size", where, default=0, bits=SIZE_BITS if memory else 64)
         return TraceEntry(action, address, size, self.stream(row, where), self.pool_id(row, "pool_id", where))
 
     def stream(self, row: Mapping[str, Any], where: str) -> int:
@@ -174,7 +176,7 @@ class _Reader:
         return value[0], value[1]
 
     def segment(self, row: Any, where: str) -> SegmentView:
-        address = self.number(row, "address", where, bits=ADDRESS_BITS)
+        address = self.number(row, "address", where, bits=HIGHEST_BITS)
         kind = row.get("segment_type", "large")
         blocks, at = [], address
         for place, each in enumerate(self.rows(row.get("blocks", []))):
@@ -189,10 +191,11 @@ class _Reader:
         return SegmentView(address, size, self.stream(row, where), kind == "small", pool_id, expandable, tuple(blocks))
 
     def block(self, row: object, address: int, where: str) -> BlockView:
-        size = self.number(row, "size", where, bits=ADDRESS_BITS)
+        size = self.number(row, "size", where, bits=SIZE_BITS)
         assert isinstance(row, Mapping)
-        state = _STATES.get(row.get("state", ""), row.get("state"))
-        if state not in ("inactive", "active_allocated", "active_pending_free"):
+        state = row.get("state")
+        state = _STATES.get(state, state) if isinstance(state, str) else state
+        if not isinstance(state, str) or state not in ("inactive", "active_allocated", "active_pending_free"):
             self.wrong(where, f"its state is {state!r}")
         if size == 0:
             self.wrong(where, "it has no bytes")

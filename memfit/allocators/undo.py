@@ -7,7 +7,7 @@ neighbour was not seen, no more is assumed, and counted.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -55,11 +55,12 @@ class _Undoing:
 
     def __init__(self, memory: DeviceMemory, settings: AllocatorSettings) -> None:
         self.memory, self.settings = memory, settings
-        self.regions = {segment.address: _bare(segment) for segment in memory.segments}
-        self.starts = sorted(self.regions)
+        self.regions: dict[int, SegmentView] = {}
+        self.starts: list[int] = []
         self.blocks: dict[int, _Block] = {}
         self.lowest: dict[Kind, int] = {}
         for segment in memory.segments:
+            self._put(segment._replace(blocks=()))
             for block in segment.blocks:
                 if block.state != "inactive":
                     self.blocks[block.address] = _Block(block.requested, block.state, block.size, 0)
@@ -127,8 +128,12 @@ class _Undoing:
     def _put(self, region: SegmentView) -> None:
         if region.expandable:
             self.lowest[region.kind] = min(region.address, self.lowest.get(region.kind, region.address))
+        place = bisect_left(self.starts, region.address)
+        near = [self.regions[start] for start in self.starts[max(place - 1, 0) : place + 1]]
+        if any(each.address < region.address + region.size and region.address < each.address + each.size for each in near):
+            raise CannotUndo(f"two segments hold {region.address:#x} at once")
         self.regions[region.address] = region
-        insort(self.starts, region.address)
+        self.starts.insert(place, region.address)
 
     def _small_at(self, address: int) -> bool:
         """Which pool an expandable segment belongs to: that of the block nearest to the address."""
@@ -183,11 +188,6 @@ class _Undoing:
         if region.small or region.expandable:
             return size, False
         return (room, False) if 0 < room - size <= SMALL else (size, room > size)
-
-
-def _bare(segment: SegmentView) -> SegmentView:
-    """The segment without its blocks."""
-    return segment._replace(blocks=())
 
 
 def _gap(start: int, end: int) -> list[BlockView]:
