@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from memfit.hardware.catalogue import Card
+
 
 def _ignore(run: Any) -> None:
     pass
@@ -23,6 +25,8 @@ class Asked:
     """Used instead of the script's target_batch, if given."""
     budget: int | float | str | None = None
     """Used instead of the script's budget, if given."""
+    card: Card | None = None
+    """A GPU that is not here, to plan for instead of the device the model is on."""
     stop: bool = True
     """Whether to raise PlanReady as soon as a plan is in force."""
     on_wrap: Callable[[Any], None] = _ignore

@@ -42,6 +42,9 @@ class UsageError(MemfitError, ValueError):
 class DoesNotFit(MemfitError, ValueError):
     """No combination of the allowed levers fits into the budget."""
 
+    enough: int = 0
+    """Bytes of a budget that would do; 0 where that was not worked out."""
+
 
 class PlanFileError(MemfitError, ValueError):
     """A plan file that is damaged, belongs to another model or was written by a later version."""

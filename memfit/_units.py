@@ -78,6 +78,14 @@ def format_count(count: int | float) -> str:
     return f"{count:g}"
 
 
+def format_flops(count: float) -> str:
+    """A number of operations as it is written in the trade: "15.8 G", "1.20 T"."""
+    for unit, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= unit:
+            return f"{_three_digits(count / unit)} {name}"
+    return f"{count:g}"
+
+
 def _three_digits(value: float) -> str:
     if value >= 99.95:
         return f"{value:.0f}"

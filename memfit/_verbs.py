@@ -25,7 +25,7 @@ from memfit._values import (
 from memfit._wrap import wrap
 from memfit.engine.intercept import is_compiled
 from memfit.hardware.budget import Budget, card_named, probe
-from memfit.levers.checkpoint import candidate_blocks
+from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
 from memfit.profiling.profile import Profile
@@ -70,7 +70,7 @@ def profile(
     if elsewhere is None:
         check_same_device(device, here)
     allowed = probe(device=here if elsewhere is None else device)
-    core = Core(model, optimizer, here, allowed, Settings(card=elsewhere), compiled=is_compiled(model))
+    core = Core(model, optimizer, here, allowed, Settings(card=elsewhere, counted=True), compiled=is_compiled(model))
     if loss_fn is not None:
         task = Stepper(core, loss_fn, lambda batch: loss_fn(model, batch)).task(sample)
     else:
@@ -79,7 +79,10 @@ def profile(
     found = core.planner.profile(task, lever, candidate_blocks(model) if every else blocks or ())
     if elsewhere is not None:
         return core.planner.measurer.timed(task, found)
-    return found if on_meta else core.planner.measurer.timed(task, found)
+    if on_meta:
+        return found
+    with checkpointed(model, found.checkpoint):
+        return core.planner.with_single(task, core.planner.measurer.timed(task, found))
 
 
 def plan(

@@ -28,7 +28,8 @@ from memfit._errors import UsageError
 from memfit._tested import untested
 from memfit._values import check_flag
 from memfit.engine.intercept import interception_of, is_compiled
-from memfit.hardware.budget import probe
+from memfit.hardware.budget import Budget, budget_for, probe
+from memfit.hardware.catalogue import Card
 from memfit.loading.iterate import PassedThrough
 from memfit.loading.loader import EffectiveLoader, leftover
 from memfit.loading.pool import planning_pool
@@ -131,9 +132,9 @@ def wrap(
     )
     check_data(loader, sample, target_batch, loss_fn)
     given = check_plan(plan, model_facts(model, optimizer).fingerprint, model)
-    allowed = probe(budget=budget, device=device)
+    allowed, card = _allowed(budget, device, asked)
     _undo_earlier(model, optimizer)
-    known = replace(settings, leftover=leftover(loader, settings.share))
+    known = replace(settings, leftover=leftover(loader, settings.share), card=card)
     core = Core(model, optimizer, device, allowed, known, compiled=is_compiled(model))
     run = Run(model, optimizer, None, core=core)
     core.owner = run
@@ -175,6 +176,14 @@ def _tell_of_plans(run: Run, core: Core, asked: Asked | None, *, in_script: bool
 
 def _stop(run: Run) -> None:
     raise PlanReady(run)
+
+
+def _allowed(budget: int | float | str | None, device: torch.device, asked: Asked | None) -> tuple[Budget, Card | None]:
+    """The budget, and the GPU it is for where the command line asks for one that is not here; what the script allows itself is
+    for the device that is."""
+    if asked is None or asked.card is None:
+        return probe(budget=budget, device=device), None
+    return budget_for(asked.card.as_device(), asked.budget), asked.card
 
 
 def _check_not_asked(asked: Asked | None) -> None:

@@ -394,7 +394,7 @@ def test_probe(tmp_path: Path) -> None:
 
 def test_help_names_every_command(tmp_path: Path) -> None:
     shown = memfit("--help", cwd=tmp_path).stdout
-    assert all(command in shown for command in ("probe", "plan", "verify", "report", "demo"))
+    assert all(command in shown for command in ("probe", "plan", "profile", "verify", "report", "demo"))
 
 
 def test_the_version_is_told() -> None:

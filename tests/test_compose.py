@@ -28,19 +28,21 @@ HERE = torch.device("cpu")
 SIZES = (2, 3, 4, 7, 16, 61)
 
 
-def traced(model: nn.Module, loss_fn: Any, batch: Any, blocks: tuple[str, ...] = (), sizes: Any = None) -> Profile:
+def traced(
+    model: nn.Module, loss_fn: Any, batch: Any, blocks: tuple[str, ...] = (), sizes: Any = None, lever: str = "off"
+) -> Profile:
     """The profile by tracing alone, with these blocks really checkpointed."""
     core = Core(model, AdamW(model.parameters()), HERE, probe(device=HERE), Settings(), compiled=False)
     task = Stepper(core, loss_fn, lambda batch: loss_fn(model, batch)).task(batch)
-    return core.planner.profile(task, "off", blocks, sizes)
+    return core.planner.profile(task, lever, blocks, sizes)
 
 
 @cache
-def of_family(name: str, blocks: tuple[str, ...] = ()) -> Profile:
+def of_family(name: str, blocks: tuple[str, ...] = (), lever: str = "off") -> Profile:
     family = FAMILIES[name]
     for package in family.requires:
         pytest.importorskip(package)
-    return traced(family.build(), family.loss, first_batch(family, 6), blocks)
+    return traced(family.build(), family.loss, first_batch(family, 6), blocks, lever=lever)
 
 
 WITH_BLOCKS = ("gpt", "bert", "vit", "t5", "resnet", "resnet_group", "convnext", "unet", "superres")
@@ -81,6 +83,16 @@ def test_composed_checkpoints_are_the_traced_ones_to_the_byte(name: str, which: 
             got, want = (t.peak(size, accumulates=accumulates) for t in (composed, whole))
             assert -copies <= got - want <= UNORDERED, f"{size} samples: {got} composed, {want} traced"
             assert abs(got - want) <= 0.01 * want
+
+
+@pytest.mark.parametrize("name", WITH_BLOCKS)
+def test_under_autocast_checkpoints_are_composed_as_well(name: str) -> None:
+    """Its copies of weights live to the end of the whole forward, in whichever block they were made."""
+    profile = of_family(name, lever="bfloat16")
+    composed, whole = with_blocks(profile, profile.blocks).timeline, of_family(name, profile.blocks, "bfloat16").timeline
+    assert composed is not None and whole is not None
+    for size in SIZES:
+        assert 0.97 <= composed.peak(size) / whole.peak(size) <= 1.06
 
 
 def test_checkpointing_saves_what_it_is_for() -> None:

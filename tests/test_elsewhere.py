@@ -15,6 +15,7 @@ import memfit
 from memfit._errors import DoesNotFit, UsageError
 from memfit._units import GiB, MiB
 from memfit.hardware.catalogue import card, cards
+from memfit.planning.search import kept_bytes
 from memfit.profiling.modelled import bottleneck, modelled
 
 
@@ -46,11 +47,12 @@ def test_a_profile_for_a_card_is_of_its_kernels_and_its_allocator() -> None:
     assert (there.device, there.capability, there.source) == ("cuda", (8, 0), "traced")
     peak = there.peak(64)
     assert peak.reserved is not None and peak.driver is not None
-    assert peak.lower <= peak.allocated <= peak.reserved < peak.driver
+    assert peak.allocated <= peak.lower <= peak.reserved < peak.driver and peak.reserved < peak.upper
     assert peak.reserved % (2 * MiB) == 0
-    # Dropout's mask takes one byte, not four; attention saves no matrix of weights.
+    # Dropout's mask takes one byte, not four.
     assert there.timeline is not None and here.timeline is not None
-    assert there.timeline.peak(512) < here.timeline.peak(512)
+    kept = [kept_bytes(timeline, 512, "cuda") for timeline in (here.timeline, there.timeline)]
+    assert kept[0] - kept[1] == pytest.approx(3 * 512 * 128 * 64, rel=0.02)
 
 
 def test_nothing_of_the_model_is_computed_or_changed() -> None:
@@ -149,3 +151,22 @@ class Deciding(Attending):
 def test_a_model_that_needs_real_data_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"(?s)NVIDIA A100.*needs real data"):
         profile_of(Deciding())
+
+
+def test_gradients_gather_in_the_precision_that_was_asked_for() -> None:
+    """In float32 (the default) a bfloat16 model's gradients take twice what its parameters take."""
+
+    def peak(where: str) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).bfloat16()
+        samples = [torch.ones(512, dtype=torch.bfloat16) for _ in range(64)]
+        loader = torch.utils.data.DataLoader(samples, batch_size=8)  # pyright: ignore[reportArgumentType]
+        optimizer = torch.optim.SGD(model.parameters())
+        sizes = {"target_batch": 64, "micro_batch": 8}
+        run = memfit.wrap(model, optimizer, loader, loss_fn=loss_fn, accumulate_in=where, **sizes)
+        core = run._core
+        assert core is not None and core.profile is not None and core.profile.timeline is not None
+        return core.profile.timeline.peak(8)
+
+    parameters = 4 * 512 * 513 * 2
+    assert peak("float32") - peak("param") >= parameters * 0.9

@@ -324,12 +324,88 @@ def test_flash_attention_gathers_its_gradient_in_float() -> None:
     assert scratch(backward, (q, q, shared, shared), None) == 4 * 2 * 8 * 128 * 65 + 2 * 2 * 8 * 100 * 64 * 2
 
 
-def test_efficient_attention_holds_a_number_per_row_and_half_gradients_in_float() -> None:
-    backward = aten._scaled_dot_product_efficient_attention_backward.default
-    q = fake(2, 8, 64, 32)
-    assert scratch(backward, (q, q, q, q), None) == 4 * 2 * 8 * 64
-    q = fake(2, 8, 64, 32, dtype=HALF)
-    assert scratch(backward, (q, q, q, q), None) == 4 * 2 * 8 * 64 + 4 * 2 * 8 * (64 * 32 + 64 * 64)
+def efficient_backward(rows: int, columns: int, head: int, dtype: torch.dtype, heads: int = 8) -> int:
+    q, k = fake(2, heads, rows, head, dtype=dtype), fake(2, heads, columns, head, dtype=dtype)
+    return scratch(aten._scaled_dot_product_efficient_attention_backward.default, (q, q, k, k), None)
+
+
+def test_efficient_attention_gathers_query_gradients_by_tile() -> None:
+    sums, tile = 4 * 2 * 8 * 100, 4 * 64 * 64 + 16
+    assert efficient_backward(100, 64, 64, HALF) == sums + 2 * 8 * 2 * tile
+    sums, tile = 4 * 2 * 8 * 200, 4 * 128 * 128 + 16
+    assert efficient_backward(200, 64, 128, HALF) == sums + 2 * 8 * 2 * tile
+
+
+@pytest.mark.parametrize("head", [64, 128, 256])
+def test_efficient_attention_in_float_multiplies_gradient_and_output_first(head: int) -> None:
+    sums, product = 4 * 2 * 8 * 1024, 4 * 2 * 8 * 1024 * head
+    assert efficient_backward(1024, 64, head, FLOAT) == product + 2 * sums  # the tiles come to less
+    rows = 2 * 8 * 1 * (head // 64) * (4 * (64 if head == 64 else 128) * 64 + 16)
+    assert efficient_backward(1, 64, head, FLOAT) == 4 * 2 * 8 + rows
+
+
+def test_efficient_attention_with_large_heads_gathers_keys_and_values_too() -> None:
+    queries = 4 * (4 * 128 * 64 + 16)
+    each = 4 * 3 * 64 * (256 + 256)  # the keys come in three pieces
+    assert efficient_backward(64, 130, 256, HALF) == 4 * 2 * 8 * 64 + 2 * 8 * (queries + each)
+    each = 4 * 64 * (256 + 256)  # many heads: in one
+    assert efficient_backward(64, 130, 256, HALF, heads=128) == 4 * 2 * 128 * 64 + 2 * 128 * (queries + each)
+
+
+@pytest.mark.parametrize(("head", "dtype", "held"), [(128, HALF, 0), (136, HALF, 4 * 2 * 8 * 64 * 136), (136, FLOAT, 0)])
+def test_efficient_attention_with_large_heads_gathers_its_output_in_float(head: int, dtype: torch.dtype, held: int) -> None:
+    q = fake(2, 8, 64, head, dtype=dtype)
+    assert scratch(aten._scaled_dot_product_efficient_attention.default, (q, q, q, None, True), None) == held
+
+
+def test_layer_norm_backward_of_many_short_rows_sums_in_blocks() -> None:
+    def held(rows: int, width: int, mask: list[bool], dtype: torch.dtype = FLOAT) -> int:
+        x, statistics, weight = fake(rows, width, dtype=dtype), fake(rows, 1), fake(width, dtype=dtype)
+        args = (x, x, [width], statistics, statistics, weight, weight, mask)
+        return scratch(aten.native_layer_norm_backward.default, args, None)
+
+    assert held(1 << 16, 96, [True] * 3) == held(1 << 17, 1728, [True] * 3) == 0
+    assert held(1 << 17, 96, [True] * 3) == 2 * 4 * 4096 * 96
+    assert held(1 << 17, 96, [True, True, False], HALF) == 2 * 4096 * 96
+    assert held(1 << 20, 1024, [True] * 3) == 2 * 4 * 1024 * 1024  # no more than 32,768 blocks
+    assert held(1 << 17, 96, [True, False, False]) == 0
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, HALF, torch.float64])
+def test_group_norm_holds_factors_per_channel(dtype: torch.dtype) -> None:
+    size = 8 if dtype is torch.float64 else 4
+    x, weight, statistics = fake(2, 32, 4, 4, dtype=dtype), fake(32, dtype=dtype), fake(2, 8)
+    shape = (2, 32, 16, 8)
+    assert scratch(aten.native_group_norm.default, (x, weight, weight, *shape, 1e-5), None) == size * 2 * 2 * 32
+    assert scratch(aten.native_group_norm.default, (x, None, None, *shape, 1e-5), None) == 0
+    backward = aten.native_group_norm_backward.default
+    given = (x, x, statistics, statistics)
+    assert scratch(backward, (*given, weight, *shape, [True] * 3), None) == size * 2 * (3 * 32 + 2 * 8)
+    assert scratch(backward, (*given, None, *shape, [True] * 3), None) == size * 2 * (2 * 32 + 2 * 8)
+    assert scratch(backward, (*given, weight, *shape, [False, True, True]), None) == size * 2 * 2 * 32
+
+
+def test_sorting_takes_buffers_where_it_is_not_in_place() -> None:
+    def held(*shape: int, dim: int = -1, dtype: torch.dtype = FLOAT) -> int:
+        return scratch(aten.sort.default, (fake(*shape, dtype=dtype), dim), None)
+
+    assert held(1000, 4096) == 0
+    assert held(5000) == 5000 * (8 + 4 + 8)
+    assert held(2, 5000) == 10000 * (8 + 8 + 4 + 4 + 8)
+    assert held(200, 5000, dtype=HALF) == 200 * 5000 * (8 + 2 + 8)
+    assert held(5000, 200, dim=0) == held(200, 5000) + 200 * 5000 * (4 + 4 + 8)  # laid out anew
+    stable = (fake(5000),)
+    assert scratch(aten.sort.stable, stable, None) == held(5000)
+
+
+def test_accumulating_by_index_sorts_and_spreads_the_values() -> None:
+    rows, ids = fake(100, 8), fake(30, dtype=torch.int64)
+    values = fake(30, 8)
+    assert scratch(aten.index_put_.default, (rows, [ids], values, True), None) == 6 * 8 * 30
+    assert scratch(aten.index_put_.default, (rows, [ids], values, False), None) == 0
+    assert scratch(aten.index_put_.default, (rows, [ids], fake(8), True), None) == 6 * 8 * 30 + 30 * 8 * 4
+    pair = [fake(5, 1, dtype=torch.int64), fake(6, dtype=torch.int64)]
+    assert scratch(aten.index_put.default, (rows, pair, fake(5, 6), True), None) == 6 * 8 * 30
 
 
 def test_embedding_backward_sorts_many_indices_and_adds_few_directly() -> None:
@@ -340,6 +416,21 @@ def test_embedding_backward_sorts_many_indices_and_adds_few_directly() -> None:
     few = fake(3072, dtype=torch.int64)
     assert scratch(backward, (fake(3072, 32), few, 1000, -1, False), None) == 0
     assert scratch(backward, (fake(3072, 32), few, 1000, 0, False), None) > 0  # padding is skipped by sorting
+
+
+def test_convolutions_are_transposed_into_a_workspace() -> None:
+    def held(channels: int, window: int, groups: int = 1, last: bool = False) -> tuple[int, int]:
+        x, w = fake(2, channels, 8, 8), fake(16, channels // groups, window, window)
+        x = x.to(memory_format=torch.channels_last) if last else x
+        out = fake(2, 16, 8, 8)
+        rest = (None, [1], [0], [1], False, [0], groups)
+        forward = scratch(aten.convolution.default, (x, w, *rest), out)
+        backward = scratch(aten.convolution_backward.default, (out, x, w, *rest, [True] * 3), None)
+        return forward, backward
+
+    operands = 4 * 2 * 64 * (32 + 16)
+    assert held(32, 3) == held(32, 3, groups=4) == (operands, int(1.5 * operands))
+    assert held(32, 1) == held(16, 3, groups=16) == held(32, 3, last=True) == (0, 0)
 
 
 def test_what_has_no_rule_holds_nothing_and_is_named() -> None:

@@ -123,6 +123,9 @@ def test_sparse_gradients_are_proven_too() -> None:
     run.step(batch)
     own = {name: None if p.grad is None else p.grad.to_dense() for name, p in model.named_parameters()}
     assert relative_error(own, {name: None if g is None else g.to_dense() for name, g in whole.items()}) <= EXACT
+    # torch by itself appends the rows of each micro-batch to those before
+    rows = model.table.weight.grad
+    assert rows is not None and rows.is_sparse and rows._nnz() == len(batch[0].unique())
 
 
 def test_a_weight_of_zero_for_the_samples_that_are_timed() -> None:

@@ -103,3 +103,22 @@ def test_shared_is_as_traced_whole(make: Callable[[nn.Module], Optimizer]) -> No
 def equal(a: Timeline, b: Timeline) -> bool:
     """Whether two timelines are the same in everything."""
     return all(np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(Timeline) if f.name != "owners")
+
+
+def test_all_sizes_of_a_trace_share_one_optimizers_step() -> None:
+    stepped: list[int] = []
+
+    class Counting(SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            stepped.append(1)
+            super().step(closure)
+
+    model = Tied()
+
+    def work(twin: Callable[[Tensor], Tensor], samples: int) -> StepWork:
+        tree = twin(torch.randint(0, 11, (samples, 5)))
+        return StepWork(model, lambda m, x: m(x).mean(), lambda a, b: tree, samples, torch.device("cpu"))
+
+    optimizer = Counting(model.parameters(), lr=0.1, momentum=0.9)
+    trace_step(model, optimizer, work, (2, 3), BY_SAMPLES, torch.device("cpu"), check=5)
+    assert len(stepped) == 2, "one brings the state into being, one is recorded"

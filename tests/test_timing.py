@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from handmade import profile, two_blocks
 from hypothesis import given, strategies as st
 from torch import nn
 
+from memfit._units import MiB
 from memfit.engine.accumulate import Weighting
 from memfit.engine.staged import Staging
+from memfit.profiling.build import stepping_bytes
 from memfit.profiling.seconds import Timing, line_through, never_slower, timing_at
 from memfit.profiling.timing import Stopwatch, time_sizes
 from memfit.training.works import StepWork
 
+KIB = 1 << 10
 SIZES = (1, 2, 4, 8)
 
 
@@ -66,6 +72,73 @@ def test_beyond_measured_sizes_a_jump_between_one_sample_and_two_is_not_taken_fo
     assert [found.excess_at(n) for n in (4, 8, 16)] == [92, 100, 116]
     falling = profile(two_blocks(), excess=((1, 0), (2, 80), (4, 10)))
     assert [falling.excess_at(n) for n in (4, 16)] == [80, 80]
+
+
+@pytest.mark.parametrize(("pinned", "corrected"), [(True, [9, 1, 4]), (False, [9, 9, 9])])
+def test_a_smaller_size_hides_what_a_larger_one_takes_only_where_the_library_keeps_what_was_freed(
+    pinned: bool, corrected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels differ most for one sample, and where the peak lies in a wide layer for few: that says nothing of many."""
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.setenv(name, str(64 * KIB if pinned else 64 * MiB))
+    own = profile(two_blocks(), "cpu")
+    assert own.timeline is not None
+    more = ((1, 9), (2, 1), (4, 4))
+    timings = tuple(Timing(n, 1.0, 0.4, growth=own.timeline.growth(n) + mib * MiB) for n, mib in more)
+    found = own.with_timings(timings, 0.0)
+    # what the tensors fill up to whole pages is told by the trace
+    assert [round(found.excess_at(n) / MiB, 1) for n in (1, 2, 4)] == corrected
+
+
+def test_beyond_what_was_measured_a_peak_lies_on_a_line_over_a_factor_of_two() -> None:
+    """Two neighbours tell of nothing that is larger than what measurements waver by."""
+    points = ((1, 100), (2, 130), (4, 140), (8, 180))
+    found = profile(None, points=points, source="measured")
+    assert [found.peak(n).expected for n in (1, 3, 8, 16)] == [100, 135, 180, 260]
+    assert profile(None, points=points, source="measured", standing=100, stepping=150).peak(1).expected == 250
+
+
+def test_a_measured_point_is_what_comes_and_goes_on_top_of_what_stands() -> None:
+    own = profile(None, source="measured", standing=1000)
+    found = own.with_timings((Timing(1, 1.0, 0.4, growth=50, kept=20), Timing(2, 1.0, 0.4, growth=25)), 0.0)
+    assert found.points == ((1, 1030), (2, 1030)) and found.kept_per_size == 20
+
+
+@pytest.mark.parametrize(
+    ("make", "copies"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 0),
+        (lambda p: torch.optim.AdamW(p, foreach=True), 4),
+        (lambda p: torch.optim.AdamW(p, foreach=False), 3),
+    ],
+)
+def test_what_the_optimizers_step_takes_is_told_from_fakes(make: Callable[[Any], torch.optim.Optimizer], copies: int) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    each = 64 * 64 * 4
+    assert stepping_bytes(make(model.parameters()), torch.device("cpu"), -1) == pytest.approx(copies * each, abs=64)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_micro_batches_are_measured_among_gradients_of_every_parameter() -> None:
+    """A gradient that the first micro-batch did not need is not what the second one takes: it counts as standing."""
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.turns = nn.Linear(4, 1), nn.Linear(4, 1), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.turns += 1
+            return self.first(x) if self.turns == 1 else self.second(x)
+
+    model, x = Either(), torch.randn(8, 4)
+    device, staging = torch.device("cpu"), Staging(model)
+    work = StepWork(model, lambda m, b: m(b).mean(), lambda start, stop: x[start:stop], 8, device, precision="off")
+    watch = Stopwatch(model, staging, Weighting("samples", "by samples"), device)
+    parameters = list(model.parameters())
+    with watch.session(work):
+        assert all(staging.alias(p).grad is not None for p in parameters)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_on_a_busy_machine_no_size_counts_as_slower_per_sample_than_a_smaller_one() -> None:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
 from memfit import __version__
-from memfit._asked import Asked
 from memfit._errors import UsageError
 from memfit._units import TiB
 from memfit._values import check_count
+from memfit.cli.configs import OPTIMIZERS, TASKS
 from memfit.cli.ending import FAILED, ending
-from memfit.cli.functions import Training, check_file, made_by, split_target, train_once
-from memfit.cli.saved import read_saved, save_plan, show
-from memfit.cli.scripts import planned_by_script, stopped_at_plan
+from memfit.cli.functions import Training, made_by, split_target, train_once
+from memfit.cli.plans import Wanted, plan_as
+from memfit.cli.profiles import Wanted as WantedProfile, profile_as
+from memfit.cli.saved import read_saved, show
+from memfit.cli.snapshots import replayed
 from memfit.hardware.budget import asked_bytes, probe as probe_budget
+from memfit.levers.precision import PRECISIONS
 from memfit.planning.export import EXPORTS
+from memfit.profiling.telling import DEPTH
 from memfit.reporting.progress import progress
-from memfit.reporting.report import Report
 from memfit.reporting.verification import Verification
 
 app = typer.Typer(
@@ -66,19 +70,50 @@ def probe(budget: Budget = None) -> None:
 @app.command()
 def plan(
     target: Annotated[
-        str,
+        Optional[str],  # noqa: UP045
         typer.Argument(
-            metavar="TRAIN.py|FILE.py:FUNCTION",
+            metavar="[TRAIN.py|FILE.py:FUNCTION]",
             help="A script that calls memfit.wrap, or a function that returns (model, optimizer, loader[, loss_fn]).",
         ),
-    ],
+    ] = None,
     arguments: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Argument(metavar="-- ARGUMENTS", help="The script's own arguments, after --."),
     ] = None,
     target_batch: TargetBatch = None,
     budget: Budget = None,
-    save: Annotated[Optional[Path], typer.Option(help="Also write the plan to this JSON file.")] = None,  # noqa: UP045
+    device: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Plan for a GPU that is not here: a100-40gb, rtx-4090, or the size of its memory, 24GiB."),
+    ] = None,
+    devices: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Compare GPUs that are not here: all, or names such as a100-40gb,rtx-4090,24GiB."),
+    ] = None,
+    hf_config: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Instead of a script: a transformers configuration, or its directory. Nothing is downloaded."),
+    ] = None,
+    seq_len: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="With --hf-config: tokens per sample."),
+    ] = None,
+    precision: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help=f"With --hf-config: the weights' precision, {', '.join(PRECISIONS)}; else the configuration's."),
+    ] = None,
+    optimizer: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help=f"With --hf-config: {' or '.join(OPTIMIZERS)}; adamw if not said."),
+    ] = None,
+    task: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help=f"With --hf-config: {', '.join(TASKS)}; else what the configuration names."),
+    ] = None,
+    save: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Also write the plan, or the comparison of --devices, to this JSON file."),
+    ] = None,
     export: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help=f"Also print it as arguments of another tool: {', '.join(EXPORTS)}."),
@@ -88,24 +123,49 @@ def plan(
 
     A script runs until its first memfit.wrap has a plan, and is stopped there. The options replace what it passes.
     """
-    file, function = split_target(target)
-    with ending(file):
-        asked = Asked(checked_target(target_batch), budget_from(budget))
-        if export is not None and export not in EXPORTS:
-            raise UsageError(f"--export {export}", found="no such tool", next_move=f"use one of {', '.join(EXPORTS)}")
-        if function is None:
-            check_file(file)
-            typer.echo(f"memfit: running {file.name} until there is a plan, and no further", err=True)
-            report = planned_by_script(file, arguments or (), asked)
-        else:
-            _no_arguments(target, arguments)
-            report = _planned_by_function(made_by(file, function), target, asked)
-        show(report)
-        if export is not None:
-            print(f"\n{report.plan.export(export)}", flush=True)
-        if save is not None:
-            save_plan(report.plan, save)
-            typer.echo(f"memfit: the plan is in {save}", err=True)
+    wanted = Wanted(
+        target,
+        tuple(arguments or ()),
+        target_batch,
+        device=device,
+        devices=devices,
+        hf_config=hf_config,
+        seq_len=seq_len,
+        precision=precision,
+        optimizer=optimizer,
+        task=task,
+        save=save,
+        export=export,
+    )
+    with ending(wanted.file):
+        plan_as(replace(wanted, budget=budget_from(budget)))
+
+
+@app.command()
+def profile(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="FILE.py:FUNCTION", help="A function that returns (model, optimizer, loader[, loss_fn])."),
+    ],
+    micro_batch: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Samples per forward; without it the loader's batch size."),
+    ] = None,
+    device: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="For a GPU that is not here: a100-40gb, rtx-4090, or the size of its memory, 24GiB."),
+    ] = None,
+    precision: Annotated[str, typer.Option(help=f"off (as the script computes), {', '.join(PRECISIONS)}.")] = "off",
+    checkpoint: Annotated[str, typer.Option(help="off, all, or names of blocks with commas between.")] = "off",
+    depth: Annotated[int, typer.Option(help="Levels of modules to show below the model.")] = DEPTH,
+    save: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Also write it to this file: .html, .json (every allocation) or .md."),
+    ] = None,
+) -> None:
+    """Show where the memory and the time of a training step go, module by module, and why the peak is where it is."""
+    with ending(split_target(target)[0]):
+        profile_as(WantedProfile(target, micro_batch, device, precision, checkpoint, depth, save))
 
 
 @app.command()
@@ -151,6 +211,21 @@ def report(
 
 
 @app.command()
+def snapshot(
+    file: Annotated[Path, typer.Argument(help="A pickle of torch.cuda.memory._snapshot(), as _dump_snapshot writes it.")],
+) -> None:
+    """Replay a recorded memory snapshot through the simulated allocator. Exit code 1 where they differ.
+
+    Nothing in the file is executed.
+    """
+    with ending():
+        told, identical = replayed(file)
+        print(told)
+        if not identical:
+            raise typer.Exit(FAILED)
+
+
+@app.command()
 def demo(
     steps: Annotated[
         Optional[int],  # noqa: UP045
@@ -192,32 +267,6 @@ def checked_target(target_batch: int | None) -> int | None:
     if target_batch is not None:
         check_count("target_batch", target_batch)
     return target_batch
-
-
-def _no_arguments(target: str, arguments: list[str] | None) -> None:
-    if arguments:
-        raise UsageError(
-            f"the arguments {' '.join(arguments)!r} for {target}",
-            found="a function is called without arguments",
-            next_move="leave them away, or name the script alone",
-        )
-
-
-def _planned_by_function(training: Training, target: str, asked: Asked) -> Report:
-    def work() -> None:
-        run = training.wrapped(asked.target_batch, asked.budget)
-        train_once(run, target)
-
-    with progress(f"planning {target}", None) as bar:
-        bar.say("")
-        found = stopped_at_plan(work, asked)
-    if found is None:
-        raise UsageError(
-            f"the plan of {target}",
-            found="its first training step ended without one",
-            next_move="check that the model is in train() mode and has parameters that require gradients",
-        )
-    return found
 
 
 def _verified(training: Training, target: str, target_batch: int | None, budget: int | float | str | None) -> Verification:

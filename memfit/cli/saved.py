@@ -10,11 +10,13 @@ from memfit._errors import UsageError
 from memfit.hardware.budget import Budget
 from memfit.hardware.device import Device
 from memfit.planning.plan import Plan
+from memfit.reporting.cards import Comparison
 from memfit.reporting.files import read_text, write_text
 from memfit.reporting.report import Report, make_report
+from memfit.training.elsewhere import is_elsewhere
 
 
-def show(report: Report) -> None:
+def show(report: Report | Comparison) -> None:
     """Print a report on stdout: as wide as the terminal, or as plain text where there is none."""
     if sys.stdout.isatty():
         report.print()
@@ -27,18 +29,21 @@ def save_plan(plan: Plan, path: Path) -> None:
     write_text(path, plan.to_json(), "the plan")
 
 
-def read_saved(path: Path) -> Report:
-    """The report in a file, or one of the plan in it. Raises UsageError or PlanFileError for anything else."""
+def read_saved(path: Path) -> Report | Comparison:
+    """The report or comparison in a file, or a report of the plan in it. Raises UsageError or PlanFileError for any other."""
     text = read_text(path)
     kind = _kind(text, path)
     if kind == "report":
         return Report.from_json(text, source=str(path))
+    if kind == "comparison":
+        return Comparison.from_json(text, source=str(path))
     return report_of(Plan.from_json(text, source=str(path)), path)
 
 
 def report_of(plan: Plan, path: Path) -> Report:
     """The report of a plan that nothing ran by yet, from what stands in its file."""
-    device = Device(kind="as planned", index=None, name=plan.device, total=plan.limit, free=plan.limit, held=plan.held)
+    here = not is_elsewhere(plan.notes)
+    device = Device("as planned", None, plan.device, total=plan.limit, free=plan.limit, held=plan.held, here=here)
     return make_report(
         plan=plan,
         profile=None,
@@ -58,8 +63,9 @@ def _kind(text: str, path: Path) -> str:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _neither(path, f"it is not JSON ({error})") from error
-    if isinstance(data, dict) and "report" in data:
-        return "report"
+    for kind in ("report", "comparison"):
+        if isinstance(data, dict) and kind in data:
+            return kind
     if isinstance(data, dict) and "micro_batch" in data:
         return "plan"
     raise _neither(path, "it is JSON, but neither a plan nor a report")

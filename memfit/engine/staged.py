@@ -120,6 +120,12 @@ class Staging:
         """The gathered gradients in the order of `parameters`, moved out of here; None where no micro-batch reached."""
         return [self._take_one(p) for p in parameters]
 
+    def fill(self) -> None:
+        """Zeros for the parameters in the model that no micro-batch has reached so far."""
+        for parameter, alias in self._aliases.values():
+            if alias.grad is None and id(alias) not in self._wide and alias.requires_grad:
+                alias.grad = torch.zeros_like(parameter)
+
     def discard(self) -> None:
         """Drop everything gathered so far."""
         for _p, alias in self._aliases.values():
@@ -133,11 +139,13 @@ class Staging:
 
     def _put_aliases(self, modules: Iterable[nn.Module], changed: list[tuple[dict[str, Any], str, Any]]) -> None:
         for module in modules:
-            entries = module._parameters
+            entries, sparse = module._parameters, module.__dict__.get("sparse") is True
             for name, original in entries.items():
                 if original is not None and original.requires_grad:
                     changed.append((entries, name, original))
-                    entries[name] = self.alias(original)  # pyright: ignore[reportArgumentType]
+                    entries[name] = alias = self.alias(original)  # pyright: ignore[reportArgumentType]
+                    if sparse and not hasattr(alias, "_memfit_merges"):
+                        alias._memfit_merges = alias.register_post_accumulate_grad_hook(_merge_rows)  # type: ignore[attr-defined]
         refresh_flat_weights(modules)
         if len(self._aliases) > len(changed):  # parameters that were replaced since: do not keep the old ones alive
             used = {id(original) for _, _, original in changed}
@@ -193,6 +201,12 @@ def _make_alias(tensor: torch.Tensor) -> torch.Tensor:
     alias = nn.Parameter(twin) if type(tensor) is nn.Parameter else twin.requires_grad_()
     alias.__dict__.update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_memfit")})  # pyright: ignore[reportAttributeAccessIssue]
     return alias
+
+
+def _merge_rows(alias: torch.Tensor) -> None:
+    """Add up what a sparse gradient holds of the same row: torch appends those of one micro-batch to those of the others."""
+    if alias.grad is not None and alias.grad.is_sparse:
+        alias.grad = alias.grad.coalesce()
 
 
 def _still_stands_for(alias: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -5,9 +5,32 @@ They compute nothing and are for fake tensors alone. Not covered: double backwar
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+KERNEL: ContextVar[str] = ContextVar("memfit_kernel", default="")
+"""The kernel that the allocations made now stand for; "" outside of them."""
+
+
+def _called(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A function that makes what the kernel of that name makes."""
+
+    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any) -> Any:
+            token = KERNEL.set(name)
+            try:
+                return function(*args)
+            finally:
+                KERNEL.reset(token)
+
+        return run
+
+    return named
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -15,6 +38,7 @@ class FusedRMSNorm(torch.autograd.Function):
     `_fused_rms_norm_cuda`)."""
 
     @staticmethod
+    @_called("_fused_rms_norm")
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, normalized: int) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows = input.shape[: input.dim() - normalized]
         rstd = torch.empty((*rows, *[1] * normalized), dtype=_statistics_of(input), device=input.device)
@@ -22,6 +46,7 @@ class FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(input)
 
     @staticmethod
+    @_called("_fused_rms_norm_backward")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         input, weight, _ = ctx.saved_tensors
         wanted = ctx.needs_input_grad
@@ -37,6 +62,7 @@ class SoftmaxToFloat(torch.autograd.Function):
     aten/src/ATen/native/cuda/SoftMax.cu)."""
 
     @staticmethod
+    @_called("_softmax")
     def forward(ctx: Any, input: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         out = torch.empty_like(input, dtype=torch.float32)
         ctx.half = input.dtype
@@ -44,6 +70,7 @@ class SoftmaxToFloat(torch.autograd.Function):
         return out
 
     @staticmethod
+    @_called("_softmax_backward_data")
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (out,) = ctx.saved_tensors
         return torch.empty_like(out, dtype=ctx.half)
@@ -56,6 +83,7 @@ class CudnnRNN(torch.autograd.Function):
     GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
     @staticmethod
+    @_called("_cudnn_rnn")
     def forward(ctx: Any, kind: str, hidden: int, layers: int, directions: int, input: torch.Tensor, *rest: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         rows = input.shape[0] * input.shape[1]
         states = 2 if kind == "lstm" else 1
@@ -68,6 +96,7 @@ class CudnnRNN(torch.autograd.Function):
         return (out, *last)
 
     @staticmethod
+    @_called("_cudnn_rnn_backward")
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         input, _, _, *rest = ctx.saved_tensors
         wanted = ctx.needs_input_grad[4:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from memfit.kernels.alike import note
 from memfit.kernels.attention import attend, kernel_of
 from memfit.kernels.autocast import Casts, available
 from memfit.kernels.fused import CudnnRNN, FusedRMSNorm, SoftmaxToFloat
@@ -60,7 +61,9 @@ class CudaKernels(TorchFunctionMode):
         given = _named(_ATTENTION, args, kwargs)
         given["dropout_p"] = float(given["dropout_p"])
         inputs = (given["query"], given["key"], given["value"], given["attn_mask"])
-        kernel = kernel_of(*inputs, given["dropout_p"], given["is_causal"], given["enable_gqa"], self._target)
+        choice = partial(kernel_of, *inputs, given["dropout_p"], given["is_causal"], given["enable_gqa"])
+        kernel = choice(self._target)
+        note(choice, kernel)
         return attend(kernel, given)
 
 

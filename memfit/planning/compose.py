@@ -1,7 +1,8 @@
 """The effect of checkpointing blocks, composed on a timeline traced without it.
 
 A checkpointed block's saved activations die at the end of its forward, its inputs live until its backward is through;
-right before its backward, the forward's allocations happen again up to the last one that is saved. Not covered:
+right before its backward, the forward's allocations happen again up to the last one that is saved. Copies of weights that
+autocast keeps live on to the end of the whole forward. Not covered:
 activations that die earlier in a forward that saves nothing, copies of a block's buffers while it is recomputed, the
 order of frees within one operation's backward, and blocks that run more than once per forward.
 """
@@ -28,6 +29,10 @@ class Recompute:
     """Its forward in the micro-batch looked at."""
     dropped: np.ndarray
     """Allocations it saves for backward and would drop at the end of its forward."""
+    copies: np.ndarray
+    """Those of them that look like weights in half precision, which autocast keeps to the end of the whole forward."""
+    over: int
+    """The event with which the whole forward is over."""
     returned: np.ndarray
     """Outputs that its own backward needs: given up when that begins, and computed again."""
     again: tuple[tuple[int, bool], ...]
@@ -51,6 +56,7 @@ def recomputable(timeline: Timeline, names: Iterable[str]) -> tuple[Recompute, .
     """The blocks of `names` that can be checkpointed, once for each traced micro-batch, in forward order."""
     born, died = timeline.lifetimes()
     ends = (*timeline.window[1:], len(timeline.event))
+    halves = _halves_of_parameters(timeline)
     found = []
     for name in names:
         visits = [
@@ -58,22 +64,25 @@ def recomputable(timeline: Timeline, names: Iterable[str]) -> tuple[Recompute, .
             for start, end in zip(timeline.window, ends)
         ]
         if visits and all(len(v) == 1 and v[0].phase == "forward" for v in visits):
-            found += [_recompute(timeline, v[0], born, died) for v in visits]
+            found += [_recompute(timeline, v[0], born, died, halves) for v in visits]
     useless = {r.block for r in found if not len(r.dropped)}
     return tuple(sorted((r for r in found if r.block not in useless), key=lambda r: r.visit.start))
 
 
-def _recompute(timeline: Timeline, visit: Visit, born: np.ndarray, died: np.ndarray) -> Recompute:
-    dropped = _dropped(visit, born, died)
+def _recompute(timeline: Timeline, visit: Visit, born: np.ndarray, died: np.ndarray, halves: np.ndarray) -> Recompute:
+    over = next((p.start for p in timeline.phases if p.name == "backward" and p.start >= visit.stop), visit.stop)
+    dropped = _dropped(visit, born, died, over)
+    copies = dropped[halves[dropped]]
     if not len(dropped):
-        return Recompute(visit.block, visit, dropped, dropped, (), visit.stop, visit.stop, ())
+        return Recompute(visit.block, visit, dropped, copies, over, dropped, (), visit.stop, visit.stop, ())
     backward = _backward_start(timeline, visit, dropped, born, died)
     outputs = np.array(visit.outputs, dtype=np.int64)
     returned = outputs[(born[outputs] >= visit.start) & (died[outputs] >= backward)]
     saved = np.concatenate([dropped, returned])
     end = min(int(died[saved].max()) + 1, len(timeline.event))
     held = tuple(i for i in visit.inputs if visit.start <= died[i] < end and i not in saved)
-    return Recompute(visit.block, visit, dropped, returned, _again(timeline, visit, saved, born), backward, end, held)
+    again = _again(timeline, visit, saved, born)
+    return Recompute(visit.block, visit, dropped, copies, over, returned, again, backward, end, held)
 
 
 def _again(timeline: Timeline, visit: Visit, saved: np.ndarray, born: np.ndarray) -> tuple[tuple[int, bool], ...]:
@@ -93,9 +102,15 @@ def _again(timeline: Timeline, visit: Visit, saved: np.ndarray, born: np.ndarray
     return (*found, *((index, False) for index in alive if index not in kept))
 
 
-def with_checkpoint(timeline: Timeline, names: Iterable[str]) -> Timeline:
-    """The timeline with these blocks checkpointed in every traced micro-batch."""
-    edit = _Edit(timeline)
+def _halves_of_parameters(timeline: Timeline) -> np.ndarray:
+    """Which allocations are half as large as some parameter, whatever the micro-batch."""
+    parameters = timeline.fixed[timeline.category == CATEGORIES.index("parameters")]
+    return (timeline.per_sample == 0) & (timeline.fixed > 0) & np.isin(2 * timeline.fixed, parameters)
+
+
+def with_checkpoint(timeline: Timeline, names: Iterable[str], *, autocast: bool = False) -> Timeline:
+    """The timeline with these blocks checkpointed in every traced micro-batch; `autocast`: traced under it."""
+    edit = _Edit(timeline, autocast)
     for recompute in recomputable(timeline, tuple(names)):
         edit.checkpoint(recompute)
     return edit.done()
@@ -104,8 +119,8 @@ def with_checkpoint(timeline: Timeline, names: Iterable[str]) -> Timeline:
 class _Edit:
     """Changes to a timeline's events, collected by position and applied in one go."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self, timeline: Timeline, autocast: bool) -> None:
+        self._timeline, self._autocast = timeline, autocast
         self._before: dict[int, list[tuple[int, bool]]] = {}
         self._moved: dict[int, int] = {}
         self._lives_until: dict[int, int] = {}
@@ -113,8 +128,9 @@ class _Edit:
         self._born, self._died = timeline.lifetimes()
 
     def checkpoint(self, recompute: Recompute) -> None:
+        kept = set(recompute.copies.tolist()) if self._autocast else set()
         for index in recompute.dropped.tolist():
-            self._insert(recompute.visit.stop, index, False)
+            self._insert(recompute.over if index in kept else recompute.visit.stop, index, False)
         for index in recompute.returned.tolist():
             self._insert(recompute.backward, index, False)
         for index in recompute.held:
@@ -161,6 +177,7 @@ class _Edit:
             per_sample=timeline.per_sample[origin],
             category=timeline.category[origin],
             owner=timeline.owner[origin],
+            operation=None if timeline.operation is None else timeline.operation[origin],
             event=np.array(events, dtype=np.int32),
             birth=np.array(births, dtype=bool),
             phases=tuple(replace(p, start=int(position[p.start])) for p in timeline.phases),
@@ -169,8 +186,8 @@ class _Edit:
         )
 
 
-def _dropped(visit: Visit, born: np.ndarray, died: np.ndarray) -> np.ndarray:
-    inside = (born >= visit.start) & (born < visit.stop) & (died >= visit.stop)
+def _dropped(visit: Visit, born: np.ndarray, died: np.ndarray, over: int) -> np.ndarray:
+    inside = (born >= visit.start) & (born < visit.stop) & (died >= over)
     inside[list(visit.outputs)] = False
     return np.nonzero(inside)[0]
 

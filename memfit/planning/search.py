@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from memfit._errors import DoesNotFit
-from memfit._units import format_bytes
+from memfit._units import format_bytes, parse_bytes
 from memfit.batches.pieces import equal_sizes, sizes
 from memfit.hardware.budget import Budget
 from memfit.planning.blocks import choose_blocks
-from memfit.planning.compose import recomputable, with_checkpoint
+from memfit.planning.compose import Recompute, recomputable, with_checkpoint
 from memfit.planning.plan import Cost, Option, Plan
 from memfit.profiling.allocator import HEAP_TENSOR, HEAP_WASTE, Peak
 from memfit.profiling.profile import Profile
@@ -61,15 +61,16 @@ class Demand:
     """Micro-batch sizes to look at; empty: all that divide the share differently."""
 
 
-def search(profiles: Sequence[Profile], budget: Budget, demand: Demand) -> Plan:
+def search(profiles: Sequence[Profile], budget: Budget, demand: Demand, prices: Prices | None = None) -> Plan:
     """The fastest plan that fits.
 
     `profiles` are of the same step in the precisions that may be used, the script's own first; a later one is taken only
-    if none before it fits, unless it is marked by coming alone. Raises DoesNotFit with what would be needed.
+    if none before it fits, unless it is marked by coming alone. `prices` are those of earlier searches on the same kind of
+    device. Raises DoesNotFit with what would be needed.
     """
     tried: list[_Way] = []
     for profile in profiles:
-        ways = _ways(profile, budget, demand)
+        ways = _ways(_Pricing(profile, prices or Prices()), budget, demand)
         tried += ways
         fitting = [way for way in ways if way.fits]
         if fitting:
@@ -138,22 +139,55 @@ def with_blocks(profile: Profile, blocks: tuple[str, ...]) -> Profile:
     """The profile of the same step with these blocks checkpointed."""
     if profile.timeline is None or not blocks:
         return profile
-    return replace(profile, timeline=with_checkpoint(profile.timeline, blocks), blocks=(), checkpoint=blocks)
+    half = profile.precision in ("bfloat16", "float16")
+    whole, single = (
+        None if timeline is None else with_checkpoint(timeline, blocks, autocast=half)
+        for timeline in (profile.timeline, profile.single)
+    )
+    return replace(profile, timeline=whole, single=single, blocks=(), checkpoint=blocks)
+
+
+class Prices:
+    """What was worked out for timelines so far: several budgets, and profiles that differ in their seconds alone, share it."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[Timeline, _Known]] = {}
+
+    def known(self, profile: Profile) -> _Known:
+        """What is known of the profile's timeline."""
+        if profile.timeline is None:
+            return _Known((), {(): profile}, {})
+        there = self._of.get(id(profile.timeline))
+        if there is None:
+            known = _Known(recomputable(profile.timeline, profile.blocks), {(): profile}, {})
+            there = self._of[id(profile.timeline)] = profile.timeline, known
+        return there[1]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was worked out for one timeline."""
+
+    recomputes: tuple[Recompute, ...]
+    composed: dict[tuple[str, ...], Profile]
+    peaks: dict[tuple[int, tuple[str, ...], bool], Peak]
 
 
 class _Pricing:
-    """Peaks of one profile under choices of blocks; composing a choice is remembered."""
+    """Peaks of one profile under choices of blocks; each is worked out once."""
 
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-        self._composed: dict[tuple[str, ...], Profile] = {(): profile}
-        self._recomputes = recomputable(profile.timeline, profile.blocks) if profile.timeline is not None else ()
+    def __init__(self, profile: Profile, prices: Prices) -> None:
+        self.profile, self._known = profile, prices.known(profile)
+        self._recomputes = self._known.recomputes
         self._every = tuple(dict.fromkeys(r.block for r in self._recomputes))
 
     def peak(self, size: int, blocks: tuple[str, ...], accumulates: bool) -> Peak:
-        if blocks not in self._composed:
-            self._composed[blocks] = with_blocks(self.profile, blocks)
-        return self._composed[blocks].peak(size, accumulates=accumulates)
+        composed, peaks, key = self._known.composed, self._known.peaks, (size, blocks, accumulates)
+        if key not in peaks:
+            if blocks not in composed:
+                composed[blocks] = with_blocks(self.profile, blocks)
+            peaks[key] = composed[blocks].peak(size, accumulates=accumulates)
+        return peaks[key]
 
     def cheapest(self, size: int, allowed: int, accumulates: bool) -> tuple[tuple[str, ...], Peak]:
         """The cheapest set of blocks with which the micro-batch fits; where none does, the set that needs least."""
@@ -190,11 +224,10 @@ class _Pricing:
         return min(priced, key=lambda pair: pair[1].upper)
 
 
-def _ways(profile: Profile, budget: Budget, demand: Demand) -> list[_Way]:
+def _ways(pricing: _Pricing, budget: Budget, demand: Demand) -> list[_Way]:
     allowed = budget.room - demand.standing - demand.standing_per_sample * demand.share
     wanted = demand.sizes or micro_batch_sizes(demand.share)
     chosen = (min(demand.micro_batch, demand.share),) if demand.micro_batch is not None else wanted
-    pricing = _Pricing(profile)
     ways = [_way(pricing, size, demand.checkpoint or (), allowed, demand) for size in chosen]
     if demand.checkpoint is not None:
         return ways
@@ -318,13 +351,20 @@ def _does_not_fit(tried: Sequence[_Way], budget: Budget, demand: Demand, own: Pr
     levers = f", {len(least.checkpoint)} blocks checkpointed" if least.checkpoint else ""
     fixed = own.model.parameter_bytes + own.model.gradient_bytes
     left = format_bytes(budget.room) if budget.room > 0 else "none"
-    return DoesNotFit(
+    by = "others" if budget.device.here else "its context"
+    size = budget.with_room_for(need - budget.room)
+    enough = parse_bytes(size)
+    could = budget.device.here or enough <= budget.device.total
+    more = f"give it budget={size!r} or more" if could else f"take a device with {size} or more"
+    error = DoesNotFit(
         f"a batch of {demand.share} within {format_bytes(budget.limit)} ({budget.source})",
         found=f"at micro-batch {least.micro_batch}{levers} it needs {format_bytes(need)}, and {left} are "
-        f"left of {format_bytes(budget.limit)} (held by others {format_bytes(budget.held)}, margin "
+        f"left of {format_bytes(budget.limit)} (held by {by} {format_bytes(budget.held)}, margin "
         f"{format_bytes(budget.margin)}); parameters and gradients alone take {format_bytes(fixed)}",
-        next_move=f"give it budget={budget.with_room_for(need - budget.room)!r} or more{_what_else(demand, own)}",
+        next_move=f"{more}{_what_else(demand, own)}",
     )
+    error.enough = enough
+    return error
 
 
 def _what_else(demand: Demand, own: Profile) -> str:

@@ -20,6 +20,7 @@ from memfit.allocators.caching import CachingAllocator
 from memfit.allocators.events import Exhausted
 from memfit.allocators.settings import AllocatorSettings
 from memfit.hardware.catalogue import CONTEXT
+from memfit.profiling.intervals import Interval
 from memfit.profiling.timeline import Timeline
 
 PAGE = 4096
@@ -74,6 +75,12 @@ class Peak:
             reserved=None if self.reserved is None else self.reserved + more,
             driver=None if self.driver is None else self.driver + more,
         )
+
+
+    def within(self, interval: Interval) -> Peak:
+        """The same with calibrated bounds."""
+        lower, upper = (int(share * (self.reserved or 0)) for share in (interval.lower, interval.upper))
+        return replace(self, lower=max(self.allocated, self.expected - lower), upper=self.expected + upper)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from torch.optim import Optimizer
 from memfit.engine.accumulate import Weighting, Work
 from memfit.engine.staged import Staging
 from memfit.kernels.target import Target
-from memfit.profiling.profile import ModelFacts, Profile, affine
+from memfit.profiling.fake import FakeWorld
+from memfit.profiling.ledger import Ledger
+from memfit.profiling.profile import ModelFacts, ModuleFacts, Profile, affine
 from memfit.profiling.timeline import split_like
 from memfit.profiling.timing import Stopwatch, clone_of_optimizer
-from memfit.profiling.trace import MakeWork, trace_step
+from memfit.profiling.trace import MakeWork, Manner, shadow_optimizer, telling_failures, trace_step
 
 SIZES, CHECK = (2, 3), 5
 """Micro-batches that are traced: two give every allocation as fixed + per sample, a third checks it. One sample is left
@@ -51,6 +53,8 @@ class Subject:
     """The GPU whose kernels are traced, where that is not the device the model is on."""
     counted: bool = False
     """Whether arithmetic and memory traffic are counted."""
+    in_float32: bool = True
+    """Whether gradients of half precision parameters gather in float32."""
 
 
 def traced_profile(
@@ -83,8 +87,7 @@ def traced_profile(
         blocks=subject.blocks,
         levers=subject.levers,
         like=None if like is None else like.timeline,
-        target=subject.target,
-        counted=subject.counted,
+        manner=Manner(subject.target, subject.counted, subject.in_float32),
     )
     whole = affine(trace.timelines[0], trace.timelines[1], trace.timelines[2], (*SIZES, CHECK)) if affinely else None
     own = trace.timelines[0].recomputed()
@@ -117,7 +120,7 @@ def measured_profile(
     facts = model_facts(subject.model, subject.optimizer)
     state = state_bytes(subject.optimizer)
     standing = facts.parameter_bytes + facts.gradient_bytes + state
-    with watch.session(work, smallest):
+    with subject.levers(), watch.session(work, smallest):
         timings = [watch.run(work, n) for n in (smallest, smallest + 1) if n <= min(available, work.samples)]
     found = Profile(
         **_circumstances(subject),
@@ -125,6 +128,7 @@ def measured_profile(
         points=(),
         source="measured",
         standing=standing,
+        stepping=stepping_bytes(subject.optimizer, subject.device, facts.gradient_bytes),
         notes=(
             f"profiled by measuring micro-batches of {smallest} and {smallest + 1} samples, because tracing failed: {reason}",
         ),
@@ -150,6 +154,18 @@ def model_facts(model: nn.Module, optimizer: Optimizer) -> ModelFacts:
     )
 
 
+def module_facts(model: nn.Module) -> tuple[ModuleFacts, ...]:
+    """Every module of the model, with what it holds itself."""
+    seen: set[int] = set()
+    found = []
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        seen.update(map(id, own))
+        trained = sum(p.numel() for p in own if p.requires_grad)
+        found.append(ModuleFacts(name, type(module).__name__, sum(p.numel() for p in own), trained))
+    return tuple(found)
+
+
 def state_bytes(optimizer: Optimizer) -> int:
     """Bytes of the optimizer's state once it has stepped: what is there, or what a small clone of it makes."""
     there = sum(_bytes(_tensors(state)) for state in optimizer.state.values())
@@ -165,6 +181,26 @@ def state_bytes(optimizer: Optimizer) -> int:
     return there + int(missing * made / max(1, _bytes(chosen)))
 
 
+def stepping_bytes(optimizer: Optimizer, device: torch.device, otherwise: int) -> int:
+    """Bytes that the optimizer's step takes beside parameters, gradients and its state, told from a step on fakes;
+    `otherwise` where it cannot run on them (another copy of the parameters is what foreach takes)."""
+    world, ledger = FakeWorld(), Ledger(device)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    twins = {id(p): world.parameter(p) for p in trained}
+    shadow = shadow_optimizer(optimizer, lambda p: twins.get(id(p)), world.twin)
+    try:
+        with telling_failures(world), world.entered(), ledger:
+            for p in twins.values():
+                p.grad = torch.zeros_like(p)
+            shadow.step()
+            ledger.restart()
+            ledger.window()
+            shadow.step()
+    except Exception:
+        return otherwise
+    return max(0, ledger.timeline().growth(1))
+
+
 def _circumstances(subject: Subject) -> dict[str, Any]:
     target = subject.target
     here = torch.cuda.get_device_capability(subject.device) if subject.device.type == "cuda" else None
@@ -176,6 +212,7 @@ def _circumstances(subject: Subject) -> dict[str, Any]:
         "precision": subject.precision,
         "precision_is_lever": subject.precision_is_lever,
         "checkpoint": subject.checkpoint,
+        "modules": module_facts(subject.model) if subject.counted else (),
     }
 
 

@@ -20,13 +20,21 @@ class Counts:
     def __init__(self) -> None:
         from torch.utils.flop_counter import flop_registry
 
-        self._registry = flop_registry
+        self._registry = {**flop_registry, **{cpu: flop_registry[gpu] for cpu, gpu in _SAME.items()}}
         self._kinds: dict[tuple[str, str], int] = {}
+        self._names: dict[Any, str] = {}
         self.restart()
 
     def restart(self) -> None:
         """Forget what was counted so far."""
         self._rows: list[tuple[float, float, int, int, int]] = []
+
+    def name(self, func: Any) -> str:
+        """What people call an operation."""
+        found = self._names.get(func)
+        if found is None:
+            found = self._names[func] = str(func._overloadpacket).removeprefix("aten.")
+        return found
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any, event: int, owner: int) -> None:
         """Count one operation; `event` is the timeline's next, `owner` the module it is for."""
@@ -37,7 +45,7 @@ class Counts:
         count = self._registry.get(func._overloadpacket)
         flops = 0.0 if count is None else float(count(*args, **(kwargs or {}), out_val=out))
         dtype = str((given or made)[0].dtype).removeprefix("torch.") if given or made else ""
-        kind = self._kinds.setdefault((str(func._overloadpacket).removeprefix("aten."), dtype), len(self._kinds))
+        kind = self._kinds.setdefault((self.name(func), dtype), len(self._kinds))
         self._rows.append((flops, float(moved), event, owner, kind))
 
     def operations(self, owners: tuple[str, ...]) -> Operations:
@@ -58,6 +66,13 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [t for t in found if t.layout is torch.strided]
 
 
+_SAME = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Operations that torch does not count, and those with the same arguments that it does."""
 _FREE = frozenset(
     {
         torch.ops.aten.empty.memory_format,

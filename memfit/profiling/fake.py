@@ -123,6 +123,8 @@ class _Values(TorchDispatchMode):
             return self._read(func, args, known)
         if func in _UNCACHED:
             return self._without_cache(func, args, kwargs)
+        if _makes_sparse(func, args):
+            raise NotImplementedError("a sparse gradient has the rows that the samples name")
         if known is None:
             out = self._forget_written(func, args, self._recall(func, args, kwargs, given))
             return self._with_likely_answer(func, args, out)
@@ -227,6 +229,16 @@ def answered(func: Any, args: tuple[Any, ...]) -> Any:
 
 _UNCACHED = (torch.ops.aten.mkldnn_rnn_layer_backward.default,)
 """Operators that return one tensor twice: fake mode's cache would make two of it from the second call on."""
+
+_SPARSE = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
+_BAG_BACKWARD, _BAG_SPARSE = torch.ops.aten._embedding_bag_backward.default, 9
+"""An operator and which of its arguments says whether its gradient is sparse."""
+
+
+def _makes_sparse(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether it makes a sparse gradient: a fake one has no rows, and its bytes would be missing."""
+    return func is _SPARSE or (func is _BAG_BACKWARD and bool(args[_BAG_SPARSE]))
+
 
 _READS = (
     torch.ops.aten._local_scalar_dense.default,

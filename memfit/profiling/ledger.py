@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.batches.tree import tensors
+from memfit.kernels.fused import KERNEL
 from memfit.profiling.counts import Counts
 from memfit.profiling.fake import QUESTIONS, answered
 from memfit.profiling.timeline import CATEGORIES, Phase, Timeline, Visit
@@ -25,7 +26,8 @@ class Ledger(TorchDispatchMode):
 
     `present(tensors, category)` enters what exists already, `phase(name)` begins a stretch, `timeline()` reads it out.
     Only storages on `device` count. They are followed by weak reference; the ledger keeps nothing alive. `inside(operation,
-    arguments, result)` tells the bytes that a kernel holds beside them while it runs. `counts` is told what is computed.
+    arguments, result)` tells the bytes that a kernel holds beside them while it runs. `counts` is told what is computed; with
+    it, each storage is recorded with the operation that made it.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class Ledger(TorchDispatchMode):
         self._born_in: list[str] = []
         self._died_in: dict[int, str] = {}
         self._owner: list[int] = []
+        self._made_by: list[str] = []
+        self._running = ""
         self._event: list[int] = []
         self._birth: list[bool] = []
         self._phases: list[Phase] = [Phase("present", 0)]
@@ -55,12 +59,14 @@ class Ledger(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # otherwise torch imports dynamo, which takes a second, to keep it away from this class
 
-    def present(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Enter the storages of `tensors`, or give those already known their category."""
+    def present(self, tensors: Iterable[torch.Tensor], category: str, owner: str | None = None) -> None:
+        """Enter the storages of `tensors`, or give those already known their category, and an owner if one is named."""
         for tensor in tensors:
             index = self._see(tensor)
             if index is not None:
                 self._category[index] = category
+                if owner is not None:
+                    self._owner[index] = self._numbered(owner)
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """The storages of `tensors` stand for memory that is counted elsewhere: they take no bytes."""
@@ -84,6 +90,8 @@ class Ledger(TorchDispatchMode):
         if func in QUESTIONS:
             return answered(func, args)
         out = func(*args, **(kwargs or {}))
+        if self._counts is not None:
+            self._running = KERNEL.get() or self._counts.name(func)
         if isinstance(out, torch.Tensor):
             self._see(out)
         elif isinstance(out, (tuple, list)):
@@ -94,6 +102,7 @@ class Ledger(TorchDispatchMode):
             self._within_kernel(self._inside(func, args, out))
         if self._counts is not None:
             self._counts.add(func, args, kwargs, out, len(self._event), self._owner_now())
+            self._running = ""
         return out
 
     @contextmanager
@@ -130,6 +139,7 @@ class Ledger(TorchDispatchMode):
         """What was recorded, with all bytes as `fixed`."""
         used = sorted(set(self._event))
         position = {index: i for i, index in enumerate(used)}
+        operation, names = self._makers(used)
         return Timeline(
             fixed=np.array([self._bytes[i] for i in used], dtype=np.float64),
             per_sample=np.zeros(len(used)),
@@ -149,7 +159,17 @@ class Ledger(TorchDispatchMode):
                 for v in self._visits
             ),
             operations=None if self._counts is None else self._counts.operations(tuple(self._owners)),
+            operation=operation,
+            operation_names=names,
         )
+
+    def _makers(self, used: list[int]) -> tuple[np.ndarray | None, tuple[str, ...]]:
+        """What made each of these, by its number, and the names."""
+        if self._counts is None:
+            return None, ()
+        numbers: dict[str, int] = {"": 0}
+        found = [numbers.setdefault(self._made_by[i], len(numbers)) for i in used]
+        return np.array(found, dtype=np.int32), tuple(numbers)
 
     def _see(self, tensor: torch.Tensor) -> int | None:
         # A fake tensor's `.device` is a dispatched operation; its `fake_device` is an attribute.
@@ -179,6 +199,7 @@ class Ledger(TorchDispatchMode):
         self._category.append(None)
         self._born_in.append(self._phases[-1].name)
         self._owner.append(self._owner_now())
+        self._made_by.append(self._running)
         self._event.append(index)
         self._birth.append(True)
         self._index[storage] = index
@@ -194,6 +215,7 @@ class Ledger(TorchDispatchMode):
         self._category.append("transient")
         self._born_in.append(self._phases[-1].name)
         self._owner.append(self._owner_now())
+        self._made_by.append(self._running)
         self._event += [index, index]
         self._birth += [True, False]
 
@@ -236,11 +258,15 @@ class Ledger(TorchDispatchMode):
     def _owner_now(self) -> int:
         if self._stack:
             name = self._stack[-1]
-            self._node_owner[_sequence_number()] = name
+            # The first at a number made its node; operations without one (batch norm's counter) come to the same number.
+            self._node_owner.setdefault(_sequence_number(), name)
         else:
             node = torch._C._current_autograd_node()
             name = "" if node is None else self._owner_of_node(node._sequence_nr())
-        return self._owners.setdefault(name, len(self._owners))
+        return self._numbered(name)
+
+    def _numbered(self, owner: str) -> int:
+        return self._owners.setdefault(owner, len(self._owners))
 
     def _owner_of_node(self, sequence: int) -> str:
         # Nodes are numbered as forward creates them; a node belongs to the module that was at work at its number.

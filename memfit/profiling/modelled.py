@@ -25,13 +25,14 @@ SIZES = tuple(2**k for k in range(13))
 
 
 def modelled(profile: Profile, card: Card, sizes: Sequence[int] = SIZES) -> Profile:
-    """The profile with modelled seconds; without any where the card's speed or the step's operations are not known."""
+    """The profile for that card, with modelled seconds; without any where its speed or the step's operations are not known."""
     timeline = profile.timeline
+    profile = replace(profile, card=card)
     if timeline is None or timeline.operations is None or not card.bandwidth:
         return profile
     timings = tuple(_timing(timeline, profile.blocks, card, n) for n in sizes)
     step = _span(timeline, "optimizer")
-    return replace(profile, timings=timings, optimizer_seconds=float(_seconds(timeline, card, 1)[step].sum()))
+    return replace(profile, timings=timings, optimizer_seconds=float(operation_seconds(timeline, card, 1)[step].sum()))
 
 
 def bottleneck(profile: Profile, card: Card, samples: int) -> str:
@@ -40,7 +41,7 @@ def bottleneck(profile: Profile, card: Card, samples: int) -> str:
     if timeline is None or timeline.operations is None or not card.bandwidth:
         return "unknown"
     flops, moved, launches = _parts(timeline, card, samples)
-    inside = _window(timeline)
+    inside = in_micro_batch(timeline)
     longest = np.argmax(np.stack([flops, moved, launches]), axis=0)[inside]
     seconds = np.maximum(np.maximum(flops, moved), launches)[inside]
     shares = np.bincount(longest, weights=seconds, minlength=3)
@@ -48,9 +49,9 @@ def bottleneck(profile: Profile, card: Card, samples: int) -> str:
 
 
 def _timing(timeline: Timeline, blocks: Sequence[str], card: Card, samples: int) -> Timing:
-    seconds = _seconds(timeline, card, samples)
+    seconds = operation_seconds(timeline, card, samples)
     assert timeline.operations is not None
-    event, inside = timeline.operations.event, _window(timeline)
+    event, inside = timeline.operations.event, in_micro_batch(timeline)
     forward = inside & _between(event, _span_events(timeline, "forward"))
     per_block = dict.fromkeys(blocks, 0.0)
     for visit in timeline.visits:
@@ -60,7 +61,7 @@ def _timing(timeline: Timeline, blocks: Sequence[str], card: Card, samples: int)
     return Timing(samples, float(seconds[inside].sum()), float(seconds[forward].sum()), tuple(per_block.items()))
 
 
-def _seconds(timeline: Timeline, card: Card, samples: int) -> np.ndarray:
+def operation_seconds(timeline: Timeline, card: Card, samples: int) -> np.ndarray:
     """Seconds of each operation."""
     flops, moved, launches = _parts(timeline, card, samples)
     return np.maximum(flops, moved) + launches
@@ -83,7 +84,7 @@ def _rate(card: Card, operation: str, dtype: str) -> float:
     return next((rate for rate in found if rate), card.bandwidth)
 
 
-def _window(timeline: Timeline) -> np.ndarray:
+def in_micro_batch(timeline: Timeline) -> np.ndarray:
     """Which operations belong to the last micro-batch that was traced: its forward and backward."""
     assert timeline.operations is not None
     start = timeline.window[-1] if timeline.window else 0

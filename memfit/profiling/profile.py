@@ -8,11 +8,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from memfit._units import format_bytes, format_count, format_seconds
-from memfit.profiling.allocator import HEAP_WASTE, Peak, peak_on
+from memfit.hardware.catalogue import Card
+from memfit.profiling.allocator import HEAP_WASTE, Peak, peak_on, thresholds_pinned
+from memfit.profiling.intervals import Interval
+from memfit.profiling.pages import in_pages
 from memfit.profiling.seconds import Timing
 from memfit.profiling.timeline import Timeline, fit
+
+if TYPE_CHECKING:
+    from memfit.profiling.explain import Explanation
+    from memfit.profiling.tree import ModuleTree
 
 NOISE = 64 << 10
 """Bytes up to which more measured than traced is no sign of hidden memory: the kernel counts in pages, some at a time."""
@@ -36,6 +44,20 @@ class ModelFacts:
     """The optimizer's class."""
     fingerprint: str
     """A digest of parameter names, shapes, dtypes and the optimizer's class."""
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """One module of a model, without those inside it."""
+
+    name: str
+    """Its dotted name; "" for the model itself."""
+    kind: str
+    """Its class."""
+    parameters: int
+    """Elements in its own parameters; shared ones count where they come first."""
+    trainable: int
+    """Those that receive gradients."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +86,8 @@ class Profile:
     """traced; traced at single sizes; or measured."""
     standing: int = 0
     """Where it was measured: bytes of parameters, gradients and optimizer state, on which micro-batches come."""
+    stepping: int = 0
+    """Where it was measured: bytes that the optimizer's step takes beside these."""
     blocks: tuple[str, ...] = ()
     """Blocks that could be checkpointed."""
     script_blocks: tuple[str, ...] = ()
@@ -76,6 +100,8 @@ class Profile:
     """Seconds of the optimizer's step."""
     excess: tuple[tuple[int, int], ...] = ()
     """(samples, bytes) by which measured micro-batches exceeded the trace: scratch inside kernels, mostly."""
+    single: Timeline | None = None
+    """The step with one sample per micro-batch, where it was traced by itself: some operators treat that differently."""
     kept_per_size: int = 0
     """Bytes that stay with the first micro-batch of every size: kernels made for it."""
     without_rule: tuple[str, ...] = ()
@@ -84,40 +110,73 @@ class Profile:
     """What the reader should know about these numbers."""
     heap_waste: float = HEAP_WASTE
     """How much of its heap the C library may keep beyond the tensors in it."""
+    modules: tuple[ModuleFacts, ...] = ()
+    """The model's modules, each before those inside it; empty if not recorded."""
+    card: Card | None = None
+    """The GPU it is for, where that is not here."""
+    interval: Interval | None = None
+    """How far predictions may be off where nothing can be measured."""
 
     def peak(self, micro_batch: int, *, accumulates: bool = True) -> Peak:
         """The peak of a step with micro-batches of that many samples, parameters and all included.
 
         `accumulates=False`: with a single micro-batch, during which gradients are only being born.
         """
-        if self.timeline is not None:
-            return self.priced(self.timeline, micro_batch, accumulates=accumulates)
+        timeline = self.traced_at(micro_batch)
+        if timeline is not None:
+            return self.priced(timeline, micro_batch, accumulates=accumulates)
         if self.peaks:
             return next((peak for n, peak in self.peaks if n >= micro_batch), self.peaks[-1][1])
-        size = _interpolated(self.points, micro_batch)
+        size = max(self.standing + self.stepping, _interpolated(self.points, micro_batch))
         return Peak(size, size, size + size // 8)
+
+    def traced_at(self, micro_batch: int) -> Timeline | None:
+        """The timeline that tells of this size."""
+        return self.timeline if micro_batch > 1 or self.timeline is None else self.single or self.timeline
 
     def priced(self, timeline: Timeline, micro_batch: int, *, accumulates: bool = True) -> Peak:
         """The peak of a timeline of this step with other levers, corrected by what was measured."""
+        taken = in_pages(timeline, micro_batch) if self._gives_back() else timeline
         peak = peak_on(
-            self.device, timeline, micro_batch, accumulates=accumulates, capability=self.capability, waste=self.heap_waste
+            self.device, taken, micro_batch, accumulates=accumulates, capability=self.capability, waste=self.heap_waste
         )
-        return peak.plus(self.excess_at(micro_batch))
+        if taken is not timeline:
+            peak = replace(peak, allocated=timeline.peak(micro_batch, accumulates=accumulates))
+        peak = peak.plus(self.excess_at(micro_batch))
+        return peak if self.interval is None else peak.within(self.interval)
+
+    def explain(self, micro_batch: int, *, accumulates: bool = True) -> Explanation:
+        """The peak with micro-batches of that many samples: where in the step it is reached, and what lies in it.
+
+        Raises UsageError for what is no number of samples. Where no tensor was followed (a measured profile) it says so.
+        """
+        from memfit.profiling.explain import explain
+
+        return explain(self, micro_batch, accumulates=accumulates)
+
+    def tree(self, micro_batch: int, *, accumulates: bool = True) -> ModuleTree:
+        """What each module costs with micro-batches of that many samples, nested as the modules are. Raises UsageError for
+        what is no number of samples."""
+        from memfit.profiling.tree import module_tree
+
+        return module_tree(self, micro_batch, accumulates=accumulates)
 
     def excess_at(self, micro_batch: int) -> int:
-        """Bytes to add to the trace at that size: between measured sizes by a line, and never less than at a smaller one;
-        beyond the last by the line through the last two. (Not by the steepest: where kernels change between one sample and
-        two, what they take jumps there.)"""
+        """Bytes to add to the trace at that size: between measured sizes by a line, beyond the last by that through the last
+        two. (Not by the steepest: where kernels change between one sample and two, what they take jumps there.) Never less than
+        at a smaller size, which may have left free what a larger one took, unless that goes back at once."""
         if not self.excess:
             return 0
-        least = max((more for n, more in self.excess if n <= micro_batch), default=self.excess[0][1])
+        least = 0 if self._gives_back() else max((more for n, more in self.excess if n <= micro_batch), default=0)
         slope = 0.0
         for (low, at_low), (high, at_high) in itertools.pairwise(self.excess):
             slope = (at_high - at_low) / (high - low)
             if low <= micro_batch <= high:
                 return max(least, int(at_low + slope * (micro_batch - low)))
-        last, at_last = self.excess[-1]
-        return least if micro_batch <= last else max(least, int(at_last + slope * (micro_batch - last)))
+        (first, at_first), (last, at_last) = self.excess[0], self.excess[-1]
+        if micro_batch <= first:
+            return at_first
+        return max(least, int(at_last + max(0.0, slope) * (micro_batch - last)))
 
     def kept_for(self, sizes: Iterable[int]) -> int:
         """Bytes that kernels for micro-batches of these sizes will keep, as far as they have not run."""
@@ -154,28 +213,42 @@ class Profile:
 
     def with_timings(self, timings: tuple[Timing, ...], optimizer_seconds: float) -> Profile:
         """The same with measured times, and corrected where more memory was measured than traced."""
-        excess: tuple[tuple[int, int], ...] = ()
-        if self.timeline is not None:
-            traced = self.timeline
-            measured = [(t.samples, t.growth - t.kept - traced.growth(t.samples)) for t in timings if t.growth is not None]
-            excess = tuple((n, max(0, more)) for n, more in measured) if any(more > NOISE for _, more in measured) else ()
-        kept = max((t.kept for t in timings), default=0)
         return replace(
             self,
             timings=timings,
             optimizer_seconds=optimizer_seconds,
-            excess=excess,
-            kept_per_size=kept,
+            excess=self._excess_of(timings),
+            kept_per_size=max((t.kept for t in timings), default=0),
             points=self._points_with(timings) if self.source == "measured" else self.points,
         )
 
+    def with_single(self, single: Timeline) -> Profile:
+        """The same with one sample per micro-batch traced by itself, of which less was hidden then."""
+        found = replace(self, single=single)
+        if self.timeline is None or not self.excess or self.excess[0][0] != 1:
+            return found
+        less = single.growth(1) - self.timeline.growth(1)
+        return replace(found, excess=((1, max(0, self.excess[0][1] - less)), *self.excess[1:]))
+
+    def _excess_of(self, timings: tuple[Timing, ...]) -> tuple[tuple[int, int], ...]:
+        measured = []
+        for timing in timings:
+            traced = self.traced_at(timing.samples)
+            if traced is not None and timing.growth is not None:
+                traced = in_pages(traced, timing.samples) if self._gives_back() else traced
+                measured.append((timing.samples, timing.growth - timing.kept - traced.growth(timing.samples)))
+        return tuple((n, max(0, more)) for n, more in measured) if any(more > NOISE for _, more in measured) else ()
+
+    def _gives_back(self) -> bool:
+        """Whether freed memory goes back at once, so that what is held follows the tensors page by page."""
+        return self.device == "cpu" and thresholds_pinned()
+
     def _points_with(self, timings: tuple[Timing, ...]) -> tuple[tuple[int, int], ...]:
-        """The points and what these measured; no size takes less than a smaller one, or than the optimizer's step, which may
-        need another copy of the parameters while it computes (foreach, the default)."""
+        """The points and what these measured; no size takes less than a smaller one."""
         known = dict(self.points)
         for timing in timings:
-            known[timing.samples] = max(known.get(timing.samples, 0), self.standing + (timing.growth or 0))
-        least, found = self.standing + self.model.gradient_bytes, []
+            known[timing.samples] = max(known.get(timing.samples, 0), self.standing + (timing.growth or 0) - timing.kept)
+        least, found = self.standing, []
         for samples in sorted(known):
             least = max(least, known[samples])
             found.append((samples, least))
@@ -192,12 +265,13 @@ def affine(small: Timeline, large: Timeline, third: Timeline, sizes: tuple[int, 
 
 
 def _interpolated(points: tuple[tuple[int, int], ...], samples: int) -> int:
-    """The peak between, below or beyond known points; beyond the last by the steepest slope seen."""
+    """The peak between, below or beyond known points; beyond the last by the line through it and one of half as many samples,
+    if there is one: neighbours differ by less than a measurement wavers."""
     if len(points) == 1:
         return int(points[0][1] * max(1.0, samples / points[0][0]))
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(points)]
-    for (low, at_low), slope, (high, _) in zip(points, slopes, points[1:]):
+    for (low, at_low), (high, at_high) in itertools.pairwise(points):
         if samples <= high:
-            return int(at_low + slope * (samples - low)) if samples >= low else at_low
+            return int(at_low + (at_high - at_low) / (high - low) * max(0, samples - low))
     last, at_last = points[-1]
-    return int(at_last + max(0.0, *slopes) * (samples - last))
+    half, at_half = next(((n, size) for n, size in reversed(points) if 2 * n <= last), points[0])
+    return int(at_last + max(0.0, (at_last - at_half) / (last - half)) * (samples - last))

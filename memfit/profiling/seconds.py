@@ -41,11 +41,11 @@ class Timing:
 
 def timing_at(timings: Sequence[Timing], samples: int) -> Timing:
     """The timing of a micro-batch of that size, from at least one other; what it holds is not told."""
-    known = sorted((replace(t, growth=None, kept=0) for t in timings), key=lambda t: t.samples)
+    known = sorted(timings, key=lambda t: t.samples)
     above = next((i for i, t in enumerate(known) if t.samples >= samples), None)
     if not above:  # beyond the largest, or not above the smallest
         nearest = known[-NEAREST:] if above is None else known[:NEAREST]
-        end = known[-1] if above is None else known[0]
+        end = replace(known[-1] if above is None else known[0], growth=None, kept=0)
         fixed, each = line_through([(t.samples, t.seconds) for t in nearest])
         return end.scaled((fixed + each * samples) / (fixed + each * end.samples), samples)
     low, high = known[above - 1], known[above]

@@ -8,6 +8,7 @@ and are traced whole.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,7 @@ def continued(begun: Timeline, like: Timeline) -> Timeline | None:
         window=tuple(start + shift for start in begun.window),
         visits=tuple(_moved(visit, shift, numbers.own) for visit in begun.visits),
         operations=_operations(begun, like, end, shift),
+        **_makers(begun, like, numbers),
     )
     return joined if _alike(joined, numbers.left, like, numbers.theirs) else None
 
@@ -51,6 +53,17 @@ def _operations(begun: Timeline, like: Timeline, end: int, shift: int) -> Operat
     last = len(begun.event)
     own = begun.operations.part(0, last + 1, shift)
     return own.followed_by(like.operations.part(end, len(like.event) + 1, last + shift - end))
+
+
+def _makers(begun: Timeline, like: Timeline, numbers: _Numbers) -> dict[str, Any]:
+    """What made each allocation, where both know it."""
+    if begun.operation is None or like.operation is None:
+        return {}
+    names = tuple(dict.fromkeys((*begun.operation_names, *like.operation_names)))
+    own, theirs = (
+        np.array([names.index(name) for name in one.operation_names], dtype=np.int32)[one.operation] for one in (begun, like)
+    )
+    return {"operation": numbers.column(own, theirs), "operation_names": names}
 
 
 @dataclass(frozen=True)

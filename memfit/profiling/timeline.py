@@ -70,6 +70,10 @@ class Timeline:
     """Runs through blocks, in order."""
     operations: Operations | None = None
     """What is computed meanwhile, where that was recorded."""
+    operation: np.ndarray | None = None
+    """Index into `operation_names` for each allocation (int32): what it was made by; None where that was not recorded."""
+    operation_names: tuple[str, ...] = ()
+    """Names of operations that make storages; "" for what was there before the first."""
 
     def sizes(self, samples: int) -> np.ndarray:
         """Bytes of each allocation at a micro-batch of `samples`."""
@@ -99,6 +103,12 @@ class Timeline:
     def peak_event(self, samples: int, *, accumulates: bool = True) -> int:
         """The event after which most is alive."""
         return int(self.curve(samples, accumulates=accumulates).argmax())
+
+    def alive(self, event: int) -> np.ndarray:
+        """The allocations that are alive after `event`, by their numbers."""
+        there = np.zeros(len(self.fixed), dtype=np.int64)
+        np.add.at(there, self.event[: event + 1], np.where(self.birth[: event + 1], 1, -1))
+        return np.flatnonzero(there > 0)
 
     def phase_of(self, event: int) -> str:
         """The phase an event lies in."""

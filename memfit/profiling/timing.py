@@ -61,6 +61,7 @@ class Stopwatch:
             try:
                 # Kernels are chosen and libraries set up once per process: the first micro-batch is not representative.
                 Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, first)
+                self._staging.fill()
                 self._meter = Meter(self._device, reserved=self._reserved)
                 yield
             finally:
@@ -88,7 +89,12 @@ class Stopwatch:
 
     def _used(self) -> int:
         """Bytes held now beside what is free in the heap."""
-        return self._meter.held() - free_heap() if self._tells_kept and self._meter is not None else 0
+        if not self._tells_kept or self._meter is None:
+            return 0
+        if self._trimmed and not self._reserved:  # free pages that were given back are not held, and count as free
+            give_back_free_heap()
+            return self._meter.held()
+        return self._meter.held() - free_heap()
 
     def _now(self) -> float:
         if self._device.type != "cpu":

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work, accumulate
 from memfit.engine.generators import HostRandom
-from memfit.engine.handover import hand_over
+from memfit.engine.handover import Total, hand_over
 from memfit.engine.staged import Staging
 from memfit.kernels.scratch import is_unknown, scratch
 from memfit.kernels.substitute import cuda_kernels
@@ -59,6 +59,18 @@ class Trace:
     """Operations whose kernels allocate what no rule tells, on the GPU that was traced for."""
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How a step is traced."""
+
+    target: Target | None = None
+    """A GPU whose kernels are traced although the tensors are not on it."""
+    counted: bool = False
+    """Whether what is computed is counted, too."""
+    in_float32: bool = True
+    """Whether gradients of half precision parameters gather in float32."""
+
+
 def trace_step(
     model: nn.Module,
     optimizer: Optimizer,
@@ -71,26 +83,25 @@ def trace_step(
     blocks: Sequence[str] = (),
     levers: Callable[[], AbstractContextManager[Any]] = nullcontext,
     like: Timeline | None = None,
-    target: Target | None = None,
-    counted: bool = False,
+    manner: Manner = Manner(),
 ) -> Trace:
     """Trace a step with two micro-batches of each of `sizes` samples, and one with a single one of `check` samples.
 
     Runs through `blocks` are noted. `levers` gives a context in which the model runs with the levers under test. `like` is a
-    step of the same model and optimizer, whose optimizer's step is taken over. `target` is a GPU whose kernels are traced
-    although the tensors are not on it; `counted`: what is computed is counted, too. Leaves no trace.
+    step of the same model and optimizer, whose optimizer's step is taken over. `manner` says for which device, and
+    what is looked at. Leaves no trace.
     Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
     """
     world, insides = FakeWorld(), _Insides()
-    on_gpu = target is not None or device.type == "cuda"
-    ledger = Ledger(device, inside=insides if on_gpu else None, counts=Counts() if counted else None)
+    on_gpu = manner.target is not None or device.type == "cuda"
+    ledger = Ledger(device, inside=insides if on_gpu else None, counts=Counts() if manner.counted else None)
     with ExitStack() as stack:
         stack.enter_context(leave_no_trace(model, device, buffers=False))
         stack.enter_context(_collected_by_hand())
         stack.enter_context(telling_failures(world))
         twins = stack.enter_context(world.replacing(model))
         stack.enter_context(levers())
-        stepping = _Stepping(model, optimizer, world, ledger, twins, weighting, by_lists=target is not None)
+        stepping = _Stepping(model, optimizer, world, ledger, twins, weighting, manner)
         # Built outside fake mode: collating touches real samples.
         steps = [_Step((n, n)) for n in sizes] + ([] if check is None else [_Step((check,))])
         for step in steps:
@@ -98,7 +109,7 @@ def trace_step(
         stack.enter_context(world.entered())
         stack.enter_context(ledger)
         stack.enter_context(ledger.naming(model, blocks))
-        stack.enter_context(cuda_kernels(target))
+        stack.enter_context(cuda_kernels(manner.target))
         stepping.begin()
         timelines = stepping.all_of(steps, like)
         written = stepping.written_buffers()
@@ -138,24 +149,32 @@ class _Stepping:
         ledger: Ledger,
         twins: dict[int, torch.Tensor],
         weighting: Weighting,
-        by_lists: bool = False,
+        manner: Manner,
     ) -> None:
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         self._outside = {id(p): world.parameter(p) for p in trained if id(p) not in twins}
         everything = {**self._outside, **twins}
         self._optimizer = shadow_optimizer(optimizer, lambda t: everything.get(id(t)), world.twin)
-        if by_lists:
+        if manner.target is not None:
             step_by_lists(self._optimizer)
         self._model, self._ledger, self._weighting = model, ledger, weighting
+        self._home: dict[torch.Tensor, str] = {}
+        """The module that a parameter belongs to; of several that share it, the first."""
         self._buffers = {name: (b, b._version) for name, b in model.named_buffers()}
         self._staging = Staging(model, self._outside.values())
-        self._staging.accumulate_in_float32()
+        if manner.in_float32:
+            self._staging.accumulate_in_float32()
         self._host = HostRandom.capture()
 
     def begin(self) -> None:
-        self._ledger.present(self._model.parameters(), "parameters")
+        for name, module in self._model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                if parameter not in self._home:
+                    self._home[parameter] = name
+                    self._ledger.present((parameter,), "parameters", name)
         self._ledger.present(self._outside.values(), "parameters")
-        self._ledger.present(self._model.buffers(), "buffers")
+        for name, module in self._model.named_modules():
+            self._ledger.present(module.buffers(recurse=False), "buffers", name)
 
     def written_buffers(self) -> tuple[str, ...]:
         """Buffers that were written or replaced so far; batch norm writes its statistics without counting a version."""
@@ -200,17 +219,27 @@ class _Stepping:
         ledger = self._ledger
         ledger.restart()
         total = accumulate(_Watched(work, ledger, self._host), pieces, self._staging, self._weighting)
-        ledger.present([g for g in total.gradients if g is not None], "gradients")
+        self._present_gradients(total)
         ledger.phase("hand over")
         hand_over(total).backward()
         del total
         return ledger.timeline()
 
+    def _present_gradients(self, total: Total) -> None:
+        """Apart, so that no variable keeps one of them alive."""
+        for receiver, gradient in zip(total.receivers, total.gradients):
+            if gradient is not None:
+                self._ledger.present((gradient,), "gradients", self._home.get(receiver))
+
+    def _present_state(self) -> None:
+        for parameter, state in _states(self._optimizer):
+            self._ledger.present(state, "optimizer", self._home.get(parameter))
+
     def _optimize(self) -> None:
         """The optimizer's step; afterwards the gradients are gone and its state is there."""
         self._ledger.phase("optimizer")
         self._optimizer.step()
-        self._ledger.present(_state_tensors(self._optimizer), "optimizer")
+        self._present_state()
         self._optimizer.zero_grad(set_to_none=True)
 
 
@@ -276,11 +305,11 @@ def step_by_lists(optimizer: Optimizer) -> None:
             group["foreach"] = True
 
 
-def _state_tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for state in optimizer.state.values():
-        for value in state.values() if isinstance(state, dict) else ():
-            if isinstance(value, torch.Tensor):
-                yield value
+def _states(optimizer: Optimizer) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+    """(parameter, or what else it is kept under; tensors of its state)."""
+    for parameter, state in optimizer.state.items():
+        values = state.values() if isinstance(state, dict) else ()
+        yield parameter, [value for value in values if isinstance(value, torch.Tensor)]
 
 
 @contextmanager

@@ -25,6 +25,10 @@ from memfit.reporting.tables import MOST
 from memfit.reporting.words import in_unit, printable, unit_for, way
 
 Figure = dict[str, Any]
+SHORT = 18
+"""Characters of words that have room beside a mark on small screens."""
+Level = tuple[str, int, str, str]
+"""A horizontal line: (words, bytes, dash, colour)."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +62,52 @@ def _memory(report: Report) -> Chart | None:
         return None
     plan = report.plan
     lines = list(_levels(report))
-    unit, name = unit_for([plan.held + curve.peak.total, *(at for _, at, _, _ in lines)])
-    layers = [("held", (plan.held,) * len(curve.events))] if plan.held else []
-    data = [_area(kind, sizes, curve.events, unit) for kind, sizes in (*layers, *curve.layers)]
-    layout = _layout(name, "tensors born and freed, in order")
-    layout["xaxis"] |= {"showticklabels": False, "showgrid": False}
-    layout["yaxis"] |= {"range": [0, _top(report, lines) / unit]}
-    layout["hovermode"] = "x unified"
-    layout["shapes"], layout["annotations"] = _marks(curve, lines, unit, name)
     peak = curve.peak
     label = (
         f"Memory over one optimizer step by category. The most, {format_bytes(peak.total + plan.held)}, is reached "
         f"{at_moment(peak)}. The budget is {format_bytes(report.allowance.limit)}."
     )
-    return Chart("memory", "Memory over one step", printable(label), {"data": data, "layout": layout}, 380)
+    return Chart("memory", "Memory over one step", printable(label), memory_figure(curve, plan.held, lines), 380)
+
+
+def memory_figure(curve: Curve, held: int, lines: Sequence[Level]) -> Figure:
+    """The layers of a step above what the process holds beside it, with these levels."""
+    tallest = max([curve.peak.total + held, *(at for _, at, _, _ in lines)])
+    unit, name = unit_for([tallest])
+    layers = [("held", (held,) * len(curve.events))] if held else []
+    data = [_area(kind, sizes, curve.events, unit) for kind, sizes in (*layers, *curve.layers)]
+    layout = _layout(name, "tensors born and freed, in order")
+    layout["xaxis"] |= {"showticklabels": False, "showgrid": False}
+    layout["yaxis"] |= {"range": [0, 1.1 * tallest / unit]}
+    layout["hovermode"] = "x unified"
+    layout["shapes"], layout["annotations"] = _marks(curve, lines, unit, name)
+    return {"data": data, "layout": layout}
+
+
+def point_at(figure: Figure, at: int, words: str) -> None:
+    """Mark a place on the upper edge of a figure's layers, and say what it is."""
+    events = figure["data"][0]["x"]
+    y = sum(trace["y"][events.index(at)] for trace in figure["data"])
+    figure["layout"]["xaxis"]["range"] = [events[0], events[-1]]  # else it makes room for the words
+    left = at - events[0] > (events[-1] - events[0]) / 2
+    line = {"color": "accent", "width": 1, "dash": "dot"}
+    figure["layout"]["shapes"].append({"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": at, "x1": at, "line": line})
+    figure["layout"]["annotations"].append(
+        {
+            "x": at,
+            "y": y,
+            "text": escape(printable(words)),
+            "name": "narrow" if len(words) > SHORT else "wide",
+            "font": {"color": "accent", "size": 11},
+            "bgcolor": "paper",
+            "showarrow": True,
+            "arrowcolor": "accent",
+            "arrowhead": 2,
+            "ax": -24 if left else 24,
+            "ay": 26,
+            "xanchor": "right" if left else "left",
+        }
+    )
 
 
 def _area(kind: str, sizes: Sequence[int], events: Sequence[int], unit: int) -> Figure:
@@ -88,8 +124,8 @@ def _area(kind: str, sizes: Sequence[int], events: Sequence[int], unit: int) -> 
     }
 
 
-def _levels(report: Report) -> Iterator[tuple[str, int, str, str]]:
-    """(words, bytes, dash, colour) of the horizontal lines."""
+def _levels(report: Report) -> Iterator[Level]:
+    """The horizontal lines."""
     plan, peak = report.plan, report.pace.peak
     yield "predicted peak", plan.predicted.peak + plan.held, "dot", "ink"
     if peak is not None:
@@ -99,13 +135,7 @@ def _levels(report: Report) -> Iterator[tuple[str, int, str, str]]:
         yield "budget", limit, "dash", "accent"
 
 
-def _top(report: Report, lines: Sequence[tuple[str, int, str, str]]) -> float:
-    curve = report.curve
-    tallest = 0 if curve is None else curve.peak.total + report.plan.held
-    return 1.1 * max(tallest, *(at for _, at, _, _ in lines))
-
-
-def _marks(curve: Curve, lines: Sequence[tuple[str, int, str, str]], unit: int, name: str) -> tuple[list[Figure], list[Figure]]:
+def _marks(curve: Curve, lines: Sequence[Level], unit: int, name: str) -> tuple[list[Figure], list[Figure]]:
     shapes, notes = [], []
     for words, at, dash, tone in lines:
         y = at / unit

@@ -24,6 +24,8 @@ class Allowance:
     """cpu, cuda, mps or xpu."""
     notes: tuple[str, ...] = ()
     """What the reader should know about these numbers."""
+    here: bool = True
+    """False for a device of the catalogue: nothing was or can be measured on it."""
 
 
 @dataclass(frozen=True)

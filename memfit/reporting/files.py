@@ -78,14 +78,15 @@ def strict(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def restored(kind: type[T], text: str, source: str, latest: int) -> T:
-    """A report dataclass from its JSON, each field checked. Raises UsageError, and PlanFileError for a plan inside."""
+def restored(kind: type[T], text: str, source: str, latest: int, mark: str = "report") -> T:
+    """A report dataclass from its JSON, each field checked; `mark` is the key that such files are known by. Raises UsageError,
+    and PlanFileError for a plan inside."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise unreadable(source, f"it is not JSON ({error})") from error
-    if not isinstance(data, dict) or data.pop("report", None) != "memfit":
-        raise unreadable(source, "it is JSON, but not a report")
+    if not isinstance(data, dict) or data.pop(mark, None) != "memfit":
+        raise unreadable(source, f"it is JSON, but not a {mark}")
     found = data.get("version")
     if type(found) is int and found > latest:
         raise UsageError(
@@ -125,7 +126,7 @@ class _Restoring:
         if not isinstance(data, dict):
             raise self._wrong(name, data)
         types_ = get_type_hints(kind)
-        fields = [f.name for f in dataclasses.fields(kind)]
+        fields = [f.name for f in dataclasses.fields(kind) if f.name in data or _required(f)]
         unknown, missing = sorted(set(data) - set(fields)), sorted(set(fields) - set(data))
         if unknown or missing:
             what = f"{unknown[0]!r} of {name} is unknown" if unknown else f"{missing[0]!r} of {name} is missing"
@@ -141,6 +142,12 @@ class _Restoring:
 
     def _wrong(self, name: str, data: Any) -> UsageError:
         return unreadable(self._source, f"{name} is {json.dumps(data)[:60]}")
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    """Whether every file has it: what was added to the format later has a default."""
+    optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+    return field.name == "version" or not optional
 
 
 def unreadable(source: str, what: str) -> UsageError:

@@ -1,38 +1,26 @@
 """The report as one HTML page that needs no network, and as the short form for notebooks.
 
-Every value goes through jinja2's autoescape. The page's own policy forbids requests, and any script but the two written
-here. Not covered: browsers without JavaScript see the tables and not the charts.
+Not covered: browsers without JavaScript see the tables and not the charts.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memfit._units import format_bytes, format_seconds
 from memfit.reporting.charts import charts
 from memfit.reporting.colours import COLOURS, MEANING, colour
 from memfit.reporting.lines import answers, at_moment, comparison, headline, peak_holds, verdict
+from memfit.reporting.pages import environment, rendered
 from memfit.reporting.report import Report
 from memfit.reporting.tables import MOST, Table, blocks, events, levers, notes, options, phases, sizes, waiting
-from memfit.reporting.words import printable
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 
 def page(report: Report) -> str:
     """The whole page, with the code of its charts inside."""
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
-
-    environment = _environment()
-    scripts = [get_plotlyjs(), environment.get_template("report.js.jinja").render()]
-    return environment.get_template("report.html.jinja").render(
+    return rendered(
+        "report.html.jinja",
         **_first_screen(report),
         title=f"memfit: {headline(report)}",
         charts=charts(report),
@@ -40,34 +28,12 @@ def page(report: Report) -> str:
         tables=_tables(report),
         bars=block_bars(report),
         notes=list(notes(report)),
-        scripts=[Markup(script) for script in scripts],
-        policy=_policy(scripts),
     )
 
 
 def summary(report: Report) -> str:
     """The first screen alone, for notebooks."""
-    return _environment().get_template("notebook.html.jinja").render(**_first_screen(report))
-
-
-def _environment() -> Environment:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    return Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: printable(value) if type(value) is str else value,
-    )
-
-
-def _policy(scripts: Sequence[str]) -> str:
-    """Nothing is fetched, and no script runs but these."""
-    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
+    return environment().get_template("notebook.html.jinja").render(**_first_screen(report))
 
 
 def _first_screen(report: Report) -> dict[str, Any]:

@@ -29,6 +29,9 @@ from memfit.reporting.words import (
     unit_for,
 )
 
+MODELLED = "modelled from its data sheet, not measured"
+"""How seconds on a device that is not here are known."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -59,7 +62,9 @@ class Entry:
 def headline(report: Report) -> str:
     """What it is about."""
     size = "" if report.parameters is None else f", {format_count(report.parameters)} parameters"
-    return f"{report.plan.model}{size}, {report.plan.optimizer}, on {report.allowance.device} ({report.allowance.kind})"
+    device = report.allowance
+    where = f"on {device.device} ({device.kind})" if device.here else f"for {device.device}, which is not here"
+    return f"{report.plan.model}{size}, {report.plan.optimizer}, {where}"
 
 
 def verdict(report: Report) -> Entry:
@@ -147,7 +152,8 @@ def _seconds(report: Report) -> Row:
     asked, here, seen = (None if seconds is None else next(words) for seconds in known)
     if asked is not None and _whether_asked_fits(report):
         asked = f"{asked} if it fitted"
-    said = ["predicted"] if here is not None else ["measured"] if seen is not None else []
+    planned = "predicted" if report.allowance.here else MODELLED
+    said = [planned] if here is not None else ["measured"] if seen is not None else []
     said += [f"measured {seen}"] if here is not None and seen is not None else []
     return Row("per step", asked or "-", here or seen or "-", "; ".join(said))
 
@@ -207,7 +213,8 @@ def _same(report: Report) -> Entry:
     if found is None and report.plan.mode == "whole" and report.plan.precision == "off":
         return Entry("same training", ("the batch runs whole, as without memfit",), "good")
     if found is None:
-        return Entry("same training", ("not verified yet: memfit.verify(run)",), "open")
+        there = "" if report.allowance.here else " where it runs"
+        return Entry("same training", (f"not verified yet: memfit.verify(run){there}",), "open")
     if not found.clear:
         return Entry("same training", found.lines(), "open")
     return Entry("same training" if found.passed else "NOT the same", found.lines(), "good" if found.passed else "bad")
@@ -234,7 +241,11 @@ def _cost(report: Report) -> Iterator[str]:
         median_of = f" (median of {count(len(seconds), 'step')})" if len(seconds) > 1 else ""
         yield f"{format_seconds(median(seconds))} per step{median_of}, {three_digits(rate)} samples/s"
     elif plan.predicted.seconds is not None:
-        yield f"{format_seconds(plan.predicted.seconds)} per step, predicted"
+        if report.allowance.here:
+            yield f"{format_seconds(plan.predicted.seconds)} per step, predicted"
+        else:
+            rate = samples_per_step(report) / max(plan.predicted.seconds, 1e-12)
+            yield f"{format_seconds(plan.predicted.seconds)} per step, {three_digits(rate)} samples/s: {MODELLED}"
     yield from _against_others(report)
     again = sum(b.recompute or 0.0 for b in report.blocks if b.checkpointed == "memfit")
     if again and plan.predicted.seconds:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from memfit.reporting.lines import answers, comparison, headline, verdict
-from memfit.reporting.report import Report
+from memfit.reporting.report import Report, made_with
 from memfit.reporting.tables import Table, notes, tables
 from memfit.reporting.words import printable
 
@@ -20,14 +20,14 @@ def markdown(report: Report) -> str:
     """The whole report."""
     answer = verdict(report)
     lines = [f"# memfit: {escaped(headline(report))}", ""]
-    lines += [f"**{answer.label}**: {escaped('; '.join(answer.lines))}", "", *_table(_compared(report)), ""]
+    lines += [f"**{answer.label}**: {escaped('; '.join(answer.lines))}", "", *table_lines(_compared(report)), ""]
     for entry in answers(report):
         lines += [f"- **{entry.label}**: {'<br>'.join(escaped(line) for line in entry.lines)}"]
     for table in tables(report):
-        lines += ["", f"## {table.title}", "", *_table(table), *(["", escaped(table.note)] if table.note else [])]
+        lines += ["", f"## {table.title}", "", *table_lines(table), *(["", escaped(table.note)] if table.note else [])]
     said = [f"- {escaped(note)}" for note in notes(report)]
     lines += ["", "## Notes", "", *said] if said else []
-    return "\n".join([*lines, "", f"*{escaped(_made(report))}*", ""])
+    return "\n".join([*lines, "", f"*{escaped(made_with(report.made, report.software))}*", ""])
 
 
 def escaped(text: str) -> str:
@@ -41,7 +41,8 @@ def _compared(report: Report) -> Table:
     return Table("", ("", "as the script asked", "with memfit", ""), rows)
 
 
-def _table(table: Table) -> Iterator[str]:
+def table_lines(table: Table) -> Iterator[str]:
+    """A table as Markdown."""
     yield _row(tuple(map(escaped, table.columns)))
     yield _row(tuple("---:" if i in table.numbers else "---" for i in range(len(table.columns))))
     for index, row in enumerate(table.rows):
@@ -51,8 +52,3 @@ def _table(table: Table) -> Iterator[str]:
 
 def _row(cells: tuple[str, ...]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _made(report: Report) -> str:
-    versions = ", ".join(f"{package} {version}" for package, version in report.software)
-    return f"made {report.made}" + (f" with {versions}" if versions else "")

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from memfit.profiling.timeline import CATEGORIES, Timeline
+from memfit.profiling.tree import kept_by_forward
 from memfit.reporting.facts import BlockCost, Curve, Moment
 
 POINTS = 2000
@@ -91,7 +92,7 @@ def block_costs(timeline: Timeline, samples: int, blocks: Sequence[str]) -> tupl
     names = tuple(blocks) or _outermost(timeline)
     group = _groups(timeline.owners, names)[timeline.owner]
     sizes = timeline.sizes(samples)
-    kept = np.where(_kept_by_forward(timeline), sizes, 0.0)
+    kept = np.where(kept_by_forward(timeline), sizes, 0.0)
     found = []
     for index, name in enumerate([*names, ""]):
         mine = group == index
@@ -101,7 +102,9 @@ def block_costs(timeline: Timeline, samples: int, blocks: Sequence[str]) -> tupl
 
 def _outermost(timeline: Timeline) -> tuple[str, ...]:
     """The outermost modules that allocate, where there are no blocks."""
-    return tuple(dict.fromkeys(owner.partition(".")[0] for owner in timeline.owners if owner))
+    computed = np.isin(timeline.category, [CATEGORIES.index(name) for name in ("kept", "transient")])
+    owners = (timeline.owners[owner] for owner in timeline.owner[computed].tolist())
+    return tuple(dict.fromkeys(owner.partition(".")[0] for owner in owners if owner))
 
 
 def _groups(owners: Sequence[str], names: Sequence[str]) -> np.ndarray:
@@ -113,15 +116,6 @@ def _groups(owners: Sequence[str], names: Sequence[str]) -> np.ndarray:
         return next(inside, len(names))
 
     return np.array([group(owner) for owner in owners], dtype=np.int32)
-
-
-def _kept_by_forward(timeline: Timeline) -> np.ndarray:
-    """Which allocations the last drawn micro-batch's forward leaves saved for backward."""
-    born, died = timeline.lifetimes()
-    start = timeline.window[-1] if timeline.window else 0
-    ends = (b.start for a, b in zip(timeline.phases, timeline.phases[1:]) if a.name == "forward" and a.start >= start)
-    end = next(ends, len(timeline.event))
-    return (timeline.category == CATEGORIES.index("kept")) & (born >= start) & (born < end) & (died >= end)
 
 
 def _most_transient(timeline: Timeline, mine: np.ndarray, sizes: np.ndarray) -> int:

@@ -7,7 +7,7 @@ micro-batches are no single choice; sharding.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from memfit.batches.pieces import sizes
 from memfit.planning.compose import recomputable
@@ -104,6 +104,7 @@ class _Against:
     plan: Plan
     profile: Profile
     room: int
+    _uppers: dict[tuple[int, tuple[str, ...]], int] = field(default_factory=dict)
 
     def offer(self, lever: str, size: int, blocks: tuple[str, ...], block: str = "") -> Offer:
         """The same plan with another size of micro-batch and other blocks."""
@@ -125,8 +126,10 @@ class _Against:
         return step_seconds(self.profile, sizes(self.plan.share, size), blocks, self.plan.mode)
 
     def _upper(self, size: int, blocks: tuple[str, ...]) -> int:
-        priced = self.profile if self.profile.checkpoint == blocks else with_blocks(self.profile, blocks)
-        return priced.peak(size, accumulates=len(sizes(self.plan.share, size)) > 1).upper
+        if (size, blocks) not in self._uppers:
+            priced = self.profile if self.profile.checkpoint == blocks else with_blocks(self.profile, blocks)
+            self._uppers[size, blocks] = priced.peak(size, accumulates=len(sizes(self.plan.share, size)) > 1).upper
+        return self._uppers[size, blocks]
 
 
 def _of_profile(against: _Against) -> Iterator[Offer]:

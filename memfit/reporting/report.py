@@ -196,7 +196,7 @@ def make_report(
 
 def _allowance(budget: Budget) -> Allowance:
     device, notes = budget.device, (*budget.notes, *budget.device.notes)
-    return Allowance(budget.limit, budget.margin, budget.source, device.name, device.kind, notes)
+    return Allowance(budget.limit, budget.margin, budget.source, device.name, device.kind, notes, device.here)
 
 
 def _timeline(plan: Plan, profile: Profile | None) -> Timeline | None:
@@ -263,3 +263,9 @@ def software() -> tuple[tuple[str, str], ...]:
         except PackageNotFoundError:  # run from a checkout
             continue
     return tuple(found)
+
+
+def made_with(made: str, packages: Sequence[tuple[str, str]]) -> str:
+    """When, and with what, in words."""
+    versions = ", ".join(f"{package} {version}" for package, version in packages)
+    return f"made {made}" + (f" with {versions}" if versions else "")

@@ -5,7 +5,7 @@ Not covered: models that can only be profiled by running them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from memfit.engine.staged import Staging
 from memfit.hardware.budget import Budget
 from memfit.hardware.catalogue import Card
 from memfit.kernels.target import Target
+from memfit.profiling.intervals import interval_of
 from memfit.profiling.modelled import modelled
 from memfit.profiling.profile import Profile
 from memfit.training.measure import Measurer, Result
@@ -31,6 +32,24 @@ and keep cuBLAS-like workspaces of the size of Hopper's."""
 def target_of(card: Card | None) -> Target | None:
     """What the choice of kernels depends on."""
     return None if card is None else Target(card.capability or NEAREST)
+
+
+def on_card(profile: Profile, card: Card) -> Profile:
+    """A profile that was traced for a card, or for another that takes the same kernels, with this one's modelled seconds."""
+    how = "modelled from operations and data sheets" if card.bandwidth else "unknown"
+    others = tuple(note for note in profile.notes if not note.startswith(_PLANNED_FOR))
+    note = f"{_PLANNED_FOR} {card.title}, which is not here: seconds are {how}"
+    interval = None if profile.timeline is None else interval_of(profile.timeline)
+    bare = replace(profile, capability=card.capability or NEAREST, timings=(), notes=(*others, note), interval=interval)
+    return modelled(bare, card)
+
+
+_PLANNED_FOR = "planned for"
+
+
+def is_elsewhere(notes: Sequence[str]) -> bool:
+    """Whether a profile or a plan with these notes is for a card that was not there."""
+    return any(note.startswith(_PLANNED_FOR) and "not here" in note for note in notes)
 
 
 class CardMemory(Memory):
@@ -56,10 +75,7 @@ class CardMeasurer(Measurer):
 
     def timed(self, task: Task, profile: Profile, *, beside: Profile | None = None) -> Profile:
         """The profile with modelled seconds."""
-        how = "modelled from operations and data sheets" if self._card.bandwidth else "unknown"
-        note = f"planned for {self._card.title}, which is not here: seconds are {how}"
-        found = modelled(profile, self._card)
-        return found if note in found.notes else replace(found, notes=(*found.notes, note))
+        return on_card(profile, self._card)
 
     def smallest(self, run: Callable[[int], Result]) -> Result:
         """Nothing can be measured. Raises UsageError."""

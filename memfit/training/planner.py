@@ -35,6 +35,9 @@ FRAGMENTS = (
     "what is limited here is reserved memory, and the C library keeps freed heap reserved, in fragments: start with "
     "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 in the environment for larger micro-batches and a sure fit"
 )
+ODD = 0.01
+"""Share of a single sample's peak by which it may be measured above the trace of several and not be traced by itself: operators
+treat dimensions of size one differently (a GPT's keep 2 % more then)."""
 KERNELS = 5
 """How many times what its tensors grow by a whole batch may take beside them; where there is room for that, nothing is
 measured before it runs (an LSTM's kernels were seen to take 4.5 times its tensors, convolutions in float64 twice)."""
@@ -70,11 +73,20 @@ class Planner:
 
     def _timed(self, task: Task, traced: Profile) -> Profile:
         """The profile as timed, which says where the size that was prescribed cannot be kept."""
-        own = self.measurer.timed(task, traced)
+        own = self.with_single(task, self.measurer.timed(task, traced))
         if not self.measurer.leaves_one(task.demand):
             return own
         alone = f"micro-batches of 2 would leave one of {task.demand.share} samples by itself, which the model cannot run"
         return replace(own, notes=(*own.notes, f"{alone}: one has 3"))
+
+    def with_single(self, task: Task, own: Profile) -> Profile:
+        """The profile as timed. Where a single sample took more than the trace of several tells, it is traced by itself."""
+        smallest, more = own.excess[0] if own.excess else (0, 0)
+        if own.timeline is None or smallest != 1 or more <= ODD * own.timeline.peak(1):
+            return own
+        lever = own.precision if own.precision_is_lever else "off"
+        single = self.profile(task, lever, own.checkpoint, (1,), own).timeline
+        return own if single is None else own.with_single(single)
 
     def _decided(self, task: Task, own: Profile, *, lower: bool = True) -> tuple[Plan, Profile]:
         """The plan by this profile; `lower`: in a lower precision where nothing else fits and that was left to memfit."""
@@ -92,13 +104,15 @@ class Planner:
         """The plan to run a task's batch as it is, and what it rests on. Where it comes near the room, small micro-batches are
         measured first: kernels take what no tensor shows. Raises DoesNotFit."""
         share = task.demand.share
+        if self._settings.card is not None:
+            profile = self.measurer.timed(task, profile)  # nothing runs, and nothing else tells the seconds
         demand = replace(task.demand, micro_batch=share)
         plan = search([profile], self._memory.budget(), demand)
         grows = plan.predicted.upper if profile.timeline is None else profile.timeline.growth(share)
         if self._settings.whole or (KERNELS * grows <= plan.room and profile.source != "measured"):
             return plan, profile
         try:
-            measured = self.measurer.timed(task, profile)
+            measured = self.with_single(task, self.measurer.timed(task, profile))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -184,9 +198,9 @@ class Planner:
 
     def _lower(self, task: Task, own: Profile) -> tuple[Plan, Profile]:
         """A lower precision, because nothing else fits. Raises the script precision's own DoesNotFit if none helps."""
-        for lever in lower_precisions(self._model.parameters(), self._device):
+        for lever in self._lower_precisions():
             try:
-                plan, profile = self._search(task, self.measurer.timed(task, self.profile(task, lever)))
+                plan, profile = self._search(task, self.with_single(task, self.measurer.timed(task, self.profile(task, lever))))
             except DoesNotFit:
                 continue
             note = f"computes in {lever}, because nothing fits in {own.precision}; {self._price(task, own, lever)}"
@@ -195,6 +209,8 @@ class Planner:
 
     def _price(self, task: Task, own: Profile, lever: str) -> str:
         """What a lower precision costs, in words: how far it moves the gradient, measured where that fits."""
+        if self._settings.card is not None:
+            return "how far that moves the gradient is not known before it runs there"
         every = with_blocks(own, own.blocks)
         # The optimizer's state is part of every peak, and before the first step it is not there yet.
         missing = max(0, state_bytes(self._optimizer) - _state_there(self._optimizer))
@@ -222,13 +238,19 @@ class Planner:
         profile = self.profile(task, lever)
 
         def timed() -> tuple[Profile, ...]:
-            return (self.measurer.timed(task, profile, beside=own),)
+            return (self.with_single(task, self.measurer.timed(task, profile, beside=own)),)
 
         return surviving(timed, self._device, lambda said: ())
 
     def _fast_precisions(self) -> tuple[str, ...]:
         fast = self._memory.fast_dtypes
         return tuple(p for p in lower_precisions(self._model.parameters(), self._device) if p in fast)
+
+    def _lower_precisions(self) -> tuple[str, ...]:
+        """Those that may be computed in where nothing else fits: on a card that is not here, what its chip is made for."""
+        if self._settings.card is not None:
+            return self._fast_precisions()
+        return lower_precisions(self._model.parameters(), self._device)
 
     def constrained(self, demand: Demand) -> Demand:
         """The demand with the levers the user prescribed."""
@@ -260,7 +282,8 @@ class Planner:
             blocks=candidate_blocks(self._model) if not checkpoint and not task.compiled else (),
             levers=levers,
             target=target_of(self._settings.card),
-            counted=self._settings.card is not None,
+            in_float32=self._settings.accumulate_in == "float32",
+            counted=self._settings.counted or self._settings.card is not None,
         )
 
 def _state_there(optimizer: Optimizer) -> int:

@@ -39,6 +39,8 @@ class Settings:
     """Samples in the last, smaller effective batch of an epoch, as the loader tells (0: none; None: unknown)."""
     card: Card | None = None
     """The GPU to plan for, where it is not the one that is here."""
+    counted: bool = False
+    """Whether profiles count arithmetic and name operations; without it only those for a card that is not here do."""
 
     def asked(self) -> dict[str, str]:
         """What was asked of each lever, in words."""

@@ -106,7 +106,7 @@ class Tasks:
         )
         fixed = replace(demand, checkpoint=())  # the blocks are part of both profiles
         between = profile_between(ends, batch.sizes[middle], demand.share)
-        timed = planner.measurer.timed(self.task(batch, middle, fixed, longest.weighting), between)
+        timed = self._timed(self.task(batch, middle, fixed, longest.weighting), between, plan)
         timed = with_padding(timed, batch.sizes[middle], batch.sizes)
         found = search([timed], memory.budget(), replace(planner.constrained(fixed), checkpoint=()))
         standing = demand.standing_per_sample * demand.share
@@ -118,6 +118,16 @@ class Tasks:
         plan = replace(found, by_size=table, size_peaks=peaks, median=batch.sizes[middle])
         return replace(plan, checkpoint=checkpoint, predicted=cost, notes=notes), timed
 
+    def _timed(self, task: Task, between: Profile, plan: Plan) -> Profile:
+        """The profile of samples of the median size with seconds; those of a card that is not here come from a trace."""
+        planner = self._core.planner
+        timed = planner.measurer.timed(task, between)
+        if self._core.settings.card is None:
+            return timed
+        traced = planner.measurer.timed(task, planner.profile(task, plan.precision, plan.checkpoint))
+        return replace(timed, timings=traced.timings, optimizer_seconds=traced.optimizer_seconds)
+
     def _held_per_sample(self, batch: Ordered) -> int:
         """Bytes of a sample that is not collated, in all batches that are there at once, where the CPU's memory is planned."""
-        return HELD * batch.nbytes() // max(1, batch.samples) if self._core.device.type == "cpu" else 0
+        on_host = self._core.device.type == "cpu" and self._core.settings.card is None
+        return HELD * batch.nbytes() // max(1, batch.samples) if on_host else 0

@@ -1,0 +1,215 @@
+"""Plans for GPUs that are not here: one, with its report, or many, compared.
+
+A training is traced once for all cards that take the same kernels, and what was worked out about memory is shared by those that
+differ in size and speed alone. Not covered: scripts that call memfit.wrap, which plan by themselves (`scripts.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from memfit import _verbs as verbs
+from memfit._errors import DoesNotFit, UsageError
+from memfit._units import format_bytes
+from memfit.hardware.budget import Budget, budget_for, card_named
+from memfit.hardware.catalogue import Card, cards
+from memfit.kernels.alike import noting_alike, step_of
+from memfit.levers.precision import lower_precisions, script_precision
+from memfit.planning.plan import Plan
+from memfit.planning.search import Demand, Prices, search
+from memfit.profiling.allocator import workspace_bytes
+from memfit.profiling.modelled import bottleneck
+from memfit.profiling.profile import Profile
+from memfit.profiling.timeline import CATEGORIES
+from memfit.reporting.cards import Comparison, Row, in_order
+from memfit.reporting.drawing import drawing_modules
+from memfit.reporting.progress import Progress
+from memfit.reporting.report import Report, made_now, make_report
+from memfit.training.elsewhere import on_card, target_of
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A training to be planned, of which a batch is all that is looked at."""
+
+    model: Any
+    """The module; it may be on the meta device."""
+    optimizer: Any
+    """Its optimizer."""
+    sample: Any
+    """A batch."""
+    loss_fn: Callable[[Any, Any], Any]
+    """(model, batch) to a scalar."""
+    target_batch: int
+    """Samples per optimizer step."""
+    what: str = ""
+    """What a sample is, in words."""
+    lowered: bool = True
+    """Whether a lower precision may be computed in where nothing else fits."""
+
+
+def named_card(text: str) -> Card:
+    """The card of that name. Raises UsageError, also for devices that torch knows."""
+    found = card_named(text)
+    if found is None:
+        raise UsageError(
+            f"--device {text}",
+            found="that is a device of this machine, not a card of the catalogue",
+            next_move="leave it away to plan for where the model is, or name a card, like a100-40gb, or a size, like 24GiB",
+        )
+    return found
+
+
+def named_cards(text: str) -> tuple[Card, ...]:
+    """The cards of a list; "all" are those of the catalogue. Raises UsageError."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise UsageError(f"--devices {text!r}", found="it names none", next_move="write all, or names such as a100-40gb,24GiB")
+    found = [one for name in names for one in (cards() if name.lower() == "all" else (named_card(name),))]
+    return tuple({one.name: one for one in found}.values())
+
+
+def planned_for(subject: Subject, card: Card, budget: int | float | str | None) -> Report:
+    """The report of the plan for a card. Raises DoesNotFit with what would be needed."""
+    allowed = budget_for(card.as_device(), budget)
+    plan, profile = _Traces(subject).plan(card, allowed)
+    return make_report(
+        plan=plan,
+        profile=profile,
+        budget=allowed,
+        events=(),
+        stats={},
+        seconds=(),
+        waits=(),
+        asked={"target_batch": str(subject.target_batch)},
+        verification=None,
+        script_precision=script_precision(subject.model.parameters(), _HOST),
+        draws=drawing_modules(subject.model),
+    )
+
+
+def compared(subject: Subject, wanted: Sequence[Card], budget: int | float | str | None, bar: Progress) -> Comparison:
+    """All of these cards, each planned for. Raises UsageError where the budget cannot be meant."""
+    traces, rows = _Traces(subject), []
+    allowed = [budget_for(card.as_device(), budget) for card in wanted]
+    for card, budget_there in zip(wanted, allowed):
+        bar.say(card.title)
+        rows.append(_row(traces, card, budget_there))
+        bar.advance()
+    facts = traces.facts
+    return Comparison(
+        model=facts.name,
+        parameters=facts.parameters,
+        optimizer=facts.optimizer,
+        target_batch=subject.target_batch,
+        batch=subject.what,
+        rows=in_order(rows),
+        made=made_now(),
+    )
+
+
+def _row(traces: _Traces, card: Card, budget: Budget) -> Row:
+    name = card.name if card.vendor else format_bytes(card.memory).replace(" ", "")
+    common: dict[str, Any] = {"device": name, "title": card.title, "memory": card.memory, "limit": budget.limit}
+    try:
+        plan, profile = traces.plan(card, budget)
+    except DoesNotFit as error:
+        return Row(**common, fits=False, needs=error.enough)
+    seconds = plan.predicted.seconds
+    return Row(
+        **common,
+        fits=True,
+        needs=plan.held + plan.predicted.upper,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        checkpoint=len(plan.checkpoint),
+        blocks=len(profile.blocks) + len(profile.script_blocks),
+        precision=profile.precision,
+        seconds=seconds,
+        samples_per_second=plan.share / seconds if seconds else None,
+        bottleneck=bottleneck(profile, card, plan.micro_batch) if seconds else "",
+    )
+
+
+def _standing(profile: Profile) -> int:
+    """Bytes of parameters, gradients and the optimizer's state: autocast to a lower precision does not lessen them."""
+    facts, timeline = profile.model, profile.timeline
+    if timeline is None:
+        return facts.parameter_bytes + facts.gradient_bytes
+    state = timeline.fixed[timeline.category == CATEGORIES.index("optimizer")]
+    return facts.parameter_bytes + facts.gradient_bytes + int(state.sum())
+
+
+@dataclass
+class _Traces:
+    """The subject as traced so far, by precision and by what kernels were taken."""
+
+    subject: Subject
+    _found: list[tuple[str, frozenset[tuple[int, int]], Profile]] = field(default_factory=list)
+    _prices: dict[tuple[int, int], Prices] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> Any:
+        """What identifies the model; known once anything was traced."""
+        return self._found[0][2].model
+
+    def plan(self, card: Card, budget: Budget) -> tuple[Plan, Profile]:
+        """The plan for a card and the profile it rests on. Raises DoesNotFit."""
+        try:
+            return self._in(card, budget, "off")
+        except DoesNotFit as error:
+            own = error
+        if _standing(self._profile(card, "off")) > budget.room:
+            raise own
+        for precision in self._lower(card):
+            try:
+                plan, profile = self._in(card, budget, precision)
+            except DoesNotFit:
+                continue
+            why = f"because nothing fits in {self._profile(card, 'off').precision}"
+            note = f"computes in {precision}, {why}; how far that moves the gradient is not known before it runs there"
+            return replace(plan, notes=(*plan.notes, note)), profile
+        raise own
+
+    def _in(self, card: Card, budget: Budget, precision: str) -> tuple[Plan, Profile]:
+        profile = self._profile(card, precision)
+        demand = Demand(self.subject.target_batch, self.subject.target_batch)
+        key = (id(profile.timeline), workspace_bytes(profile.capability))
+        plan = search([profile], budget, demand, self._prices.setdefault(key, Prices()))
+        return plan, profile
+
+    def _profile(self, card: Card, precision: str) -> Profile:
+        """The subject on a card: its kernels as traced, its seconds modelled."""
+        target = target_of(card)
+        assert target is not None
+        here = step_of(target.capability)
+        found = next((p for lever, steps, p in self._found if lever == precision and here in steps), None)
+        if found is None:
+            found = self._traced(card, precision)
+        return on_card(found, card)
+
+    def _traced(self, card: Card, precision: str) -> Profile:
+        subject = self.subject
+        with noting_alike() as alike:
+            found = verbs.profile(
+                subject.model,
+                subject.optimizer,
+                subject.sample,
+                loss_fn=subject.loss_fn,
+                device=card.name,
+                precision=precision,
+            )
+        self._found.append((precision, frozenset(alike), found))
+        return found
+
+    def _lower(self, card: Card) -> tuple[str, ...]:
+        if not self.subject.lowered:
+            return ()
+        fast = card.as_device().fast_dtypes
+        return tuple(p for p in lower_precisions(self.subject.model.parameters(), _HOST) if p in fast)

@@ -1,0 +1,223 @@
+"""What `memfit plan` plans: a script, a function or a configuration, for the device that is here, for a card, or for many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from torch.utils.data import DataLoader
+
+from memfit._asked import Asked
+from memfit._errors import DoesNotFit, UsageError
+from memfit._values import check_count
+from memfit.batches.cut import shared_samples
+from memfit.cli import configs
+from memfit.cli.cards import Subject, compared, named_card, named_cards, planned_for
+from memfit.cli.functions import Training, check_file, made_by, split_target, train_once
+from memfit.cli.saved import save_plan, show
+from memfit.cli.scripts import planned_by_script, stopped_at_plan
+from memfit.loading.pool import planning_pool
+from memfit.planning.export import EXPORTS
+from memfit.reporting.files import write_text
+from memfit.reporting.progress import progress
+from memfit.reporting.report import Report
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The options of `memfit plan`, as typed but for sizes and counts, which were checked."""
+
+    target: str | None = None
+    arguments: Sequence[str] = ()
+    target_batch: int | None = None
+    budget: int | float | str | None = None
+    device: str | None = None
+    devices: str | None = None
+    hf_config: Path | None = None
+    seq_len: int | None = None
+    precision: str | None = None
+    optimizer: str | None = None
+    task: str | None = None
+    save: Path | None = None
+    export: str | None = None
+
+    @property
+    def file(self) -> Path | None:
+        """The Python file that is run."""
+        return None if self.target is None else split_target(self.target)[0]
+
+
+def plan_as(wanted: Wanted) -> None:
+    """Plan, print, and save or export what was asked for. Raises MemfitError."""
+    _check(wanted)
+    if wanted.devices is not None:
+        _compare(wanted, wanted.devices)
+        return
+    report = _report(wanted)
+    show(report)
+    if wanted.export is not None:
+        print(f"\n{report.plan.export(wanted.export)}", flush=True)
+    if wanted.save is not None:
+        save_plan(report.plan, wanted.save)
+        typer.echo(f"memfit: the plan is in {wanted.save}", err=True)
+
+
+def _compare(wanted: Wanted, devices: str) -> None:
+    chosen = named_cards(devices)
+    subject = _subject(wanted)
+    with progress("planning for devices that are not here", len(chosen)) as bar:
+        found = compared(subject, chosen, wanted.budget, bar)
+    show(found)
+    if wanted.save is not None:
+        write_text(wanted.save, found.to_json(), "the comparison")
+        typer.echo(f"memfit: the comparison is in {wanted.save}", err=True)
+
+
+def _report(wanted: Wanted) -> Report:
+    card = None if wanted.device is None else named_card(wanted.device)
+    asked = Asked(wanted.target_batch, wanted.budget, card)
+    file, function = (None, None) if wanted.target is None else split_target(wanted.target)
+    if file is not None and function is None:
+        check_file(file)
+        typer.echo(f"memfit: running {file.name} until there is a plan, and no further", err=True)
+        return planned_by_script(file, wanted.arguments, asked)
+    if file is not None and function is not None and card is None:
+        return _planned_by_function(made_by(file, function), str(wanted.target), asked)
+    assert card is not None
+    subject = _subject(wanted)
+    with progress(f"planning for {card.title}", None) as bar:
+        bar.say("")
+        try:
+            return planned_for(subject, card, wanted.budget)
+        except DoesNotFit as error:
+            more = f"{error.next_move}; --devices all instead of --device shows which cards it fits on"
+            raise DoesNotFit(error.asked, found=error.found, next_move=more) from None
+
+
+# ---- what is planned
+
+
+def _subject(wanted: Wanted) -> Subject:
+    """The training of a function or a configuration. Raises UsageError."""
+    if wanted.hf_config is not None:
+        return _of_config(wanted, wanted.hf_config)
+    file, function = split_target(str(wanted.target))
+    assert function is not None
+    training = made_by(file, function)
+    pool = planning_pool(training.loader) if isinstance(training.loader, DataLoader) else None
+    sample = next(iter(training.loader), None) if pool is None else pool[0]
+    if sample is None:
+        raise UsageError(str(wanted.target), found="its loader yields nothing", next_move="return one that yields batches")
+    target_batch = wanted.target_batch or getattr(training.loader, "batch_size", None) or shared_samples(sample)
+    if target_batch is None:
+        raise _no_target(str(wanted.target), "its batches do not say how many samples they have")
+    return Subject(training.model, training.optimizer, sample, training.loss_fn, target_batch)
+
+
+def _of_config(wanted: Wanted, path: Path) -> Subject:
+    if wanted.target_batch is None:
+        raise _no_target(f"--hf-config {path}", "a configuration has no batches, so that nothing says how large they are")
+    asked = configs.Asked(path, wanted.seq_len, wanted.precision, wanted.optimizer or "adamw", wanted.task)
+    built = configs.built(asked)
+    typer.echo(f"memfit: {type(built.model).__name__}, {built.what}; nothing of it is computed or downloaded", err=True)
+    return Subject(
+        built.model,
+        built.optimizer,
+        built.sample,
+        configs.own_loss,
+        wanted.target_batch,
+        built.what,
+        lowered=wanted.precision is None,
+    )
+
+
+def _no_target(asked: str, found: str) -> UsageError:
+    return UsageError(asked, found=found, next_move="pass --target-batch, the samples per optimizer step")
+
+
+def _planned_by_function(training: Training, target: str, asked: Asked) -> Report:
+    def work() -> None:
+        run = training.wrapped(asked.target_batch, asked.budget)
+        train_once(run, target)
+
+    with progress(f"planning {target}", None) as bar:
+        bar.say("")
+        found = stopped_at_plan(work, asked)
+    if found is None:
+        raise UsageError(
+            f"the plan of {target}",
+            found="its first training step ended without one",
+            next_move="check that the model is in train() mode and has parameters that require gradients",
+        )
+    return found
+
+
+# ---- options that do not go together
+
+
+def _check(wanted: Wanted) -> None:
+    if wanted.target_batch is not None:
+        check_count("target_batch", wanted.target_batch)
+    _check_what(wanted)
+    _check_where(wanted)
+    function = None if wanted.target is None else split_target(wanted.target)[1]
+    if wanted.arguments and function is not None:
+        raise UsageError(
+            f"the arguments {' '.join(wanted.arguments)!r} for {wanted.target}",
+            found="a function is called without arguments",
+            next_move="leave them away, or name the script alone",
+        )
+    if wanted.export is not None and wanted.export not in EXPORTS:
+        raise UsageError(f"--export {wanted.export}", found="no such tool", next_move=f"use one of {', '.join(EXPORTS)}")
+
+
+def _check_what(wanted: Wanted) -> None:
+    if wanted.target is None and wanted.hf_config is None:
+        raise UsageError(
+            "memfit plan",
+            found="it names no training",
+            next_move="name a script, FILE.py:function, or --hf-config config.json",
+        )
+    if wanted.target is not None and wanted.hf_config is not None:
+        raise UsageError(
+            f"{wanted.target} and --hf-config {wanted.hf_config}",
+            found="these are two trainings",
+            next_move="name one of them",
+        )
+    given = [name for name in ("seq_len", "precision", "optimizer", "task") if getattr(wanted, name) is not None]
+    if wanted.hf_config is None and given:
+        option = f"--{given[0].replace('_', '-')}"
+        raise UsageError(
+            f"{option} {getattr(wanted, given[0])}",
+            found=f"it belongs to --hf-config, and {wanted.target} says itself what it trains",
+            next_move="leave it away, or change it in the file",
+        )
+
+
+def _check_where(wanted: Wanted) -> None:
+    if wanted.device is not None and wanted.devices is not None:
+        raise UsageError(
+            f"--device {wanted.device} and --devices {wanted.devices}",
+            found="one plans for a card, the other compares several",
+            next_move="leave one of them away",
+        )
+    if wanted.devices is not None and wanted.target is not None and split_target(wanted.target)[1] is None:
+        raise UsageError(
+            f"--devices {wanted.devices} for the script {wanted.target}",
+            found="a script is run until its wrap has a plan, which is for one device",
+            next_move="name one with --device, or a function as FILE.py:function",
+        )
+    if wanted.devices is not None and wanted.export is not None:
+        raise UsageError(
+            f"--export {wanted.export} with --devices",
+            found="several plans are compared, of which none is chosen",
+            next_move="name one card with --device",
+        )
+    if wanted.hf_config is not None and wanted.device is None and wanted.devices is None:
+        raise UsageError(
+            f"--hf-config {wanted.hf_config}",
+            found="it names no device, and a configuration lies on none",
+            next_move="add --device a100-40gb, a size like --device 24GiB, or --devices all",
+        )

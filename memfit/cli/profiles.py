@@ -1,0 +1,87 @@
+"""What `memfit profile` shows: where the memory and the time of a training step go, module by module."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from torch.utils.data import DataLoader
+
+from memfit import _verbs as verbs
+from memfit._errors import UsageError
+from memfit._values import check_count
+from memfit.batches.cut import shared_samples
+from memfit.cli.functions import Training, made_by, split_target
+from memfit.loading.pool import planning_pool
+from memfit.reporting.profiled import ProfileReport, profile_report
+from memfit.reporting.progress import progress
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The options of `memfit profile`, as typed."""
+
+    target: str
+    micro_batch: int | None
+    device: str | None
+    precision: str
+    checkpoint: str
+    depth: int
+    save: Path | None
+
+
+def profile_as(wanted: Wanted) -> None:
+    """Profile, print, and save what was asked for. Raises MemfitError."""
+    file, function = split_target(wanted.target)
+    for name, value in (("micro_batch", wanted.micro_batch), ("depth", wanted.depth)):
+        if value is not None:
+            check_count(name, value)
+    if function is None:
+        raise UsageError(
+            f"profiling {wanted.target}",
+            found="it names no function",
+            next_move="write FILE.py:function, a function that returns (model, optimizer, loader[, loss_fn])",
+        )
+    report = _profiled(made_by(file, function), wanted)
+    _show(report)
+    if wanted.save is not None:
+        report.save(wanted.save)
+        typer.echo(f"memfit: the profile is in {wanted.save}", err=True)
+
+
+def _profiled(training: Training, wanted: Wanted) -> ProfileReport:
+    pool = planning_pool(training.loader) if isinstance(training.loader, DataLoader) else None
+    sample = next(iter(training.loader), None) if pool is None else pool[0]
+    if sample is None:
+        raise UsageError(wanted.target, found="its loader yields nothing", next_move="return one that yields batches")
+    size = wanted.micro_batch or getattr(training.loader, "batch_size", None) or shared_samples(sample)
+    if size is None:
+        found = "its batches do not say how many samples they have"
+        raise UsageError(wanted.target, found=found, next_move="pass --micro-batch, the samples per forward")
+    with progress(f"profiling {wanted.target}", None) as bar:
+        bar.say("")
+        found = verbs.profile(
+            training.model,
+            training.optimizer,
+            sample,
+            loss_fn=training.loss_fn,
+            device=wanted.device,
+            precision=wanted.precision,
+            checkpoint=_blocks(wanted.checkpoint),
+        )
+        return profile_report(found, size, depth=wanted.depth)
+
+
+def _blocks(text: str) -> str | list[str]:
+    """off, all, or names with commas between."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    return text if text in ("off", "all") or not names else names
+
+
+def _show(report: ProfileReport) -> None:
+    if sys.stdout.isatty():
+        report.print()
+    else:
+        print(report, flush=True)

@@ -1,0 +1,44 @@
+"""What a recorded snapshot says of the simulated allocator, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from memfit._units import format_bytes
+from memfit.allocators.agreement import Agreement, Figure
+from memfit.allocators.replay import replay
+from memfit.allocators.snapshot import read_snapshot
+
+
+def replayed(file: Path) -> tuple[str, bool]:
+    """(lines, whether every device's replay is identical) for a pickle of `torch.cuda.memory._snapshot()`.
+
+    Nothing in the file is executed. Raises UsageError for what is none.
+    """
+    snapshot = read_snapshot(file)
+    found = [(index, replay(snapshot, device=index)) for index, memory in enumerate(snapshot.devices) if memory.trace]
+    if not found:
+        return "no device of this snapshot has a trace: record with torch.cuda.memory._record_memory_history()", False
+    lines = [line for index, agreement in found for line in _told(index, agreement)]
+    return "\n".join(lines), all(agreement.identical for _, agreement in found)
+
+
+def _told(index: int, found: Agreement) -> Iterator[str]:
+    verdict = "identical" if found.identical else "differs"
+    same = f"{found.allocations} allocations at the same addresses, {found.compared} segments the same"
+    yield f"device {index}: {verdict}; {same}"
+    if found.difference:
+        yield f"  first difference  {found.difference}"
+    if found.assumed:
+        yield f"  assumed           {found.assumed} blocks older than the trace"
+    yield f"  reserved, peak    {_both(found.peak_reserved)}"
+    yield f"  reserved, end     {_both(found.reserved)}"
+    yield f"  allocated, end    {_both(found.allocated)}"
+    yield f"  allocated, peak   {format_bytes(found.peak_allocated)} replayed"
+
+
+def _both(figure: Figure) -> str:
+    if figure.recorded == figure.replayed:
+        return f"{format_bytes(figure.recorded)} recorded and replayed"
+    return f"{figure.recorded} bytes recorded, {figure.replayed} replayed"

@@ -1,0 +1,384 @@
+"""What each module of a model costs in a step, nested as the modules are; those alike that stand in a row are one entry.
+
+A pure function over a Profile. Figures of a module hold those of the modules inside it; what a module, the loss or the
+optimizer does outside any other module is an entry of its own, so that entries add up. Not covered: memory that is no tensor's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from memfit._errors import UsageError
+from memfit.profiling.modelled import in_micro_batch, operation_seconds
+from memfit.profiling.profile import Profile
+from memfit.profiling.seconds import timing_at
+from memfit.profiling.timeline import CATEGORIES, Timeline
+
+ITSELF = "(itself)"
+"""The entry of what a module does outside the modules in it."""
+LOOSE = "(outside its modules)"
+"""The same for the whole model: its own forward, the loss, the optimizer."""
+ADDED = ("parameters", "trainable", "kept", "flops_forward", "flops_backward", "forward_seconds", "seconds")
+"""Figures of a module that are the sum of those inside it; bytes at the peak are, too."""
+_LISTS = ("ModuleList", "ModuleDict")
+Measured = tuple[float, float, dict[str, float]]
+"""(seconds of a micro-batch, those of its forward, the forward's by block)."""
+
+
+@dataclass(frozen=True)
+class ModuleCost:
+    """One module, or several alike, in one micro-batch."""
+
+    name: str
+    """Its name within the module around it; "0 to 11" for several."""
+    path: str
+    """Its dotted name, with "0-11" for several; "" for the model."""
+    kind: str
+    """Its class; "" if not known."""
+    alike: int
+    """How many modules it stands for; all figures are of these together."""
+    parameters: int
+    """Elements in their parameters."""
+    trainable: int
+    """Those that receive gradients."""
+    kept: int
+    """Bytes that their forward leaves saved for backward."""
+    transient: int
+    """Most bytes at once that come and go while they compute, over the step."""
+    flops_forward: float | None
+    """Floating point operations of the forward; None if not counted."""
+    flops_backward: float | None
+    """Floating point operations of the backward, recomputation included; None if not counted."""
+    forward_seconds: float | None
+    """Seconds of the forward; None if not known."""
+    seconds: float | None
+    """Seconds of forward and backward; None if not known."""
+    holds: tuple[tuple[str, int], ...]
+    """(category, bytes) of theirs when the step is at its fullest."""
+    differ: frozenset[str] = frozenset()
+    """Figures that are not the same in all of those alike."""
+    children: tuple[ModuleCost, ...] = ()
+    """The modules inside, and what is outside them."""
+
+    @property
+    def at_peak(self) -> int:
+        """Bytes of theirs when the step is at its fullest."""
+        return sum(size for _, size in self.holds)
+
+    @property
+    def flops(self) -> float | None:
+        """Floating point operations of forward and backward; None if not counted."""
+        return None if self.flops_forward is None else self.flops_forward + (self.flops_backward or 0.0)
+
+    def held(self, category: str) -> int:
+        """Bytes of that category when the step is at its fullest."""
+        return dict(self.holds).get(category, 0)
+
+    def flat(self, depth: int | None = None, at: int = 0) -> Iterator[tuple[int, ModuleCost]]:
+        """(levels down, entry) of this one and those inside it, down to `depth` levels below."""
+        yield at, self
+        if depth is None or at < depth:
+            for child in self.children:
+                yield from child.flat(depth, at + 1)
+
+
+@dataclass(frozen=True)
+class ModuleTree:
+    """What the modules of a model cost in one micro-batch."""
+
+    samples: int
+    """Samples in it."""
+    root: ModuleCost
+    """The whole model, with the loss and the optimizer."""
+    seconds_are: str
+    """measured, modelled, or "" where none are known."""
+    unknown: str = ""
+    """Why nothing is told of memory; "" where it is."""
+
+    def __str__(self) -> str:
+        from memfit.profiling.telling import tree_lines
+
+        return "\n".join(tree_lines(self))
+
+
+def module_tree(profile: Profile, micro_batch: int, *, accumulates: bool = True) -> ModuleTree:
+    """The tree for micro-batches of that many samples. Raises UsageError for what is no number of samples."""
+    check_samples(micro_batch)
+    figures = _Figures.of(profile, micro_batch, accumulates)
+    top = _nested(profile, figures)
+    top.add_up(figures)
+    root = _entry([top], profile.model.name, "", figures)
+    timed = figures.timing is not None or figures.by_operation
+    how = "" if not timed else "modelled" if profile.card is not None else "measured"
+    return ModuleTree(micro_batch, root, how, unfollowed(profile))
+
+
+def check_samples(micro_batch: object) -> None:
+    """A whole number of samples of at least 1. Raises UsageError."""
+    if isinstance(micro_batch, bool) or not isinstance(micro_batch, int):
+        found = f"it is of type {type(micro_batch).__name__}"
+    elif micro_batch < 1:
+        found = "a micro-batch has at least one sample"
+    elif micro_batch >= 1 << 40:
+        found = "no machine counts that many"
+    else:
+        return
+    raise UsageError(f"micro_batch={micro_batch!r}", found=found, next_move="pass a whole number, for example 32")
+
+
+def unfollowed(profile: Profile) -> str:
+    """Why a profile does not tell what lies in the peak; "" where it does."""
+    if profile.timeline is not None:
+        return ""
+    if profile.source == "measured":
+        return (
+            "no tensor was followed: the model cannot be traced, so that micro-batches were run and measured whole; what lies "
+            "in the peak, and whose it is, cannot be told"
+        )
+    return (
+        "each size was traced by itself, because the model computes differently for other sizes, or the sample has fewer than "
+        "5 samples; what lies in the peak at this one cannot be told"
+    )
+
+
+# ---- figures by owner
+
+
+@dataclass
+class _Figures:
+    """What each owner costs by itself, one row for each."""
+
+    owners: dict[str, int]
+    """Row of each owner's name."""
+    sums: np.ndarray
+    """(owners, ADDED and categories at the peak)."""
+    transient: tuple[np.ndarray, np.ndarray]
+    """(owner, bytes born or freed) of each event about a transient."""
+    parameters: dict[str, tuple[str, int, int]]
+    """(class, elements, those that train) of each module."""
+    timing: Measured | None
+    """What was timed here, if anything was."""
+    counted: bool
+    """Whether operations were counted."""
+    by_operation: bool
+    """Whether seconds are known of each operation."""
+
+    @staticmethod
+    def of(profile: Profile, samples: int, accumulates: bool) -> _Figures:
+        timeline = profile.traced_at(samples)
+        modules = {facts.name: (facts.kind, facts.parameters, facts.trainable) for facts in profile.modules}
+        names = () if timeline is None else timeline.owners
+        computing = () if timeline is None or timeline.operations is None else timeline.operations.owners
+        owners = {name: row for row, name in enumerate(dict.fromkeys(("", *modules, *names, *computing)))}
+        sums = np.zeros((len(owners), len(ADDED) + len(CATEGORIES)))
+        for name, (_, elements, trained) in modules.items():
+            sums[owners[name], :2] = elements, trained
+        empty = np.zeros(0, dtype=np.int64)
+        figures = _Figures(owners, sums, (empty, empty), modules, _measured(profile, samples), False, False)
+        if timeline is not None:
+            figures.remember(timeline, samples, accumulates)
+            figures.count(timeline, profile, samples)
+        return figures
+
+    def remember(self, timeline: Timeline, samples: int, accumulates: bool) -> None:
+        """Bytes kept, at the peak, and coming and going."""
+        row = np.array([self.owners[name] for name in timeline.owners], dtype=np.int64)
+        sizes = np.rint(timeline.sizes(samples))
+        kept = kept_by_forward(timeline)
+        np.add.at(self.sums[:, ADDED.index("kept")], row[timeline.owner[kept]], sizes[kept])
+        alive = timeline.alive(timeline.peak_event(samples, accumulates=accumulates))
+        np.add.at(self.sums, (row[timeline.owner[alive]], len(ADDED) + timeline.category[alive]), sizes[alive])
+        about = timeline.event[timeline.category[timeline.event] == CATEGORIES.index("transient")]
+        born = timeline.birth[timeline.category[timeline.event] == CATEGORIES.index("transient")]
+        self.transient = row[timeline.owner[about]], np.where(born, sizes[about], -sizes[about])
+
+    def count(self, timeline: Timeline, profile: Profile, samples: int) -> None:
+        """Arithmetic, and seconds where they are known of single operations."""
+        operations = timeline.operations
+        if operations is None:
+            return
+        self.counted = True
+        row = np.array([self.owners[name] for name in operations.owners], dtype=np.int64)[operations.owner]
+        inside = in_micro_batch(timeline)
+        backward = next((p.start for p in reversed(timeline.phases) if p.name == "backward"), len(timeline.event) + 1)
+        forward = inside & (operations.event < backward)
+        flops = operations.flops_at(samples)
+        columns = [("flops_forward", forward, flops), ("flops_backward", inside & ~forward, flops)]
+        if profile.card is not None and profile.card.bandwidth:
+            self.by_operation = True
+            seconds = operation_seconds(timeline, profile.card, samples)
+            columns += [("forward_seconds", forward, seconds), ("seconds", inside, seconds)]
+        for name, chosen, values in columns:
+            np.add.at(self.sums[:, ADDED.index(name)], row[chosen], values[chosen])
+
+    def most_transient(self, rows: set[int]) -> int:
+        """Most bytes at once that come and go for these owners."""
+        owner, change = self.transient
+        mine = np.zeros(len(self.owners), dtype=bool)
+        mine[list(rows)] = True
+        return int(np.cumsum(change[mine[owner]]).max(initial=0.0))
+
+
+def kept_by_forward(timeline: Timeline) -> np.ndarray:
+    """Which allocations the last drawn micro-batch's forward leaves saved for backward."""
+    born, died = timeline.lifetimes()
+    start = timeline.window[-1] if timeline.window else 0
+    ends = (b.start for a, b in zip(timeline.phases, timeline.phases[1:]) if a.name == "forward" and a.start >= start)
+    end = next(ends, len(timeline.event))
+    return (timeline.category == CATEGORIES.index("kept")) & (born >= start) & (born < end) & (died >= end)
+
+
+def _measured(profile: Profile, samples: int) -> Measured | None:
+    """Seconds as timed here, at that size."""
+    if not profile.timings or profile.card is not None:
+        return None
+    timing = timing_at(profile.timings, samples)
+    return timing.seconds, timing.forward, {name: max(0.0, seconds) for name, seconds in timing.blocks}
+
+
+# ---- modules, nested
+
+
+@dataclass
+class _Node:
+    """One module, before those alike are put together."""
+
+    name: str
+    path: str
+    kind: str = ""
+    children: list[_Node] = field(default_factory=list)
+    rows: set[int] = field(default_factory=set)
+    """Owners of this module and those inside it."""
+    own: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    total: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    form: tuple[object, ...] = ()
+    """What has to be the same in modules that are alike."""
+
+    def add_up(self, figures: _Figures) -> None:
+        row = figures.owners.get(self.path)
+        self.rows = set() if row is None else {row}
+        self.own = figures.sums[row] if row is not None else np.zeros(figures.sums.shape[1])
+        self.total = self.own.copy()
+        for child in self.children:
+            child.add_up(figures)
+            self.rows |= child.rows
+            self.total += child.total
+        self.form = (self.kind, self.own[0], self.own[1], tuple((child.name, child.form) for child in self.children))
+
+
+def _nested(profile: Profile, figures: _Figures) -> _Node:
+    """All modules, inside each other; those that no one named (without them, an owner's parents) come into being."""
+    top = _Node("", "", figures.parameters.get("", ("", 0, 0))[0] or profile.model.name)
+    known = {"": top}
+    for name in figures.owners:
+        parts = name.split(".") if name else []
+        for depth in range(1, len(parts) + 1):
+            path = ".".join(parts[:depth])
+            if path not in known:
+                known[path] = _Node(parts[depth - 1], path, figures.parameters.get(path, ("", 0, 0))[0])
+                known[".".join(parts[: depth - 1])].children.append(known[path])
+    return top
+
+
+def _entry(members: Sequence[_Node], name: str, path: str, figures: _Figures) -> ModuleCost:
+    """Modules alike as one entry."""
+    first, count = members[0], len(members)
+    children = tuple(_children(members, path, figures)) if first.children else ()
+    rows = {figures.owners[m.path] for m in members if m.path in figures.owners}
+    own = _figured(np.sum([m.own for m in members], axis=0), rows, figures)
+    if children and any(own[key] for key in own if not key.endswith("seconds")):
+        outside = ITSELF if path else LOOSE
+        children = (*children, ModuleCost(name=outside, path=path, kind="", alike=count, **own))
+    totals = np.stack([m.total for m in members])
+    found = _figured(totals.sum(axis=0), set().union(*(m.rows for m in members)), figures)
+    if figures.timing is not None:
+        found |= _measured_of(members, figures.timing)
+    differ = _differing(totals)
+    return ModuleCost(name=name, path=path, kind=first.kind, alike=count, differ=differ, children=children, **found)
+
+
+def _figured(sums: np.ndarray, rows: set[int], figures: _Figures) -> dict[str, Any]:
+    """The figures of an entry, by the names of its fields."""
+    found: dict[str, Any] = dict(zip(ADDED, sums.tolist()))
+    found |= {key: int(found[key]) for key in ("parameters", "trainable", "kept")}
+    if not figures.counted:
+        found |= dict.fromkeys(("flops_forward", "flops_backward"))
+    if not figures.by_operation:
+        found |= dict.fromkeys(("forward_seconds", "seconds"))
+    holds = tuple((kind, int(size)) for kind, size in zip(CATEGORIES, sums[len(ADDED) :]) if size > 0)
+    return {**found, "transient": figures.most_transient(rows), "holds": holds}
+
+
+def _measured_of(members: Sequence[_Node], timing: Measured) -> dict[str, float]:
+    """What was timed of these: of the whole model, and of blocks' forwards."""
+    seconds, forward, blocks = timing
+    if members[0].path == "":
+        return {"forward_seconds": forward, "seconds": seconds}
+    known = [blocks[m.path] for m in members if m.path in blocks]
+    return {"forward_seconds": sum(known)} if len(known) == len(members) else {}
+
+
+def _differing(totals: np.ndarray) -> frozenset[str]:
+    """Figures that are not the same in all."""
+    at_peak = totals[:, len(ADDED) :].sum(axis=1)
+    added = dict(zip(ADDED, totals.T))
+    columns = {**added, "at_peak": at_peak, "flops": added["flops_forward"] + added["flops_backward"]}
+    return frozenset(name for name, values in columns.items() if (values != values[0]).any())
+
+
+def _children(members: Sequence[_Node], path: str, figures: _Figures) -> Iterator[ModuleCost]:
+    """The entries inside modules alike: what stands in a row and is alike is one."""
+    for start, stop in _runs(members[0].children):
+        inside = [member.children[i] for member in members for i in range(start, stop)]
+        first, last = members[0].children[start], members[0].children[stop - 1]
+        name = first.name if first is last else f"{first.name} to {last.name}"
+        below = _joined(path, first.name if first is last else f"{first.name}-{last.name}")
+        entry = _entry(inside, name, below, figures)
+        yield _without_list(entry, first)
+
+
+def _without_list(entry: ModuleCost, first: _Node) -> ModuleCost:
+    """A list of modules that are all alike is called by their names; it does nothing itself."""
+    if first.kind not in _LISTS or len(entry.children) != 1:
+        return entry
+    (only,) = entry.children
+    begin, to, end = only.name.partition(" to ")
+    name = f"{entry.name}.{begin} to {entry.name}.{end}" if to and " to " not in entry.name else f"{entry.name}.{only.name}"
+    return replace(only, name=name)
+
+
+def _runs(nodes: Sequence[_Node]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of modules that are numbered in a row and alike; others by themselves."""
+    start = 0
+    for stop in range(1, len(nodes) + 1):
+        if stop == len(nodes) or not _follows(nodes[stop - 1], nodes[stop]):
+            yield start, stop
+            start = stop
+
+
+def _follows(one: _Node, other: _Node) -> bool:
+    numbers = one.name.isdecimal() and other.name.isdecimal()
+    return numbers and int(other.name) == int(one.name) + 1 and one.form == other.form
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def together(names: Sequence[str]) -> str:
+    """Dotted names that differ in numbers as one: "h.0-11.mlp"; "*" for numbers that are not in a row."""
+    parts = itertools.zip_longest(*(name.split(".") for name in names), fillvalue="")
+    return ".".join(_in_a_row(list(dict.fromkeys(part))) for part in parts)
+
+
+def _in_a_row(part: Sequence[str]) -> str:
+    if len(part) == 1:
+        return part[0]
+    numbers = sorted(int(one) for one in part if one.isdecimal())
+    whole = len(numbers) == len(part) == numbers[-1] - numbers[0] + 1 if numbers else False
+    return f"{numbers[0]}-{numbers[-1]}" if whole else "*"
