@@ -85,7 +85,7 @@ def save(name: str, content: dict[str, Any]) -> Path:
     import torch
 
     RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}-{date.today().isoformat()}.json"
+    path = _path_of_today(name)
     machine = {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -95,6 +95,16 @@ def save(name: str, content: dict[str, Any]) -> Path:
     }
     path.write_text(json.dumps({"machine": machine, **content}, indent=1) + "\n")
     return path
+
+
+def result_of_today(name: str) -> dict[str, Any]:
+    """What `save` wrote today, or nothing."""
+    path = _path_of_today(name)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _path_of_today(name: str) -> Path:
+    return RESULTS / f"{name}-{date.today().isoformat()}.json"
 
 
 def _processor() -> str:

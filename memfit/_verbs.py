@@ -102,6 +102,7 @@ def plan(
         raise not_of_type("memfit.plan(profile, budget)", profile, "what memfit.profile(model, optimizer, sample) returned")
     if not isinstance(budget, Budget):
         raise not_of_type("memfit.plan(profile, budget)", budget, f"memfit.probe(budget={budget!r})")
+    _check_same_card(profile, budget)
     check_count("target_batch", target_batch)
     size, whole = micro_batch_from(micro_batch)
     blocks = _known_blocks(checkpoint, profile)
@@ -133,6 +134,20 @@ def verify(run: Run) -> Verification:
     if not isinstance(run, Run):
         raise not_of_type("memfit.verify(run)", run, "the Run that memfit.wrap returned")
     return run.verify()
+
+
+def _check_same_card(profile: Profile, budget: Budget) -> None:
+    """A profile and a budget are of the same device. Raises UsageError."""
+    own = None if profile.card is None else profile.card.title
+    other = None if budget.device.here else budget.device.name
+    if own == other:
+        return
+    words = "here" if own is None else f"for {own}, which is not here"
+    raise UsageError(
+        f"a plan with a budget on {budget.device.name}",
+        found=f"the profile was made {words}",
+        next_move="make both for one device: memfit.profile(..., device=NAME) and memfit.probe(device=NAME)",
+    )
 
 
 def _known_blocks(checkpoint: Any, profile: Profile) -> tuple[str, ...] | None:

@@ -113,7 +113,7 @@ def check(allocator: CachingAllocator) -> None:
 
 @pytest.mark.parametrize("conf", CONFS)
 @pytest.mark.parametrize("capacity", [None, 150 * MiB])
-@effort(max_examples=150, deadline=None)
+@effort(max_examples=150, deadline=None, derandomize=True)
 @given(steps=STEPS)
 def test_the_books_balance(conf: str, capacity: int | None, steps: list[Step]) -> None:
     allocator, alive = CachingAllocator(AllocatorSettings.from_text(conf), capacity), []
@@ -130,7 +130,7 @@ def test_the_books_balance(conf: str, capacity: int | None, steps: list[Step]) -
 
 
 @pytest.mark.parametrize("conf", CONFS)
-@effort(max_examples=100, deadline=None)
+@effort(max_examples=100, deadline=None, derandomize=True)
 @given(steps=STEPS)
 def test_the_same_course_gives_the_same_addresses(conf: str, steps: list[Step]) -> None:
     first, second = (CachingAllocator(AllocatorSettings.from_text(conf)) for _ in range(2))
@@ -138,8 +138,9 @@ def test_the_same_course_gives_the_same_addresses(conf: str, steps: list[Step]) 
     assert first.events == second.events and layout_of(first) == layout_of(second)
 
 
-@pytest.mark.parametrize("conf", CONFS)
-@effort(max_examples=100, deadline=None)
+# Without expandable segments, whose address space is nine eighths of the memory: where it ends depends on the capacity.
+@pytest.mark.parametrize("conf", [conf for conf in CONFS if "expandable" not in conf])
+@effort(max_examples=100, deadline=None, derandomize=True)
 @given(steps=STEPS)
 def test_a_course_fits_into_its_own_peak(conf: str, steps: list[Step]) -> None:
     settings = AllocatorSettings.from_text(conf)
@@ -151,7 +152,7 @@ def test_a_course_fits_into_its_own_peak(conf: str, steps: list[Step]) -> None:
 
 
 @pytest.mark.parametrize("conf", CONFS)
-@effort(max_examples=100, deadline=None)
+@effort(max_examples=100, deadline=None, derandomize=True)
 @given(steps=STEPS)
 def test_an_emptied_cache_holds_segments_in_use_alone(conf: str, steps: list[Step]) -> None:
     allocator = CachingAllocator(AllocatorSettings.from_text(conf))
@@ -163,7 +164,7 @@ def test_an_emptied_cache_holds_segments_in_use_alone(conf: str, steps: list[Ste
 
 
 @pytest.mark.parametrize("conf", CONFS)
-@effort(max_examples=100, deadline=None)
+@effort(max_examples=100, deadline=None, derandomize=True)
 @given(steps=STEPS, more=STEPS)
 def test_an_allocator_that_begins_with_anothers_segments_goes_on_as_that_one(
     conf: str, steps: list[Step], more: list[Step]
@@ -237,7 +238,7 @@ class Plain:
 
 
 @pytest.mark.parametrize("conf", ORDINARY)
-@effort(max_examples=150, deadline=None)
+@effort(max_examples=150, deadline=None, derandomize=True)
 @given(steps=STEPS)
 def test_a_second_reading_of_the_rules_places_every_block_alike(conf: str, steps: list[Step]) -> None:
     settings = AllocatorSettings.from_text(conf)

@@ -162,11 +162,85 @@ def test_gradients_gather_in_the_precision_that_was_asked_for() -> None:
         samples = [torch.ones(512, dtype=torch.bfloat16) for _ in range(64)]
         loader = torch.utils.data.DataLoader(samples, batch_size=8)  # pyright: ignore[reportArgumentType]
         optimizer = torch.optim.SGD(model.parameters())
-        sizes = {"target_batch": 64, "micro_batch": 8}
-        run = memfit.wrap(model, optimizer, loader, loss_fn=loss_fn, accumulate_in=where, **sizes)
+        run = memfit.wrap(
+            model, optimizer, loader, loss_fn=loss_fn, target_batch=64, micro_batch=8, accumulate_in=where
+        )
         core = run._core
         assert core is not None and core.profile is not None and core.profile.timeline is not None
         return core.profile.timeline.peak(8)
 
     parameters = 4 * 512 * 513 * 2
     assert peak("float32") - peak("param") >= parameters * 0.9
+
+
+def test_blocks_are_computed_again_under_the_autocast_they_were_computed_in() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, batch_first=True) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    with torch.device("meta"):
+        model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sample = torch.ones(5, 256, 64)
+    peaks = [
+        memfit.profile(
+            model, optimizer, sample, loss_fn=loss_fn, device="rtx-4090", precision="bfloat16", checkpoint=checkpoint
+        ).peak(512)
+        for checkpoint in ("off", "all")
+    ]
+    assert peaks[1].allocated < 0.7 * peaks[0].allocated
+
+
+def test_no_seconds_are_told_where_they_would_be_far_too_short() -> None:
+    model = nn.LSTM(64, 64, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters())
+    found = memfit.profile(model, optimizer, torch.ones(5, 7, 64), loss_fn=lambda m, x: m(x)[0].sum(), device="rtx-4090")
+    assert not found.timings and found.peak(8).allocated
+
+
+def test_a_profile_and_a_budget_are_of_one_device() -> None:
+    profile = profile_of(Attending())
+    with pytest.raises(UsageError, match="A100"):
+        memfit.plan(profile, memfit.probe(device="h100-80gb"), target_batch=64)
+    with pytest.raises(UsageError, match="made here"):
+        memfit.plan(profile_of(Attending(), None), memfit.probe(device="h100-80gb"), target_batch=64)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "4", None, 2**62])
+def test_a_peak_is_of_a_number_of_samples(size: Any) -> None:
+    with pytest.raises(UsageError, match="micro_batch="):
+        profile_of(Attending()).peak(size)
+
+
+def test_threads_that_do_not_trace_keep_their_own_autocast() -> None:
+    """Patched for the whole process, another thread's training would silently compute in float32."""
+    from threading import Event, Thread
+
+    from memfit.kernels.substitute import cuda_kernels
+    from memfit.kernels.target import Target
+
+    found: list[torch.dtype] = []
+    own = torch.autocast.__init__, torch.autocast.__exit__
+    entered, leave = Event(), Event()
+
+    def tracing() -> None:
+        with cuda_kernels(Target((8, 0))):
+            entered.set()
+            leave.wait(10)
+
+    other = Thread(target=tracing)
+    other.start()
+    assert entered.wait(10)
+    with cuda_kernels(Target((8, 0))):
+        pass
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found.append(nn.Linear(2, 2)(torch.ones(1, 2)).dtype)
+    leave.set()
+    other.join()
+    assert found == [torch.bfloat16] and (torch.autocast.__init__, torch.autocast.__exit__) == own

@@ -183,6 +183,34 @@ def test_the_verbs_by_hand_come_to_the_same() -> None:
     assert verification.relative_error <= verification.tolerance
 
 
+class Choosing(Deep):
+    """The same on the samples that are not zero, of which a trace does not know how many there are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[torch.where(x.sum((1, 2)) != 0)])
+
+
+@pytest.mark.parametrize(("kind", "source"), [(Deep, "traced"), (Choosing, "measured")])
+@pytest.mark.parametrize(("checkpoint", "times"), [("off", 1), ("all", 2)])
+def test_a_profile_is_of_micro_batches_that_ran_with_its_blocks_checkpointed(
+    kind: type[Deep], source: str, checkpoint: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ran = kind(), [0, 0]
+
+    def counting(of: int, forward: Any) -> Any:
+        def counted(module: nn.Module, x: Tensor) -> Tensor:
+            ran[of] += not is_fake(x)
+            return forward(module, x)
+
+        return counted
+
+    monkeypatch.setattr(Deep, "forward", counting(0, Deep.forward))
+    monkeypatch.setattr(nn.Sequential, "forward", counting(1, nn.Sequential.forward))
+    found = memfit.profile(model, sgd(model), batch(6), loss_fn=loss_fn, checkpoint=checkpoint)
+    assert found.source == source
+    assert ran[0] and ran[1] == 4 * times * ran[0]
+
+
 def test_explicit_levers_are_kept_or_refused_with_a_reason() -> None:
     run = step_mode(400 * MIB, micro_batch=3, checkpoint=["blocks.1"])
     assert run.plan is not None and (run.plan.micro_batch, run.plan.checkpoint) == (3, ("blocks.1",))

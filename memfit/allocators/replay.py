@@ -6,7 +6,8 @@ block lies, which segments go back, what is left at the end.
 
 Not recorded, so not told apart: torch.cuda.empty_cache() from running out of memory; which private pools never split (say it
 with no_split=); private pools at all before torch wrote them into traces; settings that changed while recording; expandable
-segments that grew for a request before memory ran out on it.
+segments that grew for a request before memory ran out on it; uses on other streams that ended while memory was being released
+for a request that their blocks would have served.
 """
 
 from __future__ import annotations

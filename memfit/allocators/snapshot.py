@@ -21,6 +21,8 @@ from memfit.allocators.settings import INTERVALS, UNLIMITED, VARIABLES, Allocato
 
 HIGHEST_BITS, SIZE_BITS = ADDRESS_BITS - 1, 48
 """What addresses and sizes of a real process fit into; the addresses above are for what a replay adds."""
+DEVICE_BITS = 10
+"""No machine has more than a thousand devices."""
 LARGEST = 4 * GiB
 """Bytes of a snapshot's file that are read without being asked to."""
 _STATES = {"active_awaiting_free": "active_pending_free"}
@@ -71,6 +73,8 @@ def read_snapshot(path: str | Path, *, largest: int = LARGEST) -> Snapshot:
     nothing in it is run.
     """
     try:
+        if Path(path).exists() and not Path(path).is_file():
+            _refuse(path, "it is no file", "give the path of a snapshot's file")
         size = Path(path).stat().st_size
         if size > largest:
             _refuse(path, f"it has {format_bytes(size)}, more than {format_bytes(largest)}", f"largest={size} reads it still")
@@ -96,9 +100,15 @@ class _ContainersAlone(pickle.Unpickler):
 def _load(path: str | Path, data: bytes) -> object:
     try:
         return _ContainersAlone(io.BytesIO(data)).load()
-    # A damaged pickle makes the unpickler raise nearly anything.
-    except (pickle.UnpicklingError, LookupError, ValueError, TypeError, AttributeError, EOFError, MemoryError) as error:
+    except Exception as error:  # a damaged pickle makes the unpickler raise anything; nothing of the user's runs here
         _refuse(path, f"it is no pickle that loads: {error or type(error).__name__}", _HOW)
+
+
+def _shown(value: object) -> str:
+    """A value in few words, however large or nested it is."""
+    if isinstance(value, int):
+        return str(value) if abs(value) < 1 << 70 else "a number of more than 70 bits"
+    return repr(value)[:80] if isinstance(value, (str, bytes, float)) else f"a {type(value).__name__}"
 
 
 def _refuse(name: object, found: str, next_move: str) -> NoReturn:
@@ -117,7 +127,7 @@ def parse_snapshot(content: object, *, name: str = "given as an object") -> Snap
     ]
     segments: dict[int, list[SegmentView]] = {}
     for at, segment in enumerate(reader.rows(content["segments"])):
-        device = reader.number(segment, "device", f"segment {at}", default=0)
+        device = reader.number(segment, "device", f"segment {at}", default=0, bits=DEVICE_BITS)
         segments.setdefault(device, []).append(reader.segment(segment, f"segment {at}"))
     count = max([len(traces), *(device + 1 for device in segments)])
     devices = tuple(_device(traces[at] if at < len(traces) else (), segments.get(at, [])) for at in range(count))
@@ -148,7 +158,7 @@ class _Reader:
             self.wrong(where, f"a {type(row).__name__} instead of a dict")
         value = row.get(key, default)
         if type(value) is not int or not 0 <= value < 1 << bits:
-            self.wrong(where, f"its {key!r} is {value!r}, not a number from 0 on")
+            self.wrong(where, f"its {key!r} is {_shown(value)}, not a number from 0 on")
         return value
 
     def entry(self, row: Any, where: str) -> TraceEntry:
@@ -164,7 +174,7 @@ class _Reader:
     def stream(self, row: Mapping[str, Any], where: str) -> int:
         value = row.get("stream", 0)
         if type(value) is not int or not -(2**63) <= value < 2**64:
-            self.wrong(where, f"its stream is {value!r}, not a number")
+            self.wrong(where, f"its stream is {_shown(value)}, not a number")
         return value % 2**64
 
     def pool_id(self, row: Mapping[str, Any], key: str, where: str) -> tuple[int, int] | None:
@@ -172,7 +182,7 @@ class _Reader:
         if value is None:
             return None
         if not isinstance(value, (list, tuple)) or len(value) != 2 or any(type(part) is not int for part in value):
-            self.wrong(where, f"its {key!r} is {value!r}, not a pair of numbers")
+            self.wrong(where, f"its {key!r} is {_shown(value)}, not a pair of numbers")
         return value[0], value[1]
 
     def segment(self, row: Any, where: str) -> SegmentView:

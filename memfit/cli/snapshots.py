@@ -26,7 +26,8 @@ def replayed(file: Path) -> tuple[str, bool]:
 
 def _told(index: int, found: Agreement) -> Iterator[str]:
     verdict = "identical" if found.identical else "differs"
-    same = f"{found.allocations} allocations at the same addresses, {found.compared} segments the same"
+    segments = f"{found.compared} segments taken or given back alike" if found.compared else "no segment taken or given back"
+    same = f"{found.allocations} allocations at the same addresses, {segments}"
     yield f"device {index}: {verdict}; {same}"
     if found.difference:
         yield f"  first difference  {found.difference}"

@@ -7,6 +7,7 @@ Not covered: functions that C++ calls inside another; `custom_fwd`.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,35 +82,68 @@ class Casts:
         return known[1]
 
 
+_OWN_INIT, _OWN_EXIT = torch.autocast.__init__, torch.autocast.__exit__
+_OWN_IS_ENABLED, _OWN_DTYPE = torch.is_autocast_enabled, torch.get_autocast_dtype
+_LOCK = threading.Lock()
+_tracing = threading.local()
+_traces = 0
+"""How many threads trace now."""
+
+
 @contextmanager
 def available(ended: Callable[[], None]) -> Iterator[None]:
-    """Inside, autocast on "cuda" can be entered without a GPU, and on "cpu" is taken to be on "cuda"; `ended` is called
-    whenever the outermost one ends."""
-    kind = torch.autocast
-    begin, end = kind.__init__, kind.__exit__
-
-    def begun(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
-        if device_type not in ("cpu", "cuda"):
-            begin(self, device_type, dtype, enabled, cache_enabled)
-            return
-        self.device, self._enabled = "cuda", enabled
-        self.fast_dtype = dtype if dtype is not None else torch.get_autocast_dtype("cuda")
-        self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
-        self.custom_backend_name = torch._C._get_privateuse1_backend_name()
-
-    def left(self: Any, *raised: Any) -> Any:
-        try:
-            return end(self, *raised)
-        finally:
-            if not torch.is_autocast_enabled("cuda"):
-                ended()
-
-    kind.__init__, kind.__exit__ = begun, left  # pyright: ignore[reportAttributeAccessIssue]
+    """Inside, and in this thread alone, autocast on "cuda" can be entered without a GPU, and on "cpu" is taken to be on "cuda";
+    `ended` is called whenever the outermost one ends."""
+    before = getattr(_tracing, "ended", None)
+    _patch(1)
+    _tracing.ended = ended
     try:
         yield
     finally:
-        kind.__init__, kind.__exit__ = begin, end
+        _tracing.ended = before
+        _patch(-1)
         ended()
+
+
+def _patch(more: int) -> None:
+    global _traces
+    with _LOCK:
+        _traces += more
+        init, leave = (_begun, _left) if _traces else (_OWN_INIT, _OWN_EXIT)
+        torch.autocast.__init__, torch.autocast.__exit__ = init, leave  # pyright: ignore[reportAttributeAccessIssue]
+        # What asks for the state on the CPU means to enter it again, as activation checkpointing does.
+        enabled, dtype = (_is_enabled, _dtype) if _traces else (_OWN_IS_ENABLED, _OWN_DTYPE)
+        torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, dtype  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _is_tracing() -> bool:
+    return getattr(_tracing, "ended", None) is not None
+
+
+def _is_enabled(*device_type: str) -> bool:
+    return _OWN_IS_ENABLED("cuda") if device_type == ("cpu",) and _is_tracing() else _OWN_IS_ENABLED(*device_type)
+
+
+def _dtype(device_type: str) -> torch.dtype:
+    return _OWN_DTYPE("cuda" if device_type == "cpu" and _is_tracing() else device_type)
+
+
+def _begun(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+    if not _is_tracing() or device_type not in ("cpu", "cuda"):
+        _OWN_INIT(self, device_type, dtype, enabled, cache_enabled)
+        return
+    self.device, self._enabled = "cuda", enabled
+    self.fast_dtype = dtype if dtype is not None else torch.get_autocast_dtype("cuda")
+    self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+    self.custom_backend_name = torch._C._get_privateuse1_backend_name()
+
+
+def _left(self: Any, *raised: Any) -> Any:
+    try:
+        return _OWN_EXIT(self, *raised)
+    finally:
+        if _is_tracing() and not torch.is_autocast_enabled("cuda"):
+            _tracing.ended()
 
 
 def _is_low(value: Any) -> bool:

@@ -28,7 +28,7 @@ def modelled(profile: Profile, card: Card, sizes: Sequence[int] = SIZES) -> Prof
     """The profile for that card, with modelled seconds; without any where its speed or the step's operations are not known."""
     timeline = profile.timeline
     profile = replace(profile, card=card)
-    if timeline is None or timeline.operations is None or not card.bandwidth:
+    if timeline is None or timeline.operations is None or not card.bandwidth or _has_recurrence(timeline):
         return profile
     timings = tuple(_timing(timeline, profile.blocks, card, n) for n in sizes)
     step = _span(timeline, "optimizer")
@@ -46,6 +46,12 @@ def bottleneck(profile: Profile, card: Card, samples: int) -> str:
     seconds = np.maximum(np.maximum(flops, moved), launches)[inside]
     shares = np.bincount(longest, weights=seconds, minlength=3)
     return ("arithmetic", "memory traffic", "launches")[int(shares.argmax())]
+
+
+def _has_recurrence(timeline: Timeline) -> bool:
+    """Whether cuDNN's recurrent layers are in it: how many steps one call makes after another is not told, so that any time
+    would be far too short."""
+    return any(name.startswith("_cudnn_rnn") for name in timeline.operation_names)
 
 
 def _timing(timeline: Timeline, blocks: Sequence[str], card: Card, samples: int) -> Timing:

@@ -120,8 +120,13 @@ class Profile:
     def peak(self, micro_batch: int, *, accumulates: bool = True) -> Peak:
         """The peak of a step with micro-batches of that many samples, parameters and all included.
 
-        `accumulates=False`: with a single micro-batch, during which gradients are only being born.
+        `accumulates=False`: with a single micro-batch, during which gradients are only being born. Raises UsageError for what
+        is no number of samples.
         """
+        if type(micro_batch) is not int or not 0 < micro_batch < 1 << 40:
+            from memfit.profiling.tree import check_samples
+
+            check_samples(micro_batch)
         timeline = self.traced_at(micro_batch)
         if timeline is not None:
             return self.priced(timeline, micro_batch, accumulates=accumulates)

@@ -114,8 +114,14 @@ def module_tree(profile: Profile, micro_batch: int, *, accumulates: bool = True)
     top.add_up(figures)
     root = _entry([top], profile.model.name, "", figures)
     timed = figures.timing is not None or figures.by_operation
-    how = "" if not timed else "modelled" if profile.card is not None else "measured"
+    ran = any(timing.samples == micro_batch for timing in profile.timings)
+    how = "" if not timed else "modelled" if profile.card is not None else "measured" if ran else _from_others(profile)
     return ModuleTree(micro_batch, root, how, unfollowed(profile))
+
+
+def _from_others(profile: Profile) -> str:
+    sizes = ", ".join(str(timing.samples) for timing in profile.timings)
+    return f"not measured at that size: told from micro-batches of {sizes}"
 
 
 def check_samples(micro_batch: object) -> None:

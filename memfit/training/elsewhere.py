@@ -36,12 +36,11 @@ def target_of(card: Card | None) -> Target | None:
 
 def on_card(profile: Profile, card: Card) -> Profile:
     """A profile that was traced for a card, or for another that takes the same kernels, with this one's modelled seconds."""
-    how = "modelled from operations and data sheets" if card.bandwidth else "unknown"
-    others = tuple(note for note in profile.notes if not note.startswith(_PLANNED_FOR))
-    note = f"{_PLANNED_FOR} {card.title}, which is not here: seconds are {how}"
     interval = None if profile.timeline is None else interval_of(profile.timeline)
-    bare = replace(profile, capability=card.capability or NEAREST, timings=(), notes=(*others, note), interval=interval)
-    return modelled(bare, card)
+    found = modelled(replace(profile, capability=card.capability or NEAREST, timings=(), interval=interval), card)
+    how = "modelled from operations and data sheets" if found.timings else "unknown"
+    others = tuple(note for note in profile.notes if not note.startswith(_PLANNED_FOR))
+    return replace(found, notes=(*others, f"{_PLANNED_FOR} {card.title}, which is not here: seconds are {how}"))
 
 
 _PLANNED_FOR = "planned for"

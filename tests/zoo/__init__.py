@@ -1,19 +1,23 @@
 """The model families that laws and benchmarks run over: random weights, synthetic data, nothing downloaded.
 
-One file per family; `FAMILIES` lists them by name. `zoo.losses` has other losses over the same outputs, `zoo.plain` the
-plain PyTorch that everything is compared with.
+One file per family; `FAMILIES` lists by name those that every law runs over, `MORE` those of which memory is predicted all the
+same: their shapes follow from the data, or their gradients are sparse, or they are close to another. `zoo.losses` has other
+losses over the same outputs, `zoo.plain` the plain PyTorch that everything is compared with.
 """
 
 from zoo import (
     autoencoder,
     bert,
     convnext,
+    dit,
+    dlrm,
     frozen,
     gpt,
     hf_gpt2,
     lora,
     lstm,
     mlp,
+    moe,
     resnet,
     superres,
     t5,
@@ -41,5 +45,6 @@ _ALL = (
 )
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
+MORE: dict[str, Family] = {family.name: family for family in (gpt.UNTIED, moe.FAMILY, dlrm.FAMILY, dit.FAMILY)}
 
-__all__ = ["FAMILIES", "Family", "first_batch"]
+__all__ = ["FAMILIES", "MORE", "Family", "first_batch"]

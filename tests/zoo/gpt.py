@@ -1,7 +1,8 @@
-"""A small GPT written by hand in the manner of nanoGPT: tied weights, and `(logits, loss)` when targets are given."""
+"""A small GPT written by hand in the manner of nanoGPT: tied weights (or not), and `(logits, loss)` when targets are given."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, shape: Shape, dropout: float) -> None:
+    def __init__(self, shape: Shape, dropout: float, tied: bool = True) -> None:
         super().__init__()
         self.transformer = nn.ModuleDict(
             {
@@ -79,7 +80,8 @@ class GPT(nn.Module):
         )
         self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         self.apply(_initialise)
-        self.transformer["wte"].weight = self.lm_head.weight
+        if tied:
+            self.transformer["wte"].weight = self.lm_head.weight
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         position = torch.arange(idx.size(1), device=idx.device)
@@ -100,8 +102,8 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def _make(size: str, dropout: float) -> nn.Module:
-    return GPT(SHAPES[size], dropout)
+def _make(size: str, dropout: float, tied: bool) -> nn.Module:
+    return GPT(SHAPES[size], dropout, tied)
 
 
 def sample(size: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -126,9 +128,8 @@ def logits(model: nn.Module, batch: Any) -> Tensor:
     return model(x, y)[0]
 
 
-FAMILY = Family(
-    name="gpt",
-    build=builder(_make),
+_family = partial(
+    Family,
     dataset=dataset(sample),
     loss=loss,
     script_loss=script_loss,
@@ -137,3 +138,7 @@ FAMILY = Family(
     task="tokens",
     returns_loss=True,
 )
+
+FAMILY = _family(name="gpt", build=builder(_make, tied=True))
+UNTIED = _family(name="gpt_untied", build=builder(_make, tied=False))
+"""With an embedding and a head of their own."""
