@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from bisect import insort
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -253,34 +252,3 @@ def test_a_second_reading_of_the_rules_places_every_block_alike(conf: str, steps
             plain.free(other)
     assert (allocator.reserved, allocator.peak_reserved) == (plain.reserved, plain.peak)
     assert [block.size for segment in layout_of(allocator) for block in segment.blocks] == [b[1] for b in plain.blocks]
-
-
-# ---- pace
-
-
-def course(count: int) -> list[tuple[int, int]]:
-    """Events as (bytes, name) and (0, name): layers forward and backward with sizes of a model, and some disorder."""
-    draws, events, alive = random.Random(0), [], []
-    while len(events) < count:
-        if len(alive) > 400 or (alive and draws.random() < 0.45):
-            events.append((0, alive.pop(draws.randrange(len(alive)))))
-        else:
-            alive.append(len(events))
-            size = draws.choice([draws.randrange(1, 4096), draws.randrange(4096, MiB), draws.randrange(MiB, 16 * MiB), 4 * MiB])
-            events.append((size, alive[-1]))
-    return events
-
-
-def test_twenty_thousand_events_take_no_time() -> None:
-    events, best, allocator = course(20_000), float("inf"), CachingAllocator()
-    for _ in range(5):
-        allocator, places = CachingAllocator(), {}
-        begun = time.perf_counter()
-        for size, name in events:
-            if size:
-                places[name] = allocator.malloc(size)
-            else:
-                allocator.free(places.pop(name))
-        best = min(best, time.perf_counter() - begun)
-    check(allocator)
-    assert best < 0.12, f"{best * 1000:.0f} ms; 20 to 45 on one slow core, and twice that allows for a busy one"
