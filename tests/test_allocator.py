@@ -243,6 +243,14 @@ def test_settings_in_the_environment_are_followed() -> None:
     assert [peak.reserved for peak in peaks] == [72 * MiB, 80 * MiB, None]
 
 
+@pytest.mark.parametrize("conf", ["per_process_memory_fraction:0.5", "garbage_collection_threshold:0.8"])
+def test_what_depends_on_the_devices_size_is_the_budgets_business(conf: str) -> None:
+    """A share of the device that is set in the environment bounds the budget (`hardware/device.py`), and is no error here."""
+    timeline = Course().birth("a", 30 * MiB).phase("forward").birth("b", 21 * MiB).done()
+    plain, bounded = (peak_on("cuda", timeline, 1, environ={"PYTORCH_CUDA_ALLOC_CONF": text}) for text in ("", conf))
+    assert plain == bounded and bounded.smallest_budget == plain.smallest_budget
+
+
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "xpu", "mps", "unheard of"])
 def test_the_upper_bound_is_never_below_what_is_expected(kind: str) -> None:
     for samples in (1, 10, 10**6):

@@ -110,6 +110,8 @@ def peak_on(
         heap = 0 if thresholds_pinned(environ) else heap_peak(timeline, samples, accumulates)
         return Peak(allocated, allocated, allocated + int(waste * heap), allocated)
     settings = AllocatorSettings.from_environment(environ) if kind == "cuda" else AllocatorSettings()
+    # A share of the device bounds the budget already (`hardware/driver.py`), and how large the device is does not matter here.
+    settings = replace(settings, per_process_memory_fraction=1.0)
     if kind in ("cuda", "xpu") and settings.backend == "native":
         held = caching_peak(timeline, samples, accumulates, capability=capability, settings=settings)
         narrowest = partial(smallest_capacity, timeline, samples, accumulates, capability, settings)
