@@ -82,7 +82,7 @@ def profile(
     if on_meta:
         return found
     with checkpointed(model, found.checkpoint):
-        return core.planner.with_single(task, core.planner.measurer.timed(task, found))
+        return core.planner.with_single(task, core.planner.measurer.timed(task, found, thoroughly=True))
 
 
 def plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -209,6 +210,19 @@ def test_a_profile_is_of_micro_batches_that_ran_with_its_blocks_checkpointed(
     found = memfit.profile(model, sgd(model), batch(6), loss_fn=loss_fn, checkpoint=checkpoint)
     assert found.source == source
     assert ran[0] and ran[1] == 4 * times * ran[0]
+
+
+def test_what_cannot_be_traced_is_measured_up_to_the_whole_sample() -> None:
+    """However long that takes: what the smallest micro-batches take says nothing of large ones."""
+
+    class Slow(Choosing):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.1 * len(x))
+            return super().forward(x)
+
+    model = Slow()
+    found = memfit.profile(model, sgd(model), batch(20), loss_fn=loss_fn)
+    assert found.source == "measured" and [timing.samples for timing in found.timings] == [1, 4, 20]
 
 
 def test_explicit_levers_are_kept_or_refused_with_a_reason() -> None:

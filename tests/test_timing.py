@@ -13,7 +13,7 @@ from torch import nn
 
 from memfit._units import MiB
 from memfit.engine.accumulate import Weighting
-from memfit.engine.staged import Staging
+from memfit.engine.staged import Staging, sparse_parameters
 from memfit.profiling.build import stepping_bytes
 from memfit.profiling.seconds import Timing, line_through, never_slower, timing_at
 from memfit.profiling.timing import Stopwatch, time_sizes
@@ -117,6 +117,29 @@ def test_what_the_optimizers_step_takes_is_told_from_fakes(make: Callable[[Any],
     each = 64 * 64 * 4
     assert stepping_bytes(make(model.parameters()), torch.device("cpu"), -1) == pytest.approx(copies * each, abs=64)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_sparse_gradient_takes_no_copy_of_its_table_in_the_optimizers_step() -> None:
+    model = nn.Sequential(nn.Embedding(1000, 64, sparse=True), nn.Linear(64, 8, bias=False))
+    optimizer = torch.optim.Adagrad(model.parameters())
+    dense = model[1].weight.nbytes
+    for_all = stepping_bytes(optimizer, torch.device("cpu"), -1)
+    taken = stepping_bytes(optimizer, torch.device("cpu"), -1, by_rows=sparse_parameters(model))
+    assert for_all > model[0].weight.nbytes and 0 < taken <= 4 * dense
+
+
+def test_rows_that_gather_in_a_sparse_gradient_are_not_taken_for_kernels() -> None:
+    """The first micro-batch of every size names rows that no other did: 8 MiB each."""
+    model, device = nn.Embedding(1 << 14, 512, sparse=True), torch.device("cpu")
+    rows = torch.arange(1 << 14).view(4, 1 << 12)
+    work = StepWork(model, lambda m, b: m(b).mean(), lambda start, stop: rows[start + 1 : stop + 1], 3, device, precision="off")
+    staging = Staging(model)
+    watch = Stopwatch(model, staging, Weighting("samples", "by samples"), device, reserved=True, trimmed=True)
+    with watch.session(work, 1):
+        timing = watch.run(work, 3)
+        staged = staging.staged_bytes()
+    assert staged == 3 * (1 << 12) * (512 * 4 + 8)
+    assert timing.growth is not None and timing.growth >= 2 * (1 << 12) * 512 * 4 and timing.kept < 2 * MiB
 
 
 def test_micro_batches_are_measured_among_gradients_of_every_parameter() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from memfit.batches.pieces import next_size
 from memfit.planning.search import micro_batch_sizes
 from memfit.training import tune
-from memfit.training.tune import ENOUGH, Tuner, doubling
+from memfit.training.tune import ENOUGH, Tuner, spread
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_no_size_is_tried_that_does_not_fit_and_it_ends(share: int, data: st.Dat
         best, batches = tuned(machine, fitting, fitting[-1], share, patch)
     assert best in fitting and max(machine.ran, default=1) <= fitting[-1]
     # A micro-batch counts for a size from three quarters of it on.
-    assert seconds(best) <= min(seconds(size) for size in doubling(fitting)) + slope * math.log2(4 / 3) + 1e-9
+    assert seconds(best) <= min(seconds(size) for size in spread(fitting)) + slope * math.log2(4 / 3) + 1e-9
     assert batches <= 2 + 4 * ENOUGH * len(fitting)
 
 
@@ -96,10 +96,17 @@ def test_what_a_failed_pass_proposed_is_forgotten(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("sizes", "found"), [((), ()), ((1, 2, 3, 4, 6, 8, 11, 16, 32), (1, 2, 4, 8, 16, 32)), ((3, 5, 9), (3, 5, 9))]
+    ("sizes", "factor", "found"),
+    [
+        ((), 2, ()),
+        ((1, 2, 3, 4, 6, 8, 11, 16, 32), 2, (1, 2, 4, 8, 16, 32)),
+        ((3, 5, 9), 2, (3, 5, 9)),
+        ((1, 2, 3, 4, 6, 8, 11, 16, 24), 4, (1, 4, 16, 24)),
+        (tuple(range(1, 10)), 4, (1, 4, 9)),
+    ],
 )
-def test_doubling(sizes: tuple[int, ...], found: tuple[int, ...]) -> None:
-    assert doubling(sizes) == found
+def test_spread(sizes: tuple[int, ...], factor: int, found: tuple[int, ...]) -> None:
+    assert spread(sizes, factor) == found
 
 
 def test_sizes_that_never_come_about_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

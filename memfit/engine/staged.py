@@ -135,11 +135,11 @@ class Staging:
     def staged_bytes(self) -> int:
         """Bytes the gathered gradients hold now."""
         grads = [alias.grad for _, alias in self._aliases.values() if alias.grad is not None]
-        return sum(g.untyped_storage().nbytes() for g in (*grads, *self._wide.values()))
+        return sum(_gradient_bytes(g) for g in (*grads, *self._wide.values()))
 
     def _put_aliases(self, modules: Iterable[nn.Module], changed: list[tuple[dict[str, Any], str, Any]]) -> None:
         for module in modules:
-            entries, sparse = module._parameters, module.__dict__.get("sparse") is True
+            entries, sparse = module._parameters, _is_sparse(module)
             for name, original in entries.items():
                 if original is not None and original.requires_grad:
                     changed.append((entries, name, original))
@@ -207,6 +207,21 @@ def _merge_rows(alias: torch.Tensor) -> None:
     """Add up what a sparse gradient holds of the same row: torch appends those of one micro-batch to those of the others."""
     if alias.grad is not None and alias.grad.is_sparse:
         alias.grad = alias.grad.coalesce()
+
+
+def sparse_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters whose gradients hold only the rows that a batch names."""
+    return [p for module in modules_of(model) if _is_sparse(module) for p in module.parameters(recurse=False)]
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return module.__dict__.get("sparse") is True
+
+
+def _gradient_bytes(gradient: torch.Tensor) -> int:
+    if gradient.is_sparse:
+        return gradient._indices().untyped_storage().nbytes() + gradient._values().untyped_storage().nbytes()
+    return gradient.untyped_storage().nbytes()
 
 
 def _still_stands_for(alias: torch.Tensor, parameter: torch.Tensor) -> bool:

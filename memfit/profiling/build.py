@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.engine.accumulate import Weighting, Work
-from memfit.engine.staged import Staging
+from memfit.engine.staged import Staging, sparse_parameters
 from memfit.kernels.target import Target
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.ledger import Ledger
@@ -128,7 +128,9 @@ def measured_profile(
         points=(),
         source="measured",
         standing=standing,
-        stepping=stepping_bytes(subject.optimizer, subject.device, facts.gradient_bytes),
+        stepping=stepping_bytes(
+            subject.optimizer, subject.device, facts.gradient_bytes, by_rows=sparse_parameters(subject.model)
+        ),
         notes=(
             f"profiled by measuring micro-batches of {smallest} and {smallest + 1} samples, because tracing failed: {reason}",
         ),
@@ -181,11 +183,15 @@ def state_bytes(optimizer: Optimizer) -> int:
     return there + int(missing * made / max(1, _bytes(chosen)))
 
 
-def stepping_bytes(optimizer: Optimizer, device: torch.device, otherwise: int) -> int:
+def stepping_bytes(
+    optimizer: Optimizer, device: torch.device, otherwise: int, by_rows: Sequence[torch.Tensor] = ()
+) -> int:
     """Bytes that the optimizer's step takes beside parameters, gradients and its state, told from a step on fakes;
-    `otherwise` where it cannot run on them (another copy of the parameters is what foreach takes)."""
+    `otherwise` where it cannot run on them (another copy of the parameters is what foreach takes). Not covered: parameters
+    `by_rows`, whose gradients are sparse: their steps take less than the backward that made the rows."""
     world, ledger = FakeWorld(), Ledger(device)
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    left_out = set(map(id, by_rows))
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in left_out]
     twins = {id(p): world.parameter(p) for p in trained}
     shadow = shadow_optimizer(optimizer, lambda p: twins.get(id(p)), world.twin)
     try:

@@ -77,14 +77,15 @@ class Stopwatch:
         if self._trimmed:
             give_back_free_heap()  # what an earlier micro-batch left free would serve this one, and hide what it takes
         self._meter.reset_peak()
-        before, used = self._meter.held(), self._used()
+        before, used, staged = self._meter.held(), self._used(), self._staging.staged_bytes()
         with self._block_times(found):
             Pass(timed, self._staging, self._weighting, 1.0).micro_batch(0, samples)
         end = self._now()
         peak = self._meter.peak()
         begun, forward_done = marks[0], marks[-1]  # a micro-batch of weight zero has no forward
         growth = None if peak is None else max(0, peak - before)
-        kept = max(0, self._used() - used)
+        # Sparse gradients gather ever more rows, up to all of them: those stand for good, and are no kernels.
+        kept = max(0, self._used() - used - (self._staging.staged_bytes() - staged))
         return Timing(samples, end - begun, forward_done - begun, tuple(found.items()), growth, kept)
 
     def _used(self) -> int:

@@ -25,7 +25,7 @@ from memfit.profiling.timing import Stopwatch, optimizer_seconds, time_sizes
 from memfit.training.memory import Memory
 from memfit.training.recover import surviving
 from memfit.training.task import Task
-from memfit.training.tune import doubling
+from memfit.training.tune import spread
 
 TIMING_SECONDS = 0.8
 """How long micro-batches are timed while planning, or twice as long where kernels take much beside the tensors; training
@@ -65,9 +65,12 @@ class Measurer:
         """Largest size that may be planned, once a larger one ran out of memory."""
         self._ran_out: tuple[str, ...] = ()
 
-    def timed(self, task: Task, profile: Profile, *, beside: Profile | None = None) -> Profile:
+    def timed(
+        self, task: Task, profile: Profile, *, beside: Profile | None = None, thoroughly: bool = False
+    ) -> Profile:
         """The profile with micro-batches timed that fit, and corrected by the memory they were seen to take. `beside`: one in
-        another precision that has been timed; only its largest size runs again, as every size may keep kernels for good."""
+        another precision that has been timed; only its largest size runs again, as every size may keep kernels for good.
+        `thoroughly`: where nothing could be traced, sizes run up to the largest, however long that takes."""
         before = self._memory.budget()
         allowed = before.room - task.demand.standing - task.demand.standing_per_sample * task.demand.share
         wanted = self._worth_timing(task)
@@ -79,7 +82,7 @@ class Measurer:
             return self._untimed(profile, allowed)
         give_back_free_heap()
         try:
-            timings = self._survivors(task, profile, fitting, allowed)
+            timings = self._survivors(task, profile, fitting, allowed, thoroughly)
         except Exception as error:
             if not _needs_company(error):
                 raise
@@ -88,7 +91,7 @@ class Measurer:
             fitting = [n for n in fitting if n >= SAFE_FROM_SINGLES or 1 < n == task.demand.share]
             if not fitting:
                 return self._untimed(profile, allowed)
-            timings = self._survivors(task, profile, fitting, allowed)
+            timings = self._survivors(task, profile, fitting, allowed, thoroughly)
         busy = busy_note(self._device)
         found = profile.with_timings(never_slower(timings) if busy else timings, self._optimizer_seconds(allowed))
         waste, kept = HIGH_HEAP_WASTE if self._scatters(found) else found.heap_waste, found.kept_per_size
@@ -117,19 +120,24 @@ class Measurer:
         wanted = task.demand.micro_batch
         return micro_batch_sizes(share) if wanted is None else (min(wanted, share),)
 
-    def _survivors(self, task: Task, profile: Profile, sizes: Sequence[int], allowed: int) -> tuple[Timing, ...]:
+    def _survivors(
+        self, task: Task, profile: Profile, sizes: Sequence[int], allowed: int, thoroughly: bool
+    ) -> tuple[Timing, ...]:
         """As `_timings`; where memory runs out all the same, of half the size, and nothing larger is planned from then on."""
 
         def smaller(text: str) -> tuple[Timing, ...]:
             self._most = max(sizes[0], sizes[-1] // 2)
             self._ran_out = (f"micro-batches of up to {sizes[-1]} ran out of memory while they were timed: {text}",)
-            return self._survivors(task, profile, [n for n in sizes if n <= sizes[-1] // 2] or sizes[:1], allowed)
+            fewer = [n for n in sizes if n <= sizes[-1] // 2] or sizes[:1]
+            return self._survivors(task, profile, fewer, allowed, thoroughly)
 
         if len(sizes) == 1:
-            return self._timings(task, profile, sizes, allowed)
-        return surviving(lambda: self._timings(task, profile, sizes, allowed), self._device, smaller)
+            return self._timings(task, profile, sizes, allowed, thoroughly)
+        return surviving(lambda: self._timings(task, profile, sizes, allowed, thoroughly), self._device, smaller)
 
-    def _timings(self, task: Task, profile: Profile, sizes: Sequence[int], allowed: int) -> tuple[Timing, ...]:
+    def _timings(
+        self, task: Task, profile: Profile, sizes: Sequence[int], allowed: int, thoroughly: bool
+    ) -> tuple[Timing, ...]:
         """Some of these sizes timed, from the smallest on as far as they fit."""
         reserved = self._memory.reserved
         work = task.real_work(profile.precision if profile.precision_is_lever else "off")
@@ -139,6 +147,10 @@ class Measurer:
         )
         # What a new size of micro-batch keeps shows in the second at the earliest; what was not timed is not used then.
         least, seconds = (2, 2 * TIMING_SECONDS) if reserved else (1, TIMING_SECONDS)
+        # Where nothing was traced all that is known is what ran, and what the smallest take is lost in what the kernel counts.
+        chosen = spread(sizes) if traced else spread(sizes, FAR * FAR)
+        if thoroughly and not traced:
+            least = len(chosen)
 
         def admit(size: int, found: tuple[Timing, ...]) -> bool:
             """Whether it still fits after what smaller sizes took beyond their trace, and kept."""
@@ -150,7 +162,7 @@ class Measurer:
             """Where kernels take much, larger sizes say how much more closely than a line through the smallest."""
             return _exceeds(profile.with_timings(found, 0.0))
 
-        return time_sizes(watch, work, doubling(sizes), seconds, admit, least=least, longer=None if reserved else longer)
+        return time_sizes(watch, work, chosen, seconds, admit, least=least, longer=None if reserved else longer)
 
     def _optimizer_seconds(self, allowed: int) -> float:
         return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))

@@ -37,7 +37,7 @@ class Tuner:
         self, fitting: Sequence[int], planned: int, device: torch.device, *, alone: int | None = None, whole: bool = False
     ) -> None:
         self.fitting = tuple(sorted({*fitting, planned}))
-        self.choices = tuple(sorted({*doubling(self.fitting), planned}))
+        self.choices = tuple(sorted({*spread(self.fitting), planned}))
         self.planned, self._alone = planned, alone
         self._once = ENOUGH_WHOLE if whole else ENOUGH
         self._pieces: int | None = None
@@ -130,11 +130,13 @@ class Tuner:
         self._running, self._pieces = [], None
 
 
-def doubling(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of these sizes, those nearest to the smallest, twice it, four times it, ... and the largest."""
+def spread(sizes: Sequence[int], factor: int = 2) -> tuple[int, ...]:
+    """Of these sizes (ascending), those next to the smallest, `factor` times it, its square times it, ... and the last."""
     if not sizes:
         return ()
-    targets = [sizes[0] * 2**k for k in range(24) if sizes[0] * 2**k <= sizes[-1]]
+    targets = [sizes[0]]
+    while targets[-1] * factor <= sizes[-1]:
+        targets.append(targets[-1] * factor)
     return tuple(sorted({min(sizes, key=lambda n: abs(n - target)) for target in targets} | {sizes[-1]}))
 
 
