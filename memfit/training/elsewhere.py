@@ -72,7 +72,9 @@ class CardMeasurer(Measurer):
         super().__init__(model, optimizer, device, memory, staging)
         self._card = card
 
-    def timed(self, task: Task, profile: Profile, *, beside: Profile | None = None) -> Profile:
+    def timed(
+        self, task: Task, profile: Profile, *, beside: Profile | None = None, thoroughly: bool = False
+    ) -> Profile:
         """The profile with modelled seconds."""
         return on_card(profile, self._card)
 
