@@ -156,6 +156,12 @@ def check_sample(sample: Any, loss_fn: Any) -> None:
         )
 
 
+def check_accumulate_in(asked: Any) -> None:
+    """A precision for gathering that there is. Raises UsageError."""
+    if not is_one_of(asked, ("float32", "param")):
+        raise choice_of("accumulate_in", asked, ("float32", "param"))
+
+
 def settings_from(
     model: nn.Module,
     *,
@@ -181,8 +187,7 @@ def settings_from(
     _check_functions(loss_fn, before_step, weight, split)
     _check_accumulation(target_batch, script_accumulation, loss_fn)
     _check_later(shard, offload, methods, batchnorm)
-    if not is_one_of(accumulate_in, ("float32", "param")):
-        raise choice_of("accumulate_in", accumulate_in, ("float32", "param"))
+    check_accumulate_in(accumulate_in)
     micro, whole = micro_batch_from(micro_batch)
     blocks, every = blocks_from(checkpoint, model)
     return Settings(

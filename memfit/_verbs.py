@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memfit._arguments import blocks_from, check_module, check_optimizer, check_same_device
+from memfit._arguments import blocks_from, check_accumulate_in, check_module, check_optimizer, check_same_device
 from memfit._errors import UsageError
 from memfit._values import (
     check_count,
@@ -47,12 +47,13 @@ def profile(
     device: str | None = None,
     precision: str = "off",
     checkpoint: str | Sequence[str] = "off",
+    accumulate_in: str = "float32",
 ) -> Profile:
     """What one optimizer step of `model` costs, for any micro-batch size. Nothing of the model is changed.
 
     `sample` is one batch with at least two samples along the first dimension of its tensors: what `loss_fn(model, sample)`
     takes, or without loss_fn what the model is called with (a tuple is spread, a mapping is passed by keyword). Models on
-    the meta device are traced, not timed. `precision` and `checkpoint` are as in `wrap`, with explicit values.
+    the meta device are traced, not timed. `precision`, `checkpoint` and `accumulate_in` are as in `wrap`, with explicit values.
     `device` is the name of a GPU that is not here ("a100-40gb", "rtx-4090", "24GiB"): its kernels are traced, its allocator
     is simulated, and seconds are modelled; nothing of the model is computed, so that it may be on the meta device.
 
@@ -63,6 +64,7 @@ def profile(
     check_module(model)
     check_optimizer(optimizer, model)
     check_functions(loss_fn=loss_fn)
+    check_accumulate_in(accumulate_in)
     asked = precision_from(precision)
     blocks, every = blocks_from(checkpoint, model)
     on_meta = any(p.is_meta for p in model.parameters())
@@ -70,7 +72,8 @@ def profile(
     if elsewhere is None:
         check_same_device(device, here)
     allowed = probe(device=here if elsewhere is None else device)
-    core = Core(model, optimizer, here, allowed, Settings(card=elsewhere, counted=True), compiled=is_compiled(model))
+    settings = Settings(card=elsewhere, counted=True, accumulate_in=accumulate_in)
+    core = Core(model, optimizer, here, allowed, settings, compiled=is_compiled(model))
     if loss_fn is not None:
         task = Stepper(core, loss_fn, lambda batch: loss_fn(model, batch)).task(sample)
     else:

@@ -136,6 +136,32 @@ def test_a_model_on_the_meta_device() -> None:
     assert_not_measured(said)
 
 
+def test_half_precision_gradients_gather_as_asked() -> None:
+    """On a card that holds weights and gradients of bfloat16, but not gradients of float32."""
+    large = json.dumps(LLAMA | {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 8})
+    Path("large.json").write_text(large)
+    asked = ("--hf-config", "large.json", "--target-batch", "4096", "--optimizer", "sgd", "--device")
+    assert "--accumulate-in param" in refused(*asked, "rtx-3060")
+    planned(*asked, "rtx-3060", "--accumulate-in", "param", "--save", "plan.json")
+    assert memfit.Plan.load("plan.json").accumulate_in == "param"
+    assert "float32, param" in refused(*asked, "rtx-3060", "--accumulate-in", "float64")
+    assert "accumulate_in='param'" in refused("script.py", "--accumulate-in", "param")
+
+
+def test_a_fused_optimizer_takes_no_copy_of_the_parameters() -> None:
+    large = config("large.json", hidden_size=512, intermediate_size=2048)
+
+    def profiled(name: str) -> memfit.Profile:
+        found = built(Asked(Path(large), seq_len=8, optimizer=name))
+        parts = found.model, found.optimizer, found.sample
+        return memfit.profile(*parts, loss_fn=own_loss, device="h100-80gb", accumulate_in="param")
+
+    by_lists, fused = profiled("adamw"), profiled("adamw-fused")
+    copy = by_lists.model.gradient_bytes
+    assert dict(by_lists.explain(1).holds)["transient"] >= copy and by_lists.explain(1).moment.phase == "optimizer"
+    assert dict(fused.explain(1).holds)["transient"] < copy // 4
+
+
 def test_an_unnamed_card_has_no_seconds() -> None:
     said = planned("made.py:make", "--device", "24GiB")
     assert "a card of 24.0 GiB, which is not here" in said
@@ -362,7 +388,7 @@ HF = ("--hf-config", "config.json", "--target-batch", "8")
         ((*HF, "--device", "t4", "--seq-len", "0"), "seq_len"),
         ((*HF, "--device", "t4", "--seq-len", "-3"), "seq_len"),
         ((*HF, "--device", "t4", "--precision", "int8"), "use one of float32, bfloat16, float16"),
-        ((*HF, "--device", "t4", "--optimizer", "lion"), "use one of adamw, sgd"),
+        ((*HF, "--device", "t4", "--optimizer", "lion"), "use one of adamw, adamw-fused, sgd"),
         ((*HF, "--device", "t4", "--task", "poetry"), "use one of seq2seq-lm"),
         ((*HF, "--device", "t4", "--task", "image-classification"), "has no model of type llama for image-classification"),
         (("--hf-config", "config.json", "--target-batch", "0", "--device", "t4"), "target_batch"),

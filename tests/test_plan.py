@@ -152,6 +152,14 @@ def test_sizes_that_nothing_has_are_refused(change: dict[str, Any]) -> None:
         Plan.from_json(json.dumps(json.loads(rich_plan().to_json()) | change))
 
 
+def test_how_gradients_gather_is_part_of_a_plan() -> None:
+    assert Plan.from_json(plan(accumulate_in="param").to_json()).accumulate_in == "param"
+    without = {key: value for key, value in json.loads(plan().to_json()).items() if key != "accumulate_in"}
+    assert Plan.from_json(json.dumps(without)).accumulate_in == "float32"  # as files were before it was
+    with pytest.raises(PlanFileError, match="accumulate_in"):
+        Plan.from_json(json.dumps(without | {"accumulate_in": "float64"}))
+
+
 def test_files_of_other_versions() -> None:
     data = json.loads(plan().to_json())
     assert data["version"] == VERSION

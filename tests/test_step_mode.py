@@ -495,6 +495,22 @@ def test_half_precision_gradients_gather_where_asked(where: str, dtype: torch.dt
     assert (error <= 1.1 * whole) == (where == "float32")
 
 
+@pytest.mark.parametrize("where", ["float32", "param"])
+def test_a_plan_that_is_applied_gathers_gradients_as_it_was_made_with(where: str) -> None:
+    torch.manual_seed(0)
+    model = mlp(width=64).to(torch.bfloat16)
+    x, y = points(64)
+    sample = (x.to(torch.bfloat16), y)
+    profile = memfit.profile(model, sgd(model), sample, loss_fn=loss_fn, accumulate_in=where)
+    plan = memfit.plan(profile, memfit.probe(budget="1GiB"), target_batch=64, micro_batch=1)
+    assert profile.accumulate_in == plan.accumulate_in == where
+    asked, seen = stepper(copy.deepcopy(model), loss_fn, 1, share=64, accumulate_in=where)
+    asked.step(sample)
+    applied = Seen(model)
+    memfit.wrap(model, sgd(model), loss_fn=loss_fn, target_batch=64, plan=plan, before_step=applied).step(sample)
+    assert relative_error(applied.gradients[0], seen.gradients[0]) == 0.0
+
+
 class Overflowing(nn.Module):
     """Its gradients overflow float16 at the usual loss scale, but not at a lower one."""
 

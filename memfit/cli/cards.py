@@ -52,6 +52,14 @@ class Subject:
     """What a sample is, in words."""
     lowered: bool = True
     """Whether a lower precision may be computed in where nothing else fits."""
+    accumulate_in: str = "float32"
+    """Precision in which gradients of half precision parameters gather: float32, or param for their own."""
+
+    @property
+    def widens(self) -> bool:
+        """Whether gradients gather in more bytes than the parameters have."""
+        half = any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
+        return half and self.accumulate_in == "float32"
 
 
 def named_card(text: str) -> Card:
@@ -87,7 +95,7 @@ def planned_for(subject: Subject, card: Card, budget: int | float | str | None) 
         stats={},
         seconds=(),
         waits=(),
-        asked={"target_batch": str(subject.target_batch)},
+        asked={"target_batch": str(subject.target_batch), "accumulate_in": subject.accumulate_in},
         verification=None,
         script_precision=script_precision(subject.model.parameters(), _HOST),
         draws=drawing_modules(subject.model),
@@ -204,6 +212,7 @@ class _Traces:
                 loss_fn=subject.loss_fn,
                 device=card.name,
                 precision=precision,
+                accumulate_in=subject.accumulate_in,
             )
         self._found.append((precision, frozenset(alike), found))
         return found

@@ -104,12 +104,16 @@ def plan(
     ] = None,
     optimizer: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help=f"With --hf-config: {' or '.join(OPTIMIZERS)}; adamw if not said."),
+        typer.Option(help=f"With --hf-config: {', '.join(OPTIMIZERS)}; adamw if not said."),
     ] = None,
     task: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help=f"With --hf-config: {', '.join(TASKS)}; else what the configuration names."),
     ] = None,
+    accumulate_in: Annotated[
+        str,
+        typer.Option(help="Precision in which half precision gradients gather: float32, or param for the weights' own."),
+    ] = "float32",
     save: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Also write the plan, or the comparison of --devices, to this JSON file."),
@@ -134,6 +138,7 @@ def plan(
         precision=precision,
         optimizer=optimizer,
         task=task,
+        accumulate_in=accumulate_in,
         save=save,
         export=export,
     )

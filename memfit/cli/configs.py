@@ -30,7 +30,8 @@ TASKS = {
 }
 """What a model may be trained for, and transformers' names of its table of models and its class for that; the first that a
 type of model has is taken where its configuration does not say."""
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "adamw-fused", "sgd")
+"""The first steps parameters by lists, as torch does on CUDA if not told otherwise, and takes one more copy of them meanwhile."""
 LONGEST = 4096
 """Tokens per sample where neither the user nor the model's positions say fewer."""
 IMAGE = 224
@@ -91,8 +92,16 @@ def built(asked: Asked) -> Built:
     _check_not_empty(model, file)
     sample, what = _sample(config, model, task, asked.seq_len)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained) if asked.optimizer == "adamw" else torch.optim.SGD(trained, lr=0.1)
-    return Built(model, optimizer, sample, what)
+    return Built(model, _optimizer(asked.optimizer, trained), sample, what)
+
+
+def _optimizer(name: str, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(trained, lr=0.1)
+    found = torch.optim.AdamW(trained)
+    for group in found.param_groups:
+        group["fused"] = True if name == "adamw-fused" else None  # AdamW(fused=True) refuses what is on meta
+    return found
 
 
 def own_loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:

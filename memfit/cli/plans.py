@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 from torch.utils.data import DataLoader
 
+from memfit._arguments import check_accumulate_in
 from memfit._asked import Asked
 from memfit._errors import DoesNotFit, UsageError
 from memfit._values import check_count
@@ -40,6 +41,7 @@ class Wanted:
     precision: str | None = None
     optimizer: str | None = None
     task: str | None = None
+    accumulate_in: str = "float32"
     save: Path | None = None
     export: str | None = None
 
@@ -93,6 +95,8 @@ def _report(wanted: Wanted) -> Report:
             return planned_for(subject, card, wanted.budget)
         except DoesNotFit as error:
             more = f"{error.next_move}; --devices all instead of --device shows which cards it fits on"
+            if subject.widens:
+                more += "; --accumulate-in param gathers gradients in the weights' own precision, with half the bytes"
             raise DoesNotFit(error.asked, found=error.found, next_move=more) from None
 
 
@@ -113,7 +117,9 @@ def _subject(wanted: Wanted) -> Subject:
     target_batch = wanted.target_batch or getattr(training.loader, "batch_size", None) or shared_samples(sample)
     if target_batch is None:
         raise _no_target(str(wanted.target), "its batches do not say how many samples they have")
-    return Subject(training.model, training.optimizer, sample, training.loss_fn, target_batch)
+    return Subject(
+        training.model, training.optimizer, sample, training.loss_fn, target_batch, accumulate_in=wanted.accumulate_in
+    )
 
 
 def _of_config(wanted: Wanted, path: Path) -> Subject:
@@ -130,6 +136,7 @@ def _of_config(wanted: Wanted, path: Path) -> Subject:
         wanted.target_batch,
         built.what,
         lowered=wanted.precision is None,
+        accumulate_in=wanted.accumulate_in,
     )
 
 
@@ -160,6 +167,7 @@ def _planned_by_function(training: Training, target: str, asked: Asked) -> Repor
 def _check(wanted: Wanted) -> None:
     if wanted.target_batch is not None:
         check_count("target_batch", wanted.target_batch)
+    check_accumulate_in(wanted.accumulate_in)
     _check_what(wanted)
     _check_where(wanted)
     function = None if wanted.target is None else split_target(wanted.target)[1]
@@ -196,6 +204,11 @@ def _check_what(wanted: Wanted) -> None:
         )
 
 
+def _is_function_on_cards(wanted: Wanted) -> bool:
+    on_cards = wanted.device is not None or wanted.devices is not None
+    return on_cards and wanted.target is not None and split_target(wanted.target)[1] is not None
+
+
 def _check_where(wanted: Wanted) -> None:
     if wanted.device is not None and wanted.devices is not None:
         raise UsageError(
@@ -214,6 +227,12 @@ def _check_where(wanted: Wanted) -> None:
             f"--export {wanted.export} with --devices",
             found="several plans are compared, of which none is chosen",
             next_move="name one card with --device",
+        )
+    if wanted.accumulate_in != "float32" and wanted.hf_config is None and not _is_function_on_cards(wanted):
+        raise UsageError(
+            f"--accumulate-in {wanted.accumulate_in} for {wanted.target}",
+            found="its own memfit.wrap, or the run that trains it here, says how gradients gather",
+            next_move=f"write accumulate_in={wanted.accumulate_in!r} in its memfit.wrap, or plan a function with --device",
         )
     if wanted.hf_config is not None and wanted.device is None and wanted.devices is None:
         raise UsageError(

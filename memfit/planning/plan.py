@@ -105,6 +105,8 @@ class Plan:
     """Elements of the median sample where samples differ in size."""
     overhead: float = 0.0
     """Seconds of a step outside its micro-batches (the optimizer's), where they were timed."""
+    accumulate_in: str = "float32"
+    """Precision in which gradients of half precision parameters gather: float32, or param for their own."""
     keep: int = 0
     """replay: micro-batches whose activations are kept from the first pass."""
     options: tuple[Option, ...] = ()
@@ -306,6 +308,7 @@ _CHOICES = {
     "precision": ("off", "float32", "bfloat16", "float16"),
     "shard": ("off",),
     "offload": ("off",),
+    "accumulate_in": ("float32", "param"),
 }
 
 

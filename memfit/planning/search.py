@@ -316,6 +316,7 @@ def _plan(chosen: _Way, tried: Sequence[_Way], own: Profile, budget: Budget, dem
         optimizer=own.model.optimizer,
         fingerprint=own.model.fingerprint,
         overhead=chosen.profile.optimizer_seconds,
+        accumulate_in=chosen.profile.accumulate_in,
         options=tuple(way.option(_reason(way, chosen, budget, standing), standing) for way in tried),
         notes=own.notes,
     )

@@ -218,6 +218,7 @@ def _circumstances(subject: Subject) -> dict[str, Any]:
         "precision": subject.precision,
         "precision_is_lever": subject.precision_is_lever,
         "checkpoint": subject.checkpoint,
+        "accumulate_in": "float32" if subject.in_float32 else "param",
         "modules": module_facts(subject.model) if subject.counted else (),
     }
 

@@ -114,6 +114,8 @@ class Profile:
     """The model's modules, each before those inside it; empty if not recorded."""
     card: Card | None = None
     """The GPU it is for, where that is not here."""
+    accumulate_in: str = "float32"
+    """Precision in which gradients of half precision parameters gather: float32, or param for their own."""
     interval: Interval | None = None
     """How far predictions may be off where nothing can be measured."""
 
