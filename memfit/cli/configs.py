@@ -31,7 +31,7 @@ TASKS = {
 """What a model may be trained for, and transformers' names of its table of models and its class for that; the first that a
 type of model has is taken where its configuration does not say."""
 OPTIMIZERS = ("adamw", "adamw-fused", "sgd")
-"""The first steps parameters by lists, as torch does on CUDA if not told otherwise, and takes one more copy of them meanwhile."""
+"""The first steps parameters by lists, as torch does on CUDA if not told otherwise, which takes one more copy of them."""
 LONGEST = 4096
 """Tokens per sample where neither the user nor the model's positions say fewer."""
 IMAGE = 224
