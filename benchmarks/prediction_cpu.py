@@ -18,7 +18,6 @@ import argparse
 import gc
 import json
 import sys
-from dataclasses import replace
 from statistics import median, quantiles
 from typing import Any
 
@@ -73,8 +72,11 @@ def run_case(name: str, precision: str, checkpoint: str, optimizer_name: str) ->
         batch = batch_of(family, samples, ACCUMULATION * n, collated=family.ragged)
         before = settled() - there - state_of(optimizer)
         budget = memfit.probe()
-        plan = memfit.plan(plain, budget, target_batch=ACCUMULATION * n, micro_batch=n, checkpoint=checkpoint)
-        plan = plan if profile.source != "measured" else replace(plan, checkpoint=profile.checkpoint)
+        known = {"target_batch": ACCUMULATION * n, "micro_batch": n}
+        if profile.source == "measured":  # that of the plain step does not tell what checkpointing saves
+            plan = memfit.plan(profile, budget, **known)
+        else:
+            plan = memfit.plan(plain, budget, **known, checkpoint=checkpoint)
         run = memfit.apply(plan, model, optimizer, loss_fn=family.loss)
         run.step(batch)  # the optimizer's state comes into being, and how micro-batches are weighted is found out
         reset_peak()

@@ -154,7 +154,19 @@ def _check_same_card(profile: Profile, budget: Budget) -> None:
 
 
 def _known_blocks(checkpoint: Any, profile: Profile) -> tuple[str, ...] | None:
-    """The blocks asked for; None: the planner's choice. Raises UsageError."""
+    """The blocks asked for; None: the planner's choice, or those of the profile. Raises UsageError."""
+    if profile.checkpoint and not is_one_of(checkpoint, ("auto",)):
+        raise UsageError(
+            f"checkpoint={checkpoint!r}",
+            found=f"the profile was made with {len(profile.checkpoint)} blocks checkpointed, and a plan by it checkpoints them",
+            next_move="leave checkpoint away, or make the profile without",
+        )
+    if profile.source == "measured" and not is_one_of(checkpoint, ("auto", "off")):
+        raise UsageError(
+            f"checkpoint={checkpoint!r}",
+            found="the profile was measured, which does not tell what checkpointing would save",
+            next_move=f"make it with memfit.profile(..., checkpoint={checkpoint!r}), and leave checkpoint away here",
+        )
     if is_one_of(checkpoint, ("auto", "off", "all")):
         return {"auto": None, "off": (), "all": profile.blocks}[checkpoint]
     if isinstance(checkpoint, str):

@@ -25,7 +25,7 @@ from zoo import FAMILIES
 from zoo.plain import gradients_of, relative_error
 
 import memfit
-from memfit import DoesNotFit, Run
+from memfit import DoesNotFit, Run, UsageError
 from memfit.batches.samples import SampleBatch
 from memfit.engine.accumulate import Work
 from memfit.hardware.heap import give_back_free_heap
@@ -223,6 +223,28 @@ def test_what_cannot_be_traced_is_measured_up_to_the_whole_sample() -> None:
     model = Slow()
     found = memfit.profile(model, sgd(model), batch(20), loss_fn=loss_fn)
     assert found.source == "measured" and [timing.samples for timing in found.timings] == [1, 4, 20]
+
+
+def test_a_plan_by_a_profile_with_checkpointed_blocks_checkpoints_them() -> None:
+    model = Deep()
+    profile = memfit.profile(model, sgd(model), batch(6), loss_fn=loss_fn, checkpoint="all")
+    budget = memfit.probe(budget=100 * MIB, device="cpu")
+    assert memfit.plan(profile, budget, target_batch=SHARE).checkpoint == profile.checkpoint != ()
+    with pytest.raises(UsageError, match="made with 4 blocks checkpointed"):
+        memfit.plan(profile, budget, target_batch=SHARE, checkpoint="off")
+
+
+def test_what_checkpointing_would_save_is_not_told_from_a_profile_that_was_measured() -> None:
+    model = Choosing()
+    budget = memfit.probe(budget=400 * MIB, device="cpu")
+    plain = memfit.profile(model, sgd(model), batch(6), loss_fn=loss_fn)
+    with pytest.raises(UsageError, match=r"(?s)measured.*memfit.profile\(..., checkpoint='all'\)"):
+        memfit.plan(plain, budget, target_batch=SHARE, checkpoint="all")
+    with pytest.raises(UsageError, match=r"memfit.profile\(..., checkpoint=\['blocks.0'\]\)"):
+        memfit.plan(plain, budget, target_batch=SHARE, checkpoint=["blocks.0"])
+    profile = memfit.profile(model, sgd(model), batch(6), loss_fn=loss_fn, checkpoint="all")
+    assert profile.source == "measured"
+    assert len(memfit.plan(profile, budget, target_batch=SHARE).checkpoint) == 4
 
 
 def test_explicit_levers_are_kept_or_refused_with_a_reason() -> None:

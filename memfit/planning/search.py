@@ -303,7 +303,7 @@ def _plan(chosen: _Way, tried: Sequence[_Way], own: Profile, budget: Budget, dem
         micro_batch=chosen.micro_batch,
         accumulation=chosen.accumulation,
         precision=_lever_name(chosen.profile),
-        checkpoint=chosen.checkpoint,
+        checkpoint=chosen.checkpoint or chosen.profile.checkpoint,
         shard="off",
         offload="off",
         predicted=_cost(chosen.peak, standing, chosen.seconds),
