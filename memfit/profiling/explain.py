@@ -22,7 +22,12 @@ MODULES, TENSORS = 16, 10
 LARGE = 0.1
 """Share of the peak from which on a module is taken apart."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-NAMES = {"input": "the input", "hand over": "the hand-over of gradients", "optimizer": "the optimizer's step"}
+NAMES = {
+    "input": "the input",
+    "hand over": "the hand-over of gradients",
+    "clip": "the clipping of gradients",
+    "optimizer": "the optimizer's step",
+}
 """Phases of the step, for people."""
 
 
@@ -33,7 +38,7 @@ class Moment:
     event: int
     """The event of the timeline after which most is alive."""
     phase: str
-    """present, input, forward, backward, hand over or optimizer."""
+    """present, input, forward, backward, hand over, clip or optimizer."""
     micro_batch: int
     """Which of the traced micro-batches it lies in, counted from 1; 0 outside of them."""
     micro_batches: int
