@@ -68,6 +68,7 @@ class PlainLoop:
         with by_hand(), self.ledger:
             self.ledger.present(self.model.parameters(), "parameters")
             self.ledger.present(self.model.buffers(), "buffers")
+            self.ledger.present(tensors(list(self.optimizer.state.values())), "optimizer")  # some make it at once
             for _ in range(count):
                 self.ledger.restart()
                 self._step()

@@ -94,6 +94,18 @@ class Largest:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation takes beside what the training leaves there."""
+
+    samples: int
+    """Samples per batch of it."""
+    peak: Peak
+    """What the device holds at most."""
+    exceeds: bool
+    """Whether that is more than the training step takes."""
+
+
+@dataclass(frozen=True)
 class Explanation:
     """The peak of a step with micro-batches of one size. Print it."""
 
@@ -115,6 +127,8 @@ class Explanation:
     """The largest tensors among them."""
     unknown: str = ""
     """Why nothing is told of what lies in the peak; "" where it is."""
+    evaluation: Evaluation | None = None
+    """The evaluation, where one was asked for and traced."""
 
     @property
     def beside(self) -> int:
@@ -147,7 +161,15 @@ def explain(profile: Profile, micro_batch: int, *, accumulates: bool = True) -> 
         holds=tuple(holds),
         modules=tuple(_shares(root)),
         largest=tuple(_largest(timeline, event, micro_batch))[:TENSORS],
+        evaluation=_evaluation(profile, micro_batch, peak),
     )
+
+
+def _evaluation(profile: Profile, micro_batch: int, training: Peak) -> Evaluation | None:
+    if profile.evaluated is None or profile.loop.evaluation is None:
+        return None
+    peak = profile.evaluation(micro_batch=micro_batch)
+    return Evaluation(profile.loop.evaluation, peak, peak.expected > training.expected)
 
 
 def _moment(timeline: Timeline, event: int, accumulates: bool) -> Moment:

@@ -43,6 +43,15 @@ class Loop:
         """Whether gradients are still there once the step is over."""
         return self.zero_grad != AFTER_STEP
 
+    def __str__(self) -> str:
+        told = [
+            "its variables stay bound, gradients gather in the parameters" if self.plain else "",
+            f"gradients clipped to a norm of {self.max_grad_norm:g}" if self.max_grad_norm is not None else "",
+            f"gradients clipped at {self.clip_grad_value:g}" if self.clip_grad_value is not None else "",
+            f"zero_grad {self.zero_grad}" if self.gradients_stay else "",
+        ]
+        return ", ".join(filter(None, told))
+
     @staticmethod
     def checked(
         *,

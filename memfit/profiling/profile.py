@@ -211,7 +211,10 @@ class Profile:
             f"  held anyway       parameters {format_bytes(model.parameter_bytes)}, gradients "
             f"{format_bytes(model.gradient_bytes)}",
         ]
+        lines += [f"  the loop          {self.loop}"] if str(self.loop) else []
         lines += [f"  micro-batch {n:<5} {self._of_size(n)}" for n in self._shown()]
+        if self.evaluated is not None and self.loop.evaluation is not None:
+            lines.append(f"  evaluation {self.loop.evaluation:<6} {format_bytes(self.evaluation().expected)}")
         if self.optimizer_seconds:
             lines.append(f"  optimizer's step  {format_seconds(self.optimizer_seconds)}")
         if self.blocks:
