@@ -21,9 +21,9 @@ def evaluation_peak(profile: Profile, samples: int | None, micro_batch: int | No
     if profile.evaluated is None or asked is None:
         raise _not_traced(profile)
     check_samples(asked)
-    # What kernels were measured to take in training is no part of it: nothing is kept for backward, and nothing was measured.
-    plain = replace(profile, excess=())
-    peak = plain.priced(profile.evaluated, asked)
+    # What kernels were measured to take beside the tensors of a training step bounds what they take here.
+    peak = replace(profile, excess=()).priced(profile.evaluated, asked)
+    peak = replace(peak, upper=peak.upper + profile.excess_at(asked))
     return peak if micro_batch is None else peak.plus(left_in_variables(profile, micro_batch))
 
 

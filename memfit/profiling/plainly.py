@@ -60,6 +60,7 @@ class Variables:
 
     def hold_loss(self, loss: Any) -> None:
         """`loss = ...`."""
+        self._ledger.beside(tensors(loss))
         self._loss = loss
 
     def clear(self) -> None:

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+STEPPED_BY_LISTS = ("cuda", "xpu")
+"""Devices on which optimizers step all parameters at once where they are not told otherwise; torch decides that by the type of
+tensors, and what stands for them while tracing is of another (`_default_to_fused_or_foreach` in torch/optim/optimizer.py)."""
+
 
 def shadow_optimizer(
     optimizer: Optimizer,

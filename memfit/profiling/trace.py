@@ -8,7 +8,6 @@ does between backward and step (averaging weights, unscaling gradients).
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -32,8 +31,8 @@ from memfit.profiling.fake import FakeWorld
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import AFTER_STEP, BEFORE_BACKWARD, BEFORE_FORWARD, MEMFITS, TO_ZERO, Loop
 from memfit.profiling.plainly import Directly, Variables, clip
-from memfit.profiling.sandbox import leave_no_trace
-from memfit.profiling.shadow import shadow_optimizer, states, step_by_lists
+from memfit.profiling.sandbox import collected_by_hand, leave_no_trace
+from memfit.profiling.shadow import STEPPED_BY_LISTS, shadow_optimizer, states, step_by_lists
 from memfit.profiling.splice import continued
 from memfit.profiling.timeline import Timeline
 
@@ -109,7 +108,7 @@ def trace_step(
     ledger = Ledger(device, inside=insides if on_gpu else None, counts=Counts() if manner.counted else None)
     with ExitStack() as stack:
         stack.enter_context(leave_no_trace(model, device, buffers=False))
-        stack.enter_context(_collected_by_hand())
+        stack.enter_context(collected_by_hand())
         stack.enter_context(telling_failures(world))
         twins = stack.enter_context(world.replacing(model))
         stack.enter_context(levers())
@@ -182,7 +181,8 @@ class _Stepping:
         self._outside = {id(p): world.parameter(p) for p in trained if id(p) not in twins}
         everything = {**self._outside, **twins}
         self._optimizer = shadow_optimizer(optimizer, lambda t: everything.get(id(t)), world.twin)
-        if manner.target is not None:
+        kind = ledger.device if manner.target is None else manner.target.kind
+        if kind in STEPPED_BY_LISTS:
             step_by_lists(self._optimizer)
         self._model, self._ledger, self._weighting = model, ledger, weighting
         self._home: dict[torch.Tensor, str] = {}
@@ -192,13 +192,13 @@ class _Stepping:
         self._staging = (Directly if self._loop.plain else Staging)(model, self._outside.values())
         if manner.in_float32 and not self._loop.plain:
             self._staging.accumulate_in_float32()
-        self._clips_by_lists_on = ledger.device if manner.target is None else manner.target.kind
+        self._kind = kind
         self._host = HostRandom.capture()
 
     @property
     def works_per_step(self) -> int:
-        """How many works a step may use up: a plain loop has one for each batch, and its variables are filled before."""
-        return 10 if self._loop.plain else 3
+        """How many works a step may use up: a plain loop has one for each batch; what stays from the step before is made."""
+        return 10 if self._loop.plain else 5 if self._loop.gradients_stay else 3
 
     def begin(self) -> None:
         for name, module in self._model.named_modules():
@@ -251,8 +251,8 @@ class _Stepping:
         return self._ledger.timeline()
 
     def _settle(self, step: _Step) -> None:
-        """Let the loop's variables hold what the step before it left in them."""
-        if self._loop.plain:
+        """Let there be what the step before leaves: gradients, and in the loop's variables its batch, outputs and loss."""
+        if self._loop.plain or self._loop.gradients_stay:
             self._begun(self._works(step), step.pieces)
             self._clear(AFTER_STEP)
 
@@ -275,7 +275,7 @@ class _Stepping:
             del total
         if self._loop.clips:
             ledger.phase("clip")
-            clip(self._model.parameters(), self._loop, self._clips_by_lists_on)
+            clip(self._model.parameters(), self._loop, self._kind)
         return ledger.timeline()
 
     def _present_gradients(self, total: Total) -> None:
@@ -352,19 +352,6 @@ class _Watched:
         """Gradients are set to zero once per step, not per micro-batch."""
         if not self._turn:
             self._stepping._clear(at)
-
-
-@contextmanager
-def _collected_by_hand() -> Iterator[None]:
-    """No garbage collection at chance moments: two traces of the same step free in the same order."""
-    gc.collect(1)  # all of it takes a fifth of a second where transformers is loaded
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager
