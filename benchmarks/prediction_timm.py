@@ -159,7 +159,7 @@ def looped(model: Any, size: tuple[int, int, int], batch: int) -> Any:
     from memfit.profiling.fake import FakeWorld
     from memfit.profiling.ledger import Ledger
     from memfit.profiling.sandbox import leave_no_trace
-    from memfit.profiling.trace import shadow_optimizer, step_by_lists
+    from memfit.profiling.shadow import shadow_optimizer, step_by_lists
 
     world, cpu = FakeWorld(), torch.device("cpu")
     own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -28,6 +28,7 @@ from memfit.hardware.budget import Budget, card_named, probe
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
+from memfit.profiling.loop import Loop
 from memfit.profiling.profile import Profile
 from memfit.reporting.verification import Verification
 from memfit.training.core import Core
@@ -48,6 +49,11 @@ def profile(
     precision: str = "off",
     checkpoint: str | Sequence[str] = "off",
     accumulate_in: str = "float32",
+    max_grad_norm: float | None = None,
+    clip_grad_value: float | None = None,
+    zero_grad: str = "after step",
+    plain_loop: bool = False,
+    evaluation: int | None = None,
 ) -> Profile:
     """What one optimizer step of `model` costs, for any micro-batch size. Nothing of the model is changed.
 
@@ -57,12 +63,27 @@ def profile(
     `device` is the name of a GPU that is not here ("a100-40gb", "rtx-4090", "24GiB"): its kernels are traced, its allocator
     is simulated, and seconds are modelled; nothing of the model is computed, so that it may be on the meta device.
 
+    What the script does around forward and backward: `max_grad_norm` and `clip_grad_value` clip gradients as
+    `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` do. `zero_grad` says how long gradients are there: "after step",
+    they go with the step; "before forward", only when the next batch is there; "before backward", after its forward; "to
+    zero", they always stay (`set_to_none=False`). `plain_loop=True` is a loop without memfit: its batch, the outputs of the
+    model and the loss stay bound to variables until the next ones are there, and gradients gather in the parameters.
+    (memfit's own runs hold none of these: a script's `out` is a stand-in, and outputs are joined only where the script reads
+    them.) `evaluation`: the samples of a batch of the evaluation, whose peak `Profile.evaluation` tells.
+
     Raises UsageError for a sample that cannot be cut, an unknown device, or a model that needs real data to be profiled for
     another device; and whatever the model itself raises.
     """
     elsewhere = card_named(device)
     check_module(model)
     check_optimizer(optimizer, model)
+    loop = Loop.checked(
+        max_grad_norm=max_grad_norm,
+        clip_grad_value=clip_grad_value,
+        evaluation=evaluation,
+        zero_grad=zero_grad,
+        plain=plain_loop,
+    )
     check_functions(loss_fn=loss_fn)
     check_accumulate_in(accumulate_in)
     asked = precision_from(precision)
@@ -72,12 +93,14 @@ def profile(
     if elsewhere is None:
         check_same_device(device, here)
     allowed = probe(device=here if elsewhere is None else device)
-    settings = Settings(card=elsewhere, counted=True, accumulate_in=accumulate_in)
+    settings = Settings(card=elsewhere, counted=True, accumulate_in=accumulate_in, loop=loop)
     core = Core(model, optimizer, here, allowed, settings, compiled=is_compiled(model))
     if loss_fn is not None:
         task = Stepper(core, loss_fn, lambda batch: loss_fn(model, batch)).task(sample)
     else:
-        task = Kinds(core).task(model.forward, _as_call(sample))
+        # What the model returns is seen where it is called, and not where its forward is.
+        called = model if plain_loop or evaluation is not None else model.forward
+        task = Kinds(core).task(called, _as_call(sample))
     lever = "off" if asked in ("auto", "off") else asked
     found = core.planner.profile(task, lever, candidate_blocks(model) if every else blocks or ())
     if elsewhere is not None:

@@ -41,6 +41,15 @@ def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "micro-batches of 16" in checkpointed
 
 
+def test_what_the_scripts_loop_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = f"{functions(tmp_path)}:own_loss"
+    loop = ["--max-grad-norm", "1.0", "--clip-grad-value", "0.5", "--zero-grad", "before forward", "--plain-loop"]
+    shown = profiled([target, "--device", "24GiB", *loop, "--evaluation", "1000000"], monkeypatch, tmp_path)
+    assert "gradients clipped to a norm of 1, gradients clipped at 0.5, zero_grad before forward" in shown
+    assert "with batches of 1000000: more than the training step" in shown
+    assert "later micro-batch" not in shown
+
+
 @pytest.mark.parametrize("suffix", ["html", "json", "md"])
 def test_it_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
     profiled([f"{functions(tmp_path)}:make", "--device", "a100-40gb", "--save", f"out.{suffix}"], monkeypatch, tmp_path)
@@ -59,6 +68,9 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([target, "--depth", "0"], "it has to be at least 1"),
         ([target, "--device", "a100"], "a100-80gb"),
         ([target, "--precision", "int4"], "memfit does not know it"),
+        ([target, "--zero-grad", "sometimes"], "before backward"),
+        ([target, "--max-grad-norm", "-1"], "it is no number above zero"),
+        ([target, "--evaluation", "0"], "at least one sample"),
         ([target, "--checkpoint", "nothing"], "no block 'nothing'"),
         (["made.py"], "it names no function"),
         (["absent.py:make"], "there is no such file"),

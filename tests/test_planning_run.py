@@ -21,12 +21,13 @@ from test_compose import of_family
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import default_collate
-from zoo import FAMILIES
+from zoo import FAMILIES, first_batch
 from zoo.plain import gradients_of, relative_error
 
 import memfit
 from memfit import DoesNotFit, Run, UsageError
 from memfit.batches.samples import SampleBatch
+from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Work
 from memfit.hardware.heap import give_back_free_heap
 from memfit.hardware.meter import Meter
@@ -304,7 +305,9 @@ def test_what_runs_holds_what_was_traced(name: str, every: bool) -> None:
     # Copies of what batch norm writes, in case the batch has to start again, and of the state of the random generator before
     # and after it, are beside what the profile counts.
     copies = sum(b.nbytes for b in model.buffers()) + 2 * torch.get_rng_state().nbytes
-    assert timeline.peak(samples) * 0.98 <= got <= timeline.peak(samples) + copies
+    # Traced by samples, the mean squared error keeps a value per element; the run divides the sum itself, and lets go of these.
+    values = max(t.nbytes for t in tensors(first_batch(family, samples))) if name == "superres" else 0
+    assert timeline.peak(samples) * 0.98 - values <= got <= timeline.peak(samples) + copies
 
 
 @pytest.mark.parametrize(("load", "said"), [(0.1, False), (1000.0, True)])

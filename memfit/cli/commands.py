@@ -23,6 +23,7 @@ from memfit.cli.snapshots import replayed
 from memfit.hardware.budget import asked_bytes, probe as probe_budget
 from memfit.levers.precision import PRECISIONS
 from memfit.planning.export import EXPORTS
+from memfit.profiling.loop import AFTER_STEP, ZERO_GRAD
 from memfit.profiling.telling import DEPTH
 from memfit.reporting.progress import progress
 from memfit.reporting.verification import Verification
@@ -167,10 +168,27 @@ def profile(
         Optional[Path],  # noqa: UP045
         typer.Option(help="Also write it to this file: .html, .json (every allocation) or .md."),
     ] = None,
+    max_grad_norm: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="The script clips the norm of its gradients to this (clip_grad_norm_)."),
+    ] = None,
+    clip_grad_value: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="The script clips its gradients at this (clip_grad_value_)."),
+    ] = None,
+    zero_grad: Annotated[str, typer.Option(help=f"How long gradients are there: {', '.join(ZERO_GRAD)}.")] = AFTER_STEP,
+    plain_loop: Annotated[
+        bool, typer.Option("--plain-loop", help="The step of a loop without memfit: one batch, its variables stay bound.")
+    ] = False,
+    evaluation: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Samples of a batch of the evaluation: what that takes is told, too."),
+    ] = None,
 ) -> None:
     """Show where the memory and the time of a training step go, module by module, and why the peak is where it is."""
     with ending(split_target(target)[0]):
-        profile_as(WantedProfile(target, micro_batch, device, precision, checkpoint, depth, save))
+        loop = max_grad_norm, clip_grad_value, zero_grad, plain_loop, evaluation
+        profile_as(WantedProfile(target, micro_batch, device, precision, checkpoint, depth, save, *loop))
 
 
 @app.command()

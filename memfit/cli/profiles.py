@@ -15,6 +15,7 @@ from memfit._values import check_count
 from memfit.batches.cut import shared_samples
 from memfit.cli.functions import Training, made_by, split_target
 from memfit.loading.pool import planning_pool
+from memfit.profiling.loop import AFTER_STEP
 from memfit.reporting.profiled import ProfileReport, profile_report
 from memfit.reporting.progress import progress
 
@@ -30,6 +31,11 @@ class Wanted:
     checkpoint: str
     depth: int
     save: Path | None
+    max_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    zero_grad: str = AFTER_STEP
+    plain_loop: bool = False
+    evaluation: int | None = None
 
 
 def profile_as(wanted: Wanted) -> None:
@@ -70,8 +76,14 @@ def _profiled(training: Training, wanted: Wanted) -> ProfileReport:
             device=wanted.device,
             precision=wanted.precision,
             checkpoint=_blocks(wanted.checkpoint),
+            max_grad_norm=wanted.max_grad_norm,
+            clip_grad_value=wanted.clip_grad_value,
+            zero_grad=wanted.zero_grad,
+            plain_loop=wanted.plain_loop,
+            evaluation=wanted.evaluation,
         )
-        return profile_report(found, size, depth=wanted.depth)
+        # A plain loop makes its step of one batch.
+        return profile_report(found, size, accumulates=not wanted.plain_loop, depth=wanted.depth)
 
 
 def _blocks(text: str) -> str | list[str]:

@@ -18,6 +18,8 @@ DIRECT_INDICES, ROWS_PER_THREAD = 3072, 10
 """Embedding backward: up to that many indices are added directly; more are sorted, and added in runs of that many rows."""
 SORTED_IN_PLACE, SORTED_ALONE = 4096, 1_000_000
 """Sorting: rows up to that long take no buffer; rows from that length on are sorted one by one."""
+CHUNK = 65536
+"""Elements that kernels over lists of tensors take at a time."""
 BACKWARD = 1.5
 """Times the operands' bytes that the backward of a convolution takes (see `_convolution_backward`)."""
 
@@ -179,6 +181,13 @@ def _exact(tensor: torch.Tensor) -> int:
     return max(4, tensor.element_size())
 
 
+def _foreach_norm(args: Any, out: Any) -> int:
+    """A sum for each chunk of each tensor, as many for all as the largest has (cuda/ForeachReduceOp.cu; kChunkSize in
+    cuda/MultiTensorApply.cuh)."""
+    tensors = args[0]
+    return _exact(tensors[0]) * len(tensors) * max(_pieces(t.numel(), CHUNK) for t in tensors) if tensors else 0
+
+
 def _pieces(size: int, each: int) -> int:
     return -(-size // each)
 
@@ -201,6 +210,7 @@ _RULES: dict[Any, Callable[[Any, Any], int]] = {
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten._foreach_norm.Scalar: _foreach_norm,
     aten.sort.default: _sort,
     aten.sort.stable: _sort,
 }

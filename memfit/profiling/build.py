@@ -17,10 +17,13 @@ from memfit.engine.staged import Staging, sparse_parameters
 from memfit.kernels.target import Target
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.ledger import Ledger
+from memfit.profiling.loop import MEMFITS, Loop
+from memfit.profiling.plainly import clip
 from memfit.profiling.profile import ModelFacts, ModuleFacts, Profile, affine
-from memfit.profiling.timeline import split_like
+from memfit.profiling.shadow import shadow_optimizer
+from memfit.profiling.timeline import Timeline, fit, split_like
 from memfit.profiling.timing import Stopwatch, clone_of_optimizer
-from memfit.profiling.trace import MakeWork, Manner, shadow_optimizer, telling_failures, trace_step
+from memfit.profiling.trace import MakeWork, Manner, Trace, telling_failures, trace_step
 
 SIZES, CHECK = (2, 3), 5
 """Micro-batches that are traced: two give every allocation as fixed + per sample, a third checks it. One sample is left
@@ -55,6 +58,8 @@ class Subject:
     """Whether arithmetic and memory traffic are counted."""
     in_float32: bool = True
     """Whether gradients of half precision parameters gather in float32."""
+    loop: Loop = MEMFITS
+    """What the script's own loop does around forward and backward."""
 
 
 def traced_profile(
@@ -76,6 +81,7 @@ def traced_profile(
         return traced_profile(subject, make_work, available) if found is None else replace(one, timeline=found)
     affinely = sizes is None and available >= CHECK
     chosen = SIZES if affinely else tuple(sizes or range(1, available + 1))
+    batches = (*SIZES, CHECK) if affinely and like is None and subject.loop.evaluation is not None else ()
     trace = trace_step(
         subject.model,
         subject.optimizer,
@@ -87,10 +93,10 @@ def traced_profile(
         blocks=subject.blocks,
         levers=subject.levers,
         like=None if like is None else like.timeline,
-        manner=Manner(subject.target, subject.counted, subject.in_float32),
+        manner=Manner(subject.target, subject.counted, subject.in_float32, subject.loop, batches),
     )
     whole = affine(trace.timelines[0], trace.timelines[1], trace.timelines[2], (*SIZES, CHECK)) if affinely else None
-    own = trace.timelines[0].recomputed()
+    own, evaluation = trace.timelines[0].recomputed(), _evaluated(trace.evaluated)
     return Profile(
         **_circumstances(subject),
         timeline=whole if whole is not None else (trace.timelines[0] if len(chosen) == 1 else None),
@@ -100,8 +106,26 @@ def traced_profile(
         script_blocks=tuple(b for b in subject.blocks if b in own),
         written_buffers=trace.written,
         without_rule=trace.without_rule,
-        notes=_guess_notes(trace.guesses),
+        evaluated=evaluation,
+        notes=(*_guess_notes(trace.guesses), *_evaluation_notes(subject.loop, trace, evaluation)),
     )
+
+
+def _evaluated(timelines: Sequence[Timeline]) -> Timeline | None:
+    """One evaluation for batches of every size."""
+    if not timelines:
+        return None
+    small, large, third = timelines
+    whole = fit(small, SIZES[0], large, SIZES[1])
+    return None if whole is None or whole.peak(CHECK) != third.peak(CHECK) else whole
+
+
+def _evaluation_notes(loop: Loop, trace: Trace, found: Timeline | None) -> tuple[str, ...]:
+    """Why nothing is told of the evaluation that was asked for."""
+    if loop.evaluation is None or found is not None:
+        return ()
+    reason = f"to trace it takes a batch of {CHECK} samples" if not trace.evaluated else "it runs otherwise for other sizes"
+    return (f"the evaluation is not known: {trace.unevaluated or reason}",)
 
 
 def measured_profile(
@@ -129,10 +153,15 @@ def measured_profile(
         source="measured",
         standing=standing,
         stepping=stepping_bytes(
-            subject.optimizer, subject.device, facts.gradient_bytes, by_rows=sparse_parameters(subject.model)
+            subject.optimizer,
+            subject.device,
+            facts.gradient_bytes,
+            subject.loop,
+            by_rows=sparse_parameters(subject.model),
         ),
         notes=(
             f"profiled by measuring micro-batches of {smallest} and {smallest + 1} samples, because tracing failed: {reason}",
+            *_unseen_notes(subject.loop),
         ),
     )
     return found.with_timings(tuple(timings), 0.0)
@@ -184,11 +213,16 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 
 def stepping_bytes(
-    optimizer: Optimizer, device: torch.device, otherwise: int, by_rows: Sequence[torch.Tensor] = ()
+    optimizer: Optimizer,
+    device: torch.device,
+    otherwise: int,
+    loop: Loop = MEMFITS,
+    *,
+    by_rows: Sequence[torch.Tensor] = (),
 ) -> int:
-    """Bytes that the optimizer's step takes beside parameters, gradients and its state, told from a step on fakes;
-    `otherwise` where it cannot run on them (another copy of the parameters is what foreach takes). Not covered: parameters
-    `by_rows`, whose gradients are sparse: their steps take less than the backward that made the rows."""
+    """Bytes that the optimizer's step takes beside parameters, gradients and its state, with what is clipped before, told from
+    a step on fakes; `otherwise` where it cannot run on them (another copy of the parameters is what foreach takes). Not
+    covered: parameters `by_rows`, whose gradients are sparse: their steps take less than the backward that made the rows."""
     world, ledger = FakeWorld(), Ledger(device)
     left_out = set(map(id, by_rows))
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and id(p) not in left_out]
@@ -201,6 +235,7 @@ def stepping_bytes(
             shadow.step()
             ledger.restart()
             ledger.window()
+            clip(twins.values(), loop, device.type)
             shadow.step()
     except Exception:
         return otherwise
@@ -220,7 +255,15 @@ def _circumstances(subject: Subject) -> dict[str, Any]:
         "checkpoint": subject.checkpoint,
         "accumulate_in": "float32" if subject.in_float32 else "param",
         "modules": module_facts(subject.model) if subject.counted else (),
+        "loop": subject.loop,
     }
+
+
+def _unseen_notes(loop: Loop) -> tuple[str, ...]:
+    """What of the loop is not in a measurement."""
+    asked = {"zero_grad": loop.gradients_stay, "plain_loop": loop.plain, "evaluation": loop.evaluation is not None}
+    names = ", ".join(name for name, is_asked in asked.items() if is_asked)
+    return (f"{names}: not looked at, as that takes a trace",) if names else ()
 
 
 def _guess_notes(guesses: Sequence[str]) -> tuple[str, ...]:

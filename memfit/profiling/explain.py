@@ -22,7 +22,12 @@ MODULES, TENSORS = 16, 10
 LARGE = 0.1
 """Share of the peak from which on a module is taken apart."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-NAMES = {"input": "the input", "hand over": "the hand-over of gradients", "optimizer": "the optimizer's step"}
+NAMES = {
+    "input": "the input",
+    "hand over": "the hand-over of gradients",
+    "clip": "the clipping of gradients",
+    "optimizer": "the optimizer's step",
+}
 """Phases of the step, for people."""
 
 
@@ -33,7 +38,7 @@ class Moment:
     event: int
     """The event of the timeline after which most is alive."""
     phase: str
-    """present, input, forward, backward, hand over or optimizer."""
+    """present, input, forward, backward, hand over, clip or optimizer."""
     micro_batch: int
     """Which of the traced micro-batches it lies in, counted from 1; 0 outside of them."""
     micro_batches: int
@@ -89,6 +94,18 @@ class Largest:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation takes beside what the training leaves there."""
+
+    samples: int
+    """Samples per batch of it."""
+    peak: Peak
+    """What the device holds at most."""
+    exceeds: bool
+    """Whether that is more than the training step takes."""
+
+
+@dataclass(frozen=True)
 class Explanation:
     """The peak of a step with micro-batches of one size. Print it."""
 
@@ -110,6 +127,8 @@ class Explanation:
     """The largest tensors among them."""
     unknown: str = ""
     """Why nothing is told of what lies in the peak; "" where it is."""
+    evaluation: Evaluation | None = None
+    """The evaluation, where one was asked for and traced."""
 
     @property
     def beside(self) -> int:
@@ -142,7 +161,15 @@ def explain(profile: Profile, micro_batch: int, *, accumulates: bool = True) -> 
         holds=tuple(holds),
         modules=tuple(_shares(root)),
         largest=tuple(_largest(timeline, event, micro_batch))[:TENSORS],
+        evaluation=_evaluation(profile, micro_batch, peak),
     )
+
+
+def _evaluation(profile: Profile, micro_batch: int, training: Peak) -> Evaluation | None:
+    if profile.evaluated is None or profile.loop.evaluation is None:
+        return None
+    peak = profile.evaluation(micro_batch=micro_batch)
+    return Evaluation(profile.loop.evaluation, peak, peak.expected > training.expected)
 
 
 def _moment(timeline: Timeline, event: int, accumulates: bool) -> Moment:

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.engine.staged import refresh_flat_weights
 from memfit.profiling.recall import Recall
+from memfit.profiling.results import as_held
 
 _SMALL = 1 << 16
 """Elements up to which the real value of a tensor is followed; masks and index tensors are smaller."""
@@ -126,7 +127,8 @@ class _Values(TorchDispatchMode):
         if _makes_sparse(func, args):
             raise NotImplementedError("a sparse gradient has the rows that the samples name")
         if known is None:
-            out = self._forget_written(func, args, self._recall(func, args, kwargs, given))
+            out = as_held(func, args, self._recall(func, args, kwargs, given))
+            self._forget_written(func, args)
             return self._with_likely_answer(func, args, out)
         real = _run_for_real(func, *known)
         out = self._shaped_by_value(real) if torch.Tag.dynamic_output_shape in func.tags else func(*args, **kwargs)  # pyright: ignore[reportCallIssue]
@@ -187,12 +189,11 @@ class _Values(TorchDispatchMode):
             if isinstance(fake, torch.Tensor) and isinstance(value, torch.Tensor) and value.numel() <= _SMALL:
                 self._real[fake] = value
 
-    def _forget_written(self, func: Any, args: Any, out: Any) -> Any:
+    def _forget_written(self, func: Any, args: Any) -> None:
         if func._schema.is_mutable and args:
             for written in _flat(args[0]):
                 if isinstance(written, torch.Tensor):
                     self._real.pop(written, None)
-        return out
 
     def _shaped_by_value(self, real: Any) -> Any:
         return torch.utils._pytree.tree_map_only(torch.Tensor, self._fakes.from_tensor, real)  # pyright: ignore[reportAttributeAccessIssue]

@@ -34,7 +34,7 @@ class Ledger(TorchDispatchMode):
         self, device: torch.device, *, inside: Callable[[Any, Any, Any], int] | None = None, counts: Counts | None = None
     ) -> None:
         super().__init__()
-        self._device, self._inside, self._counts = device.type, inside, counts
+        self.device, self._inside, self._counts = device.type, inside, counts
         self._index: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._references: dict[int, Any] = {}
         self._bytes: list[int] = []
@@ -67,6 +67,13 @@ class Ledger(TorchDispatchMode):
                 self._category[index] = category
                 if owner is not None:
                     self._owner[index] = self._numbered(owner)
+
+    def beside(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What of `tensors` is for nothing else yet is held by the script itself."""
+        for tensor in tensors:
+            index = self._see(tensor)
+            if index is not None and self._category[index] is None:
+                self._category[index] = "other"
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """The storages of `tensors` stand for memory that is counted elsewhere: they take no bytes."""
@@ -174,7 +181,7 @@ class Ledger(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor) -> int | None:
         # A fake tensor's `.device` is a dispatched operation; its `fake_device` is an attribute.
         device = getattr(tensor, "fake_device", None) or tensor.device
-        if device.type != self._device:
+        if device.type != self.device:
             return None
         try:
             storage = tensor.untyped_storage()

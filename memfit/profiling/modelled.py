@@ -31,7 +31,7 @@ def modelled(profile: Profile, card: Card, sizes: Sequence[int] = SIZES) -> Prof
     if timeline is None or timeline.operations is None or not card.bandwidth or _has_recurrence(timeline):
         return profile
     timings = tuple(_timing(timeline, profile.blocks, card, n) for n in sizes)
-    step = _span(timeline, "optimizer")
+    step = _span(timeline, "clip") | _span(timeline, "optimizer")
     return replace(profile, timings=timings, optimizer_seconds=float(operation_seconds(timeline, card, 1)[step].sum()))
 
 

@@ -14,6 +14,7 @@ from memfit._units import format_bytes, format_count, format_seconds
 from memfit.hardware.catalogue import Card
 from memfit.profiling.allocator import HEAP_WASTE, Peak, peak_on, thresholds_pinned
 from memfit.profiling.intervals import Interval
+from memfit.profiling.loop import MEMFITS, Loop
 from memfit.profiling.pages import in_pages
 from memfit.profiling.seconds import Timing
 from memfit.profiling.timeline import Timeline, fit
@@ -118,6 +119,10 @@ class Profile:
     """Precision in which gradients of half precision parameters gather: float32, or param for their own."""
     interval: Interval | None = None
     """How far predictions may be off where nothing can be measured."""
+    loop: Loop = MEMFITS
+    """What the script's own loop does around forward and backward."""
+    evaluated: Timeline | None = None
+    """An evaluation with batches of any size, or None where it was not asked for or could not be traced."""
 
     def peak(self, micro_batch: int, *, accumulates: bool = True) -> Peak:
         """The peak of a step with micro-batches of that many samples, parameters and all included.
@@ -151,6 +156,17 @@ class Profile:
             peak = replace(peak, allocated=timeline.peak(micro_batch, accumulates=accumulates))
         peak = peak.plus(self.excess_at(micro_batch))
         return peak if self.interval is None else peak.within(self.interval)
+
+    def evaluation(self, samples: int | None = None, *, micro_batch: int | None = None) -> Peak:
+        """The peak of an evaluation with batches of that many samples (None: as was asked for), beside parameters, optimizer
+        state and the gradients that `zero_grad` left.
+
+        `micro_batch`: that of the training before; what a plain loop's variables still hold of it lies there, too.
+        Raises UsageError for what is no number of samples, and where no evaluation was traced.
+        """
+        from memfit.profiling.phases import evaluation_peak
+
+        return evaluation_peak(self, samples, micro_batch)
 
     def explain(self, micro_batch: int, *, accumulates: bool = True) -> Explanation:
         """The peak with micro-batches of that many samples: where in the step it is reached, and what lies in it.
@@ -197,7 +213,10 @@ class Profile:
             f"  held anyway       parameters {format_bytes(model.parameter_bytes)}, gradients "
             f"{format_bytes(model.gradient_bytes)}",
         ]
+        lines += [f"  the loop          {self.loop}"] if str(self.loop) else []
         lines += [f"  micro-batch {n:<5} {self._of_size(n)}" for n in self._shown()]
+        if self.evaluated is not None and self.loop.evaluation is not None:
+            lines.append(f"  evaluation {self.loop.evaluation:<6} {format_bytes(self.evaluation().expected)}")
         if self.optimizer_seconds:
             lines.append(f"  optimizer's step  {format_seconds(self.optimizer_seconds)}")
         if self.blocks:

@@ -61,6 +61,10 @@ def _facts(found: Explanation) -> Iterator[tuple[str, str]]:
         yield "it holds", ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.holds)
     if found.tensors and found.beside > 0:
         yield "beside it", f"{format_bytes(found.beside)} that no tensor holds: sizes rounded up, workspaces of libraries"
+    if found.evaluation is not None:
+        more = "more than the training step" if found.evaluation.exceeds else "not more than the training step"
+        size = format_bytes(found.evaluation.peak.expected)
+        yield "evaluation", f"{size} with batches of {found.evaluation.samples}: {more}"
     if found.unknown:
         yield "not known", found.unknown
 

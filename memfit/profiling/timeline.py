@@ -21,7 +21,7 @@ class Phase:
     """A stretch of the step."""
 
     name: str
-    """present, input, forward, backward, hand over, optimizer."""
+    """present, input, forward, backward, hand over, clip, optimizer; or evaluation."""
     start: int
     """The event it begins with."""
 

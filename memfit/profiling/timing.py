@@ -25,7 +25,7 @@ from memfit.hardware.meter import Meter
 from memfit.profiling.allocator import thresholds_pinned
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.seconds import Timing, timing_at
-from memfit.profiling.trace import shadow_optimizer
+from memfit.profiling.shadow import shadow_optimizer
 
 CLONE_LIMIT = 64 * MiB
 """Bytes of parameters whose optimizer step is timed; the rest is taken to cost the same per byte."""

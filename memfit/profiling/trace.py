@@ -1,14 +1,13 @@
 """Tracing one optimizer step in steady state on fake tensors: a Timeline for one micro-batch size.
 
 A first step brings the optimizer's state into being; then two micro-batches are recorded (so that staged gradients meet
-activations), the hand-over and the optimizer's step, which is the same for every size and traced once. Not covered: what the
-script does between backward and step (clipping allocates a few scalars), and evaluation.
+activations), the hand-over, the clipping of gradients and the optimizer's step, which is the same for every size and traced
+once. What a script's own loop does around that (`loop.py`) is traced where it is told. Not covered: whatever else the script
+does between backward and step (averaging weights, unscaling gradients).
 """
 
 from __future__ import annotations
 
-import gc
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,9 +26,13 @@ from memfit.kernels.scratch import is_unknown, scratch
 from memfit.kernels.substitute import cuda_kernels
 from memfit.kernels.target import Target
 from memfit.profiling.counts import Counts
+from memfit.profiling.evaluating import evaluated, one_each
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.ledger import Ledger
-from memfit.profiling.sandbox import leave_no_trace
+from memfit.profiling.loop import AFTER_STEP, BEFORE_BACKWARD, BEFORE_FORWARD, MEMFITS, TO_ZERO, Loop
+from memfit.profiling.plainly import Directly, Variables, clip
+from memfit.profiling.sandbox import collected_by_hand, leave_no_trace
+from memfit.profiling.shadow import STEPPED_BY_LISTS, shadow_optimizer, states, step_by_lists
 from memfit.profiling.splice import continued
 from memfit.profiling.timeline import Timeline
 
@@ -57,6 +60,10 @@ class Trace:
     """Names of the buffers that a training forward writes."""
     without_rule: tuple[str, ...] = ()
     """Operations whose kernels allocate what no rule tells, on the GPU that was traced for."""
+    evaluated: tuple[Timeline, ...] = ()
+    """An evaluation with batches of each of the sizes asked for, with all bytes as `fixed`."""
+    unevaluated: str = ""
+    """Why the evaluation could not be traced; "" where it was, or was not asked for."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,10 @@ class Manner:
     """Whether what is computed is counted, too."""
     in_float32: bool = True
     """Whether gradients of half precision parameters gather in float32."""
+    loop: Loop = MEMFITS
+    """What the script's own loop does around forward and backward."""
+    evaluation: tuple[int, ...] = ()
+    """Sizes of batches of the evaluation to trace."""
 
 
 def trace_step(
@@ -97,7 +108,7 @@ def trace_step(
     ledger = Ledger(device, inside=insides if on_gpu else None, counts=Counts() if manner.counted else None)
     with ExitStack() as stack:
         stack.enter_context(leave_no_trace(model, device, buffers=False))
-        stack.enter_context(_collected_by_hand())
+        stack.enter_context(collected_by_hand())
         stack.enter_context(telling_failures(world))
         twins = stack.enter_context(world.replacing(model))
         stack.enter_context(levers())
@@ -105,15 +116,30 @@ def trace_step(
         # Built outside fake mode: collating touches real samples.
         steps = [_Step((n, n)) for n in sizes] + ([] if check is None else [_Step((check,))])
         for step in steps:
-            step.works.extend(make_work(world.twin, step.pieces[0]) for _ in range(3))
+            step.works.extend(make_work(world.twin, step.pieces[0]) for _ in range(stepping.works_per_step))
+        evaluations = one_each(lambda n: make_work(world.twin, n), manner.evaluation)
         stack.enter_context(world.entered())
         stack.enter_context(ledger)
         stack.enter_context(ledger.naming(model, blocks))
         stack.enter_context(cuda_kernels(manner.target))
         stepping.begin()
-        timelines = stepping.all_of(steps, like)
+        with stepping.variables.watching(model) if manner.loop.plain else nullcontext():
+            timelines = stepping.all_of(steps, like)
         written = stepping.written_buffers()
-    return Trace(tuple(timelines), tuple(dict.fromkeys(world.guesses)), written, tuple(insides.unknown))
+        found, reason = _evaluations(model, evaluations, ledger, stepping.variables, world)
+    guesses, unknown = tuple(dict.fromkeys(world.guesses)), tuple(insides.unknown)
+    return Trace(tuple(timelines), guesses, written, unknown, found, reason)
+
+
+def _evaluations(
+    model: nn.Module, works: Sequence[list[Work]], ledger: Ledger, variables: Variables, world: FakeWorld
+) -> tuple[tuple[Timeline, ...], str]:
+    """Timelines of evaluations; none, and why, where that fails: the step itself is known all the same."""
+    try:
+        with telling_failures(world):
+            return tuple(evaluated(model, works, ledger, variables)), ""
+    except TraceFailed as failed:
+        return (), failed.reason
 
 
 class _Insides:
@@ -135,7 +161,7 @@ class _Step:
     pieces: tuple[int, ...]
     """Samples in each of its micro-batches."""
     works: list[Work] = field(default_factory=list)
-    """Work on as many twin samples each. One is used up with every recording: its inputs are new to the ledger."""
+    """Work on as many twin samples each. They are used up with every recording: their inputs are new to the ledger."""
 
 
 class _Stepping:
@@ -155,16 +181,24 @@ class _Stepping:
         self._outside = {id(p): world.parameter(p) for p in trained if id(p) not in twins}
         everything = {**self._outside, **twins}
         self._optimizer = shadow_optimizer(optimizer, lambda t: everything.get(id(t)), world.twin)
-        if manner.target is not None:
+        kind = ledger.device if manner.target is None else manner.target.kind
+        if kind in STEPPED_BY_LISTS:
             step_by_lists(self._optimizer)
         self._model, self._ledger, self._weighting = model, ledger, weighting
         self._home: dict[torch.Tensor, str] = {}
         """The module that a parameter belongs to; of several that share it, the first."""
         self._buffers = {name: (b, b._version) for name, b in model.named_buffers()}
-        self._staging = Staging(model, self._outside.values())
-        if manner.in_float32:
+        self._loop, self.variables = manner.loop, Variables(ledger)
+        self._staging = (Directly if self._loop.plain else Staging)(model, self._outside.values())
+        if manner.in_float32 and not self._loop.plain:
             self._staging.accumulate_in_float32()
+        self._kind = kind
         self._host = HostRandom.capture()
+
+    @property
+    def works_per_step(self) -> int:
+        """How many works a step may use up: a plain loop has one for each batch; what stays from the step before is made."""
+        return 10 if self._loop.plain else 5 if self._loop.gradients_stay else 3
 
     def begin(self) -> None:
         for name, module in self._model.named_modules():
@@ -193,136 +227,131 @@ class _Stepping:
         found: dict[int, Timeline | None] = {}
         if like is None:
             last = steps[-1]
-            first = self._begun(last.works.pop(), last.pieces[:1])
+            first = self._begun(self._works(last, 1), last.pieces[:1])
             self._optimize()
             found[0] = like = self._recorded(steps[0])
             found.setdefault(len(steps) - 1, continued(first, like) if len(last.pieces) == 1 else None)
         return [found.get(i) or self._recorded_like(step, like) for i, step in enumerate(steps)]
 
     def _recorded_like(self, step: _Step, like: Timeline) -> Timeline:
-        found = continued(self._begun(step.works.pop(), step.pieces), like)
+        self._settle(step)
+        found = continued(self._begun(self._works(step), step.pieces), like)
         if found is None:
             self._optimize()  # the state has to be there before a whole step is recorded
             return self._recorded(step)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._clear(AFTER_STEP)
         return found
 
     def _recorded(self, step: _Step) -> Timeline:
         """A whole step."""
-        work = step.works.pop()
-        self._begun(work, step.pieces)
+        self._settle(step)
+        works = self._works(step)  # beside what a plain loop's variables hold, the batch is there to the end of the step
+        self._begun(works, step.pieces)
         self._optimize()
         return self._ledger.timeline()
 
-    def _begun(self, work: Work, pieces: Sequence[int]) -> Timeline:
+    def _settle(self, step: _Step) -> None:
+        """Let there be what the step before leaves: gradients, and in the loop's variables its batch, outputs and loss."""
+        if self._loop.plain or self._loop.gradients_stay:
+            self._begun(self._works(step), step.pieces)
+            self._clear(AFTER_STEP)
+
+    def _works(self, step: _Step, pieces: int | None = None) -> list[Work]:
+        """Work for a step: in a plain loop, every micro-batch is a batch of its own."""
+        return [step.works.pop() for _ in range((pieces or len(step.pieces)) if self._loop.plain else 1)]
+
+    def _begun(self, works: list[Work], pieces: Sequence[int]) -> Timeline:
         """A step up to the optimizer's."""
         ledger = self._ledger
         ledger.restart()
-        total = accumulate(_Watched(work, ledger, self._host), pieces, self._staging, self._weighting)
+        total = accumulate(_Watched(works, self), pieces, self._staging, self._weighting)
         self._present_gradients(total)
         ledger.phase("hand over")
-        hand_over(total).backward()
-        del total
+        if self._loop.plain:
+            del total
+        else:
+            self._clear(BEFORE_BACKWARD)  # the script's own backward is this
+            hand_over(total).backward()
+            del total
+        if self._loop.clips:
+            ledger.phase("clip")
+            clip(self._model.parameters(), self._loop, self._kind)
         return ledger.timeline()
 
     def _present_gradients(self, total: Total) -> None:
         """Apart, so that no variable keeps one of them alive."""
         for receiver, gradient in zip(total.receivers, total.gradients):
+            gradient = receiver.grad if self._loop.plain else gradient
             if gradient is not None:
                 self._ledger.present((gradient,), "gradients", self._home.get(receiver))
 
+    def _clear(self, at: str) -> None:
+        """What the script's zero_grad does at this place of the step."""
+        if self._loop.zero_grad == at:
+            self._optimizer.zero_grad(set_to_none=True)
+        elif self._loop.zero_grad == TO_ZERO and at == BEFORE_FORWARD:
+            self._optimizer.zero_grad(set_to_none=False)
+
     def _present_state(self) -> None:
-        for parameter, state in _states(self._optimizer):
+        for parameter, state in states(self._optimizer):
             self._ledger.present(state, "optimizer", self._home.get(parameter))
 
     def _optimize(self) -> None:
-        """The optimizer's step; afterwards the gradients are gone and its state is there."""
+        """The optimizer's step; afterwards its state is there, and the gradients are gone unless the loop leaves them."""
         self._ledger.phase("optimizer")
         self._optimizer.step()
         self._present_state()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._clear(AFTER_STEP)
 
 
 class _Watched:
     """A work that tells the ledger where it stands. Every micro-batch makes the same draws outside torch: traces of several
     sizes can be compared only where they went the same way."""
 
-    def __init__(self, work: Work, ledger: Ledger, host: HostRandom) -> None:
-        self._work, self._ledger, self._host = work, ledger, host
-        self.samples, self.device = work.samples, work.device
-        self.extra_receivers, self.extra_gradients = work.extra_receivers, work.extra_gradients
+    def __init__(self, works: list[Work], stepping: _Stepping) -> None:
+        self._works, self._work, self._turn = works, works[0], -1
+        self._stepping, self._ledger, self._plain = stepping, stepping._ledger, stepping._loop.plain
+        self.samples, self.device = self._work.samples, self._work.device
+
+    def extra_receivers(self) -> Sequence[torch.Tensor]:
+        return () if self._plain else self._work.extra_receivers()
+
+    def extra_gradients(self) -> list[torch.Tensor | None]:
+        return [] if self._plain else self._work.extra_gradients()
 
     def inputs(self, start: int, stop: int, count: Any) -> Any:
+        self._turn += 1
+        if self._plain:
+            self._work = self._works.pop()  # it holds its batch, which has to end with the variable
         self._ledger.window()
         self._ledger.phase("input")
         # Every micro-batch of the trace has the same samples: tracing two needs no more real ones.
         inputs, counted = self._work.inputs(0, stop - start, count)
-        self._ledger.ignore(getattr(self._work, "borrowed", ()))
+        if not self._plain:
+            self._ledger.ignore(getattr(self._work, "borrowed", ()))
         self._ledger.present(tensors(inputs), "input")
+        if self._plain:
+            self._stepping.variables.hold_batch(inputs)
         return inputs, counted
 
     def forward(self, inputs: Any) -> Any:
+        self._clear(BEFORE_FORWARD)
         self._ledger.phase("forward")
-        self._host.restore()
+        self._stepping._host.restore()
         return self._work.forward(inputs)
 
     def loss(self, outputs: Any) -> torch.Tensor:
         loss = self._work.loss(outputs)
+        if self._plain:
+            self._stepping.variables.hold_loss(loss)
+            self._clear(BEFORE_BACKWARD)
         self._ledger.phase("backward")
         return loss
 
-
-def shadow_optimizer(
-    optimizer: Optimizer,
-    parameter: Callable[[torch.Tensor], torch.Tensor | None],
-    twin: Callable[[torch.Tensor], torch.Tensor],
-) -> Optimizer:
-    """An optimizer with the same settings over the twins of the parameters; hooks and patched methods are left behind."""
-    shadow = object.__new__(type(optimizer))
-    shadow.__dict__.update(optimizer.__dict__)
-    shadow.__dict__.pop("step", None)  # schedulers put their counting step on the instance
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        shadow.__dict__[name] = OrderedDict()
-    shadow.param_groups = [
-        {k: twin(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-        | {"params": [q for q in map(parameter, group["params"]) if q is not None]}
-        for group in optimizer.param_groups
-    ]
-    shadow.state = defaultdict(dict)
-    for p, state in optimizer.state.items():
-        owner = parameter(p) if isinstance(p, torch.Tensor) else p
-        if owner is not None:
-            shadow.state[owner] = {k: twin(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-    return shadow
-
-
-def step_by_lists(optimizer: Optimizer) -> None:
-    """Let the optimizer step all parameters of a group at once where it would do so on CUDA (`_default_to_fused_or_foreach` in
-    torch/optim/optimizer.py)."""
-    for group in optimizer.param_groups:
-        plain = not group.get("fused") and not group.get("differentiable")
-        if "foreach" in group and group["foreach"] is None and plain:
-            group["foreach"] = True
-
-
-def _states(optimizer: Optimizer) -> Iterator[tuple[Any, list[torch.Tensor]]]:
-    """(parameter, or what else it is kept under; tensors of its state)."""
-    for parameter, state in optimizer.state.items():
-        values = state.values() if isinstance(state, dict) else ()
-        yield parameter, [value for value in values if isinstance(value, torch.Tensor)]
-
-
-@contextmanager
-def _collected_by_hand() -> Iterator[None]:
-    """No garbage collection at chance moments: two traces of the same step free in the same order."""
-    gc.collect(1)  # all of it takes a fifth of a second where transformers is loaded
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    def _clear(self, at: str) -> None:
+        """Gradients are set to zero once per step, not per micro-batch."""
+        if not self._turn:
+            self._stepping._clear(at)
 
 
 @contextmanager

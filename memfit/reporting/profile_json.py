@@ -26,6 +26,7 @@ FIELDS = {
     "samples": "samples per micro-batch that peak, explanation and tree are for",
     "peak": "bytes; allocated: by tensors or a card's allocator; expected, upper: what the device holds, probably and at most",
     "explanation": "where the step is at its fullest, and what lies there; sizes in bytes",
+    "evaluation": "as peak, of an evaluation with batches of that many samples; null if not asked for or not known",
     "tree": "modules, nested; alike: how many an entry stands for, all together; kept, transient, holds: bytes",
     "phases": "stretches of the step, with the event that each begins with; present is what exists before it",
     "micro_batches": "the events at which the traced micro-batches begin; the second stands for all further ones",
@@ -73,6 +74,7 @@ def _head(report: ProfileReport) -> dict[str, Any]:
         "notes": profile.notes,
         "samples": report.samples,
         "peak": _peak(report.explanation.peak, report.explanation.smallest_budget),
+        "evaluation": _evaluation(report),
         "explanation": _explanation(report),
         "tree": {"seconds_are": report.tree.seconds_are, "root": _module(report.tree.root)},
         "timings": [{"samples": t.samples, "seconds": t.seconds, "forward": t.forward} for t in profile.timings],
@@ -85,6 +87,14 @@ def _head(report: ProfileReport) -> dict[str, Any]:
 def _peak(peak: Peak, least: int | None) -> dict[str, int | None]:
     names = ("allocated", "expected", "upper", "reserved", "driver")
     return {**{name: getattr(peak, name) for name in names}, "smallest_budget": least}
+
+
+def _evaluation(report: ProfileReport) -> dict[str, Any] | None:
+    found = report.explanation.evaluation
+    if found is None:
+        return None
+    least = None if found.peak.narrowest is None else found.peak.smallest_budget
+    return {"samples": found.samples, "exceeds_training": found.exceeds, **_peak(found.peak, least)}
 
 
 def _explanation(report: ProfileReport) -> dict[str, Any]:

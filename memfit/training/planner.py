@@ -284,6 +284,7 @@ class Planner:
             target=target_of(self._settings.card),
             in_float32=self._settings.accumulate_in == "float32",
             counted=self._settings.counted or self._settings.card is not None,
+            loop=self._settings.loop,
         )
 
 def _state_there(optimizer: Optimizer) -> int:

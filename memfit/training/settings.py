@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memfit.hardware.catalogue import Card
+from memfit.profiling.loop import MEMFITS, Loop
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Settings:
     """The GPU to plan for, where it is not the one that is here."""
     counted: bool = False
     """Whether profiles count arithmetic and name operations; without it only those for a card that is not here do."""
+
+    loop: Loop = MEMFITS
+    """What the script's own loop does around forward and backward, as far as `profile` was told."""
 
     def asked(self) -> dict[str, str]:
         """What was asked of each lever, in words."""

@@ -1,0 +1,91 @@
+"""What a script's own loop does around forward and backward, as far as memory depends on it. Pure values.
+
+Not covered: evaluation loops that keep the outputs of all batches, which grow with the data and not with a batch; and what a
+script keeps besides its batch, its outputs and its loss.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from memfit._errors import UsageError
+
+AFTER_STEP, BEFORE_FORWARD, BEFORE_BACKWARD, TO_ZERO = "after step", "before forward", "before backward", "to zero"
+ZERO_GRAD = (AFTER_STEP, BEFORE_FORWARD, BEFORE_BACKWARD, TO_ZERO)
+"""Where gradients end: at once; only when the next batch is there; after its forward; or never, as they are set to zero and
+stay (`set_to_none=False`)."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop as far as it is told; with its defaults, what memfit's own step does."""
+
+    max_grad_norm: float | None = None
+    """Norm that gradients are clipped to (`torch.nn.utils.clip_grad_norm_`); None: they are not."""
+    clip_grad_value: float | None = None
+    """Value that gradients are clipped at (`torch.nn.utils.clip_grad_value_`); None: they are not."""
+    evaluation: int | None = None
+    """Samples of a batch of the evaluation; None: it is not looked at."""
+    zero_grad: str = AFTER_STEP
+    """One of ZERO_GRAD."""
+    plain: bool = False
+    """Whether the step is a plain loop's, without memfit: its variables stay bound, and gradients gather in the parameters."""
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are clipped at all."""
+        return self.max_grad_norm is not None or self.clip_grad_value is not None
+
+    @property
+    def gradients_stay(self) -> bool:
+        """Whether gradients are still there once the step is over."""
+        return self.zero_grad != AFTER_STEP
+
+    def __str__(self) -> str:
+        told = [
+            "its variables stay bound, gradients gather in the parameters" if self.plain else "",
+            f"gradients clipped to a norm of {self.max_grad_norm:g}" if self.max_grad_norm is not None else "",
+            f"gradients clipped at {self.clip_grad_value:g}" if self.clip_grad_value is not None else "",
+            f"zero_grad {self.zero_grad}" if self.gradients_stay else "",
+        ]
+        return ", ".join(filter(None, told))
+
+    @staticmethod
+    def checked(
+        *,
+        max_grad_norm: Any = None,
+        clip_grad_value: Any = None,
+        evaluation: Any = None,
+        zero_grad: Any = AFTER_STEP,
+        plain: Any = False,
+    ) -> Loop:
+        """The loop that these arguments of the user describe. Raises UsageError for what cannot be meant."""
+        for name, value in (("max_grad_norm", max_grad_norm), ("clip_grad_value", clip_grad_value)):
+            _check_limit(name, value)
+        if evaluation is not None and (type(evaluation) is not int or not 0 < evaluation < 1 << 40):
+            found = "a batch has at least one sample" if type(evaluation) is int else "it is no whole number"
+            next_move = "pass the samples of an evaluation batch, or leave it away"
+            raise UsageError(f"evaluation={evaluation!r}", found=found, next_move=next_move)
+        if zero_grad not in ZERO_GRAD:
+            known = ", ".join(map(repr, ZERO_GRAD))
+            raise UsageError(f"zero_grad={zero_grad!r}", found="memfit does not know it", next_move=f"use one of {known}")
+        if type(plain) is not bool:
+            raise UsageError(f"plain_loop={plain!r}", found="it is neither True nor False", next_move="pass one of these")
+        return Loop(max_grad_norm, clip_grad_value, evaluation, zero_grad, plain)
+
+
+def _check_limit(name: str, value: Any) -> None:
+    """A finite or infinite number above zero, or None. Raises UsageError."""
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and value > 0 and not math.isnan(value):
+        return
+    found = "gradients would all be zero" if number and value == 0 else "it is no number above zero"
+    raise UsageError(f"{name}={value!r}", found=found, next_move="pass a number above zero, or None for no clipping")
+
+
+MEMFITS = Loop()
+"""The loop of memfit's own steps."""

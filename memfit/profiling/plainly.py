@@ -1,0 +1,86 @@
+"""What a plain loop does otherwise than memfit's engine, for a trace: its variables hold what they were given until they are
+given the next, its gradients gather in the parameters themselves, and it may clip them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from memfit.batches.tree import tensors
+from memfit.engine.staged import Staging
+from memfit.profiling.ledger import Ledger
+from memfit.profiling.loop import Loop
+
+BY_LISTS = ("cpu", "cuda", "xpu")
+"""Devices whose gradients are clipped all at once (`_has_foreach_support` in torch/utils/_foreach_utils.py)."""
+
+
+class Directly(Staging):
+    """Gradients gather in the parameters, in their own precision: there is nothing to be handed over."""
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The model as it is."""
+        yield
+
+    def take(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Nothing: they are where they belong."""
+        return [None] * len(parameters)
+
+
+class Variables:
+    """The variables of a loop (`batch`, `outputs`, `loss`): each holds its value until it is given the next one."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._batch: Any = None
+        self._outputs: list[Any] = []
+        self._loss: Any = None
+        self._fresh = False
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Inside, what `model` returns goes to the outputs."""
+        handle = model.register_forward_hook(lambda module, args, output: self._returned(output))
+        try:
+            yield
+        finally:
+            handle.remove()
+            self.clear()
+
+    def hold_batch(self, batch: Any) -> None:
+        """`batch = next(loader)`: the next batch is there before the last one goes."""
+        self._batch, self._fresh = batch, True
+
+    def hold_loss(self, loss: Any) -> None:
+        """`loss = ...`."""
+        self._ledger.beside(tensors(loss))
+        self._loss = loss
+
+    def clear(self) -> None:
+        """All of them end."""
+        self._batch, self._outputs, self._loss = None, [], None
+
+    def _returned(self, output: Any) -> None:
+        """`outputs = model(batch)`; where a batch goes through the model more than once, all of them are held."""
+        self._ledger.beside(tensors(output))
+        if self._fresh:
+            self._outputs, self._fresh = [output], False
+        else:
+            self._outputs.append(output)
+
+
+def clip(parameters: Iterable[torch.Tensor], loop: Loop, device: str) -> None:
+    """Clip the gradients of `parameters` as the loop does, by the functions of torch themselves. What stands for tensors while
+    tracing is of another type than these, so that the choice of the way is made here."""
+    parameters, by_lists = list(parameters), device in BY_LISTS or None
+    if loop.max_grad_norm is not None:
+        clip_grad_norm_(parameters, loop.max_grad_norm, foreach=by_lists)
+    if loop.clip_grad_value is not None:
+        clip_grad_value_(parameters, loop.clip_grad_value, foreach=by_lists)

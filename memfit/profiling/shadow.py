@@ -1,0 +1,54 @@
+"""An optimizer's double over twins of its parameters: it steps as the original would, and the original stays as it is."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+STEPPED_BY_LISTS = ("cuda", "xpu")
+"""Devices on which optimizers step all parameters at once where they are not told otherwise; torch decides that by the type of
+tensors, and what stands for them while tracing is of another (`_default_to_fused_or_foreach` in torch/optim/optimizer.py)."""
+
+
+def shadow_optimizer(
+    optimizer: Optimizer,
+    parameter: Callable[[torch.Tensor], torch.Tensor | None],
+    twin: Callable[[torch.Tensor], torch.Tensor],
+) -> Optimizer:
+    """An optimizer with the same settings over the twins of the parameters; hooks and patched methods are left behind."""
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    shadow.__dict__.pop("step", None)  # schedulers put their counting step on the instance
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        shadow.__dict__[name] = OrderedDict()
+    shadow.param_groups = [
+        {k: twin(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        | {"params": [q for q in map(parameter, group["params"]) if q is not None]}
+        for group in optimizer.param_groups
+    ]
+    shadow.state = defaultdict(dict)
+    for p, state in optimizer.state.items():
+        owner = parameter(p) if isinstance(p, torch.Tensor) else p
+        if owner is not None:
+            shadow.state[owner] = {k: twin(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+    return shadow
+
+
+def step_by_lists(optimizer: Optimizer) -> None:
+    """Let the optimizer step all parameters of a group at once where it would do so on CUDA (`_default_to_fused_or_foreach` in
+    torch/optim/optimizer.py)."""
+    for group in optimizer.param_groups:
+        plain = not group.get("fused") and not group.get("differentiable")
+        if "foreach" in group and group["foreach"] is None and plain:
+            group["foreach"] = True
+
+
+def states(optimizer: Optimizer) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+    """(parameter, or what else it is kept under; tensors of its state)."""
+    for parameter, state in optimizer.state.items():
+        values = state.values() if isinstance(state, dict) else ()
+        yield parameter, [value for value in values if isinstance(value, torch.Tensor)]
