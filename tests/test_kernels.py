@@ -437,7 +437,7 @@ def test_softmax_of_rows_that_may_be_masked_holds_what_the_profiler_sees() -> No
     x = torch.randn(4, 8, 512)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         out = aten._safe_softmax.default(x, -1)
-    events = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    events: list[Any] = profiler.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     freed = -sum(size for event in events if event.name() == "[memory]" and (size := event.nbytes()) < 0)
     held = scratch(aten._safe_softmax.default, (x, -1), out)
     assert held == x.numel() + x.numel() // 512

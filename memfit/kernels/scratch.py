@@ -149,8 +149,8 @@ def _convolution(args: Any, out: Any) -> int:
 
 
 def _convolution_backward(args: Any, out: Any) -> int:
-    """As for the forward, with the gradient of the output. Peaks that others published of 12 convolutional models are met best
-    by one and a half times that (`benchmarks/prediction_timm.py`)."""
+    """As for the forward, with the gradient of the output. Of the factors tried on 19 rows that others published, one and a
+    half has the least mean error (`benchmarks/prediction_timm.py`)."""
     grad, given, weight, groups = args[0], args[1], args[2], args[9]
     return int(BACKWARD * (_bytes(grad) + _bytes(given))) if _transposes(given, weight, groups) else 0
 
