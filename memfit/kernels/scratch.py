@@ -105,6 +105,13 @@ def _product_of_gradient_and_output(args: Any, out: Any) -> int:
     return args[0].numel() * args[0].element_size()
 
 
+def _safe_softmax(args: Any, out: Any) -> int:
+    """Whether an element is masked, and whether all of its row is, one byte each (_safe_softmax in SoftMax.cpp, torch 2.5 and
+    later): what attention takes that no fused kernel computes."""
+    dim = args[1]
+    return out.numel() + (out.numel() // out.shape[dim] if out.numel() else 0)
+
+
 def _group_norm(args: Any, out: Any) -> int:
     """A factor and a summand per sample and channel (cuda/group_norm_kernel.cu)."""
     given, weight, bias, batch, channels, pixels = args[:6]
@@ -144,8 +151,8 @@ def _convolution(args: Any, out: Any) -> int:
 
 
 def _convolution_backward(args: Any, out: Any) -> int:
-    """As for the forward, with the gradient of the output. Peaks that others published of 12 convolutional models are met best
-    by one and a half times that (`benchmarks/prediction_timm.py`)."""
+    """As for the forward, with the gradient of the output. Of the factors tried on 19 rows that others published, one and a
+    half has the least mean error (`benchmarks/prediction_timm.py`)."""
     grad, given, weight, groups = args[0], args[1], args[2], args[9]
     return int(BACKWARD * (_bytes(grad) + _bytes(given))) if _transposes(given, weight, groups) else 0
 
@@ -206,6 +213,7 @@ _RULES: dict[Any, Callable[[Any, Any], int]] = {
     aten.index_put.default: _index_put,
     aten.index_put_.default: _index_put,
     aten._index_put_impl_.default: _index_put,
+    aten._safe_softmax.default: _safe_softmax,
     aten._softmax_backward_data.default: _product_of_gradient_and_output,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
