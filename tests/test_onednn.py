@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.kernels.onednn import stages
 
@@ -19,17 +21,37 @@ PINNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", 
 FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 
 
-def of(func: Any, x: torch.Tensor, weight: torch.Tensor, groups: int = 1) -> tuple[int, ...]:
+def of(
+    func: Any, x: torch.Tensor, weight: torch.Tensor, groups: int = 1, gradient: torch.Tensor | None = None
+) -> tuple[int, ...]:
     """What either direction of a padded convolution with stride 1 holds; nothing is computed."""
-    options = (None, (1, 1), (1, 1), (1, 1), False, (0, 0), groups)
-    out = torch.empty(x.shape[0], weight.shape[0], *x.shape[2:], dtype=x.dtype, device=x.device)
+    padding = [side // 2 for side in weight.shape[2:]]
+    options = (None, (1, 1), padding, (1, 1), False, (0, 0), groups)
+    out = torch.empty(x.shape[0], weight.shape[0], *x.shape[2:], dtype=x.dtype)
+    out = out.to(memory_format=torch.channels_last) if is_last(x) or is_last(weight) else out
     if func is FORWARD:
         return stages(func, (x, weight, *options), out)
-    return stages(func, (out, x, weight, *options, (True, True, False)), (x, weight, None))
+    gradient = out if gradient is None else gradient
+    return stages(func, (gradient, x, weight, *options, (True, True, False)), (x, weight, None))
 
 
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def is_last(tensor: torch.Tensor) -> bool:
+    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(memory_format=torch.channels_last)
+
+
+@pytest.fixture(autouse=True)
+def on_fakes() -> Iterator[None]:
+    """Nothing is computed, and torch still says which kernel it would take."""
+    with FakeTensorMode():
+        yield
+
+
+def some(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")
@@ -37,27 +59,66 @@ onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="th
 
 @onednn
 def test_weights_and_inputs_are_copied_into_blocks() -> None:
-    x, weight = meta(2, 32, 8, 8), meta(64, 32, 3, 3)
+    x, weight = some(2, 32, 8, 8), some(64, 32, 3, 3)
     assert of(FORWARD, x, weight) == (x.nbytes + weight.nbytes, 2 * x.nbytes)
-    assert of(BACKWARD, x, weight) == (3 * x.nbytes, weight.nbytes)
-    assert of(FORWARD, meta(2, 3, 8, 8), meta(64, 3, 3, 3))[0] == 4 * 16 * (2 * 64 + 64 * 9)  # 3 channels take 16
+    assert of(BACKWARD, x, weight) == (2 * x.nbytes, 3 * x.nbytes, weight.nbytes)
 
 
 @onednn
-def test_in_half_precision_gradients_of_weights_gather_in_float32() -> None:
-    x, weight = meta(2, 32, 8, 8, dtype=torch.bfloat16), meta(64, 32, 3, 3, dtype=torch.bfloat16)
-    assert of(BACKWARD, x, weight) == (4.5 * x.nbytes + 2 * weight.nbytes, weight.nbytes)
+def test_channels_are_filled_up_to_whole_blocks() -> None:
+    image, kernel = 4 * 2 * 64, 4 * 9
+    assert of(FORWARD, some(2, 20, 8, 8), some(32, 20, 3, 3))[0] == 32 * image + 32 * 32 * kernel
+    # What comes out is put back in order from a copy of 16 channels, of which 12 are none of its own.
+    assert of(FORWARD, some(2, 32, 8, 8), some(4, 32, 3, 3)) == ((32 + 12) * image + 16 * 32 * kernel, 16 * image)
 
 
 @onednn
-def test_depthwise_weights_are_filled_up_in_both_directions_backward() -> None:
-    assert of(BACKWARD, meta(2, 32, 8, 8), meta(32, 1, 7, 7), groups=32)[1] == 4 * 32 * 16 * 16 * 49
+def test_images_of_a_few_channels_are_read_as_they_are() -> None:
+    gradient = 4 * 2 * 64 * 64
+    three, eight = (of(BACKWARD, some(2, n, 8, 8), some(64, n, 3, 3))[1] for n in (3, 8))
+    weights = 4 * 64 * 9
+    assert (three, eight) == (gradient + (16 - 3) * weights, gradient + 4 * 2 * 64 * 8 + (16 - 8) * weights)
 
 
-@pytest.mark.parametrize("func", [torch.ops.aten.mm.default, FORWARD])
-def test_other_kernels_have_no_rule(func: Any) -> None:
-    double = meta(2, 32, 8, 8, dtype=torch.float64)
-    assert of(func, double, meta(32, 32, 3, 3, dtype=torch.float64)) == ()
+@onednn
+def test_operands_are_brought_into_the_order_of_one_of_them() -> None:
+    x, weight = some(2, 32, 8, 8), some(32, 32, 3, 3)
+    assert of(FORWARD, last(x), last(weight)) == (weight.nbytes, 0)
+    assert of(FORWARD, last(x), weight) == (2 * weight.nbytes, weight.nbytes)
+    assert of(FORWARD, x, last(weight)) == (x.nbytes + weight.nbytes, x.nbytes)
+    assert max(of(BACKWARD, last(x), last(weight))) == 2 * weight.nbytes
+    assert max(of(BACKWARD, last(x), weight)) == 3 * weight.nbytes
+    beside = some(2, 64, 8, 8)[:, :32]  # as the gradient of what was concatenated comes
+    assert max(of(BACKWARD, x, weight, gradient=beside)) == max(of(BACKWARD, x, weight)) + x.nbytes
+
+
+@onednn
+def test_in_half_precision_gradients_of_weights_gather_in_float32_and_images_are_turned_by_every_thread() -> None:
+    x, weight = some(64, 32, 8, 8, dtype=torch.bfloat16), some(64, 32, 3, 3, dtype=torch.bfloat16)
+    turned = min(64, torch.get_num_threads()) * 3 * x.nbytes // 64
+    assert of(BACKWARD, x, weight)[1] == 3 * x.nbytes + turned + 2 * weight.nbytes
+    assert of(BACKWARD, x, some(64, 32, 1, 1, dtype=torch.bfloat16))[1] == 3 * x.nbytes + 2 * 2 * 64 * 32
+
+
+@onednn
+@pytest.mark.parametrize(("side", "held"), [(3, 0), (7, 4 * 32 * 16 * 16 * 49)])
+def test_wide_depthwise_weights_are_filled_up_in_both_directions_backward(side: int, held: int) -> None:
+    assert max(of(BACKWARD, last(some(2, 32, 8, 8)), some(32, 1, side, side), groups=32)) == held
+
+
+@onednn
+@pytest.mark.filterwarnings("ignore:TF32")
+def test_what_onednn_does_not_compute_unfolds_the_images() -> None:
+    x, weight = some(2, 32, 8, 8), some(64, 32, 3, 3)
+    patches = 9 * x.nbytes
+    assert of(FORWARD, x.double(), weight.double()) == (2 * patches,)
+    assert of(FORWARD, x.double(), some(64, 32, 1, 1).double()) == (0,)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert of(FORWARD, x, weight) == of(BACKWARD, x, weight) == (patches,)
+
+
+def test_other_kernels_have_no_rule() -> None:
+    assert stages(torch.ops.aten.mm.default, (some(8, 8), some(8, 8)), some(8, 8)) == ()
 
 
 CHILD = """

@@ -1,20 +1,27 @@
-"""What oneDNN's kernels hold on the CPU beside the tensors that go in and come out.
+"""What convolutions hold on the CPU beside the tensors that go in and come out.
 
-A convolution copies its weights, and inputs that are not channels-last, into blocks of 16 channels; in backward the gradients
-of half precision weights gather in float32 first. Figures are those of processors with AVX-512, measured operation by operation
-(peak of resident memory): within 5 % above 1 MiB. Not covered: other libraries' kernels, float64, where torch unfolds inputs.
+oneDNN copies weights, and tensors that are not channels-last, into blocks of 16 channels; in half precision the gradients of
+weights gather in float32 first. Where torch does not hand a convolution to oneDNN (float64, a single small image, oneDNN
+switched off) it unfolds the images. Figures are those of processors with AVX-512, measured operation by operation (peak of
+resident memory). Not covered: other libraries' kernels, dilated or transposed convolutions without oneDNN, what threads add up
+apart where there are many.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 BLOCK = 16
 """Channels are filled up to multiples of this."""
-TURNED = 1.5
-"""In half precision, weights' gradients are computed from inputs that are turned as well, in parts."""
+FEW, FEWEST = 8, 4
+"""Input channels up to which float32 takes blocks of half the width, and below which it reads the images as they are."""
+WIDE = 4
+"""Depthwise kernels from this width on run in an implementation of their own: 3 does not, 5 and 7 do."""
+_ONEDNN = ("Mkldnn", "MkldnnTranspose", "???")
+"""torch's names for what oneDNN computes; it forgot to name the transposed one (python_enum in torch/csrc/Module.cpp)."""
 _HALF = (torch.bfloat16, torch.float16)
 _ATEN = torch.ops.aten
 
@@ -24,61 +31,149 @@ def stages(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
 
     Each grows evenly with the samples; which of them is the largest may change.
     """
-    if func is _ATEN.convolution.default and _is_onednn(args[0], args[1]):
-        return _forward(args[0], args[1], args[6], args[8], out)
-    if func is _ATEN.convolution_backward.default and _is_onednn(args[1], args[2]):
-        return _backward(args[0], args[1], args[2], args[9])
+    if func is _ATEN.convolution.default:
+        call = _Call.of(args[0], args[1], args[3:9])
+        return _forward(call, out)
+    if func is _ATEN.convolution_backward.default:
+        call = _Call.of(args[1], args[2], args[4:10])
+        return _backward(call, args[0], args[10])
     return ()
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int, out: torch.Tensor) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class _Call:
+    """A convolution, and how torch runs it."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    transposed: bool
+    groups: int
+    by_onednn: bool
+    unfolds: bool
+    """Whether torch lays every patch of the images side by side."""
+    layout: torch.memory_format
+    """The order of elements that operands are brought into first, where they are not in it."""
+
+    @staticmethod
+    def of(x: torch.Tensor, weight: torch.Tensor, options: tuple[Any, ...]) -> _Call:
+        stride, padding, dilation, transposed, beyond, groups = options
+        backend = torch._C._select_conv_backend(x, weight, None, stride, padding, dilation, transposed, beyond, groups, None)
+        layout = torch.contiguous_format
+        if x.dim() > 3:  # the images of a convolution in one dimension have a height of 1
+            layout = torch._C._conv_determine_backend_memory_format(x, weight, backend)
+        unfolds = backend.name == "Slow2d" and groups == 1
+        return _Call(x, weight, tuple(stride), tuple(padding), transposed, groups, backend.name in _ONEDNN, unfolds, layout)
+
+    @property
+    def channels_last(self) -> bool:
+        return self.layout in (torch.channels_last, torch.channels_last_3d)
+
+    @property
+    def half(self) -> bool:
+        return self.x.dtype in _HALF
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.weight.shape[0] == self.groups
+
+    @property
+    def points(self) -> int:
+        """Elements of the kernel for one pair of channels."""
+        return self.weight.shape[2:].numel()
+
+    @property
+    def wide(self) -> bool:
+        return self.depthwise and self.weight.shape[-1] >= WIDE
+
+    def ordered(self, tensor: torch.Tensor) -> int:
+        """Bytes of the copy that brings an operand into the layout; 0 where it is in it."""
+        return 0 if tensor.is_contiguous(memory_format=self.layout) else _size(tensor)
+
+    def blocked(self, tensor: torch.Tensor) -> int:
+        """Bytes of images in blocks of channels; 0 where they are read as they are."""
+        return 0 if self.channels_last else _filled(tensor, BLOCK)
+
+    def blocked_input(self) -> int:
+        channels = self.x.shape[1]
+        if self.transposed or self.groups > 1 or self.points == 1 or channels >= BLOCK:
+            return self.blocked(self.x)
+        if self.channels_last or self.half or channels < FEWEST:
+            return 0
+        return _filled(self.x, FEW if channels <= FEW else BLOCK)
+
+    def blocked_weights(self) -> int:
+        first, second = self.weight.shape[:2]
+        if self.depthwise and not (self.wide and self.channels_last):
+            return _size(self.weight)
+        if not self.transposed:
+            first //= self.groups
+        elements = (1 if self.transposed else self.groups) * _up(first) * _up(second) * self.points
+        return elements * self.weight.element_size()
+
+
+def _forward(call: _Call, out: torch.Tensor) -> tuple[int, ...]:
     """Computing on copies, then putting the result back in order."""
-    last = _channels_last(x)
-    given, made = (0, 0) if last else (_blocked(x), _blocked(out))
-    weights = _size(weight) if _is_depthwise(weight, groups) else _blocked_weights(weight, groups, transposed)
-    if last and not _is_depthwise(weight, groups):
-        weights += _size(weight)
-    return (weights + 2 * made,) if transposed else (weights + given, made)
+    if not call.by_onednn:
+        return (_patches(call, out),) if call.unfolds else ()
+    copies = call.ordered(call.x) + call.ordered(call.weight)
+    weights = 0 if call.depthwise and call.channels_last else call.blocked_weights()
+    made = call.blocked(out)
+    back = made * (2 if call.transposed and max(call.stride) > 1 else 1)
+    return copies + weights + call.blocked_input() + max(0, made - _size(out)), copies + back
 
 
-def _backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, groups: int) -> tuple[int, ...]:
-    """Gathering the gradient of the weights, then putting it back in order; that of the inputs takes no more."""
-    last, half = _channels_last(x), x.dtype in _HALF
-    moved = 0 if last else _blocked(gradient) + _blocked(x)
-    blocked = _blocked_weights(weight, groups, False)
-    gathered = blocked + (2 * blocked if half else 0) - _size(weight)
-    own = _size(weight) if last and not _is_depthwise(weight, groups) else 0
-    return int((TURNED if half else 1.0) * moved) + gathered + own, blocked + own
+def _backward(call: _Call, gradient: torch.Tensor, wanted: Any) -> tuple[int, ...]:
+    """The gradient of the images, gathering that of the weights, and putting it back in order."""
+    if not call.by_onednn:
+        return (_patches(call, gradient),) if call.unfolds else ()
+    copies = call.ordered(gradient) + call.ordered(call.x) + call.ordered(call.weight)
+    weights, own = call.blocked_weights(), _size(call.weight)
+    found: list[int] = []
+    if wanted[0]:
+        more = max(0, call.blocked(call.x) - _size(call.x)) - (own if wanted[1] else 0)
+        used = 0 if call.depthwise and call.channels_last else weights
+        found.append(copies + call.blocked(gradient) + used + more)
+    if wanted[1]:
+        found += _weights_gradient(call, gradient, copies, weights, own)
+    return tuple(found)
 
 
-def _is_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    kinds = x.dtype in (torch.float32, *_HALF) and weight.dtype is x.dtype
-    return kinds and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available() and weight.dim() in (4, 5)
+def _weights_gradient(call: _Call, gradient: torch.Tensor, copies: int, weights: int, own: int) -> tuple[int, int]:
+    if (call.depthwise and not call.wide) or (call.wide and not call.channels_last):
+        moved = 0 if call.wide else call.blocked(gradient) + call.blocked(call.x)
+        return copies + moved, copies
+    gathered = weights + (2 * weights if call.half else 0) - own
+    moved = call.blocked(gradient) + call.blocked_input()
+    back = own if call.channels_last and not call.depthwise else 0
+    return copies + moved + _turned(call, gradient) + gathered, copies + weights + back
 
 
-def _is_depthwise(weight: torch.Tensor, groups: int) -> bool:
-    return groups > 1 and weight.shape[0] == groups
+def _turned(call: _Call, gradient: torch.Tensor) -> int:
+    """In half precision, every thread turns the images it is at, so that it can multiply pairs of neighbours; threads share
+    the groups out first."""
+    few = call.x.shape[1] < BLOCK
+    if not call.half or call.channels_last or call.transposed or call.points == 1 or few or not len(call.x):
+        return 0
+    images = max(1, torch.get_num_threads() // call.groups)
+    return min(images, len(call.x)) * ((call.blocked(call.x) + call.blocked(gradient)) // len(call.x))
 
 
-def _channels_last(x: torch.Tensor) -> bool:
-    kind = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-    return x.is_contiguous(memory_format=kind) and not x.is_contiguous()
+def _patches(call: _Call, out: torch.Tensor) -> int:
+    if call.points == 1 and max(call.stride) == 1 and not any(call.padding):
+        return 0
+    return call.x.shape[0] * call.weight.shape[1] * call.points * out.shape[2:].numel() * out.element_size()
 
 
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _blocked(tensor: torch.Tensor) -> int:
-    return _size(tensor) // max(1, tensor.shape[1]) * _filled(tensor.shape[1])
+def _filled(tensor: torch.Tensor, block: int) -> int:
+    """Bytes of images with as many channels as blocks have."""
+    return _size(tensor) // max(1, tensor.shape[1]) * _up(tensor.shape[1], block)
 
 
-def _blocked_weights(weight: torch.Tensor, groups: int, transposed: bool) -> int:
-    first, second = weight.shape[0], weight.shape[1]
-    first, second = (first, second) if transposed else (first // groups, second)
-    elements = (1 if transposed else groups) * _filled(first) * _filled(second) * weight[0, 0].numel()
-    return elements * weight.element_size()
-
-
-def _filled(channels: int) -> int:
-    return -(-channels // BLOCK) * BLOCK
+def _up(channels: int, block: int = BLOCK) -> int:
+    return -(-channels // block) * block

@@ -26,12 +26,16 @@ class Ledger(TorchDispatchMode):
 
     `present(tensors, category)` enters what exists already, `phase(name)` begins a stretch, `timeline()` reads it out.
     Only storages on `device` count. They are followed by weak reference; the ledger keeps nothing alive. `inside(operation,
-    arguments, result)` tells the bytes that a kernel holds beside them while it runs. `counts` is told what is computed; with
-    it, each storage is recorded with the operation that made it.
+    arguments, result)` tells the bytes that a kernel holds beside them in each stage of its run. `counts` is told what is
+    computed; with it, each storage is recorded with the operation that made it.
     """
 
     def __init__(
-        self, device: torch.device, *, inside: Callable[[Any, Any, Any], int] | None = None, counts: Counts | None = None
+        self,
+        device: torch.device,
+        *,
+        inside: Callable[[Any, Any, Any], tuple[int, ...]] | None = None,
+        counts: Counts | None = None,
     ) -> None:
         super().__init__()
         self.device, self._inside, self._counts = device.type, inside, counts
@@ -106,7 +110,8 @@ class Ledger(TorchDispatchMode):
                 if isinstance(item, torch.Tensor):
                     self._see(item)
         if self._inside is not None:
-            self._within_kernel(self._inside(func, args, out))
+            for size in self._inside(func, args, out):
+                self._within_kernel(size)
         if self._counts is not None:
             self._counts.add(func, args, kwargs, out, len(self._event), self._owner_now())
             self._running = ""

@@ -22,6 +22,7 @@ from memfit.engine.accumulate import Weighting, Work, accumulate
 from memfit.engine.generators import HostRandom
 from memfit.engine.handover import Total, hand_over
 from memfit.engine.staged import Staging
+from memfit.kernels.onednn import stages
 from memfit.kernels.scratch import is_unknown, scratch
 from memfit.kernels.substitute import cuda_kernels
 from memfit.kernels.target import Target
@@ -105,7 +106,8 @@ def trace_step(
     """
     world, insides = FakeWorld(), _Insides()
     on_gpu = manner.target is not None or device.type == "cuda"
-    ledger = Ledger(device, inside=insides if on_gpu else None, counts=Counts() if manner.counted else None)
+    inside = insides if on_gpu else stages if device.type == "cpu" else None
+    ledger = Ledger(device, inside=inside, counts=Counts() if manner.counted else None)
     with ExitStack() as stack:
         stack.enter_context(leave_no_trace(model, device, buffers=False))
         stack.enter_context(collected_by_hand())
@@ -148,10 +150,10 @@ class _Insides:
     def __init__(self) -> None:
         self.unknown: dict[str, None] = {}
 
-    def __call__(self, func: Any, args: Any, out: Any) -> int:
+    def __call__(self, func: Any, args: Any, out: Any) -> tuple[int, ...]:
         if is_unknown(func):
             self.unknown[str(func._overloadpacket).removeprefix("aten.")] = None
-        return scratch(func, args, out)
+        return (scratch(func, args, out),)
 
 
 @dataclass(frozen=True)
