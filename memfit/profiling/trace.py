@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work, accumulate
+from memfit.engine.context import uncompiled
 from memfit.engine.generators import HostRandom
 from memfit.engine.handover import Total, hand_over
 from memfit.engine.staged import Staging
@@ -27,6 +28,7 @@ from memfit.kernels.scratch import is_unknown, scratch
 from memfit.kernels.substitute import cuda_kernels
 from memfit.kernels.target import Target
 from memfit.profiling.counts import Counts
+from memfit.profiling.failures import telling_failures
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.sandbox import leave_no_trace
@@ -35,14 +37,6 @@ from memfit.profiling.timeline import Timeline
 
 MakeWork = Callable[[Callable[[torch.Tensor], torch.Tensor], int], Work]
 """From a function that gives a tensor's twin, and a number of samples, to the work on that many twin samples."""
-
-
-class TraceFailed(Exception):
-    """The step cannot be run on fake tensors; `reason` is the first line of what stood in the way."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ def trace_step(
     Runs through `blocks` are noted. `levers` gives a context in which the model runs with the levers under test. `like` is a
     step of the same model and optimizer, whose optimizer's step is taken over. `manner` says for which device, and
     what is looked at. Leaves no trace.
-    Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
+    Raises TraceFailed for whatever is raised on fake tensors.
     """
     world, insides = FakeWorld(), _Insides()
     on_gpu = manner.target is not None or device.type == "cuda"
@@ -106,6 +100,7 @@ def trace_step(
         steps = [_Step((n, n)) for n in sizes] + ([] if check is None else [_Step((check,))])
         for step in steps:
             step.works.extend(make_work(world.twin, step.pieces[0]) for _ in range(3))
+        stack.enter_context(uncompiled())
         stack.enter_context(world.entered())
         stack.enter_context(ledger)
         stack.enter_context(ledger.naming(model, blocks))
@@ -323,27 +318,3 @@ def _collected_by_hand() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@contextmanager
-def telling_failures(world: FakeWorld) -> Iterator[None]:
-    """Fake mode's own ways of saying that it needs real data, as TraceFailed; and whatever the model raises after a value
-    had to be guessed, which a real run need not raise."""
-    from torch._subclasses import fake_tensor as fakes
-
-    kinds = (
-        fakes.UnsupportedFakeTensorException,
-        fakes.DataDependentOutputException,
-        fakes.DynamicOutputShapeException,
-        NotImplementedError,
-    )
-    try:
-        yield
-    except kinds as error:
-        raise TraceFailed(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
-    except TraceFailed:
-        raise
-    except Exception as error:
-        if not world.guesses:
-            raise
-        raise TraceFailed(f"it depends on values, and where they are guessed it raises {type(error).__name__}") from error
