@@ -11,7 +11,7 @@ from itertools import combinations
 
 from memfit._errors import DoesNotFit
 from memfit._units import format_bytes, parse_bytes
-from memfit.batches.pieces import equal_sizes, sizes
+from memfit.batches.pieces import Runs, count_of, equal_size_runs, size_runs
 from memfit.hardware.budget import Budget
 from memfit.planning.blocks import choose_blocks
 from memfit.planning.compose import Recompute, recomputable, with_checkpoint
@@ -244,8 +244,7 @@ def _settled(way: _Way, ways: Sequence[_Way], bar: float | None, demand: Demand)
     if bar is None or way.seconds is None:
         return any(w.fits for w in ways)
     block = min(dict(timing_at(profile.timings, way.micro_batch).blocks).get(name, 0.0) for name in profile.blocks)
-    pieces = (equal_sizes if demand.equal else sizes)(demand.share, way.micro_batch)
-    recomputed = block * sum(pieces) / way.micro_batch
+    recomputed = block * demand.share / way.micro_batch
     return (way.seconds + recomputed) * NEARLY >= bar
 
 
@@ -256,31 +255,33 @@ def _with_fewest_blocks(pricing: _Pricing, way: _Way, allowed: int, demand: Dema
 
 
 def _way(pricing: _Pricing, size: int, blocks: tuple[str, ...], allowed: int, demand: Demand) -> _Way:
-    pieces = (equal_sizes if demand.equal else sizes)(demand.share, size)
-    peak = pricing.peak(size, blocks, len(pieces) > 1).plus(_kept(pricing.profile, size, demand))
+    pieces = (equal_size_runs if demand.equal else size_runs)(demand.share, size)
+    count = count_of(pieces)
+    peak = pricing.peak(size, blocks, count > 1).plus(_kept(pricing.profile, size, demand))
     seconds = step_seconds(pricing.profile, pieces, blocks, demand.mode)
-    return _Way(pricing.profile, size, len(pieces), blocks, peak, seconds, peak.upper <= allowed)
+    return _Way(pricing.profile, size, count, blocks, peak, seconds, peak.upper <= allowed)
 
 
 def _kept(profile: Profile, size: int, demand: Demand) -> int:
     """Bytes that kernels for all sizes of micro-batches of an epoch will keep."""
-    cut = equal_sizes if demand.equal else sizes
+    cut = equal_size_runs if demand.equal else size_runs
     last = cut(demand.leftover, min(size, demand.leftover)) if demand.leftover else ()
     unknown = profile.kept_per_size if demand.leftover is None else 0
-    return profile.kept_for((*cut(demand.share, size), *last)) + unknown
+    return profile.kept_for(samples for samples, _ in (*cut(demand.share, size), *last)) + unknown
 
 
-def step_seconds(profile: Profile, pieces: Sequence[int], blocks: Sequence[str], mode: str) -> float | None:
-    """Seconds of one optimizer step in these micro-batches; None where nothing was timed."""
+def step_seconds(profile: Profile, pieces: Runs, blocks: Sequence[str], mode: str) -> float | None:
+    """Seconds of one optimizer step in these micro-batches, however many; None where nothing was timed."""
     if not profile.timings:
         return None
     total = profile.optimizer_seconds
-    for index, piece in enumerate(pieces):
-        timing = timing_at(profile.timings, piece)
+    for index, (samples, count) in enumerate(pieces):
+        timing = timing_at(profile.timings, samples)
         per_block = dict(timing.blocks)
-        total += timing.seconds + sum(per_block.get(name, 0.0) for name in blocks)
+        total += count * (timing.seconds + sum(per_block.get(name, 0.0) for name in blocks))
         # (the last one's activations are kept: see `keepable`)
-        total += timing.forward if mode == "replay" and index < len(pieces) - 1 else 0.0
+        again = count if index < len(pieces) - 1 else count - 1
+        total += timing.forward * again if mode == "replay" else 0.0
     return total
 
 
@@ -307,7 +308,7 @@ def _plan(chosen: _Way, tried: Sequence[_Way], own: Profile, budget: Budget, dem
         shard="off",
         offload="off",
         predicted=_cost(chosen.peak, standing, chosen.seconds),
-        asked=_cost(whole, 0, step_seconds(own, (demand.share,), (), "accumulate")),
+        asked=_cost(whole, 0, step_seconds(own, ((demand.share, 1),), (), "accumulate")),
         limit=budget.limit,
         margin=budget.margin,
         held=budget.held,
