@@ -171,9 +171,11 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     with pytest.raises(DoesNotFit) as caught:
         plan_for(150)
     error = caught.value
-    least = min(with_blocks(timed(), b).peak(1).upper for b in ((), ("a", "b")))
+    peak = min((with_blocks(timed(), b).peak(1) for b in ((), ("a", "b"))), key=lambda peak: peak.upper)
+    least = peak.upper
+    assert peak.expected < least
     assert "a batch of 16 within 150 B" in error.asked
-    assert f"it needs {least} B, and 150 B are left" in error.found
+    assert f"it needs {peak.expected} B, at most {least} B, and 150 B are left" in error.found
     assert "parameters and gradients alone take 200 B" in error.found
     (advised,) = re.findall(r"budget='([^']+)' or more", error.next_move)
     assert least <= parse_bytes(advised) <= 1.1 * least

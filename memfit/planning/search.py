@@ -359,13 +359,19 @@ def _does_not_fit(tried: Sequence[_Way], budget: Budget, demand: Demand, own: Pr
     more = f"give it budget={size!r} or more" if could else f"take a device with {size} or more"
     error = DoesNotFit(
         f"a batch of {demand.share} within {format_bytes(budget.limit)} ({budget.source})",
-        found=f"at micro-batch {least.micro_batch}{levers} it needs {format_bytes(need)}, and {left} are "
+        found=f"at micro-batch {least.micro_batch}{levers} it needs {_needed(least.peak, standing)}, and {left} are "
         f"left of {format_bytes(budget.limit)} (held by {by} {format_bytes(budget.held)}, margin "
         f"{format_bytes(budget.margin)}); parameters and gradients alone take {format_bytes(fixed)}",
         next_move=f"{more}{_what_else(demand, own)}",
     )
     error.enough = enough
     return error
+
+
+def _needed(peak: Peak, standing: int) -> str:
+    """What is expected and, where the words differ, what it may come to: the second is what has to fit."""
+    expected, most = format_bytes(peak.expected + standing), format_bytes(peak.upper + standing)
+    return most if expected == most else f"{expected}, at most {most}"
 
 
 def _what_else(demand: Demand, own: Profile) -> str:
