@@ -27,6 +27,7 @@ NEARLY = 1.02
 FEW_BLOCKS = 4
 """Up to this many blocks every choice of them is looked at; beyond, `choose_blocks` does, which knows the bytes of tensors but
 not how the margin above them changes."""
+NORMS = "BatchNorm takes its statistics from each micro-batch, so training differs from the whole batch's there"
 NODE = 3 << 10
 """Bytes of host memory that a tensor saved for backward takes beside its own (nodes of the graph, objects, headers of the
 C library): 2.3 KiB were measured for a loop of small operations, of which half save something."""
@@ -318,7 +319,7 @@ def _plan(chosen: _Way, tried: Sequence[_Way], own: Profile, budget: Budget, dem
         fingerprint=own.model.fingerprint,
         overhead=chosen.profile.optimizer_seconds,
         options=tuple(way.option(_reason(way, chosen, budget, standing), standing) for way in tried),
-        notes=own.notes,
+        notes=(*own.notes, *([NORMS] if own.batch_norms and chosen.accumulation > 1 else [])),
     )
 
 

@@ -40,10 +40,20 @@ def on_card(profile: Profile, card: Card) -> Profile:
     interval = None if profile.timeline is None else interval_of(profile.timeline)
     found = modelled(replace(profile, capability=card.capability or NEAREST, timings=(), interval=interval), card)
     how = "modelled from operations and data sheets" if found.timings else "unknown"
-    others = tuple(note for note in profile.notes if not note.startswith(_PLANNED_FOR))
-    return replace(found, notes=(*others, f"{_PLANNED_FOR} {card.title}, which is not here: seconds are {how}"))
+    others = tuple(note for note in profile.notes if not note.startswith((_PLANNED_FOR, _EMULATED)))
+    own = f"{_PLANNED_FOR} {card.title}, which is not here: seconds are {how}"
+    return replace(found, notes=(*others, own, *_emulated(profile, card)))
 
 
+def _emulated(profile: Profile, card: Card) -> tuple[str, ...]:
+    """What to say of bfloat16 on a GPU of NVIDIA's that has no units for it: torch computes in it all the same."""
+    if profile.precision != "bfloat16" or card.capability is None or card.capability >= (8, 0):
+        return ()
+    better = "float16 is what the card is made for" if card.capability >= (7, 0) else "float32 is faster"
+    return (f"{_EMULATED} {card.title}, which has no units for it: it works, slowly; {better}",)
+
+
+_EMULATED = "bfloat16 is emulated on"
 _PLANNED_FOR = "planned for"
 
 
