@@ -28,6 +28,7 @@ from memfit._values import (
     precision_from,
 )
 from memfit.batches.tree import tensors
+from memfit.hardware.budget import torchs_name
 from memfit.hardware.world import world
 from memfit.levers.checkpoint import candidate_blocks
 from memfit.planning.plan import Plan
@@ -67,7 +68,7 @@ def check_model(model: Any) -> torch.device:
 
 def check_same_device(asked: Any, here: torch.device) -> None:
     """What `device=` names must be where the model is. Raises UsageError."""
-    if asked is None or torch.device(asked).type == here.type:
+    if asked is None or torch.device(torchs_name(asked)).type == here.type:
         return
     raise UsageError(
         f"device={str(asked)!r}",

@@ -7,6 +7,8 @@ import re
 from memfit._errors import UsageError
 
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
+BEYOND = 1 << 60
+"""Bytes that no machine has."""
 
 _UNITS = {
     "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB,
@@ -18,16 +20,20 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b)\s*", re.IGNORECASE)
 def parse_bytes(text: str) -> int:
     """Bytes in a size such as "6GiB", "800 MiB" or "24GB" (binary units with an i, decimal ones without).
 
-    Raises UsageError for anything else, a bare number included: its unit would be a guess.
+    Raises UsageError for anything else, a bare number included: its unit would be a guess; and for what no machine has.
     """
+    shown = repr(text if len(text) <= 40 else f"{text[:20]}...{text[-8:]}")
     found = _SIZE.fullmatch(text)
     if found is None:
         raise UsageError(
-            f"a size of {text!r}",
+            f"a size of {shown}",
             found="it is not a number followed by a unit",
             next_move="write it like '6GiB', '800MiB' or '24GB'",
         )
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    size = float(found[1]) * _UNITS[found[2].lower()]
+    if size >= BEYOND:
+        raise UsageError(f"a size of {shown}", found="no machine has that much", next_move="write it like '6GiB' or '2TiB'")
+    return int(size)
 
 
 def format_bytes(count: int | float) -> str:

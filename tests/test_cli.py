@@ -284,12 +284,22 @@ def test_save_export_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "32 whole" in reported(["out.json"], monkeypatch, tmp_path)
 
 
-def test_what_cannot_be_saved_is_printed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = memfit("plan", script(tmp_path), "--save", "missing/plan.json", cwd=tmp_path, code=2)
-    assert "32 whole" in done.stdout
-    assert_three_parts(done.stderr, "writing the plan 'missing/plan.json'", "No such file or directory")
+@pytest.mark.parametrize("path", ["missing/plan.json", "/", ".", "folder", f"{'x' * 300}.json", "train.py/plan.json"])
+def test_what_cannot_be_saved_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "train.py").write_text("raise AssertionError('it ran')")
+    found = CliRunner().invoke(app, ["plan", "train.py", "--save", path])
+    assert found.exit_code == 2, found.output
+    assert_three_parts(found.stderr, f"writing the plan {path!r}")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "train.py"]
+
+
+def test_a_report_that_cannot_be_saved_is_printed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "plan.json").write_text(handmade_plan().to_json())
-    for path, said in (("missing/out.html", "No such file"), ("out.txt", "names no format")):
+    for path, said in (("missing/out.html", "No such file"), ("out.txt", "names no format"), ("/", "names no format")):
         monkeypatch.chdir(tmp_path)
         found = CliRunner().invoke(app, ["report", "plan.json", "--save", path])
         assert found.exit_code == 2

@@ -407,3 +407,13 @@ HF = ("--hf-config", "config.json", "--target-batch", "8")
 )
 def test_bad_arguments(arguments: tuple[str, ...], said: str) -> None:
     assert said in refused(*arguments)
+
+
+def test_a_configurations_samples_take_no_memory_however_large(tmp_path: Path) -> None:
+    """Five images of 16384 pixels a side would be 16 GB in float32."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    kind = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 16384, "patch_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(kind | sizes))
+    sample = built(Asked(tmp_path)).sample
+    assert sample["pixel_values"].shape == (5, 3, 16384, 16384)
+    assert sum(t.untyped_storage().nbytes() for t in sample.values()) < 1 << 10

@@ -149,7 +149,7 @@ class Deciding(Attending):
 
 
 def test_a_model_that_needs_real_data_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"(?s)NVIDIA A100.*needs real data"):
+    with pytest.raises(UsageError, match=r"(?s)NVIDIA A100.*cannot be traced.*nonzero.*test_elsewhere"):
         profile_of(Deciding())
 
 
@@ -244,3 +244,21 @@ def test_threads_that_do_not_trace_keep_their_own_autocast() -> None:
     leave.set()
     other.join()
     assert found == [torch.bfloat16] and (torch.autocast.__init__, torch.autocast.__exit__) == own
+
+
+@pytest.mark.parametrize(("device", "said"), [("t4", True), ("v100-16gb", True), ("a100-40gb", False), ("24GiB", False)])
+def test_bfloat16_on_a_card_without_it_is_said_to_be_slow(device: str, said: bool) -> None:
+    model = nn.Linear(64, 64).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters())
+    sample = torch.ones(8, 64, dtype=torch.bfloat16)
+    found = memfit.profile(model, optimizer, sample, loss_fn=lambda m, x: m(x).sum(), device=device)
+    assert any("emulated" in note and "float16 is what" in note for note in found.notes) == said
+
+
+def test_a_plan_says_where_batch_norm_sees_micro_batches() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    optimizer = torch.optim.SGD(model.parameters())
+    found = memfit.profile(model, optimizer, torch.ones(8, 8), loss_fn=lambda m, x: m(x).sum(), device="t4")
+    cut, whole = (memfit.plan(found, memfit.probe(device="t4"), target_batch=64, micro_batch=n) for n in (16, 64))
+    assert "BatchNorm takes its statistics from each micro-batch" in str(cut)
+    assert "BatchNorm" not in str(whole)

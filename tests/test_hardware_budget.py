@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from memfit._errors import UsageError
 from memfit._units import GiB, MiB, format_at_least, parse_bytes
-from memfit.hardware.budget import budget_for, margin_for, probe
+from memfit.hardware.budget import budget_for, card_named, margin_for, probe, torchs_name
 from memfit.hardware.device import Device
 from memfit.hardware.limits import Limit
 
@@ -139,6 +139,13 @@ def test_errors_show_the_number_and_the_next_move(device: Device, asked, found: 
     assert next_move in raised.value.next_move
 
 
+@pytest.mark.parametrize("asked", [10**400, 1 << 60, "9" * 400 + "GiB", "9" * 400 + ".5B", "2000000TiB"])
+def test_what_no_machine_has_is_refused_in_few_words(asked: int | str) -> None:
+    with pytest.raises(UsageError, match="no machine has") as raised:
+        budget_for(CPU, asked)
+    assert len(str(raised.value)) < 300
+
+
 # ---- margin and printing
 
 
@@ -187,6 +194,22 @@ def test_probe_takes_devices_by_name_and_as_objects() -> None:
 def test_probe_refuses_a_device_that_is_none(device: str) -> None:
     with pytest.raises(UsageError, match=f"(?s)card '{device}'.*of the catalogue"):
         probe(device=device)
+
+
+@pytest.mark.parametrize("device", ["CPU", " cpu ", "Cpu:0"])
+def test_torchs_devices_are_known_however_they_are_written(device: str) -> None:
+    assert probe(budget="64MiB", device=device).device.kind == "cpu"
+
+
+@pytest.mark.parametrize("device", ["Cuda:0", "cuda 0", "CUDA0", " cuda"])
+def test_devices_of_other_kinds_too(device: str) -> None:
+    assert torchs_name(device) in ("cuda:0", "cuda") and card_named(device) is None
+
+
+@pytest.mark.parametrize("device", [0, 3.5, True, [1], b"cpu", {"cuda": 0}])
+def test_what_is_no_name_of_a_device_is_refused(device: object) -> None:
+    with pytest.raises(UsageError, match=f"it is of type {type(device).__name__}"):
+        probe(device=device)  # pyright: ignore[reportArgumentType]
 
 
 def test_probe_of_a_card_that_is_not_here() -> None:

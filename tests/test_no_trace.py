@@ -367,3 +367,30 @@ def test_hooks_of_tensors_and_of_the_optimizer_are_silent_while_planning() -> No
     assert fired == []
     run.step((x, y))
     assert sorted(fired) == ["accumulated"] * 4 + ["step"] + ["tensor"] * 4
+
+
+class Leaking(nn.Module):
+    """Its forward enters autocast and never leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False).__enter__()
+        return self.layer(x).float()
+
+
+@pytest.mark.parametrize("device", [None, "a100-40gb"])
+def test_autocast_that_a_forward_leaves_on_is_off_again(device: str | None) -> None:
+    def depth() -> int:
+        torch.autocast_increment_nesting()
+        return torch.autocast_decrement_nesting()
+
+    def state() -> tuple[object, ...]:
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled(), depth()
+
+    model, before = Leaking(), state()
+    optimizer = torch.optim.SGD(model.parameters())
+    memfit.profile(model, optimizer, torch.ones(8, 4), loss_fn=lambda m, x: m(x).sum(), device=device)
+    assert state() == before

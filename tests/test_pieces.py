@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from memfit.batches.pieces import bounds, equal_sizes, next_size, pieces_by_size, sizes
+from memfit.batches.pieces import bounds, count_of, equal_size_runs, equal_sizes, next_size, pieces_by_size, size_runs, sizes
 
 COUNTS = st.integers(1, 5000)
 
@@ -88,3 +88,16 @@ def test_pieces_by_size_take_what_their_largest_sample_leaves_room_for(elements:
         assert min(least, len(elements)) <= stop - start <= allowed + (least - 1)
         if stop < len(elements) and least == 1:
             assert stop - start == allowed
+
+
+@given(COUNTS, COUNTS, st.integers(1, 4))
+def test_counted_they_are_the_same_pieces(samples: int, largest: int, least: int) -> None:
+    for cut, counted in ((sizes, size_runs), (equal_sizes, equal_size_runs)):
+        pieces, runs = cut(samples, largest, least), counted(samples, largest, least)
+        assert [size for size, count in runs for _ in range(count)] == list(pieces)
+        assert count_of(runs) == len(pieces) and len(runs) <= 2
+
+
+def test_as_many_as_nobody_could_list_are_counted() -> None:
+    assert count_of(size_runs(10**15, 7)) == -(-(10**15) // 7)
+    assert equal_size_runs(10**15, 10**3) == ((1000, 10**12),)

@@ -14,7 +14,7 @@ from test_blocks import steps
 
 from memfit import DoesNotFit, Plan
 from memfit._units import parse_bytes
-from memfit.batches.pieces import sizes
+from memfit.batches.pieces import size_runs
 from memfit.planning.search import (
     NEARLY,
     Demand,
@@ -48,10 +48,10 @@ def best_by_trying(prof: Profile, room: int, share: int, mode: str = "accumulate
     """The least seconds of anything that fits; None where nothing does."""
     found = []
     for size in micro_batch_sizes(share):
-        pieces = sizes(share, size)
+        pieces = size_runs(share, size)
         for count in range(len(prof.blocks) + 1):
             for blocks in combinations(prof.blocks, count):
-                if with_blocks(prof, blocks).peak(size, accumulates=len(pieces) > 1).upper <= room:
+                if with_blocks(prof, blocks).peak(size, accumulates=size < share).upper <= room:
                     found.append(step_seconds(prof, pieces, blocks, mode))
     return min((s for s in found if s is not None), default=None)
 
@@ -171,9 +171,11 @@ def test_where_nothing_fits_it_says_what_would() -> None:
     with pytest.raises(DoesNotFit) as caught:
         plan_for(150)
     error = caught.value
-    least = min(with_blocks(timed(), b).peak(1).upper for b in ((), ("a", "b")))
+    peak = min((with_blocks(timed(), b).peak(1) for b in ((), ("a", "b"))), key=lambda peak: peak.upper)
+    least = peak.upper
+    assert peak.expected < least
     assert "a batch of 16 within 150 B" in error.asked
-    assert f"it needs {least} B, and 150 B are left" in error.found
+    assert f"it needs {peak.expected} B, at most {least} B, and 150 B are left" in error.found
     assert "parameters and gradients alone take 200 B" in error.found
     (advised,) = re.findall(r"budget='([^']+)' or more", error.next_move)
     assert least <= parse_bytes(advised) <= 1.1 * least
@@ -256,10 +258,20 @@ def test_sizes_worth_looking_at(share: int) -> None:
     assert micro_batch_sizes(share, most=7) == tuple(n for n in found if n <= 7)
 
 
+@pytest.mark.parametrize("equal", [False, True])
+@pytest.mark.parametrize("mode", ["accumulate", "replay"])
+def test_a_batch_of_a_million_million_is_planned_as_one_of_a_few(equal: bool, mode: str) -> None:
+    """One entry per micro-batch would not fit into any memory."""
+    small, large = (plan_for(400, share=share, equal=equal, mode=mode, micro_batch=4) for share in (4 * 10**3, 4 * 10**11))
+    assert large.accumulation == 10**8 * small.accumulation == 10**11
+    per_sample = [(plan.predicted.seconds or 0.0) / plan.share for plan in (small, large)]
+    assert per_sample[0] == pytest.approx(per_sample[1], rel=1e-2)
+
+
 def test_the_seconds_of_a_step_are_the_sum_of_its_parts() -> None:
-    assert step_seconds(timed(), (4, 4, 2), (), "accumulate") == pytest.approx(0.5 + 1.4 + 1.4 + 1.2)
-    assert step_seconds(timed(), (4, 2), ("a",), "accumulate") == pytest.approx(0.5 + 1.4 + 1.2 + 0.06)
-    assert step_seconds(timed(timings=()), (4,), (), "accumulate") is None
+    assert step_seconds(timed(), ((4, 2), (2, 1)), (), "accumulate") == pytest.approx(0.5 + 1.4 + 1.4 + 1.2)
+    assert step_seconds(timed(), ((4, 1), (2, 1)), ("a",), "accumulate") == pytest.approx(0.5 + 1.4 + 1.2 + 0.06)
+    assert step_seconds(timed(timings=()), ((4, 1),), (), "accumulate") is None
 
 
 def test_replay_keeps_the_micro_batches_that_fit_above_the_peak() -> None:

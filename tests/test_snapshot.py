@@ -258,6 +258,10 @@ ATTACKS = {
     "old protocol": pickle.dumps({"segments": [1], "device_traces": []}, 0),
     "later protocol": b"\x80\x09}.",
     "long": b"\x80\x02\x8b" + struct.pack("<I", 1 << 31) + b".",
+    "nested key": by_hand(b"})" + b"\x85" * 300_000 + b"K\x01s"),
+    "shared key": by_hand(b"})q\x00" + b"".join(b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(60)) + b"K\x01s"),
+    "marked key": by_hand(b"}" + b"(" * 60 + b"t" * 60 + b"K\x01s"),
+    "empty dicts": by_hand(b"](" + b"}" * 100_000 + b"e"),
 }
 
 
@@ -271,6 +275,19 @@ def test_everything_but_containers_and_scalars_is_refused(tmp_path: Path, name: 
         assert "system" in caught.value.found
     if "getattr" in name:
         assert "getattr" in caught.value.found
+
+
+def test_numbers_of_any_length_are_shown_in_few_words(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="it holds a number of more than 70 bits, not 'segments'"):
+        read_snapshot(written(tmp_path, pickle.dumps({1 << 30_000: 1}, 4)))
+
+
+def test_a_list_named_in_many_places_is_not_read_as_often(tmp_path: Path) -> None:
+    """A few bytes could stand for as many entries as are never done."""
+    content = a_step().content()
+    content["device_traces"] = [content["device_traces"][0]] * 1000
+    with pytest.raises(UsageError, match="stand in several places"):
+        read_snapshot(written(tmp_path, pickle.dumps(content, 4)))
 
 
 def test_the_second_door_is_shut_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

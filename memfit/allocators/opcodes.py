@@ -13,9 +13,17 @@ _LENGTHS = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x42: 4, 0x43: 1, 0x8A: 1, 0x8B: 4}
 """Opcodes with a length in so many bytes and then as many bytes of text (the first three), bytes or a long number."""
 _TEXTS = (0x58, 0x8C, 0x8D)
 _PROTO, _LONG_BINPUT, _STOP, _GLOBAL, _INST, _STACK_GLOBAL = 0x80, 0x72, 0x2E, 0x63, 0x69, 0x93
+_CROWDED, _FEW = 4, 1000
+"""Bytes per list or dict below which a pickle with more than a few is none of torch's: a snapshot has dozens, and empty ones,
+which take 60 bytes of memory for one of the file, are what would exhaust it."""
+# Numbers, True, False and None: what tuples are made of. Tuples in tuples would be hashed by recursion, to any depth.
+_LONG = rb"\x8a(?:\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
+_SCALAR = rb"(?:[N\x88\x89]|K.|M..|J.{4}|G.{8}|" + _LONG + rb")"
+_TUPLE = rb"\)|" + _SCALAR + rb"\x85|" + _SCALAR + rb"{2}\x86|" + _SCALAR + rb"{3}\x87|\(" + _SCALAR + rb"{4,16}t"
 # Opcodes whose arguments have a fixed length, many at a time; bounded, as the engine remembers every turn of a loop.
-_FIXED = rb"[(}\])taesudlN\x85-\x89\x94]|[hqK].|M..|[jJ].{4}|[G\x95].{8}|\x80[\x02-\x05]"
+_FIXED = _TUPLE + rb"|[(}\]aesudlN\x88\x89\x94]|[hqK].|M..|[jJ].{4}|[G\x95].{8}|\x80[\x02-\x05]"
 _RUN = re.compile(rb"(?:" + _FIXED + rb"){1,512}", re.DOTALL)
+_NESTED = (0x74, 0x85, 0x86, 0x87)
 _OF_FIXED_LENGTH = re.compile(rb"[(}\])taesudlN\x85-\x89\x94hqKMjJG\x95\x80]")
 _NAMES = {
     0x52: "REDUCE, a call", 0x62: "BUILD, a call", 0x81: "NEWOBJ, a new object", 0x92: "NEWOBJ_EX, a new object",
@@ -26,6 +34,8 @@ _NAMES = {
 
 def objection(data: bytes) -> str | None:
     """What speaks against loading the pickle, in words; None if it holds containers and scalars alone."""
+    if data.count(b"}") + data.count(b"]") > _FEW + len(data) // _CROWDED:
+        return f"it has a list or a dict for every {_CROWDED} bytes or fewer, which no snapshot has"
     at, texts = 0, ["?", "?"]
     while at < len(data):
         run = _RUN.match(data, at)
@@ -58,6 +68,8 @@ def _cut_off(data: bytes) -> str:
 
 def _wrong(data: bytes, at: int, texts: list[str]) -> str:
     code = data[at]
+    if code in _NESTED:
+        return f"at byte {at} it has a tuple of something else than numbers, which no snapshot has"
     if _OF_FIXED_LENGTH.match(data, at) or code == _LONG_BINPUT:
         whole = code == _PROTO and at + 1 < len(data)
         return f"its protocol is {data[at + 1]}, not one of 2 to 5" if whole else _cut_off(data)

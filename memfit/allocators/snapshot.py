@@ -9,6 +9,7 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -118,8 +119,8 @@ def _refuse(name: object, found: str, next_move: str) -> NoReturn:
 def parse_snapshot(content: object, *, name: str = "given as an object") -> Snapshot:
     """The snapshot in what torch.cuda.memory._snapshot() returns. Raises UsageError for anything else."""
     if not isinstance(content, Mapping) or "segments" not in content or "device_traces" not in content:
-        keys = sorted(map(str, content))[:5] if isinstance(content, Mapping) else type(content).__name__
-        _refuse(name, f"it holds {keys}, not 'segments' and 'device_traces'", _HOW)
+        keys = ", ".join(map(_shown, islice(content, 5))) if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        _refuse(name, f"it holds {keys or 'nothing'}, not 'segments' and 'device_traces'", _HOW)
     reader = _Reader(name)
     traces = [
         tuple(reader.entry(entry, f"entry {at} of device {device}'s trace") for at, entry in enumerate(reader.rows(trace)))
@@ -143,13 +144,18 @@ class _Reader:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._seen: dict[int, Sequence[Any]] = {}
 
     def wrong(self, where: str, found: str) -> NoReturn:
         _refuse(self.name, f"{where}: {found}", "record it again with torch.cuda.memory._dump_snapshot")
 
     def rows(self, value: object) -> Sequence[Any]:
+        """A list that stands in one place: what is named a thousand times in a few bytes would be read as often."""
         if not isinstance(value, (list, tuple)):
             self.wrong("a list", f"a {type(value).__name__}")
+        if value and id(value) in self._seen:
+            self.wrong("a list", f"its {len(value)} entries stand in several places")
+        self._seen[id(value)] = value
         return value
 
     def number(self, row: object, key: str, where: str, *, default: int | None = None, bits: int = 64) -> int:

@@ -8,20 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+Runs = tuple[tuple[int, int], ...]
+"""Pieces as (samples in each, how many such pieces follow one another): as short for a billion pieces as for ten."""
+
+
+def size_runs(samples: int, largest: int, least: int = 1) -> Runs:
+    """`sizes`, counted."""
+    pieces = min(-(-samples // max(least, largest)), max(1, samples // least))
+    small, extra = divmod(samples, max(1, pieces))
+    return _without_none((small + 1, extra), (small, pieces - extra))
+
+
+def equal_size_runs(samples: int, largest: int, least: int = 1) -> Runs:
+    """`equal_sizes`, counted."""
+    full, rest = divmod(samples, max(least, largest))
+    if 0 < rest < least:
+        return size_runs(samples, largest, least)
+    return _without_none((max(least, largest), full), (rest, 1 if rest else 0))
+
 
 def sizes(samples: int, largest: int, least: int = 1) -> tuple[int, ...]:
     """`samples` in as few pieces of at most `largest` as possible, as equal as possible: 10 with room for 4 is 4, 3, 3."""
-    pieces = min(-(-samples // max(least, largest)), max(1, samples // least))
-    small, extra = divmod(samples, max(1, pieces))
-    return (small + 1,) * extra + (small,) * (pieces - extra)
+    return _one_by_one(size_runs(samples, largest, least))
 
 
 def equal_sizes(samples: int, largest: int, least: int = 1) -> tuple[int, ...]:
     """At most two different sizes: pieces of `largest` and one remainder (compiled models are built once per size)."""
-    full, rest = divmod(samples, max(least, largest))
-    if 0 < rest < least:
-        return sizes(samples, largest, least)
-    return (max(least, largest),) * full + ((rest,) if rest else ())
+    return _one_by_one(equal_size_runs(samples, largest, least))
+
+
+def count_of(runs: Runs) -> int:
+    """How many pieces these are."""
+    return sum(count for _, count in runs)
+
+
+def _without_none(*runs: tuple[int, int]) -> Runs:
+    return tuple(run for run in runs if run[1])
+
+
+def _one_by_one(runs: Runs) -> tuple[int, ...]:
+    return tuple(size for size, count in runs for _ in range(count))
 
 
 def next_size(left: int, wanted: int, least: int = 1) -> int:

@@ -277,7 +277,7 @@ def budget_from(text: str | None) -> int | float | str | None:
     """A budget as typed: a size, a number of bytes or a share of the device. Raises UsageError if it cannot be meant."""
     if text is None:
         return None
-    if re.fullmatch(r"-?\d+", text.strip()):
+    if re.fullmatch(r"-?\d{1,30}", text.strip()):
         budget: int | float | str = int(text)
     else:
         budget = float(text) if re.fullmatch(r"-?(\d+\.\d*|\.\d+)", text.strip()) else text

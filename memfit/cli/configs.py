@@ -245,7 +245,7 @@ def _sample(config: Any, model: Any, task: str, seq_len: int | None) -> tuple[di
     if task == "image-classification":
         return _images(config, model, seq_len)
     length = _length(_text(config), seq_len)
-    tokens = torch.zeros(CHECK, length, dtype=torch.long)
+    tokens = torch.zeros((), dtype=torch.long).expand(CHECK, length)
     if task == "sequence-classification":
         return {"input_ids": tokens, "labels": _classes(config)}, f"{length:,} tokens per sample"
     decoded = {"decoder_input_ids": tokens} if task == "seq2seq-lm" else {}
@@ -260,7 +260,7 @@ def _images(config: Any, model: Any, seq_len: int | None) -> tuple[dict[str, tor
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = getattr(config, "num_channels", 3)
     dtype = next(p.dtype for p in model.parameters())
-    pixels = torch.zeros(CHECK, channels, height, width, dtype=dtype)
+    pixels = torch.zeros((), dtype=dtype).expand(CHECK, channels, height, width)
     return {"pixel_values": pixels, "labels": _classes(config)}, f"images of {height} x {width} pixels"
 
 

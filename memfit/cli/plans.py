@@ -21,7 +21,7 @@ from memfit.cli.saved import save_plan, show
 from memfit.cli.scripts import planned_by_script, stopped_at_plan
 from memfit.loading.pool import planning_pool
 from memfit.planning.export import EXPORTS
-from memfit.reporting.files import write_text
+from memfit.reporting.files import check_writable, write_text
 from memfit.reporting.progress import progress
 from memfit.reporting.report import Report
 
@@ -54,6 +54,8 @@ class Wanted:
 def plan_as(wanted: Wanted) -> None:
     """Plan, print, and save or export what was asked for. Raises MemfitError."""
     _check(wanted)
+    if wanted.save is not None:
+        check_writable(wanted.save, "the plan" if wanted.devices is None else "the comparison")
     if wanted.devices is not None:
         _compare(wanted, wanted.devices)
         return

@@ -16,6 +16,7 @@ from memfit.batches.cut import shared_samples
 from memfit.cli.functions import Training, made_by, split_target
 from memfit.loading.pool import planning_pool
 from memfit.profiling.loop import AFTER_STEP
+from memfit.reporting.files import FORMATS, check_writable
 from memfit.reporting.profiled import ProfileReport, profile_report
 from memfit.reporting.progress import progress
 
@@ -50,6 +51,8 @@ def profile_as(wanted: Wanted) -> None:
             found="it names no function",
             next_move="write FILE.py:function, a function that returns (model, optimizer, loader[, loss_fn])",
         )
+    if wanted.save is not None:
+        check_writable(wanted.save, suffixes=FORMATS)
     report = _profiled(made_by(file, function), wanted)
     _show(report)
     if wanted.save is not None:

@@ -52,6 +52,31 @@ def autocasting(states: Iterable[Autocast]) -> AbstractContextManager[object]:
     return stack
 
 
+@contextmanager
+def autocast_kept(device_types: Iterable[str]) -> Iterator[None]:
+    """Autocast is afterwards as it was, also where what runs inside enters it and never leaves."""
+    before, depth = autocast_now(device_types), _autocast_depth()
+    try:
+        yield
+    finally:
+        for state in before:
+            torch.set_autocast_enabled(state.device_type, state.enabled)
+            torch.set_autocast_dtype(state.device_type, state.dtype)
+            torch.set_autocast_cache_enabled(state.cache)
+        if _autocast_depth() != depth:
+            torch.clear_autocast_cache()
+        while _autocast_depth() > depth:
+            torch.autocast_decrement_nesting()
+        while _autocast_depth() < depth:
+            torch.autocast_increment_nesting()
+
+
+def _autocast_depth() -> int:
+    """How many autocast regions this thread is in: torch tells only when it is counted up or down."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Autocast off for a device and the host, for inner backward passes."""
     kind = device.type

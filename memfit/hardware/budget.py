@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memfit._errors import UsageError
-from memfit._units import MiB, format_at_least, format_bytes, parse_bytes
+from memfit._units import BEYOND, MiB, format_at_least, format_bytes, parse_bytes
 from memfit.hardware.catalogue import Card, card
 from memfit.hardware.device import Device, default_device, photograph
 from memfit.hardware.nvml import load_nvml
@@ -21,7 +21,7 @@ from memfit.hardware.nvml import load_nvml
 if TYPE_CHECKING:
     import torch
 
-_TORCHS_OWN = re.compile(r"(cpu|cuda|xpu|mps|meta|hpu|xla|privateuseone)(:\d+)?")
+_TORCHS_OWN = re.compile(r"\s*(cpu|cuda|xpu|mps|meta|hpu|xla|privateuseone)(?:[\s:]*(\d{1,4}))?\s*", re.IGNORECASE)
 
 SMALLEST = 1 * MiB  # an int below this was not meant in bytes
 
@@ -111,10 +111,25 @@ def probe(*, budget: int | float | str | None = None, device: torch.device | str
 
 
 def card_named(device: object) -> Card | None:
-    """The card of the catalogue that a `device=` names; None for what torch could mean. Raises UsageError."""
-    if not isinstance(device, str) or _TORCHS_OWN.fullmatch(device.strip()):
-        return None
-    return card(device)
+    """The card of the catalogue that a `device=` names; None for what torch could mean. Raises UsageError, also for what is no
+    name."""
+    name = torchs_name(device)
+    return card(name) if isinstance(name, str) and not _TORCHS_OWN.fullmatch(name) else None
+
+
+def torchs_name(device: Any) -> Any:
+    """A `device=` as torch writes it, where it is one of torch's: "cuda:0" for "Cuda 0". Raises UsageError for what is neither
+    a name nor a torch.device."""
+    own = _TORCHS_OWN.fullmatch(device) if isinstance(device, str) else None
+    if own is not None:
+        return own[1].lower() + (f":{int(own[2])}" if own[2] else "")
+    # Only what has a `type` and an `index` can be a torch.device: torch is not imported to know.
+    if device is None or isinstance(device, str) or (hasattr(device, "type") and hasattr(device, "index")):
+        return device
+    kind = type(device).__name__
+    meant = f"'cuda:{device}'" if kind == "int" and 0 <= device < 1000 else "'cuda:0', 'cpu' or 'a100-40gb'"
+    found = f"it is of type {kind}, not a name"
+    raise UsageError(f"device={str(device)[:60]}", found=found, next_move=f"write it like {meant}")
 
 
 def budget_for(device: Device, asked: int | float | str | None = None) -> Budget:
@@ -146,6 +161,9 @@ def asked_bytes(asked: int | float | str, total: int) -> int:
         raise UsageError(f"budget={asked!r}", found=f"it is a {type(asked).__name__}", next_move=_FORMS)
     if isinstance(asked, float):
         return _share(asked, total)
+    if abs(int(asked)) >= BEYOND:
+        digits = f"a number of {int(asked).bit_length()} bits"
+        raise UsageError(f"budget={digits}", found="no machine has as many bytes", next_move=_FORMS)
     if _positive(int(asked), asked) < SMALLEST:
         raise UsageError(f"budget={asked}", found=f"that is {asked} bytes", next_move=_meant(asked))
     return int(asked)
@@ -189,7 +207,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         return default_device()
     try:
-        return torch.device(device)
+        return torch.device(torchs_name(device))
     except RuntimeError as error:
         found = str(error).partition("\n")[0]
         raise UsageError(f"device={device!r}", found=found, next_move="write it like 'cuda:0' or 'cpu'") from None

@@ -173,7 +173,8 @@ def _unknown(name: str) -> UsageError:
     return UsageError(
         f"card {name!r}",
         found=f"{told}; the nearest: {', '.join(names)}" if names else told,
-        next_move="use a name of memfit.hardware.catalogue.cards(), or the size of its memory, like '24GiB'",
+        next_move="use a name of memfit.hardware.catalogue.cards(), the size of its memory, like '24GiB', or what torch "
+        "calls a device that is here, like 'cuda:0'",
     )
 
 

@@ -11,7 +11,7 @@ from itertools import combinations
 
 from memfit._errors import DoesNotFit
 from memfit._units import format_bytes, parse_bytes
-from memfit.batches.pieces import equal_sizes, sizes
+from memfit.batches.pieces import Runs, count_of, equal_size_runs, size_runs
 from memfit.hardware.budget import Budget
 from memfit.planning.blocks import choose_blocks
 from memfit.planning.compose import Recompute, recomputable, with_checkpoint
@@ -27,6 +27,7 @@ NEARLY = 1.02
 FEW_BLOCKS = 4
 """Up to this many blocks every choice of them is looked at; beyond, `choose_blocks` does, which knows the bytes of tensors but
 not how the margin above them changes."""
+NORMS = "BatchNorm takes its statistics from each micro-batch, so training differs from the whole batch's there"
 NODE = 3 << 10
 """Bytes of host memory that a tensor saved for backward takes beside its own (nodes of the graph, objects, headers of the
 C library): 2.3 KiB were measured for a loop of small operations, of which half save something."""
@@ -244,8 +245,7 @@ def _settled(way: _Way, ways: Sequence[_Way], bar: float | None, demand: Demand)
     if bar is None or way.seconds is None:
         return any(w.fits for w in ways)
     block = min(dict(timing_at(profile.timings, way.micro_batch).blocks).get(name, 0.0) for name in profile.blocks)
-    pieces = (equal_sizes if demand.equal else sizes)(demand.share, way.micro_batch)
-    recomputed = block * sum(pieces) / way.micro_batch
+    recomputed = block * demand.share / way.micro_batch
     return (way.seconds + recomputed) * NEARLY >= bar
 
 
@@ -256,31 +256,33 @@ def _with_fewest_blocks(pricing: _Pricing, way: _Way, allowed: int, demand: Dema
 
 
 def _way(pricing: _Pricing, size: int, blocks: tuple[str, ...], allowed: int, demand: Demand) -> _Way:
-    pieces = (equal_sizes if demand.equal else sizes)(demand.share, size)
-    peak = pricing.peak(size, blocks, len(pieces) > 1).plus(_kept(pricing.profile, size, demand))
+    pieces = (equal_size_runs if demand.equal else size_runs)(demand.share, size)
+    count = count_of(pieces)
+    peak = pricing.peak(size, blocks, count > 1).plus(_kept(pricing.profile, size, demand))
     seconds = step_seconds(pricing.profile, pieces, blocks, demand.mode)
-    return _Way(pricing.profile, size, len(pieces), blocks, peak, seconds, peak.upper <= allowed)
+    return _Way(pricing.profile, size, count, blocks, peak, seconds, peak.upper <= allowed)
 
 
 def _kept(profile: Profile, size: int, demand: Demand) -> int:
     """Bytes that kernels for all sizes of micro-batches of an epoch will keep."""
-    cut = equal_sizes if demand.equal else sizes
+    cut = equal_size_runs if demand.equal else size_runs
     last = cut(demand.leftover, min(size, demand.leftover)) if demand.leftover else ()
     unknown = profile.kept_per_size if demand.leftover is None else 0
-    return profile.kept_for((*cut(demand.share, size), *last)) + unknown
+    return profile.kept_for(samples for samples, _ in (*cut(demand.share, size), *last)) + unknown
 
 
-def step_seconds(profile: Profile, pieces: Sequence[int], blocks: Sequence[str], mode: str) -> float | None:
-    """Seconds of one optimizer step in these micro-batches; None where nothing was timed."""
+def step_seconds(profile: Profile, pieces: Runs, blocks: Sequence[str], mode: str) -> float | None:
+    """Seconds of one optimizer step in these micro-batches, however many; None where nothing was timed."""
     if not profile.timings:
         return None
     total = profile.optimizer_seconds
-    for index, piece in enumerate(pieces):
-        timing = timing_at(profile.timings, piece)
+    for index, (samples, count) in enumerate(pieces):
+        timing = timing_at(profile.timings, samples)
         per_block = dict(timing.blocks)
-        total += timing.seconds + sum(per_block.get(name, 0.0) for name in blocks)
+        total += count * (timing.seconds + sum(per_block.get(name, 0.0) for name in blocks))
         # (the last one's activations are kept: see `keepable`)
-        total += timing.forward if mode == "replay" and index < len(pieces) - 1 else 0.0
+        again = count if index < len(pieces) - 1 else count - 1
+        total += timing.forward * again if mode == "replay" else 0.0
     return total
 
 
@@ -307,7 +309,7 @@ def _plan(chosen: _Way, tried: Sequence[_Way], own: Profile, budget: Budget, dem
         shard="off",
         offload="off",
         predicted=_cost(chosen.peak, standing, chosen.seconds),
-        asked=_cost(whole, 0, step_seconds(own, (demand.share,), (), "accumulate")),
+        asked=_cost(whole, 0, step_seconds(own, ((demand.share, 1),), (), "accumulate")),
         limit=budget.limit,
         margin=budget.margin,
         held=budget.held,
@@ -318,7 +320,7 @@ def _plan(chosen: _Way, tried: Sequence[_Way], own: Profile, budget: Budget, dem
         overhead=chosen.profile.optimizer_seconds,
         accumulate_in=chosen.profile.accumulate_in,
         options=tuple(way.option(_reason(way, chosen, budget, standing), standing) for way in tried),
-        notes=own.notes,
+        notes=(*own.notes, *([NORMS] if own.batch_norms and chosen.accumulation > 1 else [])),
     )
 
 
@@ -359,13 +361,19 @@ def _does_not_fit(tried: Sequence[_Way], budget: Budget, demand: Demand, own: Pr
     more = f"give it budget={size!r} or more" if could else f"take a device with {size} or more"
     error = DoesNotFit(
         f"a batch of {demand.share} within {format_bytes(budget.limit)} ({budget.source})",
-        found=f"at micro-batch {least.micro_batch}{levers} it needs {format_bytes(need)}, and {left} are "
+        found=f"at micro-batch {least.micro_batch}{levers} it needs {_needed(least.peak, standing)}, and {left} are "
         f"left of {format_bytes(budget.limit)} (held by {by} {format_bytes(budget.held)}, margin "
         f"{format_bytes(budget.margin)}); parameters and gradients alone take {format_bytes(fixed)}",
         next_move=f"{more}{_what_else(demand, own)}",
     )
     error.enough = enough
     return error
+
+
+def _needed(peak: Peak, standing: int) -> str:
+    """What is expected and, where the words differ, what it may come to: the second is what has to fit."""
+    expected, most = format_bytes(peak.expected + standing), format_bytes(peak.upper + standing)
+    return most if expected == most else f"{expected}, at most {most}"
 
 
 def _what_else(demand: Demand, own: Profile) -> str:

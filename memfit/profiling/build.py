@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from memfit.engine.accumulate import Weighting, Work
 from memfit.engine.staged import Staging, sparse_parameters
 from memfit.kernels.target import Target
+from memfit.profiling.failures import telling_failures
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import MEMFITS, Loop
@@ -23,7 +24,7 @@ from memfit.profiling.profile import ModelFacts, ModuleFacts, Profile, affine
 from memfit.profiling.shadow import shadow_optimizer
 from memfit.profiling.timeline import Timeline, fit, split_like
 from memfit.profiling.timing import Stopwatch, clone_of_optimizer
-from memfit.profiling.trace import MakeWork, Manner, Trace, telling_failures, trace_step
+from memfit.profiling.trace import MakeWork, Manner, Trace, trace_step
 
 SIZES, CHECK = (2, 3), 5
 """Micro-batches that are traced: two give every allocation as fixed + per sample, a third checks it. One sample is left
@@ -73,7 +74,7 @@ def traced_profile(
     same step on samples of another size: where the step runs the same way, one trace is enough; with `sizes`, only the
     optimizer's step is taken from it.
 
-    Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
+    Raises TraceFailed for whatever is raised on fake tensors: what is the user's own is raised again when measuring.
     """
     if like is not None and like.timeline is not None and sizes is None and available >= SIZES[1]:
         one = traced_profile(subject, make_work, available, SIZES[1:], like)

@@ -32,6 +32,8 @@ class FakeWorld:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self.mode = FakeTensorMode()
+        # A fake's address leads nowhere: who reads from it (DLPack, kernels of other libraries) would end the process.
+        self.mode._allow_unsafe_data_ptr_access = False
         self.values = _Values(self.mode)
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -142,6 +142,12 @@ class Profile:
         size = max(self.standing + self.stepping, _interpolated(self.points, micro_batch))
         return Peak(size, size, size + size // 8)
 
+    @property
+    def batch_norms(self) -> tuple[str, ...]:
+        """Modules whose training forward writes statistics of its batch, as far as tracing told."""
+        ends = ".running_mean"
+        return tuple(name.removesuffix(ends) for name in self.written_buffers if name.endswith(ends))
+
     def traced_at(self, micro_batch: int) -> Timeline | None:
         """The timeline that tells of this size."""
         return self.timeline if micro_batch > 1 or self.timeline is None else self.single or self.timeline

@@ -1,9 +1,9 @@
 """Leave no trace: what planning touches is put back bit for bit, also when it fails or is interrupted.
 
-Covered: random state of every device in use, of Python and of NumPy, buffers, gradients, train/eval modes, attributes that a
-forward writes on modules (one level of lists, dicts and sets inside them too), data that it gives a parameter. Parameters and
-optimizer state are never written by planning. What hooks leave behind is in `hooks.py`. Not covered: parameters that a forward
-writes in place, and other state that it keeps outside its modules.
+Covered: random state of every device in use, of Python and of NumPy, buffers, gradients, train/eval modes, autocast, attributes
+that a forward writes on modules (one level of lists, dicts and sets inside them too), data that it gives a parameter.
+Parameters and optimizer state are never written by planning. What hooks leave behind is in `hooks.py`. Not covered:
+parameters that a forward writes in place, and other state that it keeps outside its modules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engine.context import modes_as, modes_of
+from memfit.engine.context import autocast_kept, modes_as, modes_of
 from memfit.engine.generators import random_state_kept
 from memfit.profiling.hooks import hooks_kept, put_back, refilled
 
@@ -25,7 +25,13 @@ from memfit.profiling.hooks import hooks_kept, put_back, refilled
 def leave_no_trace(model: nn.Module, device: torch.device, *, buffers: bool = True) -> Iterator[None]:
     """Everything listed above is afterwards as it was. `buffers=False` where fake ones stand in their places meanwhile."""
     held = [(p, p.detach(), p.grad) for p in model.parameters()]
-    with random_state_kept(device), hooks_kept(model), attributes_kept(model), modes_as(modes_of(model)):
+    with (
+        autocast_kept((device.type, "cpu", "cuda")),
+        random_state_kept(device),
+        hooks_kept(model),
+        attributes_kept(model),
+        modes_as(modes_of(model)),
+    ):
         copies = [(b, b.detach().clone()) for b in model.buffers()] if buffers else []
         try:
             yield

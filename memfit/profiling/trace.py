@@ -8,8 +8,8 @@ does between backward and step (averaging weights, unscaling gradients).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work, accumulate
+from memfit.engine.context import uncompiled
 from memfit.engine.generators import HostRandom
 from memfit.engine.handover import Total, hand_over
 from memfit.engine.staged import Staging
@@ -28,6 +29,7 @@ from memfit.kernels.substitute import cuda_kernels
 from memfit.kernels.target import Target
 from memfit.profiling.counts import Counts
 from memfit.profiling.evaluating import evaluated, one_each
+from memfit.profiling.failures import TraceFailed, telling_failures
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import AFTER_STEP, BEFORE_BACKWARD, BEFORE_FORWARD, MEMFITS, TO_ZERO, Loop
@@ -39,14 +41,6 @@ from memfit.profiling.timeline import Timeline
 
 MakeWork = Callable[[Callable[[torch.Tensor], torch.Tensor], int], Work]
 """From a function that gives a tensor's twin, and a number of samples, to the work on that many twin samples."""
-
-
-class TraceFailed(Exception):
-    """The step cannot be run on fake tensors; `reason` is the first line of what stood in the way."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,7 @@ def trace_step(
     Runs through `blocks` are noted. `levers` gives a context in which the model runs with the levers under test. `like` is a
     step of the same model and optimizer, whose optimizer's step is taken over. `manner` says for which device, and
     what is looked at. Leaves no trace.
-    Raises TraceFailed where the model needs real data; exceptions of the user's own code surface as themselves.
+    Raises TraceFailed for whatever is raised on fake tensors.
     """
     world, insides = FakeWorld(), _Insides()
     on_gpu = manner.target is not None or device.type == "cuda"
@@ -120,6 +114,7 @@ def trace_step(
         for step in steps:
             step.works.extend(make_work(world.twin, step.pieces[0]) for _ in range(stepping.works_per_step))
         evaluations = one_each(lambda n: make_work(world.twin, n), manner.evaluation)
+        stack.enter_context(uncompiled())
         stack.enter_context(world.entered())
         stack.enter_context(ledger)
         stack.enter_context(ledger.naming(model, blocks))
@@ -354,27 +349,3 @@ class _Watched:
         """Gradients are set to zero once per step, not per micro-batch."""
         if not self._turn:
             self._stepping._clear(at)
-
-
-@contextmanager
-def telling_failures(world: FakeWorld) -> Iterator[None]:
-    """Fake mode's own ways of saying that it needs real data, as TraceFailed; and whatever the model raises after a value
-    had to be guessed, which a real run need not raise."""
-    from torch._subclasses import fake_tensor as fakes
-
-    kinds = (
-        fakes.UnsupportedFakeTensorException,
-        fakes.DataDependentOutputException,
-        fakes.DynamicOutputShapeException,
-        NotImplementedError,
-    )
-    try:
-        yield
-    except kinds as error:
-        raise TraceFailed(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
-    except TraceFailed:
-        raise
-    except Exception as error:
-        if not world.guesses:
-            raise
-        raise TraceFailed(f"it depends on values, and where they are guessed it raises {type(error).__name__}") from error

@@ -6,11 +6,13 @@ Not covered: files that change while they are read.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -18,18 +20,38 @@ from memfit._errors import UsageError
 from memfit.planning.plan import Plan
 
 T = TypeVar("T")
+FORMATS = (".html", ".json", ".md")
+"""The suffixes of what a report can be saved as."""
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def write_text(path: Path, text: str, what: str = "the report") -> None:
     """Write a file whole: beside it first, then in its place. Raises UsageError with the system's reason; `what` names what
     is written in it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _writing(path, what) as beside:
+        # What no encoding has (half of a surrogate pair in a name) is shown by its number.
+        beside.write_bytes(text.encode("utf-8", "backslashreplace"))
+        os.replace(beside, path)
+
+
+def check_writable(path: Path, what: str = "the report", suffixes: Collection[str] = ()) -> None:
+    """Whether a file can be written there, tried before the work whose result it is to hold. Raises UsageError as writing
+    would, also for a suffix that is none of `suffixes`, if there are any."""
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise _no_format(path)
+    with _writing(path, what) as beside:
+        beside.write_bytes(b"")
+
+
+@contextmanager
+def _writing(path: Path, what: str) -> Iterator[Path]:
+    """A file beside that of `path`, gone afterwards; what the system refuses, in three parts."""
+    beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
+        if not path.name or path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         try:
-            # What no encoding has (half of a surrogate pair in a name) is shown by its number.
-            beside.write_bytes(text.encode("utf-8", "backslashreplace"))
-            os.replace(beside, path)
+            yield beside
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
@@ -51,12 +73,16 @@ def write_in_format(path: str | Path, formats: dict[str, Callable[[], str]]) -> 
     path = Path(path)
     make = formats.get(path.suffix.lower())
     if make is None:
-        raise UsageError(
-            f"a report in {str(path)!r}",
-            found=f"the suffix {path.suffix!r} names no format",
-            next_move="end the name in .html, .json or .md",
-        )
+        raise _no_format(path)
     write_text(path, make())
+
+
+def _no_format(path: Path) -> UsageError:
+    return UsageError(
+        f"a report in {str(path)!r}",
+        found=f"the suffix {path.suffix!r} names no format",
+        next_move="end the name in .html, .json or .md",
+    )
 
 
 def read_text(path: Path) -> str:

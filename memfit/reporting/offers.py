@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from memfit.batches.pieces import sizes
+from memfit.batches.pieces import count_of, size_runs
 from memfit.planning.compose import recomputable
 from memfit.planning.plan import Option, Plan
 from memfit.planning.search import micro_batch_sizes, step_seconds, with_blocks
@@ -83,7 +83,7 @@ def drift(plan: Plan, profile: Profile | None) -> float:
     own = next((option.cost.seconds for option in plan.options if not option.reason and option.measured), None)
     if own is None or profile is None:
         return 1.0
-    pieces = sizes(plan.share, plan.micro_batch)
+    pieces = size_runs(plan.share, plan.micro_batch)
     # Where samples differ in size, the plan's own prediction stays as it was planned.
     timed = plan.predicted.seconds if plan.by_size else step_seconds(profile, pieces, plan.checkpoint, plan.mode)
     return own / timed if timed else 1.0
@@ -109,12 +109,12 @@ class _Against:
     def offer(self, lever: str, size: int, blocks: tuple[str, ...], block: str = "") -> Offer:
         """The same plan with another size of micro-batch and other blocks."""
         plan = self.plan
-        pieces = sizes(plan.share, size)
+        count = count_of(size_runs(plan.share, size))
         more = self._upper(size, blocks) - self._upper(plan.micro_batch, plan.checkpoint)
         now, then = plan.predicted.seconds, self.seconds(size, blocks)
         seconds = None if now is None or then is None else then * self.pace - now
         missing = max(0, more - self.room)
-        return Offer(lever, size, len(pieces), len(blocks), plan.precision, block, more, seconds, missing)
+        return Offer(lever, size, count, len(blocks), plan.precision, block, more, seconds, missing)
 
     @property
     def pace(self) -> float:
@@ -123,12 +123,12 @@ class _Against:
 
     def seconds(self, size: int, blocks: tuple[str, ...]) -> float | None:
         """Seconds of the step as timed while planning."""
-        return step_seconds(self.profile, sizes(self.plan.share, size), blocks, self.plan.mode)
+        return step_seconds(self.profile, size_runs(self.plan.share, size), blocks, self.plan.mode)
 
     def _upper(self, size: int, blocks: tuple[str, ...]) -> int:
         if (size, blocks) not in self._uppers:
             priced = self.profile if self.profile.checkpoint == blocks else with_blocks(self.profile, blocks)
-            self._uppers[size, blocks] = priced.peak(size, accumulates=len(sizes(self.plan.share, size)) > 1).upper
+            self._uppers[size, blocks] = priced.peak(size, accumulates=size < self.plan.share).upper
         return self._uppers[size, blocks]
 
 

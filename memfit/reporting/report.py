@@ -180,7 +180,7 @@ def make_report(
         block_count=None if profile is None else len({*profile.blocks, *profile.script_blocks, *plan.checkpoint}),
         script_blocks=() if profile is None else profile.script_blocks,
         draws=tuple(map(str, draws)),
-        batch_norms=() if profile is None else _batch_norms(profile),
+        batch_norms=() if profile is None else profile.batch_norms,
         blocks=() if profile is None or timeline is None else _blocks(plan, profile, timeline),
         curve=None if timeline is None else curve_of(timeline, plan.micro_batch, accumulates=plan.accumulation > 1),
         drift=drift(plan, profile),
@@ -222,11 +222,6 @@ def _offers(plan: Plan, profile: Profile | None, room: int, events: Sequence[Any
     """What other choices would need; none larger than the plan's where memory has run out before."""
     most = plan.micro_batch if any(event.kind == "out of memory" for event in events) else plan.share
     return tuple(offer for offer in offers_for(plan, profile, room) if offer.micro_batch <= most)
-
-
-def _batch_norms(profile: Profile) -> tuple[str, ...]:
-    ends = ".running_mean"
-    return tuple(name.removesuffix(ends) for name in profile.written_buffers if name.endswith(ends))
 
 
 def _pace(stats: Mapping[str, Any], seconds: Sequence[float], waits: Sequence[float]) -> Pace:

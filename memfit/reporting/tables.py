@@ -8,6 +8,7 @@ from statistics import median
 
 from memfit._units import format_bytes, format_seconds
 from memfit.planning.plan import Option
+from memfit.planning.search import NORMS
 from memfit.reporting.colours import COLOURS
 from memfit.reporting.facts import BlockCost, Moment
 from memfit.reporting.pace import loader_share, seconds_of, steady, typical_wait
@@ -170,7 +171,7 @@ def events(report: Report) -> Table:
 
 def notes(report: Report) -> Iterator[str]:
     """What the reader should know about the numbers."""
-    yield from dict.fromkeys((*report.notes, *report.allowance.notes))
+    yield from (note for note in dict.fromkeys((*report.notes, *report.allowance.notes)) if note != NORMS)  # said above them
     if report.curve is None and report.plan.by_size:
         yield "memory over one step is not drawn: it differs with the sizes of the samples"
 

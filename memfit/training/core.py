@@ -23,6 +23,7 @@ from memfit.hardware.budget import Budget
 from memfit.hardware.heap import give_back_free_heap
 from memfit.levers.checkpoint import checkpoint_blocks
 from memfit.planning.plan import Plan
+from memfit.planning.search import NORMS
 from memfit.profiling.profile import Profile
 from memfit.reporting.verification import Verification
 from memfit.training.buffers import WrittenBuffers
@@ -127,7 +128,7 @@ class Core:
         self._tuner = None if profile is None else self._tuner_of(plan)
         self.on_plan()
         if plan.accumulation > 1 and self.normalises_batches():
-            self.tell("BatchNorm takes its statistics from each micro-batch, so training differs from the whole batch's there")
+            self.tell(NORMS)
 
     def readopt(self, plan: Plan, profile: Profile | None, on_changed: Callable[[Plan], None]) -> None:
         """`adopt` for a plan that was in force before."""

@@ -5,7 +5,7 @@ Not covered: models that can only be profiled by running them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,10 +17,11 @@ from memfit.engine.staged import Staging
 from memfit.hardware.budget import Budget
 from memfit.hardware.catalogue import Card
 from memfit.kernels.target import Target
+from memfit.profiling.failures import TraceFailed
 from memfit.profiling.intervals import interval_of
 from memfit.profiling.modelled import modelled
 from memfit.profiling.profile import Profile
-from memfit.training.measure import Measurer, Result
+from memfit.training.measure import Measurer
 from memfit.training.memory import Memory
 from memfit.training.task import Task
 
@@ -39,10 +40,20 @@ def on_card(profile: Profile, card: Card) -> Profile:
     interval = None if profile.timeline is None else interval_of(profile.timeline)
     found = modelled(replace(profile, capability=card.capability or NEAREST, timings=(), interval=interval), card)
     how = "modelled from operations and data sheets" if found.timings else "unknown"
-    others = tuple(note for note in profile.notes if not note.startswith(_PLANNED_FOR))
-    return replace(found, notes=(*others, f"{_PLANNED_FOR} {card.title}, which is not here: seconds are {how}"))
+    others = tuple(note for note in profile.notes if not note.startswith((_PLANNED_FOR, _EMULATED)))
+    own = f"{_PLANNED_FOR} {card.title}, which is not here: seconds are {how}"
+    return replace(found, notes=(*others, own, *_emulated(profile, card)))
 
 
+def _emulated(profile: Profile, card: Card) -> tuple[str, ...]:
+    """What to say of bfloat16 on a GPU of NVIDIA's that has no units for it: torch computes in it all the same."""
+    if profile.precision != "bfloat16" or card.capability is None or card.capability >= (8, 0):
+        return ()
+    better = "float16 is what the card is made for" if card.capability >= (7, 0) else "float32 is faster"
+    return (f"{_EMULATED} {card.title}, which has no units for it: it works, slowly; {better}",)
+
+
+_EMULATED = "bfloat16 is emulated on"
 _PLANNED_FOR = "planned for"
 
 
@@ -78,10 +89,18 @@ class CardMeasurer(Measurer):
         """The profile with modelled seconds."""
         return on_card(profile, self._card)
 
-    def smallest(self, run: Callable[[int], Result]) -> Result:
-        """Nothing can be measured. Raises UsageError."""
-        raise UsageError(
-            f"a profile for {self._card.title}",
-            found="the model cannot be traced: its forward needs real data, or it is compiled",
-            next_move="run it on that card, where memfit measures small micro-batches, or make it traceable",
+
+def not_measurable(card: Card | None, failed: TraceFailed) -> UsageError:
+    """The error for a model that can only be profiled by running it, where it cannot be run."""
+    if card is None:
+        return UsageError(
+            "a profile of a model on the meta device",
+            found=f"it cannot be traced, and has no values to be run with; what stood in the way is {failed.reason}",
+            next_move="give it values (model.to_empty(device='cpu') does), so that small micro-batches can be measured",
         )
+    return UsageError(
+        f"a profile for {card.title}",
+        found=f"the model cannot be traced, and nothing can be measured on a card that is not here; what stood in the way is "
+        f"{failed.reason}",
+        next_move="run it on that card, where memfit measures small micro-batches, or make it traceable",
+    )

@@ -56,7 +56,7 @@ class Kind:
     def outputs_of(self, call: Call, shapes: Shapes) -> Outputs:
         """What the call returns, learnt where these shapes are new; joined as was proven for others, if that tells how."""
         if shapes not in self.outputs:
-            learnt = outputs_of(call, known=True)
+            learnt = outputs_of(call)
             settled = None if self.proven is None else learnt.settled_like(self.proven)
             if settled is None:
                 self.proven = None

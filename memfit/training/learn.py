@@ -5,9 +5,7 @@ Where the model cannot run on fake tensors, the two small runs are real ones tha
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,9 +16,9 @@ from memfit._errors import MemfitError
 from memfit.batches.cut import Layout, candidate_layouts, like_first, uncuttable
 from memfit.batches.tree import Attribute, Path, flat, is_column, leaves, map_leaves
 from memfit.engine.context import autocast_now, uncompiled
+from memfit.profiling.failures import TraceFailed, telling_failures
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.sandbox import leave_no_trace
-from memfit.profiling.trace import TraceFailed, telling_failures
 from memfit.training.call import Call, Split, Tree
 from memfit.training.outputs import Outputs, learn_outputs
 
@@ -106,21 +104,14 @@ def ways_to_cut(
     raise uncuttable(f"on a few samples the model says: {str(first_error).splitlines()[0]}") from first_error
 
 
-def outputs_of(call: Call, *, known: bool = False) -> Outputs:
-    """What the model returns for any number of samples of a call like this one.
-
-    With `known`, calls like it were cut the same way before: what the model raises now is its own error, met for real.
-    """
+def outputs_of(call: Call) -> Outputs:
+    """What the model returns for any number of samples of a call like this one; raises what the model raises for real."""
     few, many = _few(call)
     if few == 1 and call.split is None:  # single samples are special to many models; copies serve to learn from
         call, few, many = call.chosen((0, call.samples - 1, 0)), 2, 3
     try:
         small, large = _fake_outputs(call, few, many)
     except TraceFailed:
-        small, large = _real_outputs(call, few, many)
-    except Exception:
-        if not known:
-            raise
         small, large = _real_outputs(call, few, many)
     return learn_outputs(small, few, large, many)
 
@@ -134,12 +125,7 @@ def _surface_own_error(call: Call) -> None:
     try:
         _fake_outputs(call, call.samples)
     except TraceFailed:
-        return
-    except Exception:
-        pass
-    else:
-        return
-    _real_outputs(call, *_few(call))
+        _real_outputs(call, *_few(call))
 
 
 def twin_call(call: Call, twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> tuple[Call, list[torch.Tensor]]:
@@ -188,20 +174,9 @@ def _fake_outputs(call: Call, *samples: int) -> list[Any]:
     found = []
     with leave_no_trace(call.model, call.device, buffers=False), telling_failures(world), world.replacing(call.model):
         twins = [twin_call(call, world.twin, n)[0] for n in samples]
-        with _fakes_silent(), world.entered(), uncompiled(), torch.enable_grad():
+        with world.entered(), uncompiled(), torch.enable_grad():
             found = [t.output() for t in twins]
     return found
-
-
-@contextmanager
-def _fakes_silent() -> Iterator[None]:
-    """torch logs errors of fake operators with their stack; here they are an answer."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
 
 
 def _real_outputs(call: Call, *samples: int) -> list[Any]:

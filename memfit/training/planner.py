@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointError
 
 from memfit._errors import DoesNotFit
 from memfit._units import format_bytes
@@ -21,9 +22,9 @@ from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search, with_blocks
 from memfit.profiling.allocator import thresholds_pinned
 from memfit.profiling.build import CHECK, Subject, measured_profile, state_bytes, traced_profile
+from memfit.profiling.failures import TraceFailed, own_exception
 from memfit.profiling.profile import Profile
-from memfit.profiling.trace import TraceFailed
-from memfit.training.elsewhere import CardMeasurer, target_of
+from memfit.training.elsewhere import CardMeasurer, not_measurable, target_of
 from memfit.training.measure import Measurer
 from memfit.training.memory import Memory
 from memfit.training.recover import is_out_of_memory, surviving
@@ -143,13 +144,24 @@ class Planner:
                 notes = (*found.notes, *((FRAGMENTS,) if self._memory.reserved and not thresholds_pinned() else ()))
                 return replace(found, heap_waste=self._memory.heap_waste, notes=notes)
             except TraceFailed as failed:
+                self._check_measurable(failed, checkpoint)
                 reason = failed.reason
         else:
             reason = "the model is compiled"
+            self._check_measurable(TraceFailed(reason), checkpoint)
         work, reserved = task.real_work(lever), self._memory.reserved
         return self.measurer.smallest(
             lambda n: measured_profile(subject, work, task.available, self._staging, reason, n, reserved=reserved)
         )
+
+    def _check_measurable(self, failed: TraceFailed, checkpoint: tuple[str, ...]) -> None:
+        """Whether what could not be traced can be run. Raises UsageError with what stood in the way, or what the user's code
+        raised; and torch's own word where a block computes another thing when it is run again."""
+        if checkpoint and isinstance(failed.__cause__, CheckpointError):
+            raise failed.__cause__
+        card = self._settings.card
+        if card is not None or any(p.is_meta for p in self._model.parameters()):
+            raise own_exception(failed) or not_measurable(card, failed) from failed.__cause__
 
     def _search(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
         """The plan by composition, then traced whole; where the trace needs more, that is learnt and searched again."""

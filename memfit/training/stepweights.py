@@ -14,10 +14,10 @@ from memfit.engine.accumulate import BY_SAMPLES, CountOf, Weighting, Work, check
 from memfit.engine.terms import Terms, is_only_term
 from memfit.levers.checkpoint import checkpointed
 from memfit.planning.search import Demand, with_blocks
+from memfit.profiling.failures import TraceFailed, telling_failures
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.profile import Profile
 from memfit.profiling.sandbox import leave_no_trace
-from memfit.profiling.trace import TraceFailed, telling_failures
 from memfit.training.alone import loss_alone
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.ordered import Ordered

@@ -1,0 +1,83 @@
+"""What stands in the way of running a step on fake tensors: told as one exception, with the reason and its place.
+
+Any exception counts, for a real run need not raise it: a fake has no values, is of another type than Tensor, and operators
+without a function for shapes refuse it. Not covered: what ends the process by itself.
+"""
+
+from __future__ import annotations
+
+import dis
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from memfit._errors import MemfitError
+from memfit.profiling.fake import FakeWorld
+
+_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+
+
+class TraceFailed(Exception):
+    """The step cannot be run on fake tensors; `reason` says what stood in the way, and where."""
+
+    def __init__(self, reason: str, *, guessed: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.guessed = reason, guessed
+
+
+@contextmanager
+def telling_failures(world: FakeWorld) -> Iterator[None]:
+    """What is raised on fake tensors, as TraceFailed: the same step on real ones need not raise it. Whoever then runs it for
+    real meets what is the user's own. What memfit refuses itself passes as it is."""
+    try:
+        with _unlogged():
+            yield
+    except (TraceFailed, MemfitError):
+        raise
+    except Exception as error:
+        raise TraceFailed(_reason(error, world), guessed=bool(world.guesses)) from error
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """torch logs errors of fake operators with their stack; here they are an answer."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+def _reason(error: Exception, world: FakeWorld) -> str:
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    what = f"{type(error).__name__}{f': {said}' if said else ''} (at {_place(error)})"
+    return f"it depends on values, and where they are guessed it raises {what}" if world.guesses else f"on fake tensors: {what}"
+
+
+def _place(error: Exception) -> str:
+    """The line that raised it where that is our own, else the innermost of the user's or of a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OURS, "<"))]
+    ours = frames[-1].filename.startswith(_OURS)
+    frame = theirs[-1] if theirs and not ours else frames[-1]
+    path = Path(frame.filename)
+    return f"{path.parent.name}/{path.name}, line {frame.lineno}"
+
+
+def own_exception(failed: TraceFailed) -> BaseException | None:
+    """The exception that ended a trace, where a `raise` of the user's or of a library's did and not torch: for what cannot be
+    run for real it is taken to be meant."""
+    error = failed.__cause__
+    last = None if error is None else error.__traceback__
+    if last is None or failed.guessed:
+        return None
+    while last.tb_next is not None:
+        last = last.tb_next
+    code = last.tb_frame.f_code
+    raised = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return error if raised and not code.co_filename.startswith((_TORCH, _OURS)) else None
