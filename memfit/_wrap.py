@@ -135,8 +135,6 @@ def wrap(
     allowed, card = _allowed(budget, device, asked)
     _undo_earlier(model, optimizer)
     known = replace(settings, leftover=leftover(loader, settings.share), card=card)
-    if given is not None and given.accumulate_in == "param":
-        known = replace(known, accumulate_in="param")  # it was planned with no more room than that
     core = Core(model, optimizer, device, allowed, known, compiled=is_compiled(model))
     run = Run(model, optimizer, None, core=core)
     core.owner = run

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from memfit.batches.tree import map_leaves, tensors
 from memfit.hardware.budget import probe
+from memfit.kernels.onednn import stages
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import MEMFITS, Loop
 from memfit.profiling.profile import Profile
@@ -60,7 +61,7 @@ class PlainLoop:
         self.model, self.optimizer, self.loss_fn, self.loop = model, optimizer, loss_fn, loop
         self._whole, self._samples = batch, first(batch, samples)
         self.batch = self.out = self.loss = None
-        self.ledger = Ledger(CPU)
+        self.ledger = Ledger(CPU, inside=stages)
 
     def steps(self, count: int) -> Timeline:
         """The last of so many steps."""

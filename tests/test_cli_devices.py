@@ -162,6 +162,48 @@ def test_a_fused_optimizer_takes_no_copy_of_the_parameters() -> None:
     assert dict(fused.explain(1).holds)["transient"] < copy // 4
 
 
+FOR_CUDA = """
+import torch, memfit
+from torch import nn
+from torch.nn import functional as F
+device = torch.device("cuda", 0)
+{first}
+model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 10)).cuda()
+weight = torch.ones(10, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = [(torch.ones(64), 1)] * 64
+loader = torch.utils.data.DataLoader(data, batch_size=16)
+model, optimizer, loader = memfit.wrap(model, optimizer, loader, target_batch=48)
+model.to(device)
+for x, y in loader:
+    x, y = x.to("cuda:0", non_blocking=True), y.to(0)
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = F.cross_entropy(model(x), y.cuda(), weight=weight.to(device="cuda"))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="scripts for CUDA run as they are where there is CUDA")
+def test_a_script_for_cuda_is_planned_without_cuda() -> None:
+    text = FOR_CUDA.format(first="")
+    texts = {
+        "cuda": text,
+        "without": text.replace("bfloat16)", "bfloat16, enabled=False)"),
+        "cpu": re.sub(r"\bcuda(:0)?\b(?!\()", "cpu", text),
+    }
+    peaks = {}
+    for name, own in texts.items():
+        Path(f"{name}.py").write_text(own)
+        assert_not_measured(planned(f"{name}.py", "--device", "a100-40gb", "--save", "plan.json"))
+        peaks[name] = memfit.Plan.load("plan.json").predicted.peak
+    assert peaks["cuda"] == peaks["cpu"] != peaks["without"], "its autocast counts"
+    assert "line 7, uses CUDA" in refused("cuda.py") and "--device a100-40gb" in refused("cuda.py")
+    Path("cuda.py").write_text(FOR_CUDA.format(first="torch.cuda.set_device(0)"))
+    assert "line 6, asks the CUDA driver" in refused("cuda.py", "--device", "a100-40gb")
+
+
 def test_an_unnamed_card_has_no_seconds() -> None:
     said = planned("made.py:make", "--device", "24GiB")
     assert "a card of 24.0 GiB, which is not here" in said

@@ -17,6 +17,7 @@ from zoo import FAMILIES, MORE, first_batch
 import memfit
 from memfit._errors import UsageError
 from memfit.batches.tree import tensors
+from memfit.kernels.onednn import stages
 from memfit.kernels.scratch import scratch
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import Loop
@@ -91,7 +92,7 @@ def ran_by_memfit(zero_grad: str) -> tuple[int, int]:
 
     step()
     step()
-    ledger = Ledger(CPU)
+    ledger = Ledger(CPU, inside=stages)
     with by_hand(), ledger:
         ledger.present(model.parameters(), "parameters")
         ledger.present(tensors(list(optimizer.state.values())), "optimizer")

@@ -18,6 +18,7 @@ from types import ModuleType
 
 from memfit._asked import ASKED, Asked, PlanReady
 from memfit._errors import UsageError
+from memfit.cli.hosted import hosting
 from memfit.reporting.report import Report
 from memfit.training.run import Run
 
@@ -30,7 +31,7 @@ def planned_by_script(script: Path, arguments: Sequence[str], asked: Asked) -> R
     Raises UsageError if it ends without one. Its own exceptions, and a SystemExit with a code, pass as they are.
     """
     runs: list[Run] = []
-    with running_as_main(script, arguments) as module:
+    with running_as_main(script, arguments) as module, hosting(script, elsewhere=asked.card is not None):
         report = stopped_at_plan(partial(_execute, script, module), replace(asked, on_wrap=runs.append))
     if report is None:  # or the script caught even a BaseException, and went on
         report = next((_report_of(run) for run in runs if run.plan is not None), None)

@@ -79,8 +79,10 @@ class Peak:
 
     def within(self, interval: Interval) -> Peak:
         """The same with calibrated bounds."""
-        lower, upper = (int(share * (self.reserved or 0)) for share in (interval.lower, interval.upper))
-        return replace(self, lower=max(self.allocated, self.expected - lower), upper=self.expected + upper)
+        held = self.expected if self.reserved is None else self.reserved
+        lower, upper = int(interval.lower * held) + interval.lower_bytes, int(interval.upper * held) + interval.upper_bytes
+        least = self.allocated if self.reserved is not None else 0  # whole segments hold no less than what lies in them
+        return replace(self, lower=max(least, self.expected - lower), upper=self.upper + upper)
 
 
 @dataclass(frozen=True)

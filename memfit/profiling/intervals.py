@@ -1,21 +1,24 @@
-"""How far a prediction for a GPU that is not here may be off: bounds calibrated on peaks that others measured.
+"""How far a prediction may be off: bounds calibrated on measured peaks.
 
+For GPUs that are not here on peaks that others measured, for the CPU on those of `benchmarks/prediction_cpu.py`.
 Split conformal prediction (Vovk, Gammerman, Shafer, Algorithmic Learning in a Random World, 2005) on what was missing in half
 of the models of `benchmarks/prediction_timm.py`, judged on the other half: no model is in both (`benchmarks/timm_bounds.py`).
-Steps whose arithmetic lies in convolutions have an interval of their own, as cuDNN chooses its workspaces while it runs. Not
-covered: other cards and versions than those rows are of; the context, which is counted apart.
+Steps whose arithmetic lies in convolutions have an interval of their own, as cuDNN chooses its workspaces while it runs. On the
+CPU what is missing is bytes, however large the step: families of models are split there. Not covered: other cards and versions
+than those rows are of; the context, which is counted apart; a C library that keeps what was freed (`allocator.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memfit._units import MiB
 from memfit.profiling.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Bounds as shares of the bytes that are predicted to be reserved; a floor in bytes beside them narrowed none."""
+    """Bounds as shares of the bytes that are predicted to be held, and as bytes. (On GPUs a floor in bytes narrowed none.)"""
 
     lower: float
     """By how much less may be reserved."""
@@ -25,12 +28,18 @@ class Interval:
     """The share of the judged rows that stayed below the upper bound."""
     above: float
     """The share of the judged rows that stayed above the lower bound."""
+    lower_bytes: int = 0
+    """By how much less may be held, whatever is predicted."""
+    upper_bytes: int = 0
+    """By how much more may be held, whatever is predicted."""
 
 
 PLAIN = Interval(lower=0.153, upper=0.073, covered=0.945, above=0.959)
 """Matrix products and attention: 82 rows to calibrate for 95 %, 73 judged. Covering 98.6 % of these took 0.123."""
 CONVOLUTIONS = Interval(lower=0.313, upper=0.129, covered=0.954, above=1.0)
 """Steps with convolutions: 286 rows to calibrate for 95 %, 281 judged. Covering 97.9 % of these took 0.608."""
+GIVEN_BACK = Interval(lower=0.0, upper=0.0, covered=0.0, above=0.0, lower_bytes=2 * MiB, upper_bytes=4 * MiB)
+"""The CPU, where freed memory goes back at once."""
 CONVOLUTIONAL = 0.1
 """Share of a step's arithmetic from which on it counts as convolutional (patches of a vision transformer: 0.01)."""
 

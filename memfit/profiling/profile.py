@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from memfit._units import format_bytes, format_count, format_seconds
 from memfit.hardware.catalogue import Card
 from memfit.profiling.allocator import HEAP_WASTE, Peak, peak_on, thresholds_pinned
-from memfit.profiling.intervals import Interval
+from memfit.profiling.intervals import GIVEN_BACK, Interval
 from memfit.profiling.loop import MEMFITS, Loop
 from memfit.profiling.pages import in_pages
 from memfit.profiling.seconds import Timing
@@ -140,7 +140,7 @@ class Profile:
         if self.peaks:
             return next((peak for n, peak in self.peaks if n >= micro_batch), self.peaks[-1][1])
         size = max(self.standing + self.stepping, _interpolated(self.points, micro_batch))
-        return Peak(size, size, size + size // 8)
+        return Peak(size, size, size + size // 8, size - size // 8)
 
     @property
     def batch_norms(self) -> tuple[str, ...]:
@@ -161,7 +161,8 @@ class Profile:
         if taken is not timeline:
             peak = replace(peak, allocated=timeline.peak(micro_batch, accumulates=accumulates))
         peak = peak.plus(self.excess_at(micro_batch))
-        return peak if self.interval is None else peak.within(self.interval)
+        interval = GIVEN_BACK if self.interval is None and self._gives_back() else self.interval
+        return peak if interval is None else peak.within(interval)
 
     def evaluation(self, samples: int | None = None, *, micro_batch: int | None = None) -> Peak:
         """The peak of an evaluation with batches of that many samples (None: as was asked for), beside parameters, optimizer

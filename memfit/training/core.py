@@ -168,6 +168,8 @@ class Core:
     def fix(self, plan: Plan) -> None:
         """Use a plan that was made elsewhere, instead of planning."""
         self.fixed = plan
+        if plan.accumulate_in == "param":  # it was made with no more room than that
+            self.settings = replace(self.settings, accumulate_in="param")
         self.adopt(plan, None)
 
     def release(self) -> None:
