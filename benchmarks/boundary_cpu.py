@@ -3,9 +3,10 @@
     python benchmarks/boundary_cpu.py [--limits 10] [family ...]
 
 One fresh process per family, with glibc's thresholds pinned; every prediction and every trial is a fork of it, in which
-RLIMIT_DATA lets it grow by so much and no more. `predicted` is the largest size whose `Profile.peak` stays within that,
-`planned` the largest that a plan would take, which keeps a margin. A size runs if two plain steps of two micro-batches do, in a
-loop written by hand. Rooms lie evenly between what one sample and what the largest micro-batch take, a little off.
+RLIMIT_DATA lets it grow by so much and no more. `predicted` is the largest size whose `Profile.peak` is expected to stay within
+that, `sure` the one whose upper bound does, `planned` the largest that a plan would take, which keeps a margin besides. A size
+runs if two plain steps of two micro-batches do, in a loop written by hand. Rooms lie evenly between what one sample and what the
+largest micro-batch take, a little off.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def run_family(name: str, limits: int) -> dict[str, Any]:
                 runs[n] = in_fork(lambda: steps(family, model, optimizer, n, room)) is not None
             return runs[n]
 
-        nothing = {"predicted": -1, "planned": -1}
+        nothing = {"predicted": -1, "sure": -1, "planned": -1}
         cases.append({"family": name, "room": room, "actual": largest(sizes, fits), **(told or nothing)})
     return {"cases": cases}
 
@@ -74,10 +75,11 @@ def predict(family: Any, model: Any, optimizer: Any, sample: Any, share: int, si
     profile = memfit.profile(model, optimizer, sample, loss_fn=family.loss)
     budget = memfit.probe()
     allowed = budget.limit - max(0, budget.held - profile.model.parameter_bytes)
-    peaks = {n: profile.peak(n).upper + profile.kept_for((n,)) for n in sizes}
+    peaks = {n: profile.peak(n).plus(profile.kept_for((n,))) for n in sizes}
     return {
-        "predicted": max((n for n in sizes if peaks[n] <= allowed), default=0),
-        "planned": max((n for n in sizes if peaks[n] <= allowed - budget.margin), default=0),
+        "predicted": max((n for n in sizes if peaks[n].expected <= allowed), default=0),
+        "sure": max((n for n in sizes if peaks[n].upper <= allowed), default=0),
+        "planned": max((n for n in sizes if peaks[n].upper <= allowed - budget.margin), default=0),
         "allowed": allowed,
         "margin": budget.margin,
     }
@@ -132,7 +134,7 @@ def main(arguments: argparse.Namespace) -> None:
         # Kept as it goes: a full run takes long.
         save("boundary_cpu", {"cases": results, "summary": summarise(results)})
     told = [c for c in results if "actual" in c]
-    header = ("family", "room MiB", "predicted", "planned", "actual")
+    header = ("family", "room MiB", "predicted", "sure", "planned", "actual")
     print(table("largest micro-batch", header, [(c["family"], c["room"] // MiB, *(c[k] for k in header[2:])) for c in told]))
     print(json.dumps(summarise(results), indent=1))
 
@@ -148,7 +150,7 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, Any]:
                 "above": sum(c[column] > c["actual"] for c in told),
                 "below": sum(c[column] < c["actual"] for c in told),
             }
-            for column in ("predicted", "planned")
+            for column in ("predicted", "sure", "planned")
         },
     }
 
