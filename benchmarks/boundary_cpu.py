@@ -5,8 +5,8 @@
 One fresh process per family, with glibc's thresholds pinned; every prediction and every trial is a fork of it, in which
 RLIMIT_DATA lets it grow by so much and no more. `predicted` is the largest size whose `Profile.peak` is expected to stay within
 that, `sure` the one whose upper bound does, `planned` the largest that a plan would take, which keeps a margin besides. A size
-runs if two plain steps of two micro-batches do, in a loop written by hand. Rooms lie evenly between what one sample and what the
-largest micro-batch take, a little off.
+runs if two plain steps of two micro-batches do, in a loop written by hand. Rooms lie evenly between what one sample takes and
+what the largest micro-batch does, a little off.
 """
 
 from __future__ import annotations
