@@ -48,6 +48,11 @@ def test_without_time_only_the_smallest_run(least: int) -> None:
     assert len(time_sizes(*watch_and_work(), SIZES, 0.0, least=least)) == least
 
 
+def test_sizes_run_without_time_where_more_have_to_be_known() -> None:
+    found = time_sizes(*watch_and_work(), SIZES, 0.0, regardless=lambda timings: len(timings) < 3)
+    assert [timing.samples for timing in found] == [1, 2, 4]
+
+
 def test_sizes_are_timed_for_longer_where_that_is_asked_for() -> None:
     asked: list[int] = []
 

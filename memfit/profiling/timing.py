@@ -161,7 +161,7 @@ Admit = Callable[[int, tuple[Timing, ...]], bool]
 
 
 Longer = Callable[[tuple[Timing, ...]], bool]
-"""Whether sizes may be timed for twice as long, by the timings so far."""
+"""Whether sizes may be timed for longer, by the timings so far."""
 
 
 def time_sizes(
@@ -173,10 +173,12 @@ def time_sizes(
     *,
     least: int = 1,
     longer: Longer | None = None,
+    regardless: Longer | None = None,
 ) -> tuple[Timing, ...]:
     """Each of `sizes` (ascending) timed within about `seconds`, in turns so that a disturbance hits them alike; sizes that
-    are not admitted are left out, and those that would take too long, but never the `least` smallest. Once all have run, the
-    largest run again first: plans are made of them, and sizes beyond are told from them."""
+    are not admitted are left out, and those that would take too long, but never the `least` smallest, and none while
+    `regardless` says that one more has to run. Once all have run, the largest run again first: plans are made of them, and
+    sizes beyond are told from them."""
     found: dict[int, list[Timing]] = {}
     with watch.session(work, sizes[0]):
         stop = time.perf_counter() + seconds  # what is made once (kernels, libraries) does not shorten what is measured
@@ -184,7 +186,8 @@ def time_sizes(
             best = tuple(_together(timings) for timings in found.values())
             if best and longer is not None and longer(best):
                 stop, longer = stop + seconds, None
-            if len(best) >= least and time.perf_counter() + timing_at(best, size).seconds > stop:
+            needed = len(best) < least or (regardless is not None and regardless(best))
+            if not needed and time.perf_counter() + timing_at(best, size).seconds > stop:
                 break
             if best and admit is not None and not admit(size, best):
                 break

@@ -70,7 +70,8 @@ class Measurer:
     ) -> Profile:
         """The profile with micro-batches timed that fit, and corrected by the memory they were seen to take. `beside`: one in
         another precision that has been timed; only its largest size runs again, as every size may keep kernels for good.
-        `thoroughly`: where nothing could be traced, sizes run up to the largest, however long that takes."""
+        `thoroughly`: where nothing could be traced, or kernels take much beside the tensors, sizes run up to the largest,
+        however long that takes."""
         before = self._memory.budget()
         allowed = before.room - task.demand.standing - task.demand.standing_per_sample * task.demand.share
         wanted = self._worth_timing(task)
@@ -149,8 +150,6 @@ class Measurer:
         least, seconds = (2, 2 * TIMING_SECONDS) if reserved else (1, TIMING_SECONDS)
         # Where nothing was traced all that is known is what ran, and what the smallest take is lost in what the kernel counts.
         chosen = spread(sizes) if traced else spread(sizes, FAR * FAR)
-        if thoroughly and not traced:
-            least = len(chosen)
 
         def admit(size: int, found: tuple[Timing, ...]) -> bool:
             """Whether it still fits after what smaller sizes took beyond their trace, and kept."""
@@ -162,7 +161,12 @@ class Measurer:
             """Where kernels take much, larger sizes say how much more closely than a line through the smallest."""
             return _exceeds(profile.with_timings(found, 0.0))
 
-        return time_sizes(watch, work, chosen, seconds, admit, least=least, longer=None if reserved else longer)
+        def regardless(found: tuple[Timing, ...]) -> bool:
+            """How much kernels take for more samples is a line through two sizes at least."""
+            return (thoroughly or len(found) < 2) and longer(found)
+
+        more = None if reserved else longer
+        return time_sizes(watch, work, chosen, seconds, admit, least=least, longer=more, regardless=regardless)
 
     def _optimizer_seconds(self, allowed: int) -> float:
         return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))
