@@ -254,6 +254,16 @@ def test_a_row_is_what_a_plan_for_that_card_says() -> None:
         assert row["seconds"] == plan.predicted.seconds and row["needs"] == plan.held + plan.predicted.upper
 
 
+def test_what_a_card_lacks_is_what_would_do() -> None:
+    """As large a budget as is suggested does, and one a fiftieth smaller does not: nothing is held there but the context."""
+    asked = ("made.py:on_meta", "--target-batch", "4096", "--device", "a100-80gb", "--budget")
+    said = re.search(r"give it budget='([\d.]+) ?GiB'", refused(*asked, "2GiB"))
+    assert said is not None
+    needs = float(said.group(1))
+    assert "fits" in planned(*asked, f"{needs}GiB")
+    assert "give it budget=" in refused(*asked, f"{0.98 * needs:.3f}GiB")
+
+
 def test_all_cards() -> None:
     said = planned("--hf-config", "config.json", "--target-batch", "8", "--devices", "all")
     assert "fits on 147 of 147 devices" in said and "bfloat16" in said and "128 tokens per sample" in said

@@ -62,13 +62,13 @@ class Budget:
         return replace(self, held=held)
 
     def with_room_for(self, missing: int) -> str:
-        """The size to ask for so that `missing` bytes more are room: the margin grows with it, and planning anew holds a little
-        more than planning did."""
+        """The size to ask for so that `missing` bytes more are room: the margin grows with it, and on a device that is here,
+        planning anew holds a little more than planning did."""
         kind, least = self.device.kind, self.limit + missing
         limit = least
         for _ in range(4):
             limit = least + max(0, margin_for(kind, limit) - margin_for(kind, self.limit))
-        return format_at_least(limit + limit // SPARE)
+        return format_at_least(limit + (limit // SPARE if self.device.here else 0))
 
     def __str__(self) -> str:
         lines = [f"budget on {self.device}, {self.source}"]
