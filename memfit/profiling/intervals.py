@@ -39,7 +39,7 @@ PLAIN = Interval(lower=0.153, upper=0.073, covered=0.945, above=0.959)
 CONVOLUTIONS = Interval(lower=0.313, upper=0.129, covered=0.954, above=1.0)
 """Steps with convolutions: 286 rows to calibrate for 95 %, 281 judged. Covering 97.9 % of these took 0.608."""
 GIVEN_BACK = Interval(lower=0.0, upper=0.0, covered=0.99, above=0.99, lower_bytes=2 * MiB, upper_bytes=4 * MiB)
-"""The CPU, where freed memory goes back at once: 338 rows of 10 families. For 99 %, one half of the families gave 3.7 MiB above and
+"""The CPU, where freed memory goes back at once: 338 rows of 10 families. For 99 %, one half of these gave 3.7 MiB above and
 1.8 below, the other 4.0 and 2.6, which covered 99 % and all of the other half."""
 CONVOLUTIONAL = 0.1
 """Share of a step's arithmetic from which on it counts as convolutional (patches of a vision transformer: 0.01)."""
