@@ -2,11 +2,12 @@
 
     python benchmarks/boundary_cpu.py [--limits 10] [family ...]
 
-One fresh process per family, with glibc's thresholds pinned; every prediction and every trial is a fork of it, in which
-RLIMIT_DATA lets it grow by so much and no more. `predicted` is the largest size whose `Profile.peak` is expected to stay within
-that, `sure` the one whose upper bound does, `planned` the largest that a plan would take, which keeps a margin besides. A size
-runs if two plain steps of two micro-batches do, in a loop written by hand. Rooms lie evenly between what one sample takes and
-what the largest micro-batch does, a little off.
+One fresh process per family, with glibc's thresholds pinned. For every room it forks; RLIMIT_DATA lets the fork grow by so much
+and no more; the fork makes a profile, and tells from it. `predicted` is the largest size whose `Profile.peak` is expected to
+stay within what is left, `sure` the one whose upper bound does, `planned` the largest that a plan would take, which keeps a
+margin besides. A size runs if two plain steps of two micro-batches do, in a loop written by hand, in a fork of that fork: with
+the same limit, and beside what making the profile has left there (kernels above all, up to 53 MiB for convolutions). Rooms lie
+evenly between what one sample takes and what the largest micro-batch does, a little off.
 """
 
 from __future__ import annotations
@@ -55,17 +56,25 @@ def run_family(name: str, limits: int) -> dict[str, Any]:
     cases = []
     for k in range(limits):
         room = int(low + (k + 0.63) / limits * (high - low)) + 8 * MiB
-        told = in_fork(lambda room=room: predict(family, model, optimizer, sample, share, sizes, room))
-        runs = {0: True, sizes[-1] + 1: False}
-
-        def fits(n: int, room: int = room, runs: dict[int, bool] = runs) -> bool:
-            if n not in runs:
-                runs[n] = in_fork(lambda: steps(family, model, optimizer, n, room)) is not None
-            return runs[n]
-
-        nothing = {"predicted": -1, "sure": -1, "planned": -1}
-        cases.append({"family": name, "room": room, "actual": largest(sizes, fits), **(told or nothing)})
+        told = in_fork(lambda room=room: judge(family, model, optimizer, sample, share, sizes, room))
+        cases.append({"family": name, "room": room, **(told or {"died": True})})
     return {"cases": cases}
+
+
+def judge(family: Any, model: Any, optimizer: Any, sample: Any, share: int, sizes: list[int], room: int) -> dict[str, int]:
+    """What is told within the room, and what runs there."""
+    samples = family.dataset(size="bench", n=share)
+    limit_data(room)
+    told = predict(family, model, optimizer, sample, sizes)
+    gc.collect()
+    runs: dict[int, bool] = {}
+
+    def fits(n: int) -> bool:
+        if n not in runs:
+            runs[n] = in_fork(lambda: steps(family, model, optimizer, samples, n)) is not None
+        return runs[n]
+
+    return {**told, "actual": largest(sizes, fits)}
 
 
 def grown(profile: Any, smallest: int, largest: int) -> dict[str, int]:
@@ -74,11 +83,10 @@ def grown(profile: Any, smallest: int, largest: int) -> dict[str, int]:
     return {"low": profile.peak(smallest).expected - there, "high": profile.peak(largest).expected - there}
 
 
-def predict(family: Any, model: Any, optimizer: Any, sample: Any, share: int, sizes: list[int], room: int) -> dict[str, int]:
+def predict(family: Any, model: Any, optimizer: Any, sample: Any, sizes: list[int]) -> dict[str, int]:
     """The largest of `sizes` that fits by the profile, and by the plan; 0 where none does."""
     import memfit
 
-    limit_data(room)
     profile = memfit.profile(model, optimizer, sample, loss_fn=family.loss)
     budget = memfit.probe()
     allowed = budget.limit - max(0, budget.held - profile.model.parameter_bytes)
@@ -92,13 +100,11 @@ def predict(family: Any, model: Any, optimizer: Any, sample: Any, share: int, si
     }
 
 
-def steps(family: Any, model: Any, optimizer: Any, n: int, room: int) -> dict[str, int]:
-    """Two plain steps of two micro-batches of `n` samples within the room; whatever goes wrong ends the process."""
+def steps(family: Any, model: Any, optimizer: Any, samples: Any, n: int) -> dict[str, int]:
+    """Two plain steps of two micro-batches of `n` samples; whatever goes wrong ends the process."""
     from torch.utils.data import default_collate
 
-    samples = family.dataset(size="bench", n=2 * n)
     pieces = [[samples[i] for i in range(start, start + n)] for start in (0, n)]
-    limit_data(room)
     for _ in range(2):
         optimizer.zero_grad(set_to_none=True)
         for piece in pieces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,15 @@ def test_beyond_measured_sizes_a_jump_between_one_sample_and_two_is_not_taken_fo
     assert [found.excess_at(n) for n in (4, 8, 16)] == [92, 100, 116]
     falling = profile(two_blocks(), excess=((1, 0), (2, 80), (4, 10)))
     assert [falling.excess_at(n) for n in (4, 16)] == [80, 80]
+
+
+def test_where_one_size_was_measured_what_kernels_take_is_in_proportion_to_the_size() -> None:
+    """An LSTM of which one sample alone had room was told to fit with 8: by what kernels took for one, and no more."""
+    plain = profile(two_blocks())
+    assert plain.timeline is not None
+    much, little = int(plain.timeline.growth(2)), int(plain.timeline.growth(2)) // 20
+    assert [replace(plain, excess=((2, much),)).excess_at(n) for n in (1, 2, 8)] == [much, much, 4 * much]
+    assert [replace(plain, excess=((2, little),)).excess_at(n) for n in (1, 2, 8)] == [little, little, little]
 
 
 @pytest.mark.parametrize(("pinned", "corrected"), [(True, [9, 1, 4]), (False, [9, 9, 9])])
