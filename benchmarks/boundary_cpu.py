@@ -63,7 +63,10 @@ def run_family(name: str, limits: int) -> dict[str, Any]:
 
 def judge(family: Any, model: Any, optimizer: Any, sample: Any, share: int, sizes: list[int], room: int) -> dict[str, int]:
     """What is told within the room, and what runs there."""
-    samples = family.dataset(size="bench", n=share)
+    from memfit.batches.samples import count_elements
+
+    # Predictions are for the longest beside gradients of others: they come last here.
+    samples = sorted(family.dataset(size="bench", n=share), key=count_elements)
     limit_data(room)
     told = predict(family, model, optimizer, sample, sizes)
     gc.collect()
@@ -104,7 +107,8 @@ def steps(family: Any, model: Any, optimizer: Any, samples: Any, n: int) -> dict
     """Two plain steps of two micro-batches of `n` samples; whatever goes wrong ends the process."""
     from torch.utils.data import default_collate
 
-    pieces = [[samples[i] for i in range(start, start + n)] for start in (0, n)]
+    last = len(samples) - n
+    pieces = [[samples[i] for i in range(start, start + n)] for start in (last - n, last)]
     for _ in range(2):
         optimizer.zero_grad(set_to_none=True)
         for piece in pieces:

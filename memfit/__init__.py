@@ -11,6 +11,7 @@ if _typing.TYPE_CHECKING:
         DoesNotFit as DoesNotFit,
         MemfitError as MemfitError,
         PlanFileError as PlanFileError,
+        RankFailed as RankFailed,
         Refused as Refused,
         UsageError as UsageError,
     )
@@ -29,7 +30,7 @@ __version__ = "0.1.0"
 
 # Names are looked up when they are used, so that importing memfit, and `memfit --help`, cost nothing.
 _HOME = {
-    **dict.fromkeys(("DoesNotFit", "MemfitError", "PlanFileError", "Refused", "UsageError"), "memfit._errors"),
+    **dict.fromkeys(("DoesNotFit", "MemfitError", "PlanFileError", "RankFailed", "Refused", "UsageError"), "memfit._errors"),
     **dict.fromkeys(("apply", "plan", "profile", "verify"), "memfit._verbs"),
     "wrap": "memfit._wrap",
     **dict.fromkeys(("Budget", "probe"), "memfit.hardware.budget"),

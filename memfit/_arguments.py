@@ -5,7 +5,6 @@ What can be told of a value alone is in `_values.py`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from pathlib import Path
@@ -29,24 +28,10 @@ from memfit._values import (
 )
 from memfit.batches.tree import tensors
 from memfit.hardware.budget import torchs_name
-from memfit.hardware.world import world
 from memfit.levers.checkpoint import candidate_blocks
 from memfit.planning.plan import Plan
 from memfit.training.inexact import inexact_from
 from memfit.training.settings import Settings
-
-
-def check_world() -> None:
-    """One process, for now."""
-    here = world()
-    asked = os.environ.get("WORLD_SIZE", "")
-    size = max(here.size, int(asked) if asked.isdigit() else 1)
-    if size > 1:
-        raise Refused(
-            f"running as process {here.rank} of {size} ({here.launcher if here.size > 1 else 'WORLD_SIZE'})",
-            found="this version of memfit trains in one process",
-            next_move="start one process, or pass enabled=False to run without memfit",
-        )
 
 
 def check_model(model: Any) -> torch.device:

@@ -4,7 +4,8 @@
     |-- UsageError              an argument that cannot be meant (also a ValueError)
     |-- DoesNotFit              no plan fits the budget (also a ValueError)
     |-- PlanFileError           a plan file that is damaged, foreign or too new (also a ValueError)
-    `-- Refused                 the training cannot be cut and stay the same, and memfit will not pretend (also a RuntimeError)
+    |-- Refused                 the training cannot be cut and stay the same, and memfit will not pretend (also a RuntimeError)
+    `-- RankFailed              another process of this training failed, so that this one cannot go on (also a RuntimeError)
 
 Exceptions raised inside the user's own code are never wrapped: they surface as themselves.
 """
@@ -52,3 +53,7 @@ class PlanFileError(MemfitError, ValueError):
 
 class Refused(MemfitError, RuntimeError):
     """Cutting this training into micro-batches would change it; the message names the place and the way out."""
+
+
+class RankFailed(MemfitError, RuntimeError):
+    """Another process of this training failed or is gone; what it was is in that process's own output."""

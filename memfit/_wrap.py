@@ -20,7 +20,6 @@ from memfit._arguments import (
     check_model,
     check_optimizer,
     check_plan,
-    check_world,
     settings_from,
 )
 from memfit._asked import ASKED, Asked, PlanReady
@@ -35,11 +34,15 @@ from memfit.loading.loader import EffectiveLoader, leftover
 from memfit.loading.pool import planning_pool
 from memfit.planning.plan import Plan
 from memfit.profiling.build import model_facts
+from memfit.ranks.join import join
+from memfit.ranks.ranks import Ranks
 from memfit.training.core import Core
 from memfit.training.guard import AccumulationGuard
+from memfit.training.joining import beginning, check_alike, check_share, start_alike
 from memfit.training.run import Run
 from memfit.training.script import Script
 from memfit.training.step import Stepper
+from memfit.training.together import Together
 from memfit.training.works import LossFn
 
 
@@ -108,39 +111,79 @@ def wrap(
         return run
     if asked is not None:
         target_batch, budget = asked.target_batch or target_batch, asked.budget or budget
-    check_world()
     device = check_model(model)
+    ranks = join(device)
+    with beginning(ranks):
+        run = _wrapped(
+            model,
+            optimizer,
+            loader,
+            device,
+            ranks,
+            sample=sample,
+            budget=budget,
+            plan=plan,
+            asked=asked,
+            loss_fn=loss_fn,
+            before_step=before_step,
+            target_batch=target_batch,
+            micro_batch=micro_batch,
+            precision=precision,
+            checkpoint=checkpoint,
+            shard=shard,
+            offload=offload,
+            script_accumulation=script_accumulation,
+            weight=weight,
+            split=split,
+            methods=methods,
+            allow_inexact=allow_inexact,
+            batchnorm=batchnorm,
+            accumulate_in=accumulate_in,
+        )
+    _say(run, loader, target_batch)
+    return run
+
+
+def _wrapped(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Any,
+    device: torch.device,
+    ranks: Ranks | None,
+    *,
+    sample: Any,
+    budget: int | float | str | None,
+    plan: Plan | str | Path | None,
+    asked: Asked | None,
+    loss_fn: LossFn | None,
+    before_step: Callable[[], Any] | None,
+    target_batch: int | None,
+    **given_settings: Any,
+) -> Run:
+    """`wrap`, among the processes that train together."""
     check_optimizer(optimizer, model)
     loader = loader.source if isinstance(loader, (EffectiveLoader, PassedThrough)) else loader
     settings = settings_from(
-        model,
-        target_batch=target_batch,
-        loss_fn=loss_fn,
-        before_step=before_step,
-        micro_batch=micro_batch,
-        precision=precision,
-        checkpoint=checkpoint,
-        shard=shard,
-        offload=offload,
-        script_accumulation=script_accumulation,
-        weight=weight,
-        split=split,
-        methods=methods,
-        allow_inexact=allow_inexact,
-        batchnorm=batchnorm,
-        accumulate_in=accumulate_in,
+        model, target_batch=target_batch, loss_fn=loss_fn, before_step=before_step, **given_settings
     )
     check_data(loader, sample, target_batch, loss_fn)
     given = check_plan(plan, model_facts(model, optimizer).fingerprint, model)
+    if ranks is not None:
+        _agree_to_begin(ranks, model, optimizer, loader, target_batch, loss_fn)
+        settings = replace(settings, rank=ranks.rank, ranks=ranks.size)
     allowed, card = _allowed(budget, device, asked)
     _undo_earlier(model, optimizer)
-    known = replace(settings, leftover=leftover(loader, settings.share), card=card)
+    known = replace(settings, leftover=None if ranks else leftover(loader, settings.share), card=card)
     core = Core(model, optimizer, device, allowed, known, compiled=is_compiled(model))
+    if ranks is not None:
+        core.together = Together(ranks, model, core.staging)
     run = Run(model, optimizer, None, core=core)
     core.owner = run
     _tell_of_plans(run, core, asked, in_script=loss_fn is None and given is None)
-    run.loader = _effective(loader, settings.share, loss_fn, run)
-    guard = AccumulationGuard(target_batch, script_accumulation) if target_batch is not None and loader is not None else None
+    run.loader = _effective(loader, settings.together, loss_fn, run, ranks, core.tell)
+    guard = None
+    if target_batch is not None and loader is not None:
+        guard = AccumulationGuard(target_batch, settings.script_accumulation)
     script = Script(core, lambda: run.batch_samples, lambda: run.batches, guard if loss_fn is None else None)
     if given is not None:
         core.fix(given)
@@ -157,8 +200,16 @@ def wrap(
         run.undo()
         raise
     run.follow(guard, script)
-    _say(run, loader, target_batch)
     return run
+
+
+def _agree_to_begin(
+    ranks: Ranks, model: nn.Module, optimizer: Optimizer, loader: Any, target_batch: int | None, loss_fn: LossFn | None
+) -> None:
+    """Every process has the same, and starts from rank 0's parameters."""
+    check_share(ranks, target_batch)
+    check_alike(ranks, model, optimizer, loader, target_batch=target_batch, loss_fn="none" if loss_fn is None else "given")
+    start_alike(ranks, model)
 
 
 def _tell_of_plans(run: Run, core: Core, asked: Asked | None, *, in_script: bool) -> None:
@@ -206,11 +257,21 @@ def _undo_earlier(model: nn.Module, optimizer: Optimizer) -> None:
             owner.undo()
 
 
-def _effective(loader: Any, share: int | None, loss_fn: LossFn | None, run: Run) -> Any:
+def _effective(
+    loader: Any,
+    size: int | None,
+    loss_fn: LossFn | None,
+    run: Run,
+    ranks: Ranks | None,
+    tell: Callable[[str], None],
+) -> Any:
     if loader is None:
         return None
     if isinstance(loader, DataLoader):
-        return EffectiveLoader(loader, share=share, collated=loss_fn is None, on_batch=run.on_batch, apart=run.drew)
+        collated = loss_fn is None
+        return EffectiveLoader(
+            loader, share=size, collated=collated, on_batch=run.on_batch, apart=run.drew, ranks=ranks, tell=tell
+        )
     return PassedThrough(loader, run.on_batch)
 
 
@@ -230,7 +291,9 @@ def _prepare(stepper: Stepper, core: Core, loader: Any, sample: Any, share: int 
 
 
 def _say(run: Run, loader: Any, target_batch: int | None) -> None:
-    """One line on stderr; people parse what their scripts print on stdout."""
+    """One line on stderr, of rank 0 alone; people parse what their scripts print on stdout."""
+    if not run.is_first:
+        return
     lines = [f"memfit: {run.plan.summary()}"] if run.plan is not None else []
     before, now = _length(loader), _length(run.loader)
     if before is not None and now is not None and before != now:
@@ -249,7 +312,8 @@ def _announce(core: Core) -> None:
     """The plan made inside the first training call; later ones are events."""
     assert core.plan is not None
     core.on_plan = lambda: None
-    print(f"memfit: {core.plan.summary()}", file=sys.stderr)
+    if core.settings.rank == 0:
+        print(f"memfit: {core.plan.summary()}", file=sys.stderr)
 
 
 def _length(loader: Any) -> int | None:

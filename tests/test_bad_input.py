@@ -780,7 +780,9 @@ def test_a_report_that_cannot_be_written(tmp_path: Path, suffix: str) -> None:
 def test_several_processes(mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refuses(Refused, "process 0 of 2", "one process", target_batch=12, **mode)
+    refuses(UsageError, "process 0 of 2", "MASTER_ADDR and MASTER_PORT not set", target_batch=12, **mode)
+    monkeypatch.delenv("RANK")
+    refuses(UsageError, "WORLD_SIZE=2", "RANK is not set", target_batch=12, **mode)
     monkeypatch.setenv("WORLD_SIZE", "1")
     model = mlp()
     assert memfit.wrap(model, sgd(model), loader(), target_batch=12, **mode).enabled

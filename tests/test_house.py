@@ -18,6 +18,7 @@ MODULES = sorted(p for p in ROOT.rglob("*.py") if "__pycache__" not in p.parts)
 ROOMS = (
     ("_errors", "_units", "_tested"),
     ("allocators", "batches", "hardware", "kernels"),
+    ("ranks",),
     ("engine", "loading"),
     ("levers",),
     ("profiling",),
@@ -35,7 +36,7 @@ LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 PUBLIC = {
     *("wrap", "probe", "profile", "plan", "apply", "verify"),
     *("Budget", "Device", "Event", "Plan", "Profile", "Report", "Run", "Verification"),
-    *("MemfitError", "UsageError", "DoesNotFit", "PlanFileError", "Refused"),
+    *("MemfitError", "UsageError", "DoesNotFit", "PlanFileError", "Refused", "RankFailed"),
 }
 
 

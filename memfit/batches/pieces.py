@@ -37,6 +37,11 @@ def equal_sizes(samples: int, largest: int, least: int = 1) -> tuple[int, ...]:
     return _one_by_one(equal_size_runs(samples, largest, least))
 
 
+def part_of(samples: int, rank: int, ranks: int) -> int:
+    """How many of `samples` are one process's part: as equal as possible, the first ones take the rest."""
+    return samples // ranks + (rank < samples % ranks)
+
+
 def count_of(runs: Runs) -> int:
     """How many pieces these are."""
     return sum(count for _, count in runs)

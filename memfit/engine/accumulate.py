@@ -80,6 +80,7 @@ class Weighting:
 
 
 BY_SAMPLES = Weighting("samples", "by samples")
+BY_TERM = Weighting("term", "by what its mean divides by")
 
 
 class WeightsChanged(Exception):
@@ -194,11 +195,18 @@ class Pass:
         gradients = [*self._staging.take(receivers[:parameters]), *self._work.extra_gradients()]
         device, exact = self._work.device, wide(self._work.device)
         if not self._losses:  # no micro-batch had anything valid: the whole would give 0/0 as well
-            return Total(torch.full((), float("nan"), device=device), receivers, gradients)
+            return Total(torch.full((), float("nan"), device=device), receivers, gradients, weight=0.0)
         share, factor = self._share(exact, device) if self._counts else (1.0, 1.0)
         value = _weighted_sum(self._losses, self._weights, exact, device) * share
         value = value.to(self._dtype) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=self._dtype)
-        return Total(value, receivers, gradients, factor / self._scale)
+        whole = Total(value, receivers, gradients, factor / self._scale, weight=self._weight())
+        whole.samples = self._work.samples
+        whole.rivals = [_sum(counts, device) for counts in zip(*self.rivals)]
+        return whole
+
+    def _weight(self) -> Factor:
+        """What all micro-batches together weigh beside those of other processes."""
+        return _sum(self._counts, self._work.device) if self._counts else float(self._work.samples)
 
     def _share(self, exact: torch.dtype, device: torch.device) -> tuple[Factor, Factor]:
         """What the sums of the losses and of the gradients still have to be multiplied by."""

@@ -31,6 +31,15 @@ class Total:
     """What every gradient still has to be multiplied by (one over the total weight, one over the loss scale)."""
     on_handover: Callable[[torch.Tensor], None] = field(default=lambda incoming: None)
     """Called with the incoming gradient of the loss before anything is handed over."""
+    samples: int = 0
+    """Samples in it."""
+    weight: Factor = 1.0
+    """What it weighs beside the totals of other processes."""
+    rivals: Sequence[Factor] = ()
+    """What it would weigh by the counts that could not be told apart from that."""
+    combine: Callable[[Factor], Factor] = field(default=lambda factor: factor)
+    """Called with what every gradient has to be multiplied by, the user's own factor included, to make the total that of all
+    processes; returns what is left to multiply by."""
 
 
 def hand_over(total: Total) -> torch.Tensor:
@@ -53,7 +62,8 @@ class _HandOver(torch.autograd.Function):
         refuse_create_graph()
         total: Total = ctx.total
         total.on_handover(incoming)
-        given = give(total, _times(total.factor, incoming), keep=graph_is_kept())
+        factor = total.combine(_times(total.factor, incoming))
+        given = give(total, factor, keep=graph_is_kept())
         needed = ctx.needs_input_grad[2:]
         return (None, None, *(gradient if need else None for gradient, need in zip(given, needed)))
 

@@ -33,12 +33,13 @@ class Staging:
     """The aliases of one model's parameters and the gradients that gather in them.
 
     `outside` are parameters the optimizer trains that live in no module of the model (a loss's own weights); they are
-    staged by setting their `.grad` aside meanwhile.
+    staged by setting their `.grad` aside meanwhile. `leaves` are those of the batch at hand.
     """
 
     def __init__(self, model: nn.Module, outside: Iterable[torch.Tensor] = ()) -> None:
         self.model = model
         self.outside = list(outside)
+        self.leaves: list[torch.Tensor] = []
         self._aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._wide: dict[int, torch.Tensor] = {}
         self._depth = 0
@@ -59,10 +60,11 @@ class Staging:
             yield
             return
         before, self.outside = self.outside, [*self.outside, *leaves]
+        self.leaves = list(leaves)
         try:
             yield
         finally:
-            self.outside = before
+            self.outside, self.leaves = before, []
 
     def holds_only(self, known: dict[int, Any]) -> bool:
         """Whether every parameter in the model is one of `known` (ids): False inside `functional_call`."""

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from memfit.loading.parts import Part
+
 
 def peek_seed(generator: torch.Generator | None) -> int:
     """The seed `generator` (None: the global one) would give next, without taking it."""
@@ -61,10 +63,11 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Stream:
-    """A private stream in the place of torch's global CPU generator, for as long as a `with` block runs."""
+    """A private stream (from a seed, or a generator's state) in the place of torch's global CPU generator, for as long as a
+    `with` block runs."""
 
-    def __init__(self, seed: int) -> None:
-        self._inside = torch.Generator().manual_seed(seed).get_state()
+    def __init__(self, seed: int = 0, *, state: torch.Tensor | None = None) -> None:
+        self._inside = torch.Generator().manual_seed(seed).get_state() if state is None else state
         self._outside = self._inside
 
     def __enter__(self) -> None:
@@ -121,6 +124,7 @@ def spend_seed() -> None:
 def _spend(sampler: Any) -> None:
     """Draw from the global generator what the sampler would, if it is one of torch's own."""
     inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+    inner = inner.sampler if isinstance(inner, Part) else inner
     if type(inner) is RandomSampler:
         if len(inner):
             spend_seed()  # the order itself is drawn from a generator of its own, seeded with this

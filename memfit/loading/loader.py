@@ -22,10 +22,14 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from memfit._errors import UsageError
+from memfit.batches.pieces import part_of
 from memfit.batches.samples import SampleBatch
+from memfit.loading.common import CommonDraws
 from memfit.loading.draws import Order, Stream, keeps_own_order, mixed, peek_seed, seeded, spend_seed
 from memfit.loading.packing import PackingCollate, keep
+from memfit.loading.parts import Part, counts_of, over_all
 from memfit.loading.pieces import Counted, CountingCollate, Grouping, Regrouped, as_counted
+from memfit.ranks.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class EffectiveLoader(DataLoader[Any]):
     split: whole ones are taken until `share` samples are there. `seed` determines the order of all epochs but the
     first; None takes it from the generator as the first epoch finds it. With `apart`, that is only so once `apart()`: as long
     as nothing was drawn that the script alone would not have, the order is the plain loader's. `on_batch` is called before
-    each batch.
+    each batch. With `ranks`, `share` counts over all processes, and this one yields its part; the order is then rank 0's.
 
     Everything else is the script's loader: same dataset, sampler, workers, attributes. Raises UsageError for a share
     that is not positive and, while iterating, if pieces cannot be regrouped. Errors of the dataset and of the collate
@@ -66,6 +70,8 @@ class EffectiveLoader(DataLoader[Any]):
         on_batch: Callable[[BatchInfo], None] | None = None,
         seed: int | None = None,
         apart: Callable[[], bool] | None = None,
+        ranks: Ranks | None = None,
+        tell: Callable[[str], None] = lambda message: None,
     ) -> None:
         _check_share(share)
         source = source.source if isinstance(source, EffectiveLoader) else source
@@ -81,7 +87,15 @@ class EffectiveLoader(DataLoader[Any]):
         self._latest: BatchInfo | None = None
         self._pins = source.pin_memory and _pinning_works()
         self._grouping = _grouping(source, share, collated)
-        self._inner, self._order = _inner_loader(source, self._grouping, pins=self._pins)
+        self._drawn = None if ranks is None or share is None else CommonDraws(ranks, tell)
+        self._division = None
+        if self._drawn is not None and self._grouping is not None:
+            self._division = self._drawn.division(source, self._grouping, never_empty=collated)
+            if self._division is None:
+                share = self._share = part_of(share, ranks.rank, ranks.size)  # type: ignore[arg-type, union-attr]
+                self._grouping = _grouping(source, share, collated)
+        part = None if self._division is None else partial(Part, division=self._division, differ=self._drawn.differ)  # type: ignore[union-attr]
+        self._inner, self._order = _inner_loader(source, self._grouping, pins=self._pins, part=part)
         if share is not None and self._grouping is not None and not self._grouping.whole:
             # torch guards this attribute because changing it usually has no effect; here it tells what is yielded.
             self.__dict__["batch_size"] = share
@@ -103,10 +117,14 @@ class EffectiveLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterator class
         epoch = self._epochs
-        if self._seed is None:
-            self._seed = peek_seed(self.generator)
-        if epoch and (self._apart is None or self._apart()):
-            self._draw_apart(epoch, self._seed)
+        seed = peek_seed(self.generator) if self._seed is None else self._seed
+        apart = bool(epoch) and (self._apart is None or self._apart())
+        if self._drawn is not None:
+            seeds = not self._keeps_workers()
+            seed, apart = self._drawn.begin(seed, apart, self._order, self.generator, seeds_workers=seeds)
+        self._seed = seed
+        if apart:
+            self._draw_apart(epoch, seed)
         pieces = iter(self._inner)
         self._epochs += 1
         return _Epoch(self, epoch, self._batches(pieces, epoch))
@@ -115,6 +133,8 @@ class EffectiveLoader(DataLoader[Any]):
         """Iterations of this loader; an estimate where batches of a batch sampler of varying size are joined."""
         if self._grouping is None or self._share is None:
             return len(self._inner)
+        if self._division is not None:
+            return self._division.batches(self._samples())
         return _iterations(self.source, self._grouping)
 
     def __getattr__(self, name: str) -> Any:
@@ -122,6 +142,10 @@ class EffectiveLoader(DataLoader[Any]):
         if name.startswith("__") or "source" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["source"], name)
+
+    def _samples(self) -> int:
+        """Samples in an epoch over all processes."""
+        return len(over_all(self.source.batch_sampler.sampler))  # type: ignore[union-attr]
 
     def _announce(self, info: BatchInfo) -> None:
         """Take note of the batch that is yielded next."""
@@ -131,18 +155,23 @@ class EffectiveLoader(DataLoader[Any]):
 
     def _draw_apart(self, epoch: int, seed: int) -> None:
         if self.generator is None:  # where torch draws the workers' seeds from
-            if not (self.persistent_workers and self._inner._iterator is not None):  # those keep the seeds they have
+            if not self._keeps_workers():
                 spend_seed()
-            self._inner.generator = torch.Generator().manual_seed(mixed(seed, epoch, 0))
+            self._inner.generator = torch.Generator().manual_seed(mixed(seed, epoch, 0, *self._rank()))
         if not keeps_own_order(self._order.sampler):
             self._order.stream = Stream(mixed(seed, epoch, 1))
+
+    def _keeps_workers(self) -> bool:
+        """Whether workers of an earlier epoch stay, with the seeds they have."""
+        return self.persistent_workers and self._inner._iterator is not None
 
     def _batches(self, pieces: Iterator[Any], epoch: int) -> Iterator[Counted]:
         # `map`, not generators: after an error of the dataset's the script may go on with the next batch.
         if self._grouping is None:
             return map(as_counted, pieces)
         finish = self._collate if self._collated else self._leave_uncollated
-        batches = Regrouped(pieces, self._grouping, partial(finish, epoch))
+        counts = None if self._division is None else counts_of(self._division, self._samples())
+        batches = Regrouped(pieces, self._grouping, partial(finish, epoch), counts)
         return map(_pinned, batches) if self._collated and self._pins else batches
 
     def _collate(self, epoch: int, index: int, samples: Sequence[Any]) -> Any:
@@ -157,7 +186,11 @@ class EffectiveLoader(DataLoader[Any]):
         if self.num_workers == 0 or self._seed is None:
             return nullcontext()
         # A collate function that draws (random masking) did so in a worker, not from this process's generators.
-        return seeded(mixed(self._seed, epoch, 2, index, first))
+        return seeded(mixed(self._seed, epoch, 2, index, first, *self._rank()))
+
+    def _rank(self) -> tuple[int, ...]:
+        """What tells this process's draws from those of others."""
+        return () if self._drawn is None else (self._drawn.ranks.rank,)
 
 
 class _Epoch(Iterator[Any]):
@@ -201,14 +234,18 @@ def _grouping(source: DataLoader[Any], share: int | None, collated: bool) -> Gro
     return Grouping(share, whole=True)
 
 
-def _inner_loader(source: DataLoader[Any], grouping: Grouping | None, *, pins: bool) -> tuple[DataLoader[Any], Order]:
-    """The script's loader once more, of its own class: its order now ours to steer, its collate function replaced."""
+def _inner_loader(
+    source: DataLoader[Any], grouping: Grouping | None, *, pins: bool, part: Callable[[Any], Part] | None = None
+) -> tuple[DataLoader[Any], Order]:
+    """The script's loader once more, of its own class: its order now ours to steer, its collate function replaced, and with
+    `part` only this process's indices."""
     changes: dict[str, Any] = {"_iterator": None, "pin_memory": pins}
     sampler: Any = source.sampler if source.batch_sampler is None else source.batch_sampler
     if grouping is not None:
         changes.update(collate_fn=PackingCollate() if source.num_workers else keep, pin_memory=False)
         if not grouping.whole:  # a short script batch at the end is still part of an effective batch
-            sampler = BatchSampler(sampler.sampler, sampler.batch_size, drop_last=False)
+            indices = sampler.sampler if part is None else part(sampler.sampler)
+            sampler = BatchSampler(indices, sampler.batch_size, drop_last=False)
             changes.update(drop_last=False)
     elif source.batch_sampler is not None and type(source).__iter__ is DataLoader.__iter__:
         changes.update(collate_fn=CountingCollate(source.collate_fn))

@@ -56,21 +56,42 @@ class Grouping:
 class Regrouped(Iterator[Counted]):
     """Effective batches, made of `pieces`. Between two batches it holds what is left of one piece, nothing else.
 
-    `finish` makes the batch of its index and its samples, a sequence that unpacks them one at a time.
+    `finish` makes the batch of its index and its samples, a sequence that unpacks them one at a time. `counts`, where batches
+    are divided among processes, gives of each batch the samples in it, and how many of those count.
     """
 
-    def __init__(self, pieces: Iterator[Any], grouping: Grouping, finish: Callable[[int, Sequence[Any]], Any]) -> None:
+    def __init__(
+        self,
+        pieces: Iterator[Any],
+        grouping: Grouping,
+        finish: Callable[[int, Sequence[Any]], Any],
+        counts: Iterator[tuple[int, int]] | None = None,
+    ) -> None:
         self._pieces = pieces
         self._grouping = grouping
         self._finish = finish
+        self._counts = counts
+        self._next: tuple[int, int] | None = None
         self._held: list[tuple[Piece, int]] = []
         self._ended = False
         self._index = -1
 
     def __next__(self) -> Counted:
-        samples = _Places(self._gather())
+        counted = None
+        if self._counts is None:
+            samples = _Places(self._gather())
+        else:
+            self._next = self._next or next(self._counts)  # once more where the dataset raised an error
+            samples, counted = _Places(self._gather_exactly(self._next[0])), self._next[1]
+            self._next = None
         self._index += 1
-        return Counted(len(samples), self._finish(self._index, samples))
+        return Counted(len(samples) if counted is None else counted, self._finish(self._index, samples))
+
+    def _gather_exactly(self, size: int) -> list[tuple[Piece, int]]:
+        while len(self._held) < size and not self._ended:
+            self._hold_next()
+        places, self._held = self._held[:size], self._held[size:]
+        return places
 
     def _gather(self) -> list[tuple[Piece, int]]:
         size = self._grouping.size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -35,6 +35,7 @@ from memfit.training.planner import Planner
 from memfit.training.recover import Again, Recovery
 from memfit.training.scaling import LossScale, computes_in_half
 from memfit.training.settings import Settings
+from memfit.training.together import Together
 from memfit.training.tune import Tuner
 
 NOTICEABLE = 8 << 20
@@ -112,6 +113,8 @@ class Core:
         self.reference: Reference | None = None
         self.verification: Verification | None = None
         self.heap = HeapWatch()
+        self.together: Together | None = None
+        """The other processes of the training; None where this one is alone."""
         self._undo_levers: Callable[[], None] = lambda: None
         self._checked_escapes = False
         self._tuner: Tuner | None = None
@@ -197,7 +200,7 @@ class Core:
 
     def tell(self, message: str) -> None:
         """A note that is also said on stderr, once: something runs otherwise than was asked for."""
-        if not any(event.message == message for event in self.events):
+        if self.settings.rank == 0 and not any(event.message == message for event in self.events):
             print(f"memfit: {message}", file=sys.stderr)
         self.note("note", message)
 
@@ -291,6 +294,19 @@ class Core:
         self._end_tuning()
         return total
 
+    def announcing(self) -> AbstractContextManager[None]:
+        """What fails inside is told to the other processes, which would wait for this one."""
+        return nullcontext() if self.together is None else self.together.announcing()
+
+    def combine(
+        self, total: Total, weighting: Weighting, *, unproven: bool = False, divided: bool = False
+    ) -> Weighting | None:
+        """Make this process's total that of all processes, in place; see `Together.combine`."""
+        if self.together is None:
+            return None
+        half = self.settings.accumulate_in == "float32"
+        return self.together.combine(total, weighting, half=half, unproven=unproven, divided=divided)
+
     def _after_micro_batch(self, tuner: Tuner | None) -> Callable[[int], None] | None:
         if self.heap.ceiling is None:
             return None if tuner is None else tuner.micro_batch_done
@@ -318,7 +334,7 @@ class Core:
 
     def prepare(self, micro_batches: int, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Before a pass: gradients of half precision parameters gather in float32 where there are several micro-batches."""
-        if micro_batches > 1 and self.settings.accumulate_in == "float32":
+        if (micro_batches > 1 or self.together is not None) and self.settings.accumulate_in == "float32":
             self.staging.accumulate_in_float32(parameters)
 
     def _run(

@@ -14,7 +14,7 @@ import torch
 from memfit._errors import DoesNotFit, Refused
 from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, shared_samples, uncuttable, unread
 from memfit.batches.tree import tensors
-from memfit.engine.accumulate import BY_SAMPLES, Weighting, Work
+from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, Weighting, Work
 from memfit.planning.search import Demand, keepable, search
 from memfit.profiling.build import CHECK
 from memfit.profiling.profile import Profile
@@ -72,7 +72,7 @@ class Kinds:
         else:
             call, samples = (None, None) if key in self._untrained else self._met(key, plain, tree, hint)
         if call is not None:
-            call.key = key
+            call.key = key if key in self._kinds else ("single", key)
         return call, samples
 
     def _met(self, key: Hashable, plain: Callable[..., Any], tree: Tree, hint: int | None) -> tuple[Call | None, int | None]:
@@ -83,6 +83,8 @@ class Kinds:
             return None, None
         refusal: Refused | None = None
         for samples in told:
+            if samples < 2 and self._core.together is not None:
+                return self._single(key, plain, tree), samples
             if samples < 2:
                 if self._core.plan is None:
                     self._core.note("note", "a batch of one sample cannot be cut: it runs whole, as the script wrote it")
@@ -136,6 +138,9 @@ class Kinds:
     def prove_again(self, call: Call) -> None:
         """The weighting of the call's own loss did not hold on this batch: infer it anew. Raises Refused."""
         kind = self._kinds[call.key]
+        if call.samples < 2:
+            kind.weighting = BY_SAMPLES
+            return
         before = kind.weighting
         deviation = self._prover.weigh_again(kind, call)
         if deviation is not None or kind.weighting == before:
@@ -151,17 +156,36 @@ class Kinds:
             shapes = shapes_per_sample(tree, call.layout)
             self._prover.look_alone(call)
             kind = Kind(call.layout, shapes, {shapes: call.outputs}, None if core.fixed else self._bound(call))
-            if self._runs_whole(kind, call):
+            whole = self._runs_whole(kind, call)
+            if whole and core.together is None:
                 self._kinds[key] = kind
                 return None
+            # Among several processes a loss that is known is weighted over all of them: then it is cut, if into one piece.
             deviation = self._prover.prove(kind, call, shapes)
             if deviation is None:
+                kind.whole = 0
                 self._kinds[key] = kind
                 return call
+            if whole:
+                core.tell("samples of one process's share are not independent: each process runs its share whole")
+                self._kinds[key] = kind
+                return None
             if worst is None or deviation.relative < worst[1].relative:
                 worst = call, deviation
         assert worst is not None  # ways_to_cut raises where there is none
         raise self._prover.mixes(*worst)
+
+    def _single(self, key: Hashable, plain: Callable[..., Any], tree: Tree) -> Call | None:
+        """A process's share of one sample, of a kind that is not known yet: in one piece, its loss weighted by what it divides
+        by, where that can be seen without another sample to prove it on."""
+        core = self._core
+        call = next(ways_to_cut(core.model, plain, tree, 1, core.device, core.settings.split))
+        if not self._trains(call):
+            return None
+        shapes = shapes_per_sample(tree, call.layout)
+        kind = Kind(call.layout, shapes, {shapes: call.outputs}, None if core.fixed else self._bound(call), weighting=BY_TERM)
+        self._kinds[("single", key)] = kind
+        return call
 
     def _trains(self, call: Call) -> bool:
         """Whether a backward can go through what the call returns, as far as memfit sees it. Raises Refused where a prescribed
@@ -186,9 +210,9 @@ class Kinds:
         call.outputs = kind.outputs_of(call, shapes)
         if not fits:
             self._grew(kind, call, shapes)
-        if self._runs_whole(kind, call):
+        if core.together is None and self._runs_whole(kind, call):
             return None
-        if kind.proven is None or core.steps >= kind.prove_at:
+        if call.samples > 1 and (kind.proven is None or core.steps >= kind.prove_at):
             self._prove_known(kind, call, shapes)
         return call
 

@@ -77,6 +77,11 @@ class Run:
         """False where memfit was switched off or undone: everything runs plain."""
         return self._core is not None
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for those that train together."""
+        return self._core is None or self._core.settings.rank == 0
+
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.loader))
 
@@ -288,7 +293,7 @@ class Run:
     def _compare_with_target(self, script: Script) -> None:
         core = self._core
         assert core is not None
-        target = core.settings.target_batch
+        target = core.settings.share
         if target is not None and self.loader is None and script.samples_seen not in (0, target):
             core.note("note", f"asked for {target} samples per step; this script runs {script.samples_seen}")
 

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
+from memfit._errors import Refused
 from memfit.batches.pieces import sizes
 from memfit.batches.tree import map_leaves, tensors
-from memfit.engine.accumulate import Weighting, WeightsChanged, Work
+from memfit.engine.accumulate import BY_TERM, Weighting, WeightsChanged, Work
 from memfit.engine.context import without_inference_mode
 from memfit.engine.generators import random_state_kept
-from memfit.engine.handover import Total, hand_over
+from memfit.engine.handover import ALMOST, Factor, Total, hand_over
+from memfit.engine.joined import joined
 from memfit.training.call import Call
 from memfit.training.consumers import AllOutputs, Consumer, KnownLoss
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
@@ -65,15 +67,70 @@ class Script:
             return plain(*args, **kwargs)
         self.calls += 1
         args, kwargs = map_leaves(_computed, (args, kwargs))  # the output of another call may be this one's input
-        with self.aside():
+        with self.aside(), self._core.announcing():
             call, samples = self._kinds.to_cut(plain, (args, kwargs), self._batch_samples())
             self.samples_seen += samples or 0
             if call is None:
                 self._make_room(None)
-                output = plain(*args, **kwargs)
+                output = self._whole(lambda: plain(*args, **kwargs))
                 self._guard_whole(output)
                 return output
         return stand_ins(self, call)
+
+    def _whole(self, run: Callable[[], Any]) -> Any:
+        """A call that runs as it is; its gradients are those of all processes."""
+        core = self._core
+        if core.together is None:
+            return run()
+
+        def finish(gradients: list[torch.Tensor | None], receivers: Sequence[torch.Tensor]) -> Total:
+            with core.announcing():
+                total = Total(torch.zeros((), device=core.device), receivers, gradients, weight=self._own_weight(1))
+                self._combine(total, BY_SAMPLES)
+                self._say_unseen()
+            return total
+
+        core.prepare(1)
+        return joined(run, core.staging, finish)
+
+    def _say_unseen(self) -> None:
+        """Among several processes: that a loss is not one which memfit can weigh over all of them."""
+        if self._core.together is not None:
+            self._core.tell(
+                "each process computes the loss of its own samples, in a way that memfit does not see into: processes weigh by "
+                "their samples, as means do in DistributedDataParallel (a loss_fn= that memfit calls is weighed exactly)"
+            )
+
+    def _combining(self, total: Total, weighting: Weighting) -> Callable[[Factor], Factor]:
+        """What makes the total that of all processes, once. The factor is part of it: it may differ between them."""
+        first: list[Factor] = []
+
+        def combine(factor: Factor) -> Factor:
+            if first:
+                return factor / first[0]  # backward again through a graph that was kept
+            first.append(factor)
+            total.factor = factor
+            divided = isinstance(factor, float) and abs(factor * total.samples - 1.0) < ALMOST
+            with self._core.announcing():
+                self._combine(total, weighting, divided=divided)
+            return 1.0
+
+        return combine
+
+    def _combine(self, total: Total, weighting: Weighting, *, divided: bool = False) -> None:
+        """Make a call's total that of all processes. Raises Refused where they weigh differently."""
+        if self._core.combine(total, weighting, divided=divided) is not None:
+            raise Refused(
+                "one loss over all processes",
+                found="what its mean divides by is seen on some of them and not on others, so that it cannot be weighted alike",
+                next_move="give every process two samples of each batch at least, or pass loss_fn= to memfit.wrap",
+            )
+
+    def _own_weight(self, samples: int) -> float:
+        """What a call of so many samples weighs beside those of other processes: nothing where its batch is a stand-in for
+        none."""
+        told = self._batch_samples()
+        return float(samples if told is None else min(told, samples) if samples > 1 else told)
 
     def _guard_whole(self, output: Any) -> None:
         """What runs whole may be added up by the script as well as what is cut."""
@@ -137,7 +194,7 @@ class Script:
     def values(self, call: Call) -> list[Any]:
         """The joined outputs' leaves, computed on first use."""
         if call.values is None:
-            with self.aside(), call.as_called(), torch.enable_grad():
+            with self.aside(), self._core.announcing(), call.as_called(), torch.enable_grad():
                 self._first_pass(call)
         assert call.values is not None
         return call.values
@@ -182,10 +239,14 @@ class Script:
             call.replay(gradients, core.staging, core.buffers, lambda samples: sizes(samples, largest, core.least))
             parameters = len(receivers) - len(call.inputs.wanted)
             staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
-            return Total(torch.zeros(()), receivers, staged)
+            value = torch.zeros((), device=core.device)
+            return Total(value, receivers, staged, weight=self._own_weight(call.samples))
 
-        with self.aside(), call.as_called():
-            return core.recovery.run(attempt, max(call.pieces))
+        with self.aside(), core.announcing(), call.as_called():
+            total = core.recovery.run(attempt, max(call.pieces))
+            self._combine(total, BY_SAMPLES)
+            self._say_unseen()
+            return total
 
     def like_after(self, standin: StandIn, following: Step) -> torch.Tensor | None:
         """A fake tensor like the result of a step on the stand-in; None where it cannot be told."""
@@ -213,6 +274,8 @@ class Script:
         try:
             with self.aside(), call.as_called(), nullcontext() if first else random_state_kept(call.device):
                 total = self._pass(call, consumer, weighting, first)
+                if self._batch_samples() == 0:
+                    total.weight = 0.0
                 then = total.on_handover
 
                 def handing_over(incoming: torch.Tensor) -> None:
@@ -220,6 +283,8 @@ class Script:
                     self._about_to_hand_over(total.receivers)
 
                 total.on_handover = handing_over
+                if self._core.together is not None:
+                    total.combine = self._combining(total, weighting)
                 return hand_over(total)
         except BaseException:
             if first:
@@ -275,7 +340,6 @@ def _computed(leaf: Any) -> Any:
 
 
 REPLAY = AllOutputs()
-BY_TERM = Weighting("term", "by what its mean divides by")
 BY_SUM = Weighting("sum", "as a sum")
 
 

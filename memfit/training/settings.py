@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from memfit.batches.pieces import part_of
 from memfit.hardware.catalogue import Card
 from memfit.profiling.loop import MEMFITS, Loop
 
@@ -43,6 +44,10 @@ class Settings:
     counted: bool = False
     """Whether profiles count arithmetic and name operations; without it only those for a card that is not here do."""
 
+    rank: int = 0
+    """This process's number among those that train together."""
+    ranks: int = 1
+    """How many train together."""
     loop: Loop = MEMFITS
     """What the script's own loop does around forward and backward, as far as `profile` was told."""
 
@@ -64,6 +69,11 @@ class Settings:
     @property
     def share(self) -> int | None:
         """Samples of each loader batch on this process; None: as the script's loader yields them."""
+        return None if self.target_batch is None else part_of(self.together or 0, self.rank, self.ranks)
+
+    @property
+    def together(self) -> int | None:
+        """Samples of each loader batch over all processes; None: as the scripts' loaders yield them."""
         return None if self.target_batch is None else self.target_batch // self.script_accumulation
 
 

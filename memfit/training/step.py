@@ -16,8 +16,8 @@ from memfit.batches.cut import Layout, candidate_layouts, look_of, refuse_no_bat
 from memfit.batches.pieces import pieces_by_size
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import map_leaves, tensors
-from memfit.engine.accumulate import BY_SAMPLES, WeightsChanged, checked_loss
-from memfit.engine.handover import hand_over
+from memfit.engine.accumulate import BY_SAMPLES, Weighting, WeightsChanged, checked_loss
+from memfit.engine.handover import Total, hand_over
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
@@ -29,6 +29,7 @@ from memfit.training.steptasks import Tasks
 from memfit.training.stepweights import Weigher
 from memfit.training.task import Task
 from memfit.training.tune import Tuner
+from memfit.training.ways import way_of
 from memfit.training.weigh import without_idle_rivals
 from memfit.training.works import LossFn, moved
 
@@ -93,6 +94,10 @@ class Stepper:
 
     def loss(self, batch: Any) -> torch.Tensor:
         """The loss of an effective batch, its gradients gathered, as a tensor whose backward hands them over."""
+        with self._core.announcing():
+            return self._loss(batch)
+
+    def _loss(self, batch: Any) -> torch.Tensor:
         ordered = self.ordered(batch)
         self.samples = ordered.samples
         self._decide(ordered, ordered.samples)
@@ -115,11 +120,19 @@ class Stepper:
             batch.cut_at(pieces)
             return pieces
 
-        weighting = self._weights.weighting or BY_SAMPLES
-        if batch.is_whole:
-            weighting = without_idle_rivals(weighting, lambda: batch.piece(0, batch.samples))
+        def gathered(weighting: Weighting) -> Total:
+            if batch.is_whole:
+                weighting = without_idle_rivals(weighting, lambda: batch.piece(0, batch.samples))
+            return core.accumulated(work, weighting, pieces_for, largest=core.limit(plan))
+
         with core.staging.also(batch.wanted):
-            return hand_over(core.accumulated(work, weighting, pieces_for, largest=core.limit(plan)))
+            weighting = self._weights.of(batch)
+            total = gathered(weighting)
+            while (other := core.combine(total, weighting, unproven=not self._weights.known)) is not None:
+                if way_of(other) != way_of(weighting):
+                    total = gathered(other)
+                self._weights.weighting = weighting = other
+            return hand_over(total)
 
     def _all_at_once(self, batch: Any) -> torch.Tensor:
         whole = batch.collate() if isinstance(batch, SampleBatch) else batch

@@ -10,7 +10,7 @@ import torch
 
 from memfit._errors import Refused, UsageError
 from memfit.batches.weights import Count
-from memfit.engine.accumulate import BY_SAMPLES, CountOf, Weighting, Work, checked_loss, wide
+from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, CountOf, Weighting, Work, checked_loss, wide
 from memfit.engine.terms import Terms, is_only_term
 from memfit.levers.checkpoint import checkpointed
 from memfit.planning.search import Demand, with_blocks
@@ -41,8 +41,18 @@ class Weigher:
         self.weighting: Weighting | None = None
         self.together = False
         self._core, self._tasks = core, tasks
+        self._alone: Weighting | None = None
         self._proven_ragged = False
         self._prove_at = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether it was stated, or proven."""
+        return self.weighting is not None
+
+    def of(self, batch: Ordered) -> Weighting:
+        """How this batch's micro-batches are weighted."""
+        return self.weighting or (self._alone if batch.samples < 2 else None) or BY_SAMPLES
 
     def decide(self, batch: Ordered, share: int) -> Profile | None:
         """Have a weighting for effective batches of `share` samples like these; returns the profile made for that, if any."""
@@ -70,6 +80,8 @@ class Weigher:
             self._remember(batch)
             return None
         if batch.samples < 2 * core.least:
+            if core.together is not None and batch.samples and self._is_one_mean(batch):
+                self._alone = BY_TERM  # what it weighs beside other processes' shares is seen without a proof
             return None  # one micro-batch weighs what it weighs; the next batch decides
         profile = self._tasks.profile(batch, share)
         few, blocks = self._provable(batch, profile)
@@ -159,7 +171,7 @@ class Weigher:
         if not self._is_one_mean(batch):
             self._run_together("two samples do not fit at once, so another way could not be proven")
             return
-        self.weighting = Weighting("term", "by what its mean divides by")
+        self.weighting = BY_TERM
         self._core.note("note", "two samples do not fit at once: not proven that the model keeps samples apart")
 
     def _is_one_mean(self, batch: Ordered) -> bool:
@@ -179,6 +191,9 @@ class Weigher:
     def weigh_again(self, batch: Ordered, doubted: bool) -> None:
         """The weighting did not hold: prove it anew on samples that tell its rivals apart."""
         before = self.weighting
+        if before is None and self._alone is not None:
+            self._alone = None
+            return
         if not doubted and before is not None:
             self._weigh(batch, batch.samples, before)
         if doubted or self.weighting == before:

@@ -1,0 +1,68 @@
+"""A forward that runs as it is, whose backward hands a staged total over: for processes that have to add their gradients up.
+
+The forward runs with aliases in the parameters' places, so that its graph ends in them; what the user's backward sends to the
+outputs goes through that graph first, and parameters receive the total afterwards. Not covered: outputs without gradients, and
+tensors that leave the forward by other ways than its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from memfit.batches.tree import map_leaves
+from memfit.engine.handover import Total, give, graph_is_kept, refuse_create_graph
+from memfit.engine.staged import Staging
+
+Finish = Callable[[list[torch.Tensor | None], Sequence[torch.Tensor]], Total]
+"""From the staged gradients of these parameters to the total that is handed over."""
+
+
+def joined(run: Callable[[], Any], staging: Staging, finish: Finish) -> Any:
+    """What `run` returns, its tensors connected to the parameters through `finish`."""
+    receivers = staging.parameters()
+    with staging.swapped():
+        output = run()
+    inside: list[torch.Tensor] = []
+
+    def collected(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            inside.append(leaf)
+        return leaf
+
+    map_leaves(collected, output)
+    if not inside:
+        return output
+    outside = iter(_Joined.apply(staging, finish, tuple(inside), len(receivers), *receivers))
+
+    def replaced(leaf: Any) -> Any:
+        return next(outside) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+
+    return map_leaves(replaced, output)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, staging: Staging, finish: Finish, inside: tuple[torch.Tensor, ...], count: int, *receivers: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.staging, ctx.finish, ctx.inside, ctx.receivers = staging, finish, inside, receivers
+        outputs = tuple(tensor.detach() for tensor in inside)
+        ctx.save_for_backward(*outputs)  # autograd itself then raises its own error on a second backward
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        _ = ctx.saved_tensors
+        refuse_create_graph()
+        keep = graph_is_kept()
+        reached = [(t, g) for t, g in zip(ctx.inside, incoming) if g is not None]
+        if reached:
+            tensors, gradients = zip(*reached)
+            torch.autograd.backward(tensors, gradients, retain_graph=keep)
+        total = ctx.finish(ctx.staging.take(ctx.receivers), ctx.receivers)
+        if not keep:
+            ctx.inside = ()
+        return (None, None, None, None, *give(total, total.factor, keep=False))

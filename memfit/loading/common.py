@@ -1,0 +1,101 @@
+"""Drawing the same order in all processes: rank 0's.
+
+Scripts seed their processes alike, or not; an order that is divided has to be one. At the beginning of every epoch the others
+are told the state of rank 0's generators, and draw from that; their own generators go on as they would have. Not covered:
+samplers that draw while they are under way, or from NumPy or `random`; where processes then differ, that is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+
+from memfit.loading.draws import Order, Stream, draw_seed, keeps_own_order
+from memfit.loading.parts import Division, check_length
+from memfit.loading.pieces import Grouping
+from memfit.ranks.ranks import Ranks
+
+DRAWING = "an epoch of the loader"
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """What the order of an epoch is drawn from."""
+
+    seed: int
+    """What later epochs derive from."""
+    apart: bool
+    """Whether this one does."""
+    state: torch.Tensor
+    """torch's own generator."""
+    own: torch.Tensor | None
+    """The sampler's, if it has one."""
+
+
+class CommonDraws:
+    """What `ranks` agree on about the order of their loaders; `tell` says to the user what cannot be had."""
+
+    def __init__(self, ranks: Ranks, tell: Callable[[str], None]) -> None:
+        self.ranks, self._tell = ranks, tell
+
+    def division(self, source: DataLoader[Any], grouping: Grouping, *, never_empty: bool) -> Division | None:
+        """How effective batches are divided; None where each process's own loader has to be taken for its part. Raises
+        UsageError for a sampler without length."""
+        if grouping.whole or isinstance(source.dataset, IterableDataset) or type(source.batch_sampler) is not BatchSampler:
+            kind = "IterableDataset" if isinstance(source.dataset, IterableDataset) else type(source.batch_sampler).__name__
+            self._tell(
+                f"each process's own batches are taken for its part, as they come through a {kind}: which samples a step has "
+                "depends on the number of processes"
+            )
+            return None
+        check_length(source.batch_sampler.sampler, grouping.size, self.ranks.size)
+        return Division(grouping.size, self.ranks.rank, self.ranks.size, grouping.drop_last, never_empty)
+
+    def begin(
+        self, seed: int, apart: bool, order: Order, generator: torch.Generator | None, *, seeds_workers: bool
+    ) -> tuple[int, bool]:
+        """An epoch begins: (its seed, whether it is drawn apart) as rank 0 has them, and the order to be drawn as rank 0's is.
+        `seeds_workers`: torch draws a seed for workers before that order."""
+        own = _generator_of(order.sampler) or generator
+        state = _after_a_seed() if seeds_workers and generator is None else torch.get_rng_state()
+        mine = _Drawing(seed, apart, state, None if own is None else own.get_state())
+        first: _Drawing = self.ranks.gather(mine, DRAWING)[0]
+        if self.ranks.rank and not first.apart:
+            if own is not None and first.own is not None:
+                own.set_state(first.own)
+            if not keeps_own_order(order.sampler):
+                order.stream = Stream(state=first.state)
+        return first.seed, first.apart
+
+    def differ(self, indices: list[Any]) -> bool:
+        """Whether the processes are given different indices for their first effective batch."""
+        digest = hashlib.sha256(repr(indices).encode()).digest()
+        apart = len(set(self.ranks.gather(digest, DRAWING))) > 1
+        if apart:
+            self._tell(
+                "the loader's sampler gives every process indices of its own, which are taken for its part: which samples a "
+                "step has depends on the number of processes"
+            )
+        return apart
+
+
+def _after_a_seed() -> torch.Tensor:
+    """The state of torch's own generator after one more seed was drawn from it."""
+    twin = torch.Generator()
+    twin.set_state(torch.get_rng_state())
+    draw_seed(twin)
+    return twin.get_state()
+
+
+def _generator_of(sampler: Any) -> torch.Generator | None:
+    for _ in range(8):  # samplers nest through `.sampler`; a handful of levels at most
+        found = getattr(sampler, "generator", None)
+        if found is not None or isinstance(sampler, DistributedSampler):
+            return found
+        sampler = getattr(sampler, "sampler", None)
+    return None

@@ -1,0 +1,121 @@
+"""One process's part of every effective batch: which samples each batch has is the same at any number of processes.
+
+Effective batch t is the t-th run of `target_batch` indices in the order that the script's sampler draws; every process takes
+a contiguous part of it. So only indices are drawn everywhere; each process loads its own samples. Not covered: samplers that
+already give every process indices of its own, DistributedSampler apart (noticed: they differ between processes), and those
+without a length.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from memfit._errors import UsageError
+from memfit.batches.pieces import part_of
+
+
+@dataclass(frozen=True)
+class Division:
+    """How effective batches are divided among processes."""
+
+    size: int
+    """Samples in an effective batch over all processes."""
+    rank: int
+    """This process."""
+    ranks: int
+    """All of them."""
+    drop_last: bool
+    """Whether a last, smaller effective batch is left out."""
+    never_empty: bool
+    """Whether a process without a sample of a batch is given one all the same, which then has to weigh nothing."""
+
+    def batches(self, samples: int) -> int:
+        """Effective batches in so many samples."""
+        return samples // self.size if self.drop_last else -(-samples // self.size)
+
+    def own(self, index: int, samples: int) -> int:
+        """How many samples of that effective batch are this process's."""
+        return part_of(min(self.size, samples - index * self.size), self.rank, self.ranks)
+
+    def taken(self, index: int, samples: int) -> int:
+        """How many it loads."""
+        return max(self.own(index, samples), 1 if self.never_empty else 0)
+
+
+def counts_of(division: Division, samples: int) -> Iterator[tuple[int, int]]:
+    """Of every effective batch of an epoch: (samples that this process loads, those of them that are its own)."""
+    return ((division.taken(i, samples), division.own(i, samples)) for i in range(division.batches(samples)))
+
+
+class Part:
+    """The indices of `sampler` that are this process's. `differ(indices)` says whether other processes are given other ones."""
+
+    def __init__(self, sampler: Any, division: Division, differ: Callable[[list[Any]], bool]) -> None:
+        self.sampler, self.division = over_all(sampler), division
+        self._differ = differ
+        self._apart: bool | None = None
+        """Whether the sampler gives every process indices of its own; None until that was looked at."""
+
+    def __len__(self) -> int:
+        division, samples = self.division, len(self.sampler)
+        return sum(division.taken(i, samples) for i in range(division.batches(samples)))
+
+    def __iter__(self) -> Iterator[Any]:
+        division, samples = self.division, len(self.sampler)
+        indices = iter(self.sampler)
+        for number in range(division.batches(samples)):
+            batch = list(itertools.islice(indices, division.size))
+            if self._apart is None:
+                self._apart = self._differ(batch)
+            yield from batch[: division.taken(number, samples)] if self._apart else self._mine(batch)
+
+    def _mine(self, batch: list[Any]) -> list[Any]:
+        division = self.division
+        start = sum(part_of(len(batch), rank, division.ranks) for rank in range(division.rank))
+        found = batch[start : start + part_of(len(batch), division.rank, division.ranks)]
+        return found or (batch[:1] if division.never_empty else [])
+
+
+def over_all(sampler: Any) -> Any:
+    """The sampler of all processes' samples: for a DistributedSampler, of which each process has its own, one that goes
+    through the whole order."""
+    return _Undistributed(sampler) if isinstance(sampler, DistributedSampler) else sampler
+
+
+class _Undistributed(Iterable[int], Sized):
+    """The order that the DistributedSamplers of all processes divide, in the epoch that the script's own is told; without the
+    samples that they add or leave out to come out even."""
+
+    def __init__(self, own: DistributedSampler[Any]) -> None:
+        self._own = own
+
+    def __len__(self) -> int:
+        return len(self._own.dataset)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[int]:
+        whole = copy.copy(self._own)
+        whole.num_replicas, whole.rank = 1, 0
+        whole.num_samples = whole.total_size = len(self)
+        return iter(whole)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As the script tells its own."""
+        self._own.set_epoch(epoch)
+
+
+def check_length(sampler: Any, size: int, ranks: int) -> None:
+    """Raise UsageError for a sampler whose effective batches cannot be counted beforehand."""
+    try:
+        len(over_all(sampler))
+    except (TypeError, NotImplementedError):
+        raise UsageError(
+            f"effective batches of {size} samples over {ranks} processes",
+            found=f"the loader's {type(sampler).__name__} has no length, so no process can tell when the others end",
+            next_move="give the sampler a __len__, or leave target_batch away: each process's batches are then its part",
+        ) from None

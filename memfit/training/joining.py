@@ -1,0 +1,84 @@
+"""Beginning together: the processes of a training compare what each was given, and start from the same parameters.
+
+Not covered: optimizer state that differs between processes (one of them resumed and the others did not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit._errors import RankFailed, UsageError
+from memfit.profiling.build import model_facts
+from memfit.ranks.ranks import Ranks
+
+WRAPPING = "memfit.wrap"
+
+
+@contextmanager
+def beginning(ranks: Ranks | None) -> Iterator[None]:
+    """What fails inside fails on all of `ranks`: those where it worked raise RankFailed at the end."""
+    if ranks is None:
+        yield
+        return
+    try:
+        yield
+    except RankFailed:
+        raise
+    except BaseException as error:
+        ranks.failed(error)
+        raise
+    ranks.gather("wrapped", WRAPPING)
+
+
+def check_alike(ranks: Ranks, model: nn.Module, optimizer: Optimizer, loader: Any, **asked: Any) -> None:
+    """Raise UsageError, on every process, where they were not given the same model, loader and arguments."""
+    facts = model_facts(model, optimizer)
+    mine = {
+        "model and optimizer": f"{facts.name} with {facts.optimizer} ({facts.parameters} parameters, {facts.fingerprint[:8]})",
+        "samples in the loader": str(_samples(loader)),
+        **{f"{name}=": str(value) for name, value in asked.items()},
+    }
+    told: list[dict[str, str]] = ranks.gather(mine, WRAPPING)
+    for name in mine:
+        found = [each.get(name) for each in told]
+        if len(set(found)) > 1:
+            by_rank = ", ".join(f"{value} on rank {i}" for i, value in enumerate(found))
+            raise UsageError(
+                f"training over {ranks.size} processes",
+                found=f"{name} is not the same everywhere: {by_rank}",
+                next_move="build the model, the loader and the call of memfit.wrap alike on every process",
+            )
+
+
+def start_alike(ranks: Ranks, model: nn.Module) -> None:
+    """Give parameters and buffers the values that they have on rank 0, as DistributedDataParallel does."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        held = tensor.data
+        if held.is_contiguous():
+            ranks.from_first([held])
+        else:
+            sent = held.contiguous()
+            ranks.from_first([sent])
+            held.copy_(sent)
+
+
+def check_share(ranks: Ranks, target_batch: int | None) -> None:
+    """Every process has a sample of each effective batch at least. Raises UsageError."""
+    if target_batch is not None and target_batch < ranks.size:
+        raise UsageError(
+            f"target_batch={target_batch}",
+            found=f"{ranks.size} processes train together, and each needs a sample of every effective batch",
+            next_move=f"ask for target_batch={ranks.size} or more, or start {target_batch} processes",
+        )
+
+
+def _samples(loader: Any) -> int | None:
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,98 @@
+"""Real processes over real gloo for tests: a few that stay, and run functions of test modules on every rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PATIENCE = 120.0
+"""Seconds after which processes that have not answered are taken to hang."""
+
+
+class Hang(AssertionError):
+    """Processes did not answer."""
+
+
+class Failed(AssertionError):
+    """A function failed on a rank; the text is that rank's traceback."""
+
+
+class Processes:
+    """`size` processes that find each other as those of a launcher do. `run(function, *arguments)` gives what the function
+    returned on every rank; it is one that can be imported, and may use memfit as a script started by torchrun would."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        self.size = size
+        self._pipes: list[Connection] = []
+        self._started = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._started.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What it returned, by rank. Raises Failed or Hang."""
+        found = self.outcomes(function, *arguments)
+        failed = [f"rank {rank}:\n{value}" for rank, (well, value) in enumerate(found) if not well]
+        if failed:
+            raise Failed("\n".join(failed))
+        return [value for _, value in found]
+
+    def outcomes(self, function: Callable[..., Any], *arguments: Any) -> list[tuple[bool, Any]]:
+        """(whether it returned, what it returned or its traceback), by rank. Raises Hang."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        found: dict[int, tuple[bool, Any]] = {}
+        while len(found) < self.size:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in found]
+            ready = wait(waiting, PATIENCE)
+            if not ready:
+                self.end()
+                raise Hang(f"ranks {[rank for rank in range(self.size) if rank not in found]} have not answered")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    found[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    found[rank] = (False, "the process ended")
+        return [found[rank] for rank in range(self.size)]
+
+    def end(self) -> None:
+        """Stop them."""
+        for process in self._started:
+            process.kill()
+        for process in self._started:
+            process.join()
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    there = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in there.items()}, OMP_NUM_THREADS="1")
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -1,0 +1,281 @@
+"""Several processes over gloo: what each loads, how often gradients are reduced, and what happens where one fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import Processes
+from torch import nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+import memfit
+
+SAMPLES, TARGET = 26, 12
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    found = Processes(2)
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Processes]:
+    found = Processes(3)
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def doomed() -> Iterator[Processes]:
+    """Two that may not survive the test."""
+    found = Processes(2)
+    yield found
+    found.end()
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def dataset() -> Dataset[Any]:
+    generator = torch.Generator().manual_seed(3)
+    numbers = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(numbers, torch.randint(0, 3, (SAMPLES,), generator=generator))
+
+
+def network(*more: nn.Module) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), *more, nn.Linear(16, 3)).double()
+
+
+def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def loader_of(kind: str) -> DataLoader[Any]:
+    torch.manual_seed(100 + 7 * rank())  # scripts do not always seed their processes alike
+    if kind == "distributed":
+        if "RANK" not in os.environ:  # what all of them divide
+            sampler = DistributedSampler(dataset(), num_replicas=1, rank=0, seed=5)
+        else:
+            sampler = DistributedSampler(dataset(), num_replicas=int(os.environ["WORLD_SIZE"]), rank=rank(), seed=5)
+        return DataLoader(dataset(), batch_size=4, sampler=sampler)
+    if kind == "generator":
+        return DataLoader(dataset(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank()))
+    return DataLoader(dataset(), batch_size=4, shuffle=True, drop_last=kind == "drop_last")
+
+
+def trained(mode: str, kind: str, epochs: int = 2) -> tuple[dict[str, torch.Tensor], int]:
+    """The parameters after some epochs, and the steps that took."""
+    model = network()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.5)
+    source = loader_of(kind)
+    settings: dict[str, Any] = {"target_batch": TARGET, "micro_batch": 2}
+    if mode == "step":
+        settings["loss_fn"] = loss_fn
+    run = memfit.wrap(model, optimizer, source, **settings)
+    steps = 0
+    for epoch in range(epochs):
+        if isinstance(source.sampler, DistributedSampler):
+            source.sampler.set_epoch(epoch)
+        for batch in run.loader:
+            steps += 1
+            if mode == "step":
+                run.step(batch)
+            else:
+                optimizer.zero_grad()
+                loss_fn(model, batch).backward()
+                optimizer.step()
+    run.undo()
+    return {name: value.clone() for name, value in model.state_dict().items()}, steps
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "drop_last", "distributed", "generator"])
+@pytest.mark.parametrize("mode", ["step", "script"])
+def test_the_parameters_do_not_depend_on_the_number_of_processes(
+    mode: str, kind: str, two: Processes, three: Processes
+) -> None:
+    """The last batch has two samples, so that of three processes one has none."""
+    alone, steps = trained(mode, kind)
+    for processes in (two, three):
+        for found, taken in processes.run(trained, mode, kind):
+            assert taken == steps == (4 if kind == "drop_last" else 6)
+            assert difference(found, alone) <= 1e-12
+
+
+def counted(mode: str, accumulation: int) -> tuple[int, int]:
+    """(collectives that carried gradients in two steps, micro-batches that ran in them)."""
+    model = network()
+    ran: list[int] = []
+    optimizer = SGD(model.parameters(), lr=0.1)
+    share = TARGET // 2
+    settings: dict[str, Any] = {"loss_fn": loss_fn} if mode == "step" else {}
+    run = memfit.wrap(
+        model, optimizer, loader_of("shuffled"), target_batch=TARGET, micro_batch=share // accumulation, **settings
+    )
+    batches = iter(run.loader)
+    for number in range(4):
+        if number == 2:  # planning and proofs are done
+            handle = model[0].register_forward_pre_hook(lambda module, args: ran.append(len(args[0])))
+            assert run._core is not None and run._core.together is not None
+            before = run._core.together.collectives
+        batch = next(batches, None) or next(batches := iter(run.loader))
+        if mode == "step":
+            run.step(batch)
+        else:
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+    handle.remove()
+    after = run._core.together.collectives
+    run.undo()
+    return after - before, len(ran)
+
+
+@pytest.mark.parametrize("mode", ["step", "script"])
+def test_gradients_are_reduced_once_however_many_micro_batches_there_are(mode: str, two: Processes) -> None:
+    found = {accumulation: two.run(counted, mode, accumulation)[0] for accumulation in (1, 3, 6)}
+    assert {collectives for collectives, _ in found.values()} == {2}  # one bucket per step
+    assert found[1][1] < found[3][1] < found[6][1]
+
+
+class Fails(nn.Module):
+    """Fails in its `at`-th real forward on one rank."""
+
+    def __init__(self, error: Exception, on: tuple[int, ...], times: int) -> None:
+        super().__init__()
+        self.error, self.on, self.left = error, on, times
+        self.armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.armed and rank() in self.on and self.left and torch.is_grad_enabled():
+            self.left -= 1
+            raise self.error
+        return x
+
+
+def survived(mode: str, on: tuple[int, ...], times: int) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Training in which memory runs out."""
+    fails = Fails(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), on, times)
+    model = network(fails)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    settings: dict[str, Any] = {"loss_fn": loss_fn} if mode == "step" else {}
+    run = memfit.wrap(model, optimizer, loader_of("distributed"), target_batch=TARGET, micro_batch=4, **settings)
+    for number, batch in enumerate(run.loader):
+        fails.armed = number == 1
+        if mode == "step":
+            run.step(batch)
+        else:
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+    events = [event.kind for event in run.events]
+    run.undo()
+    return model.state_dict(), events
+
+
+@pytest.mark.parametrize("on", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("mode", ["step", "script"])
+def test_a_rank_that_runs_out_of_memory_begins_its_share_again(mode: str, on: tuple[int, ...], two: Processes) -> None:
+    want, _ = survived(mode, (), 0)
+    for number, (found, events) in enumerate(two.run(survived, mode, on, 1)):
+        assert difference(found, want) <= 1e-12
+        assert ("out of memory" in events) is (number in on)
+
+
+def failed(mode: str, on: tuple[int, ...]) -> str:
+    try:
+        fails = Fails(KeyError("no such word"), on, 1)
+        model = network(fails)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        settings: dict[str, Any] = {"loss_fn": loss_fn} if mode == "step" else {}
+        run = memfit.wrap(model, optimizer, loader_of("distributed"), target_batch=TARGET, micro_batch=4, **settings)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        fails.armed = True
+        for batch in run.loader:
+            if mode == "step":
+                run.step(batch)
+            else:
+                optimizer.zero_grad()
+                loss_fn(model, batch).backward()
+                optimizer.step()
+    except (KeyError, memfit.RankFailed) as error:
+        assert difference(before, model.state_dict()) == 0
+        return f"{type(error).__name__}: {error}"
+    return "nothing failed"
+
+
+@pytest.mark.parametrize("mode", ["step", "script"])
+def test_another_error_on_one_rank_ends_all_and_says_which(mode: str, doomed: Processes) -> None:
+    first, second = doomed.run(failed, mode, (1,))
+    assert second.startswith("KeyError")
+    assert first.startswith("RankFailed") and "rank 1 failed: KeyError: 'no such word'" in first
+
+
+def wrapped_as(width: int, target: int) -> str:
+    model = nn.Linear(6, 3 + width * rank()).double()
+    try:
+        memfit.wrap(model, SGD(model.parameters(), lr=0.1), loader_of("shuffled"), target_batch=target + 2 * width * rank())
+    except memfit.MemfitError as error:
+        return f"{type(error).__name__}: {error}"
+    return "wrapped"
+
+
+def test_processes_that_were_given_different_things_are_told(two: Processes) -> None:
+    for text in two.run(wrapped_as, 1, 12):
+        assert text.startswith("UsageError") and "model and optimizer is not the same everywhere" in text
+    for text in two.run(wrapped_as, 0, 1):
+        assert text.startswith("UsageError") and "2 processes train together" in text
+    assert two.run(wrapped_as, 0, 12) == ["wrapped", "wrapped"]
+
+
+def wrapped_where_one_cannot(on: int) -> str:
+    model = network()
+    try:
+        memfit.wrap(
+            model, SGD(model.parameters(), lr=0.1), loader_of("shuffled"), target_batch=12, loss_fn=loss_fn,
+            budget=1 << 21 if rank() == on else None,
+        )
+    except memfit.MemfitError as error:
+        return f"{type(error).__name__}: {error}"
+    return "wrapped"
+
+
+def test_a_plan_that_does_not_fit_on_one_rank_is_an_error_on_all(doomed: Processes) -> None:
+    first, second = doomed.run(wrapped_where_one_cannot, 1)
+    assert second.startswith("DoesNotFit")
+    assert first.startswith("RankFailed") and "rank 1 failed: DoesNotFit" in first
+
+
+def evaluated() -> float:
+    model = network()
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), loader_of("shuffled"), target_batch=TARGET, micro_batch=2)
+    for number, batch in enumerate(run.loader):
+        loss_fn(model, batch).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        if number == 0 and rank() == 0:  # one rank alone
+            model.eval()
+            with torch.no_grad():
+                value = float(loss_fn(model, dataset()[:]))
+            torch.save(model.state_dict(), os.devnull)
+            model.train()
+    run.undo()
+    return value if rank() == 0 else 0.0
+
+
+def test_one_rank_may_evaluate_and_save_alone(two: Processes) -> None:
+    assert two.run(evaluated)[0] > 0
