@@ -196,9 +196,9 @@ class Profile:
 
     def excess_at(self, micro_batch: int) -> int:
         """Bytes to add to the trace at that size: between measured sizes by a line, beyond the last by that through the last
-        two. (Not by the steepest: where kernels change between one sample and two, what they take jumps there.) Where a single size
-        was measured and kernels take much, in proportion to the size. Never less than at a smaller size, which may have left
-        free what a larger one took, unless that goes back at once."""
+        two. (Not by the steepest: where kernels change between one sample and two, what they take jumps there.) Where a single
+        size was measured and kernels take much, in proportion to the size. Never less than at a smaller size, which may have
+        left free what a larger one took, unless that goes back at once."""
         if not self.excess:
             return 0
         least = 0 if self._gives_back() else max((more for n, more in self.excess if n <= micro_batch), default=0)

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memfit._units import format_at_least, format_bytes, format_count, format_seconds
+from memfit._units import count, format_at_least, format_bytes, format_count, format_seconds, three_digits
 from memfit.reporting.files import restored, strict, write_in_format
-from memfit.reporting.words import count, printable, three_digits
+from memfit.reporting.words import printable
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -34,11 +34,11 @@ itself goes on measuring (`tune.py`)."""
 MOST_KEPT = 0.1
 """Share of the room that kernels for sizes of micro-batches tried while planning may keep for good."""
 HIDDEN_KEPT = 16 << 20
-"""Bytes that a size keeps from which on kernels are taken to hide memory (transformers keep up to 8 MiB once, convolutions 40 MiB
-per size)."""
+"""Bytes that a size keeps from which on kernels are taken to hide memory (transformers keep up to 8 MiB once, convolutions
+40 MiB per size)."""
 RESERVED_FOR_CONVOLUTION = 1600 << 10
-"""Bytes that oneDNN reserves for the kernels of a convolution, forward and backward, with the first micro-batch of every size; one
-seventh becomes resident (measured with torch 2.13, one thread: 1.05 MiB in a ResNet, 0.96 in ConvNeXt, 1.54 in a U-Net)."""
+"""Bytes that oneDNN reserves for the kernels of a convolution, forward and backward, with the first micro-batch of every size;
+one seventh becomes resident (measured with torch 2.13, one thread: 1.05 MiB in a ResNet, 0.96 in ConvNeXt, 1.54 in a U-Net)."""
 BUSY = 1.5
 """Processes that want to run, per core, from which on timings are taken to be disturbed (a training itself makes it 1)."""
 FAR = 2
