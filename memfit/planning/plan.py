@@ -91,7 +91,7 @@ class Plan:
     model: str
     """The model's class."""
     optimizer: str
-    """The optimizer's class."""
+    """The optimizer's class, and whether its step is fused."""
     fingerprint: str
     """Digest of the model and optimizer this plan is for."""
     by_size: tuple[tuple[int, int, int], ...] = ()
