@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 VERSION = 1
 """Version of the JSON format."""
-COLUMNS = ("device", "memory", "fits, at most", "micro-batch x steps", "checkpointed", "precision", "per step", "samples/s", "bound by")
+COLUMNS = (
+    *("device", "memory", "fits, at most", "micro-batch x steps", "checkpointed", "precision", "per step", "samples/s"),
+    "bound by",
+)
 """Headings."""
 NUMBERS = (1, 6, 7)
 """Columns to align to the right."""
@@ -131,7 +134,7 @@ class Comparison:
         left_out = f"; {more} more that lack more are left out here (--save has them)" if more else ""
         return [
             f"fits on {fitting} of {count(len(self.rows), 'device')}{left_out}",
-            "micro-batch x steps: samples per forward x accumulation steps per optimizer step; at most: bytes with all that is held",
+            "at most: all that the process comes to hold; micro-batch x steps: samples per forward x accumulation steps",
             "none of them is here: memory is simulated, seconds are modelled from data sheets, not measured",
         ]
 

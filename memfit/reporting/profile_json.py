@@ -33,7 +33,7 @@ FIELDS = {
     "micro_batches": "the events at which the traced micro-batches begin; the second stands for all further ones",
     "allocations": "storages in order of birth; fixed and per_sample: bytes; born, died: events, -1 for what survives the step",
     "operations": "in order; event: the one that was next when it began; flops and moved (bytes), fixed and per sample",
-    "timings": "micro-batches as timed or modelled, in seconds; told_from: the size whose seconds per sample those are, or null",
+    "timings": "micro-batches as timed or modelled, in seconds; told_from: the size they are told from, or null",
 }
 """What the parts of the file mean."""
 
