@@ -327,3 +327,9 @@ def test_equal_micro_batches_are_never_larger_than_the_plans(
 def test_an_unknown_tool() -> None:
     with pytest.raises(UsageError, match=r"torch, accelerate, transformers, lightning"):
         plan().export("keras")
+
+
+@pytest.mark.parametrize("tool", EXPORTS)
+def test_an_export_says_that_memfit_adds_in_float32_only_where_it_does(tool: str) -> None:
+    assert "memfit adds them in float32" in plan().export(tool)
+    assert "memfit adds them in float32" not in plan(accumulate_in="param").export(tool)
