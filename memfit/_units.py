@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from memfit._errors import UsageError
 
@@ -96,3 +97,35 @@ def _three_digits(value: float) -> str:
     if value >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def unit_for(sizes: Iterable[int]) -> tuple[int, str]:
+    """(bytes per unit, its name) to write these sizes in, the largest with at least two digits before the point."""
+    largest = max((abs(size) for size in sizes), default=0)
+    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if largest >= 10 * unit:
+            return unit, name
+    return (MiB, "MiB") if largest >= MiB else (1, "B")
+
+
+def alike(*sizes: int) -> tuple[str, ...]:
+    """Sizes that are to be compared, in one unit: "315 MiB", "1,024 MiB"."""
+    unit, name = unit_for(sizes)
+    return tuple(f"{in_unit(size, unit)} {name}" for size in sizes)
+
+
+def in_unit(size: int, unit: int) -> str:
+    """A size in a unit, without its name; bytes and nothing are whole."""
+    return f"{size:,}" if unit == 1 or not size else three_digits(size / unit)
+
+
+def three_digits(value: float) -> str:
+    """A number with about three significant digits: "2,918", "34.1", "0.38"."""
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+
+
+def count(number: int, what: str) -> str:
+    """ "1 block", "3 blocks"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -278,7 +278,7 @@ def test_save_export_and_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert plan.words_for_peak() in plan.summary()
     assert format_bytes(plan.predicted.peak + plan.held).split()[0] in plan.summary()  # on the scale of the limit beside it
     shown = reported(["plan.json", "--save", "out.html"], monkeypatch, tmp_path)
-    assert "32 whole" in shown and "by plan.json" in shown
+    assert "32 whole" in shown and "as plan.json says" in shown
     assert (tmp_path / "out.html").read_text().lstrip().lower().startswith("<!doctype html")
     reported(["plan.json", "--save", "out.json"], monkeypatch, tmp_path)
     assert "32 whole" in reported(["out.json"], monkeypatch, tmp_path)

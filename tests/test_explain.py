@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import handmade
@@ -11,10 +13,12 @@ import torch
 from handmade import Course
 from test_module_tree import profile_of
 from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
 
 import memfit
 from memfit._units import format_bytes
 from memfit.planning.compose import with_checkpoint
+from memfit.profiling.profile import Profile
 from memfit.profiling.timeline import fit
 
 
@@ -173,3 +177,35 @@ def test_where_each_size_was_traced_by_itself() -> None:
     profile = handmade.profile(None, points=((1, 100), (2, 200)), source="traced at single sizes")
     found = profile.explain(2)
     assert "fewer than 5 samples" in found.unknown and found.peak.allocated == 200 and "200 B expected" in str(found)
+
+
+def profiled(optimizer: Callable[..., Optimizer], **asked: Any) -> Profile:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)).to(asked.pop("dtype", torch.float32))
+    sample = torch.randn(8, 64, dtype=next(model.parameters()).dtype)
+    return memfit.profile(model, optimizer(model.parameters()), sample, loss_fn=lambda m, x: m(x).square().mean(), **asked)
+
+
+def test_what_is_held_anyway_names_the_optimizers_state() -> None:
+    found = profiled(AdamW)
+    state = found.optimizer_bytes
+    assert state is not None and 2 * found.model.parameter_bytes <= state <= 2 * found.model.parameter_bytes + 64
+    assert f"optimizer's state {format_bytes(state)}" in str(found)
+    assert profiled(SGD).optimizer_bytes == 0 and "optimizer's state 0 B" in str(profiled(SGD))
+    facts = found.model
+    whole = facts.parameter_bytes + facts.gradient_bytes + state
+    assert replace(found, timeline=None, source="measured", standing=whole).optimizer_bytes == state
+    assert "state not told apart" in str(replace(found, timeline=None, timings=(), points=((1, whole),)))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_fused_optimizer_is_named_so_in_the_profile_and_the_plan(fused: bool) -> None:
+    found = profiled(partial(AdamW, fused=fused))
+    made = memfit.plan(found, memfit.probe(budget="1GiB"), target_batch=8)
+    assert ("AdamW (fused)" in str(found)) is ("AdamW (fused)" in str(made)) is fused
+
+
+@pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_what_gradients_gather_in_is_said_where_it_makes_a_difference(dtype: torch.dtype, said: bool) -> None:
+    found = profiled(SGD, dtype=dtype, accumulate_in="param")
+    made = memfit.plan(found, memfit.probe(budget="1GiB"), target_batch=8, micro_batch=2)
+    assert ("own precision" in str(made)) is said

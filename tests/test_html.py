@@ -26,7 +26,7 @@ SECTIONS = {
     "The choice of micro-batch": "micro-batch against seconds and memory; rejected plans with reasons",
     "One step of each lever": "what one step of each lever more or less would cost",
     "What the run waits for": "loader against compute",
-    "What happened": "events",
+    "So far": "events",
     "Notes": "what to know about the numbers",
 }
 

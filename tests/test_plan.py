@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,15 @@ def test_it_is_frozen_and_hashable() -> None:
 def test_it_prints_what_runs_and_what_does_not() -> None:
     text = str(rich_plan())
     assert "memfit plan for GPT with AdamW on EPYC" in text
-    assert "512 = 8 x 64" in text and "2 blocks checkpointed" in text and "1.50 s per step" in text
-    assert "not taken: 16 x 32: needs up to 7.00 GiB" in text
-    assert "16 x 32, 3 blocks checkpointed: 27% slower" in text
-    assert "16 x 32, bfloat16: another precision" in text
+    assert "512 in 64 micro-batches of 8" in text and "2 blocks checkpointed" in text and "1.50 s per step" in text
+    assert "not taken (micro-batch x accumulation steps):" in text
+    assert re.search(r"16 x 32: .* expected, .* at most; needs up to \S+ \wiB, \S+ \wiB allowed", text)
+    assert re.search(r"16 x 32, 3 blocks checkpointed: .*; 27 % slower", text)
+    assert re.search(r"16 x 32, bfloat16: .*; another precision", text)
     assert "note: samples differ" in text
     assert "whole" in plan(accumulation=1, micro_batch=512, mode="whole").summary()
     assert "two passes" in plan(mode="replay").summary()
-    assert "512 in 5 of at most 103:" in plan(micro_batch=103, accumulation=5).summary()
+    assert "512 in 5 micro-batches of at most 103:" in plan(micro_batch=103, accumulation=5).summary()
 
 
 @pytest.mark.parametrize(
@@ -325,3 +327,9 @@ def test_equal_micro_batches_are_never_larger_than_the_plans(
 def test_an_unknown_tool() -> None:
     with pytest.raises(UsageError, match=r"torch, accelerate, transformers, lightning"):
         plan().export("keras")
+
+
+@pytest.mark.parametrize("tool", EXPORTS)
+def test_an_export_says_that_memfit_adds_in_float32_only_where_it_does(tool: str) -> None:
+    assert "memfit adds them in float32" in plan().export(tool)
+    assert "memfit adds them in float32" not in plan(accumulate_in="param").export(tool)

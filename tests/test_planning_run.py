@@ -318,6 +318,15 @@ def test_a_busy_machine_is_noted(load: float, said: bool) -> None:
     assert not busy_note(torch.device("cuda"), 1000.0)
 
 
+@pytest.mark.parametrize(("set_to", "advised"), [("passive", False), ("PASSIVE", False), ("active", True), (None, True)])
+def test_what_is_set_already_is_not_advised(set_to: str | None, advised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", set_to)
+    (note,) = busy_note(CPU, 1000.0)
+    assert ("OMP_WAIT_POLICY" in note) is advised
+
+
 @pytest.mark.parametrize("disturbed", [1, 99])
 def test_what_a_disturbance_made_look_too_large_is_measured_again_before_it_is_refused(
     disturbed: int, monkeypatch: pytest.MonkeyPatch

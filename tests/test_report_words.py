@@ -5,33 +5,25 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import reports
 
-from memfit._units import GiB, KiB, MiB
-from memfit.planning.plan import Cost, Option
+from memfit._units import GiB, KiB, MiB, alike, unit_for
+from memfit.cli.saved import report_of
+from memfit.planning.plan import Cost, Option, Plan
+from memfit.planning.wording import nearest, reason, way
 from memfit.reporting.facts import BlockCost, Offer
 from memfit.reporting.lines import Entry, answers, comparison, verdict
 from memfit.reporting.pace import loader_share, seconds_of, steady
 from memfit.reporting.report import Report
 from memfit.reporting.tables import tables
 from memfit.reporting.verification import Verification, cut_as
-from memfit.reporting.words import (
-    alike,
-    alike_seconds,
-    blocks_listed,
-    less_or_more,
-    nearest,
-    percent,
-    printable,
-    relative,
-    speed,
-    unit_for,
-)
+from memfit.reporting.words import alike_seconds, blocks_listed, less_or_more, percent, printable, relative, speed
 
-LABELS = ("same training", "not kept equal", "it costs", "memory holds", "happened", "next", "or else")
+LABELS = ("same training", "not kept equal", "it costs", "memory holds", "so far", "next", "or else")
 
 
 def said(report: Report, label: str) -> str:
@@ -97,7 +89,7 @@ def test_a_whole_batch_without_levers_fits_as_is() -> None:
 def test_the_rows_compare_what_was_asked_with_what_is_done() -> None:
     made = measured(300, seconds=(5.0, 6.0, 7.0))
     assert [r.name for r in comparison(made)] == ["batch", "memory", "per step", "checkpoint", "precision"]
-    assert row(made, "batch").asked == "16" and row(made, "batch").here == "16 as 6 x 3 x 1"
+    assert row(made, "batch").asked == "16" and row(made, "batch").here == "16 in 3 micro-batches of at most 6"
     assert row(made, "memory").asked == "532 B, does not fit" and row(made, "memory").here == "284 B of 330 B"
     assert row(made, "memory").remark == "predicted; measured 300 B"
     assert row(made, "per step").asked == "3.10 s if it fitted" and row(made, "per step").here == "5.42 s"
@@ -120,21 +112,51 @@ def test_what_was_not_timed_while_planning_is_told_as_measured() -> None:
     assert row(reports.report(330, plan=made.plan), "per step").remark == ""
 
 
-def test_an_exact_product_is_an_equation() -> None:
-    assert row(reports.report(290), "batch").here == "16 = 4 x 4 x 1"
-    assert row(reports.report(330), "batch").remark.startswith("micro (at most)")
+def test_the_batch_is_told_in_micro_batches_and_what_it_is_a_product_of() -> None:
+    assert row(reports.report(290), "batch").here == "16 in 4 micro-batches of 4"
+    assert row(reports.report(290), "batch").remark == ""
     product = reports.report(
         290, stats={"ranks": 3}, asked={"script_accumulation": "2"}, plan=replace(reports.planned(290), target_batch=None)
     )
-    assert row(product, "batch").here == "96 = 4 x 4 x 3 x 2"
+    assert row(product, "batch").here == "96, of which 16 in 4 micro-batches of 4"
+    assert row(product, "batch").remark == "16 samples x 3 ranks x 2 of your iterations"
 
 
 def test_samples_of_different_sizes_are_said_to_be_cut_by_size() -> None:
     made = reports.ragged()
-    assert row(made, "batch").here == "16, 2 to 5 at a time"
-    assert row(made, "batch").remark == "micro-batches by size of sample"
+    assert row(made, "batch").here == "16 in micro-batches of 2 to 5, by size of sample"
     table = next(t for t in tables(made) if t.title == "Micro-batches by size of sample")
     assert table.rows == (("100", "5", "8"), ("200", "3", "4"), ("300", "2", "2"))
+
+
+def test_samples_of_which_the_longest_are_cut_are_not_said_to_run_whole() -> None:
+    """The median's micro-batch may take all of the share, and that of longer samples not."""
+    made = reports.report(800)
+    assert made.plan.runs_whole
+    cut = replace(made, plan=replace(made.plan, by_size=((100, 16, 20), (300, 6, 6)), median=100), draws=("drop",))
+    assert row(cut, "batch").here == "16 in micro-batches of 6 to 16, by size of sample"
+    assert "not verified yet" in said(cut, "same training") and verdict(cut).label == "fits"
+    assert "dropout" in said(cut, "not kept equal")
+    whole = replace(made, plan=replace(made.plan, by_size=((100, 16, 20), (300, 16, 17)), median=100))
+    assert row(whole, "batch").here == "16 whole" and "runs whole" in said(whole, "same training")
+
+
+def test_gradients_in_the_parameters_own_precision_are_named_where_they_gather() -> None:
+    plan = replace(reports.planned(330), accumulate_in="param")
+    assert "own precision" in said(reports.report(330, plan=plan), "not kept equal") and "own precision" in plan.summary()
+    whole = replace(reports.planned(800), accumulate_in="param")
+    assert said(reports.report(800, plan=whole), "not kept equal") == ""
+    assert "own precision" not in reports.planned(330).summary()
+
+
+def test_one_plan_is_worded_the_same_in_its_summary_in_its_report_and_from_its_file() -> None:
+    for plan in (reports.planned(290), reports.planned(330), reports.planned(800), reports.ragged().plan):
+        read = report_of(Plan.from_json(plan.to_json()), Path("plan.json"))
+        assert row(read, "batch").here == row(reports.report(330, plan=plan), "batch").here
+        assert f"batch {row(read, 'batch').here}" in plan.summary()
+        for option in nearest(plan.rejected, plan.micro_batch):
+            assert f"{way(option)}: " in str(plan) and reason(option, plan) in str(plan)
+            assert reason(option, plan) in " ".join(str(read).split())
 
 
 def test_a_model_without_blocks_has_none() -> None:
@@ -143,7 +165,7 @@ def test_a_model_without_blocks_has_none() -> None:
 
 def test_a_plan_from_a_file_says_what_it_does_not_know() -> None:
     made = reports.report(plan=reports.planned(330), profile=None, prof=reports.profile())
-    assert row(made, "checkpoint").asked == "-" and row(made, "checkpoint").here == "2 blocks"
+    assert row(made, "checkpoint").asked == "the script's" and row(made, "checkpoint").here == "2 blocks more"
     assert said(made, "memory holds") == ""
 
 
@@ -153,7 +175,7 @@ def test_a_plan_from_a_file_says_what_it_does_not_know() -> None:
 def test_the_answers_come_in_order() -> None:
     labels = [entry.label for entry in answers(replace(reports.hostile(), verification=reports.SAME))]
     assert labels == [label for label in LABELS if label in labels]
-    assert {"same training", "not kept equal", "it costs", "memory holds", "happened", "next"} <= set(labels)
+    assert {"same training", "not kept equal", "it costs", "memory holds", "so far", "next"} <= set(labels)
 
 
 def same(**fields: Any) -> Entry:
@@ -234,7 +256,7 @@ def test_the_cost_is_the_median_since_the_plan_last_changed() -> None:
 def test_recomputing_halving_by_hand_and_two_passes_are_priced() -> None:
     lines = said(reports.report(330), "it costs")
     assert "running 2 blocks again takes about 6.6 % of it" in lines  # 0.36 of 5.42 seconds
-    assert "halving the batch by hand until it fits would land at 2 x 8: 86 % slower" in lines  # 10.1 against 5.42
+    assert "halving the batch by hand until it fits would land at 8 micro-batches of 2: 86 % slower" in lines  # 10.1 to 5.42
     ran_out = [reports.event(1, "out of memory", "a micro-batch of 8 ran out of memory")]
     assert "halving" not in said(reports.report(330, events=ran_out), "it costs")
     replay = replace(reports.planned(330), mode="replay", keep=1)
@@ -287,13 +309,21 @@ def test_what_was_timed_while_planning_is_scaled_to_what_was_measured_since() ->
 
 def test_only_the_latest_events_are_on_the_first_screen() -> None:
     events = [reports.event(n, "note", f"thing {n}") for n in range(5)]
-    assert said(reports.report(330, events=events), "happened").splitlines() == [
+    assert said(ran(1.0, events=events), "so far").splitlines() == [
         "2 earlier events",
         "step 2: thing 2",
         "step 3: thing 3",
         "step 4: thing 4",
     ]
-    assert said(reports.report(330, events=[reports.event(0, "plan", "batch 16 = 4 x 4")]), "happened") == ""
+    assert said(reports.report(330, events=[reports.event(0, "plan", "batch 16 whole")]), "so far") == ""
+
+
+def test_nothing_is_said_to_have_happened_in_a_step_of_a_plan_that_has_not_run() -> None:
+    noted = [reports.event(0, "note", "samples differ in size")]
+    planned, running = reports.report(330, events=noted), ran(1.0, events=noted)
+    assert said(planned, "so far") == "samples differ in size" and said(running, "so far") == "step 0: samples differ in size"
+    columns = {made: next(t.columns for t in tables(made) if t.title == "So far") for made in (planned, running)}
+    assert "step" not in columns[planned] and "step" in columns[running]
 
 
 @pytest.mark.parametrize(("wait", "advised"), [(0.04, False), (0.05, False), (0.06, True), (3.0, True)])
@@ -312,14 +342,14 @@ def test_pinned_memory_is_advised_where_there_is_a_device() -> None:
 def test_more_memory_is_priced_and_one_step_of_each_lever_offered() -> None:
     made = reports.report(290)
     assert said(made, "next").splitlines() == [
-        "with 56 B more: 4 x 4, no block checkpointed, 5 % faster",
-        "with 308 B more: 16 x 1, no block checkpointed, 52 % faster",
+        "with 56 B more: 4 micro-batches of 4, no block checkpointed, 5 % faster",
+        "with 308 B more: 16 whole, no block checkpointed, 52 % faster",
     ]
-    assert said(made, "or else") == "3 x 6, 1 block checkpointed: 6 B less, 29 % slower"
+    assert said(made, "or else") == "6 micro-batches of at most 3, 1 block checkpointed: 6 B less, 29 % slower"
     assert said(reports.report(800), "next") == "more memory would not make it faster"
     assert said(reports.report(800), "or else").splitlines() == [
-        "8 x 2: 130 B less, 32 % slower",
-        "16 x 1, 1 block checkpointed: 180 B less, 5.2 % slower",
+        "2 micro-batches of 8: 130 B less, 32 % slower",
+        "16 whole, 1 block checkpointed: 180 B less, 5.2 % slower",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,16 @@ def test_ragged_samples_by_a_plan_of_memfits_own_making() -> None:
     assert relative_error(seen.gradients[0], want) <= EXACT
     assert any("differ in size" in event.message for event in run.events)
     assert run.plan is not None and run.plan.by_size
+
+
+def test_a_plan_by_size_of_sample_says_that_the_machine_was_busy_while_it_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 1000.0, 1000.0))
+    model = tagger()
+    loader = ragged_loader(token_samples(*RAGGED), 4, pad)
+    run = memfit.wrap(model, sgd(model), loader, loss_fn=tagging_loss, target_batch=12)
+    assert run.plan is not None and run.plan.by_size
+    assert sum("busy" in note for note in run.plan.notes) == 1
+    assert "busy" in str(run.report())
 
 
 class Tokens(IterableDataset):

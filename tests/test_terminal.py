@@ -71,6 +71,22 @@ def test_numbers_in_columns_end_in_one_column() -> None:
     assert len(ends) == 1
 
 
+def test_the_plans_considered_are_told_by_the_same_kinds_of_numbers_as_the_plan() -> None:
+    """Expected and at most, each under its heading, for the plan and for what was not taken."""
+    made = REPORTS["accumulates"]
+    lines = plain(made, 120).splitlines()
+    taken = next(line for line in lines if line.startswith("taken"))
+    own = next(option for option in made.plan.options if not option.reason)
+    heading = next(line for line in lines if "at most" in line and "expected" in line and "per step" in line)
+    for name, size in (("expected", own.cost.peak), ("at most", own.cost.upper)):
+        assert taken[: heading.index(name) + len(name)].endswith(f" {size} B")
+
+
+def test_what_to_know_about_the_numbers_is_said_on_a_terminal_too() -> None:
+    made = reports.report(330, prof=reports.profile(notes=("the machine was busy",)))
+    assert "the machine was busy" in plain(made, 120) and "the machine was busy" in str(made.plan)
+
+
 def test_str_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "70")
     assert str(REPORTS["accumulates"]) == plain(REPORTS["accumulates"], 70)

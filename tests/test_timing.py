@@ -16,7 +16,7 @@ from memfit._units import MiB
 from memfit.engine.accumulate import Weighting
 from memfit.engine.staged import Staging, sparse_parameters
 from memfit.profiling.build import stepping_bytes
-from memfit.profiling.seconds import Timing, line_through, never_slower, timing_at
+from memfit.profiling.seconds import Timing, line_through, measured_sizes, never_slower, timing_at
 from memfit.profiling.timing import Stopwatch, time_sizes
 from memfit.training.works import StepWork
 
@@ -191,6 +191,17 @@ def test_on_a_busy_machine_no_size_counts_as_slower_per_sample_than_a_smaller_on
     assert [t.forward for t in found] == pytest.approx([0.4, 1.0, 1.0, 2.0])
     assert [dict(t.blocks)["a"] for t in found] == pytest.approx([0.2, 0.4, 0.5, 1.0])
     assert [(t.samples, t.growth, t.kept) for t in found] == [(t.samples, t.growth, t.kept) for t in timings]
+    assert [t.told_from for t in found] == [0, 1, 0, 4] and measured_sizes(found) == (1, 4)
+
+
+def test_seconds_that_are_told_from_another_size_say_so() -> None:
+    timings = never_slower((Timing(1, 1.0, 0.4), Timing(64, 100.0, 40.0)))
+    found = profile(two_blocks(), timings=timings)
+    assert "64.0 s (told from micro-batches of 1)" in str(replace(found, timings=(replace(timings[1], growth=1),)))
+    tree = found.tree(64)
+    assert "not measured at that size: told from micro-batches of 1" in tree.seconds_are and tree.seconds_are in str(tree)
+    assert "forward time, told" in str(tree) and "forward time, told" not in str(found.tree(1))
+    assert found.tree(1).seconds_are == "measured" and "forward time" in str(found.tree(1))
 
 
 def test_times_between_sizes_that_were_measured_lie_on_a_line() -> None:

@@ -22,9 +22,9 @@ from memfit.levers.precision import lower_precisions, script_precision
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, Prices, search
 from memfit.profiling.allocator import workspace_bytes
+from memfit.profiling.build import trains_in_half
 from memfit.profiling.modelled import bottleneck
 from memfit.profiling.profile import Profile
-from memfit.profiling.timeline import CATEGORIES
 from memfit.reporting.cards import Comparison, Row, in_order
 from memfit.reporting.drawing import drawing_modules
 from memfit.reporting.progress import Progress
@@ -58,8 +58,7 @@ class Subject:
     @property
     def widens(self) -> bool:
         """Whether gradients gather in more bytes than the parameters have."""
-        half = any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in self.model.parameters())
-        return half and self.accumulate_in == "float32"
+        return trains_in_half(self.model) and self.accumulate_in == "float32"
 
 
 def named_card(text: str) -> Card:
@@ -147,11 +146,8 @@ def _row(traces: _Traces, card: Card, budget: Budget) -> Row:
 
 def _standing(profile: Profile) -> int:
     """Bytes of parameters, gradients and the optimizer's state: autocast to a lower precision does not lessen them."""
-    facts, timeline = profile.model, profile.timeline
-    if timeline is None:
-        return facts.parameter_bytes + facts.gradient_bytes
-    state = timeline.fixed[timeline.category == CATEGORIES.index("optimizer")]
-    return facts.parameter_bytes + facts.gradient_bytes + int(state.sum())
+    facts = profile.model
+    return facts.parameter_bytes + facts.gradient_bytes + (profile.optimizer_bytes or 0)
 
 
 @dataclass

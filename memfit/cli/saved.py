@@ -43,11 +43,11 @@ def read_saved(path: Path) -> Report | Comparison:
 def report_of(plan: Plan, path: Path) -> Report:
     """The report of a plan that nothing ran by yet, from what stands in its file."""
     here = not is_elsewhere(plan.notes)
-    device = Device("as planned", None, plan.device, total=plan.limit, free=plan.limit, held=plan.held, here=here)
+    device = Device("", None, plan.device, total=plan.limit, free=plan.limit, held=plan.held, here=here)
     return make_report(
         plan=plan,
         profile=None,
-        budget=Budget(plan.limit, plan.held, plan.margin, f"by {path.name}", device),
+        budget=Budget(plan.limit, plan.held, plan.margin, f"as {path.name} says", device),
         events=(),
         stats={},
         seconds=(),

@@ -298,7 +298,7 @@ def _processes(plan: Plan, how: str) -> Iterator[str]:
 
 
 def _beyond_any(plan: Plan) -> Iterator[str]:
-    if plan.accumulation > 1:
+    if plan.accumulation > 1 and plan.accumulate_in == "float32":
         yield "gradients of bfloat16 or float16 parameters add up in their own precision; memfit adds them in float32"
     for lever, value in (("shard", plan.shard), ("offload", plan.offload)):
         if value != "off":

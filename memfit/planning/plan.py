@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit._errors import PlanFileError, UsageError
-from memfit._units import format_bytes, format_range, format_seconds
+from memfit.planning import wording
 
-MUCH_MORE = 1.05
-"""From this many times what is expected on, what a step may come to is said, too."""
 VERSION = 1
 """Version of the plan file format this code writes; later ones are refused."""
 MOST_SAMPLES = 1 << 40
@@ -93,7 +91,7 @@ class Plan:
     model: str
     """The model's class."""
     optimizer: str
-    """The optimizer's class."""
+    """The optimizer's class, and whether its step is fused."""
     fingerprint: str
     """Digest of the model and optimizer this plan is for."""
     by_size: tuple[tuple[int, int, int], ...] = ()
@@ -125,6 +123,11 @@ class Plan:
     def rejected(self) -> tuple[Option, ...]:
         """The options that were not taken, with reasons."""
         return tuple(option for option in self.options if option.reason)
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether one forward and backward takes the whole share, however long its samples are."""
+        return self.accumulation == 1 and all(samples >= self.share for _, samples, _ in self.by_size)
 
     @property
     def unit(self) -> int:
@@ -187,31 +190,14 @@ class Plan:
 
     def summary(self) -> str:
         """One line: what runs and what it takes."""
-        levers = [f"{len(self.checkpoint)} blocks checkpointed"] if self.checkpoint else []
-        levers += [self.precision] if self.precision != "off" else []
-        seconds = "" if self.predicted.seconds is None else f", {format_seconds(self.predicted.seconds)} per step"
-        if self.accumulation == 1:
-            how = f"{self.share} whole"
-        elif self.micro_batch * self.accumulation == self.share:
-            how = f"{self.share} = {self.micro_batch} x {self.accumulation}"
-        else:
-            how = f"{self.share} in {self.accumulation} of at most {self.micro_batch}"
-        if self.by_size:
-            how = f"{self.share} = about {self.micro_batch} at a time, by size of sample"
-        with_levers = f" ({', '.join(levers)})" if levers else ""
-        mode = ", two passes" if self.mode == "replay" else ""
-        memory = f"{self.words_for_peak()} of {format_bytes(self.limit)}"
-        return f"batch {how}{with_levers}{mode}: {memory}{seconds}"
+        return wording.summary(self)
 
     def words_for_peak(self) -> str:
         """The bytes expected at once in words, and what they may come to where that is much more."""
-        expected, most = self.predicted.peak + self.held, self.predicted.upper + self.held
-        return format_range(expected, most) if most > MUCH_MORE * expected else format_bytes(expected)
+        return wording.peak(self)
 
     def __str__(self) -> str:
-        lines = [f"memfit plan for {self.model} with {self.optimizer} on {self.device}", f"  {self.summary()}"]
-        lines += [f"  not taken: {_describe(option)}: {option.reason}" for option in self.rejected[:6]]
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+        return wording.told(self)
 
     def diff(self, other: Plan) -> dict[str, tuple[Any, Any]]:
         """The fields in which two plans differ: name to (here, there)."""
@@ -289,12 +275,6 @@ def _reason_now(option: Option, measured: bool, best: float | None, drift: float
     if abs(slower) <= 0.02:
         return f"as fast, {how}"
     return f"{slower:.0%} slower, {how}" if slower > 0 else f"{-slower:.0%} faster, {how}"
-
-
-def _describe(option: Option) -> str:
-    levers = f", {option.checkpoint} blocks checkpointed" if option.checkpoint else ""
-    levers += f", {option.precision}" if option.precision != "off" else ""
-    return f"{option.micro_batch} x {option.accumulation}{levers}"
 
 
 _NESTED: dict[str, type] = {"predicted": Cost, "asked": Cost, "cost": Cost}

@@ -181,9 +181,15 @@ def model_facts(model: nn.Module, optimizer: Optimizer) -> ModelFacts:
         trainable=sum(p.numel() for p in trained),
         parameter_bytes=_bytes(parameters) + _bytes(list(model.buffers())),
         gradient_bytes=_bytes(trained),
-        optimizer=type(optimizer).__name__,
+        optimizer=optimizer_name(optimizer),
         fingerprint=digest.hexdigest()[:16],
     )
+
+
+def optimizer_name(optimizer: Optimizer) -> str:
+    """The optimizer's class, and whether its step is fused: that takes less memory, and rounds otherwise."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return f"{type(optimizer).__name__}{' (fused)' if fused else ''}"
 
 
 def module_facts(model: nn.Module) -> tuple[ModuleFacts, ...]:
@@ -243,6 +249,11 @@ def stepping_bytes(
     return max(0, ledger.timeline().growth(1))
 
 
+def trains_in_half(model: nn.Module) -> bool:
+    """Whether gradients come in half precision, so that it matters what they gather in."""
+    return any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
+
+
 def _circumstances(subject: Subject) -> dict[str, Any]:
     target = subject.target
     here = torch.cuda.get_device_capability(subject.device) if subject.device.type == "cuda" else None
@@ -254,7 +265,7 @@ def _circumstances(subject: Subject) -> dict[str, Any]:
         "precision": subject.precision,
         "precision_is_lever": subject.precision_is_lever,
         "checkpoint": subject.checkpoint,
-        "accumulate_in": "float32" if subject.in_float32 else "param",
+        "accumulate_in": "float32" if subject.in_float32 or not trains_in_half(subject.model) else "param",
         "modules": module_facts(subject.model) if subject.counted else (),
         "loop": subject.loop,
     }

@@ -17,7 +17,7 @@ from memfit.profiling.intervals import GIVEN_BACK, Interval
 from memfit.profiling.loop import MEMFITS, Loop
 from memfit.profiling.pages import in_pages
 from memfit.profiling.seconds import Timing
-from memfit.profiling.timeline import Timeline, fit
+from memfit.profiling.timeline import CATEGORIES, Timeline, fit
 
 if TYPE_CHECKING:
     from memfit.profiling.explain import Explanation
@@ -45,7 +45,7 @@ class ModelFacts:
     gradient_bytes: int
     """Bytes of one full set of gradients."""
     optimizer: str
-    """The optimizer's class."""
+    """The optimizer's class, and whether its step is fused."""
     fingerprint: str
     """A digest of parameter names, shapes, dtypes and the optimizer's class."""
 
@@ -151,6 +151,13 @@ class Profile:
         ends = ".running_mean"
         return tuple(name.removesuffix(ends) for name in self.written_buffers if name.endswith(ends))
 
+    @property
+    def optimizer_bytes(self) -> int | None:
+        """Bytes of the optimizer's state; None where only whole steps are known."""
+        if self.timeline is not None:
+            return int(self.timeline.fixed[self.timeline.category == CATEGORIES.index("optimizer")].sum())
+        return self.standing - self.model.parameter_bytes - self.model.gradient_bytes if self.standing else None
+
     def traced_at(self, micro_batch: int) -> Timeline | None:
         """The timeline that tells of this size."""
         return self.timeline if micro_batch > 1 or self.timeline is None else self.single or self.timeline
@@ -228,7 +235,7 @@ class Profile:
             f"memfit profile of {model.name} ({format_count(model.parameters)} parameters) with {model.optimizer} on "
             f"{self.device}, {self.precision}, {self.source}",
             f"  held anyway       parameters {format_bytes(model.parameter_bytes)}, gradients "
-            f"{format_bytes(model.gradient_bytes)}",
+            f"{format_bytes(model.gradient_bytes)}, {self._state()}",
         ]
         lines += [f"  the loop          {self.loop}"] if str(self.loop) else []
         lines += [f"  micro-batch {n:<5} {self._of_size(n)}" for n in self._shown()]
@@ -243,6 +250,10 @@ class Profile:
             lines.append(f"  checkpointed      {len(self.script_blocks)} by the script itself")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
+    def _state(self) -> str:
+        known = self.optimizer_bytes
+        return "optimizer's state not told apart" if known is None else f"optimizer's state {format_bytes(known)}"
+
     def _shown(self) -> tuple[int, ...]:
         measured = [t.samples for t in self.timings if t.growth is not None]
         known = measured or [n for n, _ in self.points] or [n for n, _ in self.peaks]
@@ -251,7 +262,9 @@ class Profile:
     def _of_size(self, samples: int) -> str:
         peak = self.peak(samples)
         at_most = f", at most {format_bytes(peak.upper)}" if peak.upper > peak.expected else ""
-        took = next((f", {format_seconds(t.seconds)}" for t in self.timings if t.samples == samples), "")
+        timing = next((t for t in self.timings if t.samples == samples), None)
+        took = "" if timing is None else f", {format_seconds(timing.seconds)}"
+        took += f" (told from micro-batches of {timing.told_from})" if timing is not None and timing.told_from else ""
         return f"{format_bytes(peak.expected)}{at_most}{took}"
 
     def with_timings(self, timings: tuple[Timing, ...], optimizer_seconds: float) -> Profile:

@@ -32,6 +32,8 @@ class Timing:
     """Bytes the process came to hold beyond what it held before; None where the platform cannot tell."""
     kept: int = 0
     """Bytes of these that stayed: kernels made for micro-batches of this size, mostly."""
+    told_from: int = 0
+    """The size whose seconds per sample these are, where other work was taken to have disturbed its own; 0: none."""
 
     def scaled(self, factor: float, samples: int) -> Timing:
         """The times of this one, each that many times as long, for a micro-batch of `samples`."""
@@ -77,9 +79,17 @@ def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 def never_slower(timings: Sequence[Timing]) -> tuple[Timing, ...]:
     """The timings, in ascending size, with none slower per sample than a smaller size: on a busy machine such a difference is
-    sooner other work than the model's."""
+    sooner other work than the model's. Those that are told from a smaller size say so."""
     found: list[Timing] = []
     for timing in timings:
-        least = min([t.seconds / t.samples for t in (*found, timing)])
-        found.append(timing.scaled(least * timing.samples / timing.seconds, timing.samples))
+        best = min((*found, timing), key=lambda t: t.seconds / t.samples)
+        if best is not timing:
+            faster = best.seconds / best.samples * timing.samples / timing.seconds
+            timing = replace(timing.scaled(faster, timing.samples), told_from=best.told_from or best.samples)
+        found.append(timing)
     return tuple(found)
+
+
+def measured_sizes(timings: Sequence[Timing]) -> tuple[int, ...]:
+    """The sizes whose seconds are their own: those that all others are told from."""
+    return tuple(timing.samples for timing in timings if not timing.told_from)

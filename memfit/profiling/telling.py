@@ -22,6 +22,10 @@ LABEL = 14
 """Columns of the labels on the left."""
 
 
+_TIMES = {"modelled": "time, modelled", "measured": "forward time"}
+"""Headings of the seconds, by how they are known."""
+
+
 @dataclass(frozen=True)
 class TreeRow:
     """A row of the tree."""
@@ -125,7 +129,7 @@ def tree_columns(tree: ModuleTree) -> tuple[str, ...]:
     """Headings; the first is of the module."""
     found = ["module", "parameters", "in bytes", "kept", "transient", "FLOPs"]
     if tree.seconds_are:
-        found.append("time" if tree.seconds_are == "modelled" else "forward")
+        found.append(_TIMES.get(tree.seconds_are, "forward time, told"))
     return (*found, "at the peak", "share")
 
 

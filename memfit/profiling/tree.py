@@ -16,7 +16,7 @@ import numpy as np
 from memfit._errors import UsageError
 from memfit.profiling.modelled import in_micro_batch, operation_seconds
 from memfit.profiling.profile import Profile
-from memfit.profiling.seconds import timing_at
+from memfit.profiling.seconds import measured_sizes, timing_at
 from memfit.profiling.timeline import CATEGORIES, Timeline
 
 ITSELF = "(itself)"
@@ -96,7 +96,7 @@ class ModuleTree:
     root: ModuleCost
     """The whole model, with the loss and the optimizer."""
     seconds_are: str
-    """measured, modelled, or "" where none are known."""
+    """measured, modelled, what else they are told from, or "" where none are known."""
     unknown: str = ""
     """Why nothing is told of memory; "" where it is."""
 
@@ -114,14 +114,13 @@ def module_tree(profile: Profile, micro_batch: int, *, accumulates: bool = True)
     top.add_up(figures)
     root = _entry([top], profile.model.name, "", figures)
     timed = figures.timing is not None or figures.by_operation
-    ran = any(timing.samples == micro_batch for timing in profile.timings)
+    ran = micro_batch in measured_sizes(profile.timings)
     how = "" if not timed else "modelled" if profile.card is not None else "measured" if ran else _from_others(profile)
     return ModuleTree(micro_batch, root, how, unfollowed(profile))
 
 
 def _from_others(profile: Profile) -> str:
-    sizes = ", ".join(str(timing.samples) for timing in profile.timings)
-    return f"not measured at that size: told from micro-batches of {sizes}"
+    return f"not measured at that size: told from micro-batches of {', '.join(map(str, measured_sizes(profile.timings)))}"
 
 
 def check_samples(micro_batch: object) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memfit._units import format_bytes, format_seconds
+from memfit._units import count, format_bytes, format_seconds
 from memfit.reporting.facts import Offer
 from memfit.reporting.pace import loader_share, typical_wait
 from memfit.reporting.report import Report
-from memfit.reporting.words import count, instead, less_or_more, percent, speed
+from memfit.reporting.words import instead, less_or_more, percent, speed
 
 WAITING = 0.05
 """The share of a step spent on waiting for the loader from which it is worth mentioning."""

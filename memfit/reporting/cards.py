@@ -12,16 +12,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memfit._units import format_at_least, format_bytes, format_count, format_seconds
+from memfit._units import count, format_at_least, format_bytes, format_count, format_seconds, three_digits
 from memfit.reporting.files import restored, strict, write_in_format
-from memfit.reporting.words import count, printable, three_digits
+from memfit.reporting.words import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 VERSION = 1
 """Version of the JSON format."""
-COLUMNS = ("device", "memory", "fits", "micro x acc", "checkpointed", "precision", "per step", "samples/s", "bound by")
+COLUMNS = (
+    *("device", "memory", "fits, at most", "micro-batch x steps", "checkpointed", "precision", "per step", "samples/s"),
+    "bound by",
+)
 """Headings."""
 NUMBERS = (1, 6, 7)
 """Columns to align to the right."""
@@ -131,6 +134,7 @@ class Comparison:
         left_out = f"; {more} more that lack more are left out here (--save has them)" if more else ""
         return [
             f"fits on {fitting} of {count(len(self.rows), 'device')}{left_out}",
+            "at most: all that the process comes to hold; micro-batch x steps: samples per forward x accumulation steps",
             "none of them is here: memory is simulated, seconds are modelled from data sheets, not measured",
         ]
 

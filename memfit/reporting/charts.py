@@ -14,15 +14,16 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from memfit._units import format_bytes, format_seconds
+from memfit._units import format_bytes, format_seconds, in_unit, unit_for
 from memfit.planning.plan import Option
+from memfit.planning.wording import way
 from memfit.reporting.colours import COLOURS, colour
 from memfit.reporting.facts import Curve
 from memfit.reporting.lines import at_moment
 from memfit.reporting.pace import seconds_of, steady
 from memfit.reporting.report import Report
 from memfit.reporting.tables import MOST
-from memfit.reporting.words import in_unit, printable, unit_for, way
+from memfit.reporting.words import printable
 
 Figure = dict[str, Any]
 SHORT = 18

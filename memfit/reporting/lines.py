@@ -10,24 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from memfit._units import format_bytes, format_count, format_seconds
+from memfit._units import alike, count, format_bytes, format_count, format_seconds, in_unit, three_digits, unit_for
 from memfit.planning.plan import Option
+from memfit.planning.wording import OWN_PRECISION, cut, micro_batches
 from memfit.reporting.advice import next_moves, one_step
 from memfit.reporting.facts import Moment
-from memfit.reporting.pace import asked_seconds, seconds_of, steady
+from memfit.reporting.pace import asked_seconds, not_run_yet, seconds_of, steady
 from memfit.reporting.report import Report
-from memfit.reporting.words import (
-    alike,
-    alike_seconds,
-    blocks_listed,
-    count,
-    in_unit,
-    listed,
-    percent,
-    speed,
-    three_digits,
-    unit_for,
-)
+from memfit.reporting.words import alike_seconds, blocks_listed, listed, percent, speed
 
 MODELLED = "modelled from its data sheet, not measured"
 """How seconds on a device that is not here are known."""
@@ -63,7 +53,8 @@ def headline(report: Report) -> str:
     """What it is about."""
     size = "" if report.parameters is None else f", {format_count(report.parameters)} parameters"
     device = report.allowance
-    where = f"on {device.device} ({device.kind})" if device.here else f"for {device.device}, which is not here"
+    kind = f" ({device.kind})" if device.kind else ""
+    where = f"on {device.device}{kind}" if device.here else f"for {device.device}, which is not here"
     return f"{report.plan.model}{size}, {report.plan.optimizer}, {where}"
 
 
@@ -79,7 +70,7 @@ def verdict(report: Report) -> Entry:
         return Entry("does not fit", lines, "bad")
     if peak is not None and peak > allowance.limit:
         return Entry("over budget", lines, "bad")
-    as_is = plan.mode == "whole" and not plan.checkpoint and plan.precision == "off"
+    as_is = plan.runs_whole and not plan.checkpoint and plan.precision == "off"
     return Entry("fits as is" if as_is else "fits", lines, "open" if exceeds(report) else "good")
 
 
@@ -110,24 +101,20 @@ def samples_per_step(report: Report) -> int:
 
 
 def _batch(report: Report) -> Row:
-    plan = report.plan
-    total = samples_per_step(report)
-    if plan.by_size:
-        return Row("batch", f"{total:,}", f"{total:,}, {_by_size(report)} at a time", "micro-batches by size of sample")
-    if plan.accumulation == 1 and report.ranks == report.iterations == 1:
-        return Row("batch", f"{total:,}", f"{total:,} whole", "one forward and backward, as the script asked")
-    exact = plan.micro_batch * plan.accumulation == plan.share
-    factors = {f"micro{'' if exact else ' (at most)'}": plan.micro_batch, "accumulation": plan.accumulation}
-    factors["ranks"] = report.ranks
+    plan, total = report.plan, samples_per_step(report)
+    here = cut(plan) if total == plan.share else f"{total:,}, of which {cut(plan)}"
+    if plan.runs_whole and total == plan.share:
+        return Row("batch", f"{total:,}", here, "one forward and backward, as the script asked")
+    return Row("batch", f"{total:,}", here, " x ".join(_factors(report)) if total != plan.share else "")
+
+
+def _factors(report: Report) -> Iterator[str]:
+    """What a batch is more than what one iteration of one process runs."""
+    yield f"{report.plan.share:,} samples"
+    if report.ranks > 1:
+        yield f"{report.ranks} ranks"
     if report.iterations > 1:
-        factors["your iterations"] = report.iterations
-    product = f"{total:,} {'=' if exact else 'as'} {' x '.join(map(str, factors.values()))}"
-    return Row("batch", f"{total:,}", product, " x ".join(factors))
-
-
-def _by_size(report: Report) -> str:
-    found = [min(n, report.plan.share) for _, n, _ in report.plan.by_size]
-    return f"{min(found)} to {max(found)}" if min(found) < max(found) else str(found[0])
+        yield f"{report.iterations} of your iterations"
 
 
 def _memory(report: Report) -> Row:
@@ -175,13 +162,14 @@ def _checkpoint(report: Report) -> Row:
     own, ours = len(report.script_blocks), len(report.plan.checkpoint)
     if report.block_count == 0:
         return Row("checkpoint", "none", "none", "")
-    of = "" if report.block_count is None else f" of {report.block_count}"
+    of = f" of {report.block_count}"
     remark = blocks_listed(report.plan.checkpoint)
     if own:
         remark = f"{count(own, 'block')} by your script{'; ' + remark if remark else ''}"
     noun = " blocks" if report.block_count != 1 else " block"
-    unknown = report.block_count is None
-    return Row("checkpoint", "-" if unknown else f"{own}{of}{noun}", f"{own + ours}{of}{noun}", remark)
+    if report.block_count is None:  # a plan file knows memfit's own alone
+        return Row("checkpoint", "the script's", f"{count(ours, 'block')} more" if ours else "the script's", remark)
+    return Row("checkpoint", f"{own}{of}{noun}", f"{own + ours}{of}{noun}", remark)
 
 
 def _precision(report: Report) -> Row:
@@ -201,7 +189,7 @@ def answers(report: Report) -> tuple[Entry, ...]:
         Entry("not kept equal", tuple(not_equal(report)), "open"),
         Entry("it costs", tuple(_cost(report))),
         Entry("memory holds", tuple(_holds(report))),
-        Entry("happened", tuple(_happened(report))),
+        Entry("so far", tuple(_so_far(report))),
         Entry("next", next_moves(report)),
         Entry("or else", one_step(report)),
     )
@@ -210,7 +198,7 @@ def answers(report: Report) -> tuple[Entry, ...]:
 
 def _same(report: Report) -> Entry:
     found = report.verification
-    if found is None and report.plan.mode == "whole" and report.plan.precision == "off":
+    if found is None and report.plan.runs_whole and report.plan.precision == "off":
         return Entry("same training", ("the batch runs whole, as without memfit",), "good")
     if found is None:
         there = "" if report.allowance.here else " where it runs"
@@ -223,13 +211,16 @@ def _same(report: Report) -> Entry:
 def not_equal(report: Report) -> Iterator[str]:
     """What could not be kept equal."""
     plan = report.plan
+    cuts = not plan.runs_whole
     said = [event.message for event in report.events if event.kind == "not equal"]
     if plan.precision != "off":
         said += [note for note in plan.notes if plan.precision in note] or [f"computes in {plan.precision}"]
-    if report.draws and plan.accumulation > 1:
+    if plan.accumulate_in == "param" and cuts:
+        said.append(f"{OWN_PRECISION} (accumulate_in='param'), which rounds with every micro-batch")
+    if report.draws and cuts:
         where = listed(report.draws, 1)
         said.append(f"dropout: masks are drawn for each micro-batch, not for the whole batch (in {where})")
-    if report.batch_norms and plan.accumulation > 1 and not any("norm" in line.lower() for line in said):
+    if report.batch_norms and cuts and not any("norm" in line.lower() for line in said):
         said.append(f"BatchNorm takes its statistics from each micro-batch ({listed(report.batch_norms, 3)})")
     yield from dict.fromkeys(said)
 
@@ -262,7 +253,7 @@ def _against_others(report: Report) -> Iterator[str]:
     seconds = None if by_hand is None else seconds_of(by_hand, report)
     if by_hand is not None and seconds is not None and now is not None:
         differs = speed(seconds, now)
-        at = f"{by_hand.micro_batch} x {by_hand.accumulation}"
+        at = micro_batches(by_hand, report.plan.share)
         yield f"halving the batch by hand until it fits would land at {at}: {differs}"
 
 
@@ -292,10 +283,11 @@ def at_moment(moment: Moment) -> str:
     return f"in {moment.phase}" + (f" at {moment.where}" if moment.where else "")
 
 
-def _happened(report: Report) -> Iterator[str]:
+def _so_far(report: Report) -> Iterator[str]:
+    """What was noted: while planning, and where there were steps with the number of those done before."""
     notable = [e for e in report.events if e.kind not in ("plan", "not equal")]
     if len(notable) > 3:
         yield f"{count(len(notable) - 3, 'earlier event')}"
     for event in notable[-3:]:
         anew = "planned anew: " if event.kind == "replan" and event.message.startswith("batch ") else ""
-        yield f"step {event.step}: {anew}{event.message}"
+        yield f"{'' if not_run_yet(report) else f'step {event.step}: '}{anew}{event.message}"

@@ -23,6 +23,11 @@ def steady(report: Report) -> tuple[float, ...]:
     return pace.seconds[-since:] if 0 < since < len(pace.seconds) else pace.seconds
 
 
+def not_run_yet(report: Report) -> bool:
+    """Whether this is about a plan by which no step was done: nothing has happened in it then."""
+    return not report.pace.steps and not report.pace.seconds
+
+
 def seconds_of(option: Option, report: Report) -> float | None:
     """Seconds per step of an option, comparable with all others: those timed while planning as they come to now."""
     seconds = option.cost.seconds

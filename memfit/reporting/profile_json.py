@@ -15,6 +15,7 @@ from typing import Any
 
 from memfit.profiling.allocator import Peak
 from memfit.profiling.explain import made_by
+from memfit.profiling.seconds import Timing
 from memfit.profiling.timeline import CATEGORIES, Timeline
 from memfit.profiling.tree import ModuleCost
 from memfit.reporting.files import strict
@@ -32,7 +33,7 @@ FIELDS = {
     "micro_batches": "the events at which the traced micro-batches begin; the second stands for all further ones",
     "allocations": "storages in order of birth; fixed and per_sample: bytes; born, died: events, -1 for what survives the step",
     "operations": "in order; event: the one that was next when it began; flops and moved (bytes), fixed and per sample",
-    "timings": "micro-batches as timed or modelled, in seconds",
+    "timings": "micro-batches as timed or modelled, in seconds; told_from: the size they are told from, or null",
 }
 """What the parts of the file mean."""
 
@@ -44,6 +45,15 @@ def to_json(report: ProfileReport) -> str:
         rows = ",\n".join(f"  {_compact(entry)}" for entry in entries)
         lines.append(f' "{name}": [\n{rows}\n ]' if rows else f' "{name}": []')
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _timing(timing: Timing) -> dict[str, Any]:
+    return {
+        "samples": timing.samples,
+        "seconds": timing.seconds,
+        "forward": timing.forward,
+        "told_from": timing.told_from or None,
+    }
 
 
 def _readable(key: str, value: Any) -> str:
@@ -77,7 +87,7 @@ def _head(report: ProfileReport) -> dict[str, Any]:
         "evaluation": _evaluation(report),
         "explanation": _explanation(report),
         "tree": {"seconds_are": report.tree.seconds_are, "root": _module(report.tree.root)},
-        "timings": [{"samples": t.samples, "seconds": t.seconds, "forward": t.forward} for t in profile.timings],
+        "timings": [_timing(timing) for timing in profile.timings],
         "optimizer_seconds": profile.optimizer_seconds,
         "phases": [] if timeline is None else [{"name": p.name, "start": p.start} for p in timeline.phases],
         "micro_batches": [] if timeline is None else timeline.window,

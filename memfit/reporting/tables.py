@@ -6,14 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from memfit._units import format_bytes, format_seconds
+from memfit._units import format_bytes, format_seconds, in_unit, unit_for
 from memfit.planning.plan import Option
 from memfit.planning.search import NORMS
+from memfit.planning.wording import FACTORS, of_median, reason, way
 from memfit.reporting.colours import COLOURS
 from memfit.reporting.facts import BlockCost, Moment
-from memfit.reporting.pace import loader_share, seconds_of, steady, typical_wait
+from memfit.reporting.lines import not_equal
+from memfit.reporting.pace import loader_share, not_run_yet, seconds_of, steady, typical_wait
 from memfit.reporting.report import Report
-from memfit.reporting.words import in_unit, instead, more_bytes, more_seconds, percent, reason, unit_for, way
+from memfit.reporting.words import instead, more_bytes, more_seconds, percent
 
 MOST = 300
 """Rows of a table at most; what is beyond is counted."""
@@ -102,14 +104,13 @@ def options(report: Report) -> Table:
     """The plans that were considered, with why they were not taken."""
     shown = report.plan.options[:MOST]
     note = "Memory is on the budget's scale: what is held beside the training is part of it."
-    if report.plan.by_size:
-        note += f" These are for samples of the median size, {report.plan.median:,} elements."
+    note += f" These are {of_median(report.plan)}." if report.plan.by_size else ""
     if any(option.measured for option in shown):
         note += " Seconds marked * were measured while training; the others were timed while planning, and scaled to those."
     unit = unit_for([option.cost.upper + report.plan.held for option in shown])
     table = Table(
         "Plans considered",
-        ("micro x accumulation", "precision", "blocks checkpointed", "expected", "at most", "per step", "why not"),
+        (FACTORS, "precision", "blocks checkpointed", "expected", "at most", "per step", "why not"),
         tuple(_option_row(option, report, unit) for option in shown),
         frozenset({2, 3, 4, 5}),
         frozenset(i for i, option in enumerate(shown) if not option.reason),
@@ -162,16 +163,17 @@ def waiting(report: Report) -> Table:
 
 
 def events(report: Report) -> Table:
-    """What happened, the latest first."""
+    """What was noted on the way, the latest first."""
     latest = report.events[::-1][:MOST]
     rows = tuple((f"{event.step:,}", event.kind, event.message) for event in latest)
-    note = "The latest first." + _left_out(report.events)
-    return Table("What happened", ("step", "kind", "what"), rows, frozenset({0}), note=note)
+    table = Table("So far", ("step", "kind", "what"), rows, frozenset({0}), note="The latest first." + _left_out(report.events))
+    return without(table, "step") if not_run_yet(report) else table
 
 
 def notes(report: Report) -> Iterator[str]:
     """What the reader should know about the numbers."""
-    yield from (note for note in dict.fromkeys((*report.notes, *report.allowance.notes)) if note != NORMS)  # said above them
+    said = {NORMS, *not_equal(report)}  # above them
+    yield from (note for note in dict.fromkeys((*report.notes, *report.allowance.notes)) if note not in said)
     if report.curve is None and report.plan.by_size:
         yield "memory over one step is not drawn: it differs with the sizes of the samples"
 

@@ -9,27 +9,31 @@ import io
 import shutil
 from typing import TYPE_CHECKING
 
-from memfit._units import format_bytes, format_seconds
+from memfit._units import format_seconds, in_unit, unit_for
+from memfit.planning.wording import FACTORS, SHOWN, nearest, of_median, reason, way
 from memfit.reporting.colours import colour
 from memfit.reporting.lines import Entry, answers, comparison, headline, verdict
 from memfit.reporting.pace import seconds_of
 from memfit.reporting.report import Report
-from memfit.reporting.words import nearest, printable, reason, way
+from memfit.reporting.tables import notes
+from memfit.reporting.words import printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+    from memfit.planning.plan import Option
+
 WIDTH = 120
 """Columns where there is no terminal to ask."""
 NARROW = 40
 """Columns that are always used."""
+WORDY = 36
+"""Columns at most of what is done with memfit."""
 ROOMY = 90
 """Columns from which the plans that were not taken are listed with their numbers."""
 LABEL = 14
 """Columns of the labels on the left, the same in all parts."""
-REJECTED = 6
-"""Plans shown of those that were not taken."""
 _TONES = {"good": "green", "bad": "bold red", "open": "yellow"}
 
 
@@ -63,6 +67,10 @@ def _print(report: Report, console: Console) -> None:
     if report.plan.rejected:
         console.print()
         console.print(_not_taken(report, console.width))
+    said = tuple(notes(report))
+    if said:
+        console.print()
+        console.print(_answers((Entry("note", said),)))
 
 
 def _comparison(report: Report) -> RenderableType:
@@ -71,7 +79,7 @@ def _comparison(report: Report) -> RenderableType:
     table = _grid()
     table.add_column(style="dim", no_wrap=True, min_width=LABEL)
     table.add_column(header="as the script asked", max_width=26, overflow="fold")
-    table.add_column(header="with memfit", max_width=26, overflow="fold")
+    table.add_column(header="with memfit", max_width=WORDY, overflow="fold")
     table.add_column(style="dim", overflow="fold")
     table.show_header = True
     for row in comparison(report):
@@ -105,23 +113,38 @@ def _in_colour(text: object) -> None:
 
 
 def _not_taken(report: Report, width: int) -> RenderableType:
-    """Some of the plans that were not taken, those nearest in size first of all; numbers only where there is room."""
+    """Some of the plans that were not taken, those nearest in size, below the plan as it was considered beside them, so that
+    the same kinds of numbers are compared; numbers only where there is room."""
     from rich.text import Text
 
     plan, table, wide = report.plan, _grid(), width >= ROOMY
     table.add_column(style="dim", no_wrap=True, min_width=LABEL)
-    table.add_column(overflow="fold")
-    for _ in range(2 * wide):
-        table.add_column(justify="right", no_wrap=True)
+    table.add_column(header=FACTORS.replace(" x ", " x\n"), overflow="fold")
+    for header in ("expected", "at most", "per step") if wide else ():
+        table.add_column(header=header, justify="right", no_wrap=True)
     table.add_column(style="dim", overflow="fold")
-    for index, option in enumerate(nearest(plan.rejected, plan.micro_batch, REJECTED)):
-        seconds = seconds_of(option, report)
-        numbers = (format_bytes(option.cost.upper + plan.held), "-" if seconds is None else format_seconds(seconds))
-        cells = (way(option), *numbers[: 2 * wide], Text(printable(reason(option, plan))))
-        table.add_row("" if index else "not taken", *cells)
-    if len(plan.rejected) > REJECTED:
-        table.add_row("", f"and {len(plan.rejected) - REJECTED} more")
+    table.show_header = True
+    others = nearest(plan.rejected, plan.micro_batch, SHOWN)
+    taken = tuple(option for option in plan.options if not option.reason)
+    unit = unit_for([option.cost.upper + plan.held for option in (*taken, *others)])
+    for index, option in enumerate((*taken, *others)):
+        why = reason(option, plan) or "this is the plan"
+        cells = (way(option), *(_numbers(option, report, unit) if wide else ()), Text(printable(why)))
+        label = "taken" if index < len(taken) else "not taken" if index == len(taken) else ""
+        table.add_row(label, *cells)
+    more = [f"and {len(plan.rejected) - len(others):,} more"] if len(plan.rejected) > len(others) else []
+    if more or plan.by_size:
+        table.add_row("", *more, *([""] * (len(table.columns) - 2 - len(more))), of_median(plan))
     return table
+
+
+def _numbers(option: Option, report: Report, unit: tuple[int, str]) -> tuple[str, str, str]:
+    """What an option is expected to hold, at most, and its seconds."""
+    seconds = seconds_of(option, report)
+    expected, most = (
+        f"{in_unit(size + report.plan.held, unit[0])} {unit[1]}" for size in (option.cost.peak, option.cost.upper)
+    )
+    return expected, most, "-" if seconds is None else format_seconds(seconds)
 
 
 def _grid() -> Table:

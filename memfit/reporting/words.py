@@ -6,38 +6,18 @@ Not covered: what a format needs beyond that (escaping is done where the format 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from memfit._units import GiB, KiB, MiB, TiB, format_bytes, format_seconds
-from memfit.planning.plan import Option, Plan
+from memfit._units import format_bytes, format_seconds, three_digits
+from memfit.planning.plan import Plan
 from memfit.planning.search import NEARLY
+from memfit.planning.wording import sentence
 from memfit.reporting.facts import Offer
 
 
 def printable(text: str) -> str:
     """The text on one line, with characters that a terminal would obey spelled out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def unit_for(sizes: Iterable[int]) -> tuple[int, str]:
-    """(bytes per unit, its name) to write these sizes in, the largest with at least two digits before the point."""
-    largest = max((abs(size) for size in sizes), default=0)
-    for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
-        if largest >= 10 * unit:
-            return unit, name
-    return (MiB, "MiB") if largest >= MiB else (1, "B")
-
-
-def alike(*sizes: int) -> tuple[str, ...]:
-    """Sizes that are to be compared, in one unit: "315 MiB", "1,024 MiB"."""
-    unit, name = unit_for(sizes)
-    return tuple(f"{in_unit(size, unit)} {name}" for size in sizes)
-
-
-def in_unit(size: int, unit: int) -> str:
-    """A size in a unit, without its name; bytes and nothing are whole."""
-    return f"{size:,}" if unit == 1 or not size else three_digits(size / unit)
 
 
 def alike_seconds(*durations: float) -> tuple[str, ...]:
@@ -47,13 +27,6 @@ def alike_seconds(*durations: float) -> tuple[str, ...]:
         return tuple(map(format_seconds, durations))
     unit, name = (1.0, "s") if longest >= 1 else (1e-3, "ms") if longest >= 1e-3 else (1e-6, "us")
     return tuple(f"{three_digits(seconds / unit)} {name}" for seconds in durations)
-
-
-def three_digits(value: float) -> str:
-    """A number with about three significant digits: "2,918", "34.1", "0.38"."""
-    if abs(value) >= 99.95:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
 
 
 def relative(error: float) -> str:
@@ -94,36 +67,9 @@ def speed(seconds: float, than: float) -> str:
     return f"{percent(1 - seconds / than)} faster" if seconds < than else f"{percent(seconds / than - 1)} slower"
 
 
-def nearest(options: Sequence[Option], micro_batch: int, most: int) -> tuple[Option, ...]:
-    """At most so many of the options, those with a micro-batch closest to this one, in their order."""
-    closest = sorted(options, key=lambda option: abs(math.log(option.micro_batch / micro_batch)))[:most]
-    return tuple(option for option in options if option in closest)[:most]
-
-
-def way(option: Option | Offer) -> str:
-    """A way of running the step: "36 x 15, 4 blocks checkpointed, bfloat16"."""
-    levers = [f"{option.micro_batch} x {option.accumulation}"]
-    levers += [f"{count(option.checkpoint, 'block')} checkpointed"] if option.checkpoint else []
-    levers += [option.precision] if option.precision != "off" else []
-    return ", ".join(levers)
-
-
 def instead(offer: Offer, plan: Plan) -> str:
     """A way of running the step, against a plan."""
-    return f"{way(offer)}{', no block checkpointed' if plan.checkpoint and not offer.checkpoint else ''}"
-
-
-def reason(option: Option, plan: Plan) -> str:
-    """Why an option was not taken, on the scale of the budget; "" for the plan itself."""
-    if option.fits:
-        return re.sub(r"(?<=\d)%", " %", option.reason)
-    need, room = alike(option.cost.upper + plan.held, plan.limit - plan.margin)
-    return f"needs up to {need}, {room} allowed"
-
-
-def count(number: int, what: str) -> str:
-    """ "1 block", "3 blocks"."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    return f"{sentence(offer, plan.share)}{', no block checkpointed' if plan.checkpoint and not offer.checkpoint else ''}"
 
 
 def blocks_listed(names: Sequence[str]) -> str:

@@ -245,9 +245,13 @@ def busy_note(device: torch.device, load: float | None = None) -> tuple[str, ...
     load = os.getloadavg()[0] if load is None else load
     if load <= BUSY * cores:
         return ()
+    passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
+    advice = "" if passive else (
+        "; where processes share cores, OMP_WAIT_POLICY=passive in the environment keeps threads that wait from taking them"
+    )
     return (
-        f"the machine was busy while micro-batches were timed (load {load:.1f} on {cores} cores), so another size may be "
-        "faster; where processes share cores, OMP_WAIT_POLICY=passive in the environment keeps threads from waiting in circles",
+        f"the machine was busy while micro-batches were timed (load {load:.1f} on {cores} cores): seconds are less sure, and "
+        f"another size may be faster{advice}",
     )
 
 

@@ -113,7 +113,8 @@ class Tasks:
         table = by_size(ends, found, memory.budget().room - standing, batch.sizes[middle])
         peak, peaks = peak_of(ends, table, batch.sizes), peaks_of(ends, table)
         cost = replace(found.predicted, peak=peak.expected + standing, upper=peak.upper + standing)
-        notes = (*plan.notes, "samples differ in size: micro-batches are made of samples of similar size")
+        said = "samples differ in size: micro-batches are made of samples of similar size"
+        notes = tuple(dict.fromkeys((*plan.notes, *found.notes, said)))  # of what was timed, too
         checkpoint = plan.checkpoint
         plan = replace(found, by_size=table, size_peaks=peaks, median=batch.sizes[middle])
         return replace(plan, checkpoint=checkpoint, predicted=cost, notes=notes), timed

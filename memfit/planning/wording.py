@@ -1,0 +1,134 @@
+"""A plan in words, the same wherever it is told: printed, on the command line, in reports, in events.
+
+Every size is on the budget's scale: what is held beside the training is part of it, so that sizes can be compared with each
+other and with the budget. Not covered: what only a report knows (what was measured, other levers).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from memfit._units import alike, count, format_bytes, format_range, format_seconds
+
+if TYPE_CHECKING:
+    from memfit.planning.plan import Option, Plan
+
+MUCH_MORE = 1.05
+"""From this many times what is expected on, what a step may come to is said, too."""
+SHOWN = 6
+"""Options shown of those that were not taken."""
+FACTORS = "micro-batch x accumulation steps"
+"""What the numbers of `way` are."""
+OWN_PRECISION = "gradients gather in the parameters' own precision"
+"""What accumulate_in="param" does."""
+
+
+class Cut(Protocol):
+    """What `micro_batches` tells of."""
+
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def accumulation(self) -> int: ...
+
+
+class Way(Cut, Protocol):
+    """What `way` tells of."""
+
+    @property
+    def checkpoint(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+
+
+def told(plan: Plan) -> str:
+    """All of a plan, in lines."""
+    lines = [f"memfit plan for {plan.model} with {plan.optimizer} on {plan.device}", f"  {summary(plan)}"]
+    options = nearest(plan.rejected, plan.micro_batch)
+    lines += [f"  not taken ({FACTORS}{_of_which(plan)}):"] if options else []
+    lines += [f"    {_option(option, plan)}" for option in options]
+    lines += [f"    and {len(plan.rejected) - len(options)} more"] if len(plan.rejected) > len(options) else []
+    return "\n".join([*lines, *(f"  note: {note}" for note in plan.notes)])
+
+
+def summary(plan: Plan) -> str:
+    """One line: what runs and what it takes."""
+    levers = [f"{count(len(plan.checkpoint), 'block')} checkpointed"] if plan.checkpoint else []
+    levers += [plan.precision] if plan.precision != "off" else []
+    levers += [OWN_PRECISION] if plan.accumulate_in == "param" else []
+    with_levers = f" ({', '.join(levers)})" if levers else ""
+    mode = ", two passes" if plan.mode == "replay" else ""
+    memory = f"{peak(plan)} of {format_bytes(plan.limit)}"
+    seconds = "" if plan.predicted.seconds is None else f", {format_seconds(plan.predicted.seconds)} per step"
+    return f"batch {cut(plan)}{with_levers}{mode}: {memory}{seconds}"
+
+
+def cut(plan: Plan) -> str:
+    """How a share is cut: "512 in 4 micro-batches of 128"."""
+    if plan.runs_whole:
+        return f"{plan.share:,} whole"
+    if plan.by_size:
+        sizes = [min(samples, plan.share) for _, samples, _ in plan.by_size]
+        among = f"{min(sizes):,} to {max(sizes):,}" if min(sizes) < max(sizes) else f"{sizes[0]:,}"
+        return f"{plan.share:,} in micro-batches of {among}, by size of sample"
+    return f"{plan.share:,} in {micro_batches(plan, plan.share)}"
+
+
+def micro_batches(option: Cut, share: int) -> str:
+    """How many there are of which size: "4 micro-batches of 128", "5 micro-batches of at most 103", "512 whole"."""
+    if option.accumulation == 1:
+        return f"{share:,} whole"
+    most = "" if option.micro_batch * option.accumulation == share else "at most "
+    return f"{option.accumulation:,} micro-batches of {most}{option.micro_batch:,}"
+
+
+def peak(plan: Plan) -> str:
+    """The bytes expected at once, and what they may come to where that is much more."""
+    expected, most = plan.predicted.peak + plan.held, plan.predicted.upper + plan.held
+    return format_range(expected, most) if most > MUCH_MORE * expected else format_bytes(expected)
+
+
+def way(option: Way) -> str:
+    """A way of running the step, its numbers being FACTORS: "36 x 15, 4 blocks checkpointed, bfloat16"."""
+    return ", ".join([f"{option.micro_batch} x {option.accumulation}", *_levers(option)])
+
+
+def sentence(option: Way, share: int) -> str:
+    """The same where no heading says what the numbers are: "15 micro-batches of 36, 4 blocks checkpointed, bfloat16"."""
+    return ", ".join([micro_batches(option, share), *_levers(option)])
+
+
+def _levers(option: Way) -> list[str]:
+    found = [f"{count(option.checkpoint, 'block')} checkpointed"] if option.checkpoint else []
+    return found + ([option.precision] if option.precision != "off" else [])
+
+
+def reason(option: Option, plan: Plan) -> str:
+    """Why an option was not taken; "" for the plan itself."""
+    if option.fits:
+        return re.sub(r"(?<=\d)%", " %", option.reason)
+    need, room = alike(option.cost.upper + plan.held, plan.limit - plan.margin)
+    return f"needs up to {need}, {room} allowed"
+
+
+def nearest(options: Sequence[Option], micro_batch: int, most: int = SHOWN) -> tuple[Option, ...]:
+    """At most so many of the options, those with a micro-batch closest to this one, in their order."""
+    closest = sorted(options, key=lambda option: abs(math.log(option.micro_batch / micro_batch)))[:most]
+    return tuple(option for option in options if option in closest)[:most]
+
+
+def of_median(plan: Plan) -> str:
+    """What samples the options are of, where samples differ in size; "" where they do not."""
+    return f"for samples of the median size, {count(plan.median, 'element')}" if plan.by_size else ""
+
+
+def _of_which(plan: Plan) -> str:
+    return f"; {of_median(plan)}" if plan.by_size else ""
+
+
+def _option(option: Option, plan: Plan) -> str:
+    expected, most = alike(option.cost.peak + plan.held, option.cost.upper + plan.held)
+    return f"{way(option)}: {expected} expected, {most} at most; {reason(option, plan)}"
