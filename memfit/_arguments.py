@@ -218,18 +218,11 @@ def check_plan(plan: Any, fingerprint: str, model: nn.Module) -> Plan | None:
 
 
 def _check_wrappers(model: nn.Module) -> None:
-    name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise Refused(
             "wrapping a scripted model",
             found="torch.jit does not let its forward be intercepted",
             next_move="wrap the Python module it was scripted from",
-        )
-    if name in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"):
-        raise Refused(
-            f"wrapping a model inside {name}",
-            found="this version of memfit trains in one process and holds the model itself",
-            next_move="pass the module inside it (model.module)",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from memfit._arguments import (
     settings_from,
 )
 from memfit._asked import ASKED, Asked, PlanReady
-from memfit._errors import UsageError
+from memfit._errors import RankFailed, UsageError
 from memfit._tested import untested
 from memfit._values import check_flag
 from memfit.engine.intercept import interception_of, is_compiled
@@ -41,7 +41,9 @@ from memfit.training.guard import AccumulationGuard
 from memfit.training.joining import beginning, check_alike, check_share, start_alike
 from memfit.training.run import Run
 from memfit.training.script import Script
+from memfit.training.settings import Settings
 from memfit.training.step import Stepper
+from memfit.training.takeover import TakenOver, loss_of_outer, refuse_synchronised_norms, taken_over
 from memfit.training.together import Together
 from memfit.training.works import LossFn
 
@@ -111,87 +113,99 @@ def wrap(
         return run
     if asked is not None:
         target_batch, budget = asked.target_batch or target_batch, asked.budget or budget
-    device = check_model(model)
-    ranks = join(device)
-    with beginning(ranks):
-        run = _wrapped(
-            model,
-            optimizer,
-            loader,
-            device,
-            ranks,
-            sample=sample,
-            budget=budget,
-            plan=plan,
-            asked=asked,
-            loss_fn=loss_fn,
-            before_step=before_step,
-            target_batch=target_batch,
-            micro_batch=micro_batch,
-            precision=precision,
-            checkpoint=checkpoint,
-            shard=shard,
-            offload=offload,
-            script_accumulation=script_accumulation,
-            weight=weight,
-            split=split,
-            methods=methods,
-            allow_inexact=allow_inexact,
-            batchnorm=batchnorm,
-            accumulate_in=accumulate_in,
-        )
-    _say(run, loader, target_batch)
-    return run
+    given = _Given(model, optimizer, loader, taken_over(model), asked, loss_fn, before_step, target_batch, sample, budget, plan)
+    device = check_model(given.trained)
+    ranks = join(device, given.group)
+    runs: list[Run] = []
+    try:
+        with beginning(ranks):
+            settings = settings_from(
+                given.trained,
+                target_batch=target_batch,
+                loss_fn=loss_fn,
+                before_step=before_step,
+                micro_batch=micro_batch,
+                precision=precision,
+                checkpoint=checkpoint,
+                shard=shard,
+                offload=offload,
+                script_accumulation=script_accumulation,
+                weight=weight,
+                split=split,
+                methods=methods,
+                allow_inexact=allow_inexact,
+                batchnorm=batchnorm,
+                accumulate_in=accumulate_in,
+            )
+            runs.append(_wrapped(given, settings, device, ranks))
+    except RankFailed:
+        for run in runs:
+            run.undo()
+        raise
+    _say(runs[0], loader, target_batch)
+    return runs[0]
 
 
-def _wrapped(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loader: Any,
-    device: torch.device,
-    ranks: Ranks | None,
-    *,
-    sample: Any,
-    budget: int | float | str | None,
-    plan: Plan | str | Path | None,
-    asked: Asked | None,
-    loss_fn: LossFn | None,
-    before_step: Callable[[], Any] | None,
-    target_batch: int | None,
-    **given_settings: Any,
-) -> Run:
+@dataclass(frozen=True)
+class _Given:
+    """The arguments of `wrap` that are no settings."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loader: Any
+    taken: TakenOver | None
+    asked: Asked | None
+    loss_fn: LossFn | None
+    before_step: Callable[[], Any] | None
+    target_batch: int | None
+    sample: Any
+    budget: int | float | str | None
+    plan: Plan | str | Path | None
+
+    @property
+    def trained(self) -> nn.Module:
+        """The module itself, without what it came in."""
+        return self.model if self.taken is None else self.taken.inner
+
+    @property
+    def group(self) -> Any:
+        """The process group that what it came in reduces over."""
+        return None if self.taken is None else self.taken.group
+
+
+def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ranks | None) -> Run:
     """`wrap`, among the processes that train together."""
+    model, optimizer, loss_fn, asked = given.trained, given.optimizer, given.loss_fn, given.asked
     check_optimizer(optimizer, model)
-    loader = loader.source if isinstance(loader, (EffectiveLoader, PassedThrough)) else loader
-    settings = settings_from(
-        model, target_batch=target_batch, loss_fn=loss_fn, before_step=before_step, **given_settings
-    )
-    check_data(loader, sample, target_batch, loss_fn)
-    given = check_plan(plan, model_facts(model, optimizer).fingerprint, model)
+    loader = given.loader.source if isinstance(given.loader, (EffectiveLoader, PassedThrough)) else given.loader
+    check_data(loader, given.sample, given.target_batch, loss_fn)
+    plan = check_plan(given.plan, model_facts(model, optimizer).fingerprint, model)
     if ranks is not None:
-        _agree_to_begin(ranks, model, optimizer, loader, target_batch, loss_fn)
+        _agree_to_begin(ranks, model, optimizer, loader, given.target_batch, loss_fn)
         settings = replace(settings, rank=ranks.rank, ranks=ranks.size)
-    allowed, card = _allowed(budget, device, asked)
-    _undo_earlier(model, optimizer)
+    allowed, card = _allowed(given.budget, device, asked)
+    _undo_earlier(given.model, optimizer)
     known = replace(settings, leftover=None if ranks else leftover(loader, settings.share), card=card)
     core = Core(model, optimizer, device, allowed, known, compiled=is_compiled(model))
+    core.taken = given.taken
     if ranks is not None:
-        core.together = Together(ranks, model, core.staging)
-    run = Run(model, optimizer, None, core=core)
+        core.together = Together(ranks, model, core.staging, given.taken)
+    run = Run(given.model, optimizer, None, core=core)
     core.owner = run
-    _tell_of_plans(run, core, asked, in_script=loss_fn is None and given is None)
+    _tell_of_plans(run, core, asked, in_script=loss_fn is None and plan is None)
     run.loader = _effective(loader, settings.together, loss_fn, run, ranks, core.tell)
     guard = None
-    if target_batch is not None and loader is not None:
-        guard = AccumulationGuard(target_batch, settings.script_accumulation)
+    if given.target_batch is not None and loader is not None:
+        guard = AccumulationGuard(given.target_batch, settings.script_accumulation)
     script = Script(core, lambda: run.batch_samples, lambda: run.batches, guard if loss_fn is None else None)
-    if given is not None:
-        core.fix(given)
+    if plan is not None:
+        core.fix(plan)
     try:
+        run.take_over(given.taken, in_script=loss_fn is None)
         if loss_fn is not None:
-            stepper = Stepper(core, loss_fn, run.whole_loss(loss_fn, script))
-            _prepare(stepper, core, loader, sample, settings.share)
-            run.take_steps(stepper, loss_fn, before_step)
+            stepper = Stepper(core, loss_of_outer(given.taken, loss_fn), run.whole_loss(loss_fn, script))
+            _prepare(stepper, core, loader, given.sample, settings.share)
+            run.take_steps(stepper, loss_fn, given.before_step)
         else:
             run.intercept(script)
     except PlanReady:
@@ -208,6 +222,7 @@ def _agree_to_begin(
 ) -> None:
     """Every process has the same, and starts from rank 0's parameters."""
     check_share(ranks, target_batch)
+    refuse_synchronised_norms(model)
     check_alike(ranks, model, optimizer, loader, target_batch=target_batch, loss_fn="none" if loss_fn is None else "given")
     start_alike(ranks, model)
 

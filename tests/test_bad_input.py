@@ -350,8 +350,6 @@ def test_models_that_cannot_be_trained_as_they_are(mode: dict[str, Any]) -> None
     refuses(UsageError, "none of its parameters", model=nn.Tanh(), optimizer=SGD([nn.Parameter(torch.ones(1))]), **mode)
     lazy = nn.LazyLinear(4)
     refuses(UsageError, "no shape yet", model=lazy, optimizer=SGD(lazy.parameters()), **mode)
-    parallel = nn.DataParallel(mlp())
-    refuses(Refused, "DataParallel", "model.module", model=parallel, optimizer=sgd(parallel), **mode)
 
 
 class Elsewhere(Tensor):

@@ -75,6 +75,8 @@ class Weighting:
     rivals: tuple[CountOf, ...] = ()
     """For "samples" and "count": counts that could not be told apart from that when it was proven; a batch in which they are
     not proportional to it has to be proven again."""
+    sums: bool = False
+    """Whether adding losses up holds as well: parts without any loss tell nothing about that."""
     doubt: str | None = None
     """Why it may hold on the samples it was proven on and not on others; None where nothing speaks for that."""
 

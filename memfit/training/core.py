@@ -35,6 +35,7 @@ from memfit.training.planner import Planner
 from memfit.training.recover import Again, Recovery
 from memfit.training.scaling import LossScale, computes_in_half
 from memfit.training.settings import Settings
+from memfit.training.takeover import TakenOver
 from memfit.training.together import Together
 from memfit.training.tune import Tuner
 
@@ -115,6 +116,8 @@ class Core:
         self.heap = HeapWatch()
         self.together: Together | None = None
         """The other processes of the training; None where this one is alone."""
+        self.taken: TakenOver | None = None
+        """What the model came in, if in something."""
         self._undo_levers: Callable[[], None] = lambda: None
         self._checked_escapes = False
         self._tuner: Tuner | None = None
@@ -304,6 +307,8 @@ class Core:
         """Make this process's total that of all processes, in place; see `Together.combine`."""
         if self.together is None:
             return None
+        if self.taken is not None:
+            self.taken.check_syncs()
         half = self.settings.accumulate_in == "float32"
         return self.together.combine(total, weighting, half=half, unproven=unproven, divided=divided)
 

@@ -22,6 +22,7 @@ from memfit.training.events import Event
 from memfit.training.guard import AccumulationGuard
 from memfit.training.script import Script
 from memfit.training.step import Stepper
+from memfit.training.takeover import TakenOver
 from memfit.training.works import LossFn
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Run:
         self._batches = 0
         self._waits: deque[float] = deque(maxlen=HISTORY)
         self._pending_loss: torch.Tensor | None = None
+        self._taken: TakenOver | None = None
         self._guard: AccumulationGuard | None = None
         self._script: Script | None = None
         self._plain_loss_fn: LossFn | None = None
@@ -194,9 +196,25 @@ class Run:
 
     def intercept(self, script: Script) -> None:
         """Script mode: answer the model's forward."""
-        interception = Interception(self.model, script.answer, owner=self)
+        interception = self._answering(script.answer)
+        interception.owner = self
         interception.install()
         self._undo.append(interception.remove)
+
+    def take_over(self, taken: TakenOver | None, *, in_script: bool) -> None:
+        """What the model came in, if in something, goes on answering."""
+        self._taken = taken
+        if taken is None:
+            return
+        self._undo.append(taken.takes_both_keys())
+        if not in_script:
+            straight = taken.straight()
+            straight.owner = self
+            straight.install()
+            self._undo.append(straight.remove)
+
+    def _answering(self, answer: Callable[..., Any]) -> Interception:
+        return Interception(self.model, answer) if self._taken is None else self._taken.answering(answer)
 
     def take_steps(self, stepper: Stepper, loss_fn: LossFn, before_step: Callable[[], Any] | None) -> None:
         """Step mode."""
@@ -237,7 +255,7 @@ class Run:
         """`loss_fn` over the intercepted model."""
 
         def loss(batch: Any) -> torch.Tensor:
-            interception = Interception(self.model, script.answer)
+            interception = self._answering(script.answer)
             interception.install()
             try:
                 with script.outside.watching():

@@ -22,6 +22,7 @@ from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging, sparse_parameters
 from memfit.ranks.buckets import Reducer
 from memfit.ranks.ranks import Ranks
+from memfit.training.takeover import TakenOver
 from memfit.training.ways import Way, common, way_of, ways_of, weighting_by
 
 STEP = "a training step"
@@ -59,8 +60,9 @@ class Together:
     Attribute `mean`: whether sums are divided by the number of processes, as plain DistributedDataParallel does.
     """
 
-    def __init__(self, ranks: Ranks, model: nn.Module, staging: Staging, *, mean: bool = False) -> None:
-        self.ranks, self.mean = ranks, mean
+    def __init__(self, ranks: Ranks, model: nn.Module, staging: Staging, taken: TakenOver | None = None) -> None:
+        self.ranks = ranks
+        self.mean, self._shares_buffers = (False, True) if taken is None else (taken.mean, taken.shares_buffers)
         self._model, self._staging = model, staging
         self._parameters: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
@@ -143,6 +145,8 @@ class Together:
 
     def share_buffers(self) -> None:
         """What forwards wrote into buffers (statistics of batches) is rank 0's everywhere, as under DistributedDataParallel."""
+        if not self._shares_buffers:
+            return
         written = [b for b in self._model.buffers() if b.is_floating_point() or b.dtype is torch.int64]
         if written and self._normalises():
             self.ranks.from_first([b for b in written if b.is_contiguous()])

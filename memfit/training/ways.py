@@ -41,7 +41,8 @@ def ways_of(weighting: Weighting, *, unproven: bool) -> tuple[Way, ...]:
     """All that this process could use as well, the one in use first; none where nothing was proven, which any will do for."""
     if unproven:
         return ()
-    return way_of(weighting), *(_counting(rival) for rival in weighting.rivals)
+    sums = (Way("sum"),) if weighting.sums else ()
+    return way_of(weighting), *(_counting(rival) for rival in weighting.rivals), *sums
 
 
 def common(told: Sequence[tuple[Way, ...]]) -> Way | None:

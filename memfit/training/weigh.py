@@ -152,7 +152,8 @@ def _choose(
             (Weighting("count", f"by {count.label}", count=count, inferred=True), [p.counts[i] for p in parts])
             for i, count in enumerate(counts)
         ]
-    if all(part.says_something for part in parts):
+    tells_sums = all(part.says_something for part in parts)
+    if tells_sums:
         ways.append((Weighting("sum", "as a sum"), []))
     tried = [(_difference(whole, parts, weights), weighting, weights) for weighting, weights in ways]
     fitting = [(weighting, weights) for difference, weighting, weights in tried if difference <= limit]
@@ -161,6 +162,8 @@ def _choose(
     if not fitting:
         return None, deviation
     chosen = fitting[0][0]
+    if not tells_sums:
+        chosen = replace(chosen, sums=_difference(whole, parts, []) <= limit)
     if chosen.kind != "term":  # what that one divides by is looked at in every micro-batch
         chosen = replace(chosen, doubt=next((m.decides for m in (whole, *parts) if m.decides), None))
     return _with_rivals(chosen, fitting[1:]), deviation
