@@ -40,9 +40,18 @@ def test_the_others_run_and_verify(name: str) -> None:
     assert "gradient equals the whole batch's to" in printed
 
 
-def run(name: str) -> str:
+@pytest.mark.slow
+def test_one_process_and_two_print_the_same_losses() -> None:
+    alone = losses(run("04_torchrun.py"))
+    assert len(alone) == 12 and alone[-1] < alone[0]
+    assert losses(run("04_torchrun.py", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")) == pytest.approx(
+        alone, abs=2e-4
+    )
+
+
+def run(name: str, *launcher: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(EXAMPLES / name)]
+    command = [sys.executable, *launcher, str(EXAMPLES / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

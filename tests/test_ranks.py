@@ -260,6 +260,39 @@ def test_a_plan_that_does_not_fit_on_one_rank_is_an_error_on_all(doomed: Process
     assert first.startswith("RankFailed") and "rank 1 failed: DoesNotFit" in first
 
 
+class WithMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = network(), nn.Linear(3, 3).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def around_the_forward() -> str:
+    model = WithMethod()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    run = memfit.wrap(model, optimizer, loader_of("shuffled"), target_batch=TARGET, micro_batch=2)
+    try:
+        for x, y in run.loader:
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) + model.encode(x).square().mean()).backward()
+            optimizer.step()
+    except memfit.Refused as error:
+        return str(error)
+    finally:
+        run.undo()
+    return "nothing was said"
+
+
+def test_gradients_that_go_around_the_forward_are_noticed(two: Processes) -> None:
+    for text in two.run(around_the_forward):
+        assert "after 1 steps its parameters are not the same everywhere" in text and "own methods" in text
+
+
 def evaluated() -> float:
     model = network()
     run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), loader_of("shuffled"), target_batch=TARGET, micro_batch=2)

@@ -26,9 +26,13 @@ from memfit.training.takeover import TakenOver
 from memfit.training.ways import Way, common, way_of, ways_of, weighting_by
 
 STEP = "a training step"
+LOOKED_AT = 256
+"""Elements of each parameter that are compared between processes."""
+APART = 1e-6
+"""Relative difference of what they add up to from which on parameters are taken to be different."""
 MOST_RIVALS = 6
 """Counts that are compared between processes; there are seldom two."""
-STATED = 6 + 2 * MOST_RIVALS
+STATED = 7 + 2 * MOST_RIVALS
 """Numbers that every process states of a step before those about its parameters."""
 
 
@@ -44,6 +48,8 @@ class _Stated:
     """Its loss; likewise."""
     way: int | None
     """How its losses are weighted; None where the part weighs nothing, which is so in any way."""
+    digest: float
+    """What its parameters come to, where that is looked at in this step."""
     samples: float
     """What it weighs by samples."""
     divided: bool
@@ -184,9 +190,18 @@ class Together:
         reached = [float(i in gradients) for i in range(len(self._parameters))]
         code = float(way_of(weighting).code)
         told = self.ranks.agree(
-            [float(self._steps), weight, value, code, float(total.samples), float(divided), *rivals, *reached], STEP
+            [float(self._steps), weight, value, code, self._digest(), float(total.samples), float(divided), *rivals, *reached],
+            STEP,
         )
         return [_stated(numbers) for numbers in told]
+
+    def _digest(self) -> float:
+        """What the first elements of all parameters add up to, in steps 1, 2, 4, 8, ...: it is the same everywhere."""
+        if self._steps & (self._steps - 1):
+            return 0.0
+        with torch.no_grad():
+            first = [p.detach().reshape(-1)[:LOOKED_AT].to(torch.float32).sum() for p in self._parameters if p.numel()]
+            return _number(torch.stack([some.cpu() for some in first]).double().sum()) if first else 0.0
 
     def _check(self, told: Sequence[_Stated]) -> None:
         numbers = [each.number for each in told]
@@ -195,6 +210,14 @@ class Together:
                 "a training step over all processes",
                 found=f"they have done different numbers of steps: {', '.join(map(str, numbers))} by rank",
                 next_move="call backward (or run.step) equally often on every process",
+            )
+        digests = [each.digest for each in told]
+        if max(digests) - min(digests) > APART * max(1.0, *map(abs, digests)):
+            raise Refused(
+                "training one model over all processes",
+                found=f"after {numbers[0]} steps its parameters are not the same everywhere: some received gradients that were "
+                "not reduced (through own methods of the model, or submodules, called from outside), or other updates",
+                next_move="call the model itself, whose forward may lead to those methods",
             )
 
     def _weigh(self, total: Total, told: Sequence[_Stated], *, summed: bool) -> tuple[Factor, torch.Tensor]:
@@ -238,13 +261,14 @@ class Together:
 
 
 def _stated(numbers: Sequence[float]) -> _Stated:
-    step, weight, value, way, samples, divided = numbers[:6]
-    pairs = zip(numbers[6:STATED:2], numbers[7:STATED:2])
+    step, weight, value, way, digest, samples, divided = numbers[:7]
+    pairs = zip(numbers[7:STATED:2], numbers[8:STATED:2])
     return _Stated(
         number=int(step),
         weight=weight,
         value=value,
         way=int(way) if weight else None,
+        digest=digest,
         samples=samples if weight else 0.0,
         divided=bool(divided),
         rivals={int(code): count for code, count in pairs if code},
