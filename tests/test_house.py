@@ -30,7 +30,7 @@ ROOMS = (
     ("_wrap",),
     ("_verbs",),
     ("__init__",),
-    ("cli", "demo", "__main__"),
+    ("cli", "demo", "integrations", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 PUBLIC = {
