@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -723,6 +724,13 @@ def test_damaged_plan_files(tmp_path: Path) -> None:
         {"micro_batch": 2.5},
         {"micro_batch": True},
         {"share": -1},
+        {"target_batch": -1},
+        {"keep": -1},
+        {"limit": 10**31},
+        {"overhead": math.inf},
+        {"predicted": {"peak": 1, "upper": 1, "seconds": math.nan}},
+        {"predicted": {"peak": 1, "upper": 1, "seconds": -1}},
+        {"predicted": {"peak": 1, "upper": 10**31}},
         {"checkpoint": "all"},
         {"checkpoint": [1]},
         {"predicted": 3},

@@ -199,6 +199,20 @@ def test_a_damaged_value_deep_inside_is_refused_with_its_place() -> None:
         Report.from_json(json.dumps(damaged))
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e300, 10**400, "inf"], ids=lambda number: str(number)[:6])
+@pytest.mark.parametrize("place", ["pace.samples_per_second", "pace.seconds.0", "drift", "blocks.0.recompute", "curve.layers.0.1.0"])
+def test_a_number_that_cannot_be_meant_is_refused_with_its_place(place: str, number: Any) -> None:
+    damaged = data()
+    *way, last = [int(part) if part.isdigit() else part for part in place.split(".")]
+    around: Any = damaged
+    for part in way:
+        around = around[part]
+    around[last] = number
+    with pytest.raises(UsageError) as raised:
+        Report.from_json(json.dumps(damaged))
+    in_three_parts(raised.value, f"report.{way[0] if way else last}")
+
+
 def test_a_curve_whose_layers_differ_in_length_is_refused() -> None:
     damaged = data()
     damaged["curve"]["layers"][0][1].pop()
