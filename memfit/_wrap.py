@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +34,7 @@ from memfit.loading.loader import EffectiveLoader, leftover
 from memfit.loading.pool import planning_pool
 from memfit.planning.plan import Plan
 from memfit.profiling.build import model_facts
+from memfit.reporting.stderr import tell
 from memfit.training.core import Core
 from memfit.training.guard import AccumulationGuard
 from memfit.training.run import Run
@@ -231,25 +231,25 @@ def _prepare(stepper: Stepper, core: Core, loader: Any, sample: Any, share: int 
 
 def _say(run: Run, loader: Any, target_batch: int | None) -> None:
     """One line on stderr; people parse what their scripts print on stdout."""
-    lines = [f"memfit: {run.plan.summary()}"] if run.plan is not None else []
+    lines = [run.plan.summary()] if run.plan is not None else []
     before, now = _length(loader), _length(run.loader)
     if before is not None and now is not None and before != now:
         lines.append(
-            f"memfit: the loader has {now} iterations per epoch now, not {before}; schedulers built before were sized by the "
+            f"the loader has {now} iterations per epoch now, not {before}; schedulers built before were sized by the "
             "old number"
         )
     there = _length(getattr(loader, "dataset", None))
     if target_batch is not None and there is not None and target_batch > there:
-        lines.append(f"memfit: target_batch={target_batch} is more than the {there} samples there are: one batch per epoch")
+        lines.append(f"target_batch={target_batch} is more than the {there} samples there are: one batch per epoch")
     for line in lines:
-        print(line, file=sys.stderr)
+        tell(line)
 
 
 def _announce(core: Core) -> None:
     """The plan made inside the first training call; later ones are events."""
     assert core.plan is not None
     core.on_plan = lambda: None
-    print(f"memfit: {core.plan.summary()}", file=sys.stderr)
+    tell(core.plan.summary())
 
 
 def _length(loader: Any) -> int | None:

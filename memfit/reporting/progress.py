@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from memfit.reporting.stderr import stderr
 from memfit.reporting.words import printable
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def progress(
     On a terminal `to` (default: stderr) shows a bar that goes away at the end; elsewhere a line appears at most every
     few seconds, so that logs stay short.
     """
-    stream = sys.stderr if to is None else to
+    stream = stderr() if to is None else to
     if not stream.isatty():
         yield _Lines(printable(label), total, stream, clock)
         return
@@ -99,6 +100,10 @@ def _rich(stream: TextIO, *, counted: bool) -> RichProgress:
         TimeElapsedColumn(),
         TextColumn("{task.fields[said]}", markup=False, style="dim"),
         console=Console(file=stream),
-        redirect_stdout=sys.stdout.isatty(),  # what goes into a file or a pipe stays there
+        redirect_stdout=_is_terminal(sys.stdout),  # what goes into a file or a pipe stays there
         transient=True,
     )
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
