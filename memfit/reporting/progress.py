@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from memfit.reporting.stderr import stderr
@@ -73,7 +73,8 @@ class _Lines:
             return
         self._next = now + EVERY
         of = f"{self._done}/{self._total}" if self._total is not None else str(self._done) if self._done else ""
-        print("  ".join(part for part in (f"memfit: {self._label}", of, self._said) if part), file=self._to, flush=True)
+        with suppress(OSError):  # a pipe whose reader left
+            print("  ".join(part for part in (f"memfit: {self._label}", of, self._said) if part), file=self._to, flush=True)
 
 
 class _Bar:
