@@ -817,6 +817,19 @@ def test_profile() -> None:
         memfit.profile(model, optimizer, points(), loss_fn=loss_fn, device="cuda")
     with refusing(UsageError, "precision='int8'", model=model, optimizer=optimizer):
         memfit.profile(model, optimizer, points(), loss_fn=loss_fn, precision="int8")
+    with refusing(UsageError, "a profile is of one precision", model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, points(), loss_fn=loss_fn, precision="fast")
+    with refusing(UsageError, "no machine counts that many", model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, points(), loss_fn=loss_fn, evaluation=1 << 40)
+    with refusing(UsageError, "no gradient comes near it", model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, points(), loss_fn=loss_fn, max_grad_norm=10**400)
+    with refusing(UsageError, "zero_grad=", "does not know it", model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, points(), loss_fn=loss_fn, zero_grad=np.array(["after step", "x"]))  # type: ignore[arg-type]
+    with refusing(UsageError, "tensors on the meta device", model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, tuple(t.to("meta") for t in points()), loss_fn=loss_fn)
+    evaluated = memfit.profile(model, optimizer, points(), loss_fn=loss_fn, evaluation=4)
+    with refusing(UsageError, "samples=0", "an evaluation batch has at least one"):
+        evaluated.evaluation(0)
     with refusing(UsageError, "no block 'x'", model=model, optimizer=optimizer):
         memfit.profile(model, optimizer, points(), loss_fn=loss_fn, checkpoint=["x"])
     with refusing(Refused, "split=", model=model, optimizer=optimizer):

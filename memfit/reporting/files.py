@@ -145,7 +145,7 @@ class _Restoring:
             return self._tuple(arguments, data, name)
         if kind is float and isinstance(data, str) and data in _NOT_FINITE and name.startswith(_MAY_BE_NOT_FINITE):
             return _NOT_FINITE[data]
-        if type(data) in (int, float) and not is_readable(data):
+        if isinstance(data, (int, float)) and not is_readable(data):
             raise unreadable(self._source, f"{name} is no number that can be meant")
         if kind is float and type(data) in (int, float):
             return float(data)
