@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from helpers import cross_entropy, mlp, points, wrapped
 
 from memfit import MemfitError
 from memfit._errors import PlanFileError, UsageError
+from memfit.planning.plan import Plan
 from memfit.reporting import report as reporting
 from memfit.reporting.lines import peak_holds
 from memfit.reporting.memory import block_costs, curve_of
@@ -161,6 +163,15 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None
         with pytest.raises(UsageError) as caught:
             Report.load(path)
         in_three_parts(caught.value, str(path))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "report.json")
+    for load, kind in ((Report.load, UsageError), (Plan.load, PlanFileError)):
+        with pytest.raises(kind) as caught:
+            load(tmp_path / "report.json")
+        in_three_parts(caught.value, "it is no file")
 
 
 def test_a_later_version_is_refused_by_its_number() -> None:

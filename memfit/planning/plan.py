@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit._errors import PlanFileError, UsageError
+from memfit._reading import text_of
 from memfit._units import format_bytes, format_range, format_seconds, is_readable
 
 MUCH_MORE = 1.05
@@ -230,7 +231,7 @@ class Plan:
     def load(path: str | Path) -> Plan:
         """Read a plan from a JSON file. Raises PlanFileError for a damaged, foreign or later one."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = text_of(Path(path))
         except (OSError, ValueError) as error:  # no text, or no name that a file can have
             raise _unreadable(path, str(error)) from error
         return Plan.from_json(text, source=str(path))

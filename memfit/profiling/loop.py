@@ -88,7 +88,8 @@ def _check_limit(name: str, value: Any) -> None:
         return
     found = "gradients would all be zero" if number and value == 0 else "it is no number above zero"
     found = "no gradient comes near it" if number and value > sys.float_info.max else found
-    raise UsageError(f"{name}={str(value)[:40] if number else repr(value)}", found=found, next_move="pass a number above zero, or None for no clipping")
+    shown = str(value)[:40] if number else repr(value)
+    raise UsageError(f"{name}={shown}", found=found, next_move="pass a number above zero, or None for no clipping")
 
 
 MEMFITS = Loop()

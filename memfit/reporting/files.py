@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from memfit._errors import UsageError
+from memfit._reading import text_of
 from memfit._units import is_readable
 from memfit.planning.plan import Plan
 
@@ -91,7 +92,7 @@ def _no_format(path: Path) -> UsageError:
 def read_text(path: Path) -> str:
     """The text of a report file. Raises UsageError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return text_of(path)
     except OSError as error:
         raise unreadable(str(path), error.strerror or str(error)) from error
     except UnicodeDecodeError as error:
