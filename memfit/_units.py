@@ -10,6 +10,8 @@ from memfit._errors import UsageError
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 BEYOND = 1 << 60
 """Bytes that no machine has."""
+_READABLE = 1 << 100
+"""A number beyond any that is written to a file: bytes of a plan that does not fit are well below."""
 
 _UNITS = {
     "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB,
@@ -35,6 +37,11 @@ def parse_bytes(text: str) -> int:
     if size >= BEYOND:
         raise UsageError(f"a size of {shown}", found="no machine has that much", next_move="write it like '6GiB' or '2TiB'")
     return int(size)
+
+
+def is_readable(number: int | float) -> bool:
+    """Whether a number out of a file can have been written there: finite, and not beyond what can be shown."""
+    return -_READABLE < number < _READABLE  # false for NaN, too
 
 
 def format_bytes(count: int | float) -> str:

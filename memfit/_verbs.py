@@ -23,6 +23,7 @@ from memfit._values import (
     precision_from,
 )
 from memfit._wrap import wrap
+from memfit.batches.tree import tensors
 from memfit.engine.intercept import is_compiled
 from memfit.hardware.budget import Budget, card_named, probe
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
@@ -87,11 +88,15 @@ def profile(
     check_functions(loss_fn=loss_fn)
     check_accumulate_in(accumulate_in)
     asked = precision_from(precision)
+    if asked == "fast":
+        found = "a profile is of one precision, and which is the fastest is for a plan to find"
+        raise UsageError("precision='fast'", found=found, next_move="use one of off, float32, bfloat16, float16")
     blocks, every = blocks_from(checkpoint, model)
     on_meta = any(p.is_meta for p in model.parameters())
     here = torch.device("cpu") if on_meta else next(model.parameters()).device
     if elsewhere is None:
         check_same_device(device, here)
+        _check_values(sample, on_meta)
     allowed = probe(device=here if elsewhere is None else device)
     settings = Settings(card=elsewhere, counted=True, accumulate_in=accumulate_in, loop=loop)
     core = Core(model, optimizer, here, allowed, settings, compiled=is_compiled(model))
@@ -160,6 +165,16 @@ def verify(run: Run) -> Verification:
     if not isinstance(run, Run):
         raise not_of_type("memfit.verify(run)", run, "the Run that memfit.wrap returned")
     return run.verify()
+
+
+def _check_values(sample: Any, on_meta: bool) -> None:
+    """A sample that a model with values can be run on. Raises UsageError."""
+    if not on_meta and any(t.is_meta for t in tensors(sample)):
+        raise UsageError(
+            "a profile of a model on this machine",
+            found="the sample has tensors on the meta device, shapes without values, and a few micro-batches are timed",
+            next_move="pass a real batch, or name the card it is for, like device='a100-40gb'",
+        )
 
 
 def _check_same_card(profile: Profile, budget: Budget) -> None:

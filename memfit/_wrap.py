@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +35,7 @@ from memfit.planning.plan import Plan
 from memfit.profiling.build import model_facts
 from memfit.ranks.join import join
 from memfit.ranks.ranks import Ranks
+from memfit.reporting.stderr import tell
 from memfit.training.core import Core
 from memfit.training.guard import AccumulationGuard
 from memfit.training.joining import beginning, check_alike, check_share, start_alike
@@ -309,18 +309,18 @@ def _say(run: Run, loader: Any, target_batch: int | None) -> None:
     """One line on stderr, of rank 0 alone; people parse what their scripts print on stdout."""
     if not run.is_first:
         return
-    lines = [f"memfit: {run.plan.summary()}"] if run.plan is not None else []
+    lines = [run.plan.summary()] if run.plan is not None else []
     before, now = _length(loader), _length(run.loader)
     if before is not None and now is not None and before != now:
         lines.append(
-            f"memfit: the loader has {now} iterations per epoch now, not {before}; schedulers built before were sized by the "
+            f"the loader has {now} iterations per epoch now, not {before}; schedulers built before were sized by the "
             "old number"
         )
     there = _length(getattr(loader, "dataset", None))
     if target_batch is not None and there is not None and target_batch > there:
-        lines.append(f"memfit: target_batch={target_batch} is more than the {there} samples there are: one batch per epoch")
+        lines.append(f"target_batch={target_batch} is more than the {there} samples there are: one batch per epoch")
     for line in lines:
-        print(line, file=sys.stderr)
+        tell(line)
 
 
 def _announce(core: Core) -> None:
@@ -328,7 +328,7 @@ def _announce(core: Core) -> None:
     assert core.plan is not None
     core.on_plan = lambda: None
     if core.settings.rank == 0:
-        print(f"memfit: {core.plan.summary()}", file=sys.stderr)
+        tell(core.plan.summary())
 
 
 def _length(loader: Any) -> int | None:

@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -721,6 +722,13 @@ def test_damaged_plan_files(tmp_path: Path) -> None:
         {"micro_batch": 2.5},
         {"micro_batch": True},
         {"share": -1},
+        {"target_batch": -1},
+        {"keep": -1},
+        {"limit": 10**31},
+        {"overhead": math.inf},
+        {"predicted": {"peak": 1, "upper": 1, "seconds": math.nan}},
+        {"predicted": {"peak": 1, "upper": 1, "seconds": -1}},
+        {"predicted": {"peak": 1, "upper": 10**31}},
         {"checkpoint": "all"},
         {"checkpoint": [1]},
         {"predicted": 3},
@@ -809,6 +817,19 @@ def test_profile() -> None:
         memfit.profile(model, optimizer, points(), loss_fn=loss_fn, device="cuda")
     with refusing(UsageError, "precision='int8'", model=model, optimizer=optimizer):
         memfit.profile(model, optimizer, points(), loss_fn=loss_fn, precision="int8")
+    with refusing(UsageError, "a profile is of one precision", model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, points(), loss_fn=loss_fn, precision="fast")
+    with refusing(UsageError, "no machine counts that many", model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, points(), loss_fn=loss_fn, evaluation=1 << 40)
+    with refusing(UsageError, "no gradient comes near it", model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, points(), loss_fn=loss_fn, max_grad_norm=10**400)
+    with refusing(UsageError, "zero_grad=", "does not know it", model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, points(), loss_fn=loss_fn, zero_grad=np.array(["after step", "x"]))  # type: ignore[arg-type]
+    with refusing(UsageError, "tensors on the meta device", model=model, optimizer=optimizer):
+        memfit.profile(model, optimizer, tuple(t.to("meta") for t in points()), loss_fn=loss_fn)
+    evaluated = memfit.profile(model, optimizer, points(), loss_fn=loss_fn, evaluation=4)
+    with refusing(UsageError, "samples=0", "an evaluation batch has at least one"):
+        evaluated.evaluation(0)
     with refusing(UsageError, "no block 'x'", model=model, optimizer=optimizer):
         memfit.profile(model, optimizer, points(), loss_fn=loss_fn, checkpoint=["x"])
     with refusing(Refused, "split=", model=model, optimizer=optimizer):

@@ -189,6 +189,24 @@ def test_even_a_script_that_catches_everything_gets_its_plan_printed(tmp_path: P
     assert "CAUGHT" in done.stdout and "32 whole" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "closing",
+    ["sys.stdout.close()", "sys.stderr.close()", "sys.stdout = sys.stderr = None", "sys.stdout.close(); sys.stderr.close()"],
+)
+def test_a_script_that_closes_its_streams_gets_its_plan_printed(tmp_path: Path, closing: str) -> None:
+    done = memfit("plan", script(tmp_path, before=f"print = lambda *_: None; {closing}"), cwd=tmp_path)
+    assert "with memfit" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_what_is_saved_lies_where_it_was_said_although_the_script_changes_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    done = memfit("plan", script(tmp_path, before="import os; os.chdir('elsewhere')"), "--save", "plan.json", cwd=tmp_path)
+    assert "the plan is in plan.json" in done.stderr
+    assert (tmp_path / "plan.json").exists()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_workers_are_gone_afterwards(tmp_path: Path) -> None:
     init = "open(f'worker{i}', 'w').write(str(__import__('os').getpid()))"
     loader = f", num_workers=2, persistent_workers=True, worker_init_fn=lambda i: {init}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from helpers import cross_entropy, mlp, points, wrapped
 
 from memfit import MemfitError
 from memfit._errors import PlanFileError, UsageError
+from memfit.planning.plan import Plan
 from memfit.reporting import report as reporting
 from memfit.reporting.lines import peak_holds
 from memfit.reporting.memory import block_costs, curve_of
@@ -163,6 +165,15 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None
         in_three_parts(caught.value, str(path))
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "report.json")
+    for load, kind in ((Report.load, UsageError), (Plan.load, PlanFileError)):
+        with pytest.raises(kind) as caught:
+            load(tmp_path / "report.json")
+        in_three_parts(caught.value, "it is no file")
+
+
 def test_a_later_version_is_refused_by_its_number() -> None:
     later = data() | {"version": reporting.VERSION + 6}
     with pytest.raises(UsageError, match=r"version 7.*versions up to 1"):
@@ -197,6 +208,20 @@ def test_a_damaged_value_deep_inside_is_refused_with_its_place() -> None:
     damaged["curve"]["moments"][1]["holds"][0][1] = "many"
     with pytest.raises(UsageError, match=r"report\.curve\.moments\[1\]\.holds\[0\]\[1\]"):
         Report.from_json(json.dumps(damaged))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e300, 10**400, "inf"], ids=lambda number: str(number)[:6])
+@pytest.mark.parametrize("place", ["pace.peak", "pace.samples_per_second", "pace.seconds.0", "drift", "blocks.0.recompute"])
+def test_a_number_that_cannot_be_meant_is_refused_with_its_place(place: str, number: Any) -> None:
+    damaged = data()
+    *way, last = [int(part) if part.isdigit() else part for part in place.split(".")]
+    around: Any = damaged
+    for part in way:
+        around = around[part]
+    around[last] = number
+    with pytest.raises(UsageError) as raised:
+        Report.from_json(json.dumps(damaged))
+    in_three_parts(raised.value, f"report.{way[0] if way else last}")
 
 
 def test_a_curve_whose_layers_differ_in_length_is_refused() -> None:

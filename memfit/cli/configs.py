@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from memfit._errors import UsageError
+from memfit._reading import text_of
 from memfit._values import check_count
 from memfit.levers.precision import PRECISIONS
 from memfit.profiling.build import CHECK
@@ -127,7 +128,7 @@ def _check(asked: Asked) -> None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(text_of(file))
     except OSError as error:
         raise _unusable(file, error.strerror or str(error), "name a config.json, or the directory it lies in") from error
     except (ValueError, RecursionError) as error:

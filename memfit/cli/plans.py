@@ -54,28 +54,29 @@ class Wanted:
 def plan_as(wanted: Wanted) -> None:
     """Plan, print, and save or export what was asked for. Raises MemfitError."""
     _check(wanted)
+    save = None if wanted.save is None else wanted.save.absolute()  # the script may change the directory
     if wanted.save is not None:
         check_writable(wanted.save, "the plan" if wanted.devices is None else "the comparison")
     if wanted.devices is not None:
-        _compare(wanted, wanted.devices)
+        _compare(wanted, wanted.devices, save)
         return
     report = _report(wanted)
     show(report)
     if wanted.export is not None:
         print(f"\n{report.plan.export(wanted.export)}", flush=True)
-    if wanted.save is not None:
-        save_plan(report.plan, wanted.save)
+    if save is not None:
+        save_plan(report.plan, save)
         typer.echo(f"memfit: the plan is in {wanted.save}", err=True)
 
 
-def _compare(wanted: Wanted, devices: str) -> None:
+def _compare(wanted: Wanted, devices: str, save: Path | None) -> None:
     chosen = named_cards(devices)
     subject = _subject(wanted)
     with progress("planning for devices that are not here", len(chosen)) as bar:
         found = compared(subject, chosen, wanted.budget, bar)
     show(found)
-    if wanted.save is not None:
-        write_text(wanted.save, found.to_json(), "the comparison")
+    if save is not None:
+        write_text(save, found.to_json(), "the comparison")
         typer.echo(f"memfit: the comparison is in {wanted.save}", err=True)
 
 

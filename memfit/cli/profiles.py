@@ -51,12 +51,13 @@ def profile_as(wanted: Wanted) -> None:
             found="it names no function",
             next_move="write FILE.py:function, a function that returns (model, optimizer, loader[, loss_fn])",
         )
+    save = None if wanted.save is None else wanted.save.absolute()  # the function may change the directory
     if wanted.save is not None:
         check_writable(wanted.save, suffixes=FORMATS)
     report = _profiled(made_by(file, function), wanted)
     _show(report)
-    if wanted.save is not None:
-        report.save(wanted.save)
+    if save is not None:
+        report.save(save)
         typer.echo(f"memfit: the profile is in {wanted.save}", err=True)
 
 

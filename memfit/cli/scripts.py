@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from memfit._asked import ASKED, Asked, PlanReady
 from memfit._errors import UsageError
@@ -69,9 +70,31 @@ def running_as_main(script: Path, arguments: Sequence[str]) -> Iterator[ModuleTy
     sys.argv, sys.modules["__main__"] = [str(script), *arguments], module
     sys.path.insert(0, str(script.resolve().parent))
     try:
-        yield module
+        with streams_kept():
+            yield module
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = before
+
+
+@contextmanager
+def streams_kept() -> Iterator[None]:
+    """stdout and stderr as they were, where the script closed them or put nothing in their places."""
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    try:
+        yield
+    finally:
+        for descriptor, (name, stream) in enumerate(before.items(), start=1):
+            now = getattr(sys, name)
+            if now is None or now.closed:
+                setattr(sys, name, _opened_again(descriptor) if stream.closed else stream)
+
+
+def _opened_again(descriptor: int) -> Any:
+    """A stream on a descriptor that outlived the one before it; nothing is shown where that is closed, too."""
+    try:
+        return open(descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    except OSError:
+        return io.StringIO()
 
 
 def _execute(script: Path, module: ModuleType) -> None:

@@ -11,6 +11,7 @@ Megatron-LM and XLA, which hold the training themselves and are refused by name.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,12 @@ from torch.utils.data import DataLoader
 import memfit
 from memfit import Refused, Run, UsageError
 
+SHARDING = {
+    "FSDP": ("fsdp_plugin", "ACCELERATE_USE_FSDP"),
+    "DeepSpeed": ("deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"),
+    "Megatron-LM": ("megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM"),
+}
+"""What holds the training itself: accelerate's argument for it, and what `accelerate launch` sets."""
 SERVED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU")
 """Kinds of training that leave the model whole on every process."""
 
@@ -59,6 +66,9 @@ class Accelerator(accelerate.Accelerator):
         steps = gradient_accumulation_steps
         if gradient_accumulation_plugin is not None:
             steps = gradient_accumulation_plugin.num_steps
+        for name, (argument, variable) in SHARDING.items():
+            if kwargs.get(argument) is not None or os.environ.get(variable, "false") == "true":
+                raise _not_served(name)
         self.run: Run | None = None
         self._accumulated, self._target = steps, target_batch
         self._settings: dict[str, Any] = {
@@ -72,12 +82,8 @@ class Accelerator(accelerate.Accelerator):
         }
         super().__init__(*args, **kwargs)
         kind = self.distributed_type
-        if kind.name not in SERVED or self.is_fsdp2:
-            raise Refused(
-                f"training with {kind.value} through memfit.integrations.accelerate",
-                found="it holds, cuts and reduces the training itself",
-                next_move="use accelerate.Accelerator for it, or choose a configuration without: accelerate config",
-            )
+        if kind.name not in SERVED:
+            raise _not_served(str(kind.value))
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """As accelerate's; a model that comes together with its optimizer is trained by memfit, on the first loader among them.
@@ -160,6 +166,14 @@ class Accelerator(accelerate.Accelerator):
                 )
             return None
         return size * self._accumulated * (1 if self.split_batches else self.num_processes)
+
+
+def _not_served(name: str) -> Refused:
+    return Refused(
+        f"training with {name} through memfit.integrations.accelerate",
+        found="it holds, cuts and reduces the training itself",
+        next_move="use accelerate.Accelerator for it, or choose a configuration without: accelerate config",
+    )
 
 
 class OnDevice:

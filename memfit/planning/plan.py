@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit._errors import PlanFileError, UsageError
+from memfit._reading import text_of
+from memfit._units import is_readable
 from memfit.planning import wording
 
 VERSION = 1
@@ -216,7 +218,7 @@ class Plan:
     def load(path: str | Path) -> Plan:
         """Read a plan from a JSON file. Raises PlanFileError for a damaged, foreign or later one."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = text_of(Path(path))
         except (OSError, ValueError) as error:  # no text, or no name that a file can have
             raise _unreadable(path, str(error)) from error
         return Plan.from_json(text, source=str(path))
@@ -280,8 +282,8 @@ def _reason_now(option: Option, measured: bool, best: float | None, drift: float
 _NESTED: dict[str, type] = {"predicted": Cost, "asked": Cost, "cost": Cost}
 _OPTIONAL = {"seconds": float, "target_batch": int}
 _FLOATS = ("overhead",)
-_COUNTS = ("share", "micro_batch", "accumulation")
-_BYTES = ("limit", "margin", "held", "peak", "upper")
+_COUNTS = ("share", "micro_batch", "accumulation", "target_batch")
+_NOT_BELOW_ZERO = ("limit", "margin", "held", "peak", "upper", "seconds", "median", "keep", "checkpoint")
 _ROWS = {"by_size": 3, "size_peaks": 4}
 _CHOICES = {
     "mode": ("whole", "accumulate", "replay"),
@@ -327,14 +329,16 @@ def _value(f: Any, value: Any, source: str) -> Any:
         return tuple(items)
     if f.name in _OPTIONAL and value is None:
         return None
+    if isinstance(value, (int, float)) and not is_readable(value):
+        raise _unreadable(source, f"the field {f.name!r} is no number that can be meant")
     if f.name in _FLOATS and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     wanted = {"int": int, "float": float, "str": str, "bool": bool}.get(f.type, _OPTIONAL.get(f.name, object))
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value)
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
         raise _wrong(f, value, source)
-    if (f.name in _COUNTS and not 1 <= value <= MOST_SAMPLES) or (f.name in _BYTES and value < 0):
+    if (f.name in _COUNTS and not 1 <= value <= MOST_SAMPLES) or (f.name in _NOT_BELOW_ZERO and value < 0):
         raise _wrong(f, value, source)
     if f.name in _CHOICES and value not in _CHOICES[f.name]:
         raise _wrong(f, value, source)

@@ -7,6 +7,7 @@ script keeps besides its batch, its outputs and its loss.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +66,12 @@ class Loop:
         for name, value in (("max_grad_norm", max_grad_norm), ("clip_grad_value", clip_grad_value)):
             _check_limit(name, value)
         if evaluation is not None and (type(evaluation) is not int or not 0 < evaluation < 1 << 40):
-            found = "a batch has at least one sample" if type(evaluation) is int else "it is no whole number"
+            found = "it is no whole number"
+            if type(evaluation) is int:
+                found = "a batch has at least one sample" if evaluation < 1 else "no machine counts that many"
             next_move = "pass the samples of an evaluation batch, or leave it away"
             raise UsageError(f"evaluation={evaluation!r}", found=found, next_move=next_move)
-        if zero_grad not in ZERO_GRAD:
+        if not isinstance(zero_grad, str) or zero_grad not in ZERO_GRAD:
             known = ", ".join(map(repr, ZERO_GRAD))
             raise UsageError(f"zero_grad={zero_grad!r}", found="memfit does not know it", next_move=f"use one of {known}")
         if type(plain) is not bool:
@@ -81,10 +84,12 @@ def _check_limit(name: str, value: Any) -> None:
     if value is None:
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and value > 0 and not math.isnan(value):
+    if number and (0 < value <= sys.float_info.max or value == math.inf):  # NaN is neither
         return
     found = "gradients would all be zero" if number and value == 0 else "it is no number above zero"
-    raise UsageError(f"{name}={value!r}", found=found, next_move="pass a number above zero, or None for no clipping")
+    found = "no gradient comes near it" if number and value > sys.float_info.max else found
+    shown = str(value)[:40] if number else repr(value)
+    raise UsageError(f"{name}={shown}", found=found, next_move="pass a number above zero, or None for no clipping")
 
 
 MEMFITS = Loop()

@@ -20,7 +20,7 @@ def evaluation_peak(profile: Profile, samples: int | None, micro_batch: int | No
     asked = profile.loop.evaluation if samples is None else samples
     if profile.evaluated is None or asked is None:
         raise _not_traced(profile)
-    check_samples(asked)
+    check_samples(asked, "samples", "an evaluation batch")
     # What kernels were measured to take beside the tensors of a training step bounds what they take here.
     peak = replace(profile, excess=()).priced(profile.evaluated, asked)
     peak = replace(peak, upper=peak.upper + profile.excess_at(asked))

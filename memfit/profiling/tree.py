@@ -123,17 +123,17 @@ def _from_others(profile: Profile) -> str:
     return f"not measured at that size: told from micro-batches of {', '.join(map(str, measured_sizes(profile.timings)))}"
 
 
-def check_samples(micro_batch: object) -> None:
-    """A whole number of samples of at least 1. Raises UsageError."""
+def check_samples(micro_batch: object, name: str = "micro_batch", what: str = "a micro-batch") -> None:
+    """A whole number of samples of at least 1; `name` is that of the argument, `what` is made of them. Raises UsageError."""
     if isinstance(micro_batch, bool) or not isinstance(micro_batch, int):
         found = f"it is of type {type(micro_batch).__name__}"
     elif micro_batch < 1:
-        found = "a micro-batch has at least one sample"
+        found = f"{what} has at least one sample"
     elif micro_batch >= 1 << 40:
         found = "no machine counts that many"
     else:
         return
-    raise UsageError(f"micro_batch={micro_batch!r}", found=found, next_move="pass a whole number, for example 32")
+    raise UsageError(f"{name}={micro_batch!r}", found=found, next_move="pass a whole number, for example 32")
 
 
 def unfollowed(profile: Profile) -> str:

@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from memfit._errors import UsageError
+from memfit._reading import text_of
+from memfit._units import is_readable
 from memfit.planning.plan import Plan
 
 T = TypeVar("T")
 FORMATS = (".html", ".json", ".md")
 """The suffixes of what a report can be saved as."""
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_MAY_BE_NOT_FINITE = "report.verification."
+"""Where a report may have these: gradients that are not finite differ by what is not."""
 
 
 def write_text(path: Path, text: str, what: str = "the report") -> None:
@@ -88,7 +92,7 @@ def _no_format(path: Path) -> UsageError:
 def read_text(path: Path) -> str:
     """The text of a report file. Raises UsageError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return text_of(path)
     except OSError as error:
         raise unreadable(str(path), error.strerror or str(error)) from error
     except UnicodeDecodeError as error:
@@ -140,10 +144,12 @@ class _Restoring:
             return None if data is None else self.value(next(a for a in arguments if a is not type(None)), data, name)
         if origin is tuple:
             return self._tuple(arguments, data, name)
+        if kind is float and isinstance(data, str) and data in _NOT_FINITE and name.startswith(_MAY_BE_NOT_FINITE):
+            return _NOT_FINITE[data]
+        if isinstance(data, (int, float)) and not is_readable(data):
+            raise unreadable(self._source, f"{name} is no number that can be meant")
         if kind is float and type(data) in (int, float):
             return float(data)
-        if kind is float and isinstance(data, str) and data in _NOT_FINITE:
-            return _NOT_FINITE[data]
         if type(data) is not kind:
             raise self._wrong(name, data)
         return data

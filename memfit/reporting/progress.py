@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from memfit.reporting.stderr import stderr
 from memfit.reporting.words import printable
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def progress(
     On a terminal `to` (default: stderr) shows a bar that goes away at the end; elsewhere a line appears at most every
     few seconds, so that logs stay short.
     """
-    stream = sys.stderr if to is None else to
+    stream = stderr() if to is None else to
     if not stream.isatty():
         yield _Lines(printable(label), total, stream, clock)
         return
@@ -72,7 +73,8 @@ class _Lines:
             return
         self._next = now + EVERY
         of = f"{self._done}/{self._total}" if self._total is not None else str(self._done) if self._done else ""
-        print("  ".join(part for part in (f"memfit: {self._label}", of, self._said) if part), file=self._to, flush=True)
+        with suppress(OSError):  # a pipe whose reader left
+            print("  ".join(part for part in (f"memfit: {self._label}", of, self._said) if part), file=self._to, flush=True)
 
 
 class _Bar:
@@ -99,6 +101,10 @@ def _rich(stream: TextIO, *, counted: bool) -> RichProgress:
         TimeElapsedColumn(),
         TextColumn("{task.fields[said]}", markup=False, style="dim"),
         console=Console(file=stream),
-        redirect_stdout=sys.stdout.isatty(),  # what goes into a file or a pipe stays there
+        redirect_stdout=_is_terminal(sys.stdout),  # what goes into a file or a pipe stays there
         transient=True,
     )
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()

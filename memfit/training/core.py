@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from memfit.levers.checkpoint import checkpoint_blocks
 from memfit.planning.plan import Plan
 from memfit.planning.search import NORMS
 from memfit.profiling.profile import Profile
+from memfit.reporting.stderr import tell
 from memfit.reporting.verification import Verification
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.elsewhere import CardMemory
@@ -204,7 +204,7 @@ class Core:
     def tell(self, message: str) -> None:
         """A note that is also said on stderr, once: something runs otherwise than was asked for."""
         if self.settings.rank == 0 and not any(event.message == message for event in self.events):
-            print(f"memfit: {message}", file=sys.stderr)
+            tell(message)
         self.note("note", message)
 
     def note(self, kind: str, message: str) -> None:
