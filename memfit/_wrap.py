@@ -26,7 +26,7 @@ from memfit._errors import RankFailed, UsageError
 from memfit._tested import untested
 from memfit._values import check_flag
 from memfit.engine.intercept import interception_of, is_compiled
-from memfit.hardware.budget import Budget, budget_for, probe
+from memfit.hardware.budget import Budget, budget_for, probe, shared_among
 from memfit.hardware.catalogue import Card
 from memfit.loading.iterate import PassedThrough
 from memfit.loading.loader import EffectiveLoader, leftover
@@ -38,7 +38,7 @@ from memfit.ranks.ranks import Ranks
 from memfit.reporting.stderr import tell
 from memfit.training.core import Core
 from memfit.training.guard import AccumulationGuard
-from memfit.training.joining import beginning, check_alike, check_share, start_alike
+from memfit.training.joining import beginning, beside, check_alike, check_share, start_alike
 from memfit.training.run import Run
 from memfit.training.script import Script
 from memfit.training.settings import Settings
@@ -184,6 +184,8 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
         _agree_to_begin(ranks, model, optimizer, loader, given.target_batch, loss_fn)
         settings = replace(settings, rank=ranks.rank, ranks=ranks.size)
     allowed, card = _allowed(given.budget, device, asked)
+    together = 1 if ranks is None else beside(ranks, device)
+    allowed = shared_among(allowed, together) if given.budget is None else allowed
     _undo_earlier(given.model, optimizer)
     known = replace(settings, leftover=None if ranks else leftover(loader, settings.share), card=card)
     core = Core(model, optimizer, device, allowed, known, compiled=is_compiled(model))

@@ -260,6 +260,22 @@ def test_a_plan_that_does_not_fit_on_one_rank_is_an_error_on_all(doomed: Process
     assert first.startswith("RankFailed") and "rank 1 failed: DoesNotFit" in first
 
 
+def allowed() -> tuple[int, int]:
+    """(what a process may hold, what one by itself could)."""
+    model = network()
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), loader_of("shuffled"), target_batch=12, loss_fn=loss_fn)
+    alone = memfit.probe()
+    assert run.plan is not None
+    found = run.plan.limit
+    run.undo()
+    return found, alone.held + (alone.limit - alone.held) // 2
+
+
+def test_what_is_free_on_a_machine_is_divided_among_its_processes(two: Processes) -> None:
+    for found, half in two.run(allowed):
+        assert found == pytest.approx(half, rel=0.1)
+
+
 class WithMethod(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -110,6 +110,15 @@ def probe(*, budget: int | float | str | None = None, device: torch.device | str
     return budget_for(photograph(chosen, nvml=load_nvml() if chosen.type == "cuda" else None), budget)
 
 
+def shared_among(budget: Budget, processes: int) -> Budget:
+    """A budget that was probed, where as many processes train on that device: what is free is divided among them."""
+    if processes < 2:
+        return budget
+    limit = budget.held + (budget.limit - budget.held) // processes
+    margin = margin_for(budget.device.kind, limit)
+    return replace(budget, limit=limit, margin=margin, source=f"{budget.source}, shared by {processes} processes")
+
+
 def card_named(device: object) -> Card | None:
     """The card of the catalogue that a `device=` names; None for what torch could mean. Raises UsageError, also for what is no
     name."""

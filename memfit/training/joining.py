@@ -5,10 +5,13 @@ Not covered: optimizer state that differs between processes (one of them resumed
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -65,6 +68,21 @@ def start_alike(ranks: Ranks, model: nn.Module) -> None:
             sent = held.contiguous()
             ranks.from_first([sent])
             held.copy_(sent)
+
+
+def beside(ranks: Ranks, device: torch.device) -> int:
+    """How many of the processes train on the device that this one trains on."""
+    index = device.index if device.type != "cpu" else None
+    mine = (socket.gethostname(), _boot(), device.type, index)
+    return ranks.gather(mine, WRAPPING).count(mine)
+
+
+def _boot() -> str:
+    """What tells machines of one name apart, where the system has it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return ""
 
 
 def check_share(ranks: Ranks, target_batch: int | None) -> None:

@@ -1,0 +1,134 @@
+"""Several processes over gloo: seconds per optimizer step against DistributedDataParallel, and what an agreement takes.
+
+    python benchmarks/distributed.py [--processes 2] [--rounds 30]
+
+Every way of training has a model of its own in the same processes, and they take turns, step by step: equal processes differ
+by up to 1.29. `by hand` is DistributedDataParallel with all micro-batches but the last in no_sync(), as its documentation
+writes it; `every micro-batch` leaves no_sync() out. A step is 8 micro-batches on each process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from statistics import median
+from typing import Any
+
+from common import save, table
+
+ACCUMULATION, SAMPLES = 8, 4
+"""Micro-batches per step on each process, and samples in each."""
+
+
+def raced(rounds: int) -> dict[str, list[float]]:
+    """Seconds per step of each way, on this process."""
+    import contextlib
+    import copy
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from zoo import FAMILIES, first_batch
+
+    import memfit
+
+    family, rank = FAMILIES["gpt"], int(os.environ["RANK"])
+    torch.manual_seed(0)
+    start = family.build("bench")
+    batch = first_batch(family, ACCUMULATION * SAMPLES, size="bench", seed=rank)
+
+    def made() -> tuple[Any, Any]:
+        model = copy.deepcopy(start)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def stepping() -> Any:
+        model, optimizer = made()
+        run = memfit.wrap(model, optimizer, loss_fn=family.loss, micro_batch=SAMPLES, sample=batch)
+        return lambda: run.step(batch)
+
+    def scripted() -> Any:
+        model, optimizer = made()
+        memfit.wrap(model, optimizer, micro_batch=SAMPLES)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            family.script_loss(model, batch).backward()
+            optimizer.step()
+
+        return step
+
+    def distributed(syncs_each: bool) -> Any:
+        model, optimizer = made()
+        model = DistributedDataParallel(model)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            for number in range(ACCUMULATION):
+                last = number == ACCUMULATION - 1
+                piece = cut(batch, number * SAMPLES, (number + 1) * SAMPLES)
+                with contextlib.nullcontext() if last or syncs_each else model.no_sync():
+                    (family.script_loss(model, piece) / ACCUMULATION).backward()
+            optimizer.step()
+
+        return step
+
+    ways = {"memfit, step": stepping(), "memfit, script": scripted()}
+    ways |= {"by hand": distributed(False), "every micro-batch": distributed(True)}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 3):
+        for name, step in ways.items():
+            dist.barrier()
+            begun = time.perf_counter()
+            step()
+            dist.barrier()
+            if number >= 3:
+                found[name].append(time.perf_counter() - begun)
+    return found
+
+
+def cut(batch: Any, start: int, stop: int) -> Any:
+    if isinstance(batch, dict):
+        return {name: cut(value, start, stop) for name, value in batch.items()}
+    return type(batch)(cut(item, start, stop) for item in batch) if isinstance(batch, (list, tuple)) else batch[start:stop]
+
+
+def agreed(rounds: int) -> list[float]:
+    """Seconds of the exchange that every step has, with 150 parameters."""
+    import torch
+
+    from memfit.ranks.ranks import Ranks
+
+    ranks, found = Ranks(torch.device("cpu")), []
+    for _ in range(rounds):
+        ranks.agree([0.0], "a benchmark")
+        begun = time.perf_counter()
+        ranks.agree([1.0] * 170, "a benchmark")
+        found.append(time.perf_counter() - begun)
+    return found
+
+
+def main(processes: int, rounds: int) -> None:
+    from processes import Processes
+
+    pool = Processes(processes)
+    told = pool.run(raced, rounds)[0]
+    agreement = median(pool.run(agreed, 300)[0])
+    pool.end()
+    base = median(told["by hand"])
+    ratios = {name: median(a / b for a, b in zip(seconds, told["by hand"])) for name, seconds in told.items()}
+    rows = [(name, f"{median(seconds) * 1e3:.1f}", f"{ratios[name]:.3f}") for name, seconds in told.items()]
+    print(table(f"{processes} processes, {ACCUMULATION} micro-batches of {SAMPLES}", ("way", "ms", "of by hand"), rows))
+    print(f"an agreement: {agreement * 1e6:.0f} us")
+    result = {"processes": processes, "rounds": rounds, "by hand": base, "ratios": ratios, "agreement": agreement}
+    print(json.dumps(result))
+    save("distributed", result)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=30)
+    arguments = parser.parse_args()
+    main(arguments.processes, arguments.rounds)
