@@ -17,7 +17,7 @@ from typing import Any
 
 from common import save, table
 
-ACCUMULATION, SAMPLES = 8, 4
+ACCUMULATION, SAMPLES = 8, 1
 """Micro-batches per step on each process, and samples in each."""
 
 
@@ -112,7 +112,7 @@ def agreed(rounds: int) -> list[float]:
 def main(processes: int, rounds: int) -> None:
     from processes import Processes
 
-    pool = Processes(processes)
+    pool = Processes(processes, patience=3600.0)
     told = pool.run(raced, rounds)[0]
     agreement = median(pool.run(agreed, 300)[0])
     pool.end()

@@ -26,7 +26,8 @@ class Processes:
     """`size` processes that find each other as those of a launcher do. `run(function, *arguments)` gives what the function
     returned on every rank; it is one that can be imported, and may use memfit as a script started by torchrun would."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, patience: float = PATIENCE) -> None:
+        self._patience = patience
         context = multiprocessing.get_context("spawn")
         port = _free_port()
         self.size = size
@@ -55,7 +56,7 @@ class Processes:
         found: dict[int, tuple[bool, Any]] = {}
         while len(found) < self.size:
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in found]
-            ready = wait(waiting, PATIENCE)
+            ready = wait(waiting, self._patience)
             if not ready:
                 self.end()
                 raise Hang(f"ranks {[rank for rank in range(self.size) if rank not in found]} have not answered")

@@ -402,6 +402,7 @@ def test_a_model_too_large_to_be_allocated() -> None:
         ({"vocab_size": -3}, "vocab_size is -3"),
         ({"hidden_size": "wide"}, "transformers refuses it"),
         ({"hidden_size": 63}, "transformers refuses it"),
+        ({"model_type": "musicgen"}, "transformers refuses it"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
     ],
 )

@@ -107,6 +107,7 @@ def test_the_familys_own_loss(processes: Processes, family: Family, mode: str) -
         assert worst(each, want) <= tolerance(family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "variant"),
     [pytest.param(f, v.name, id=f"{f.name}-{v.name}") for f in FAMILIES.values() for v in variants_for(f)],

@@ -163,9 +163,10 @@ def _config(data: dict[str, Any], precision: str | None, file: Path) -> Any:
         given = {key: value for key, value in given.items() if key not in ("torch_dtype", "dtype")} | {"torch_dtype": precision}
     try:
         config = CONFIG_MAPPING[kind].from_dict(given)
+        parts = (config, _text(config))
     except Exception as error:
         raise _refused(file, error) from error
-    for part in (config, _text(config)):
+    for part in parts:
         part.use_cache = False
         if getattr(part, "pad_token_id", None) is None:
             part.pad_token_id = 0
