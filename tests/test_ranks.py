@@ -260,6 +260,33 @@ def test_a_plan_that_does_not_fit_on_one_rank_is_an_error_on_all(doomed: Process
     assert first.startswith("RankFailed") and "rank 1 failed: DoesNotFit" in first
 
 
+def beside_another_term(equal: bool) -> str:
+    """A mean over valid labels beside a penalty: what it divides by differs between the processes, or not."""
+    model = network()
+    x, y = torch.randn(6, 6, dtype=torch.float64), torch.zeros(6, dtype=torch.int64)
+    if rank() or equal:
+        y[::2] = -100  # one in every micro-batch
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        out = model(batch[0])
+        return F.cross_entropy(out, batch[1]) + 0.1 * out.square().mean(1).mean()
+
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), loss_fn=loss, micro_batch=2)
+    try:
+        run.step([x, y])
+    except memfit.Refused as error:
+        return str(error)
+    finally:
+        run.undo()
+    return "a step was done"
+
+
+def test_a_term_that_the_processes_would_weigh_differently_is_refused(two: Processes) -> None:
+    assert two.run(beside_another_term, True) == ["a step was done"] * 2
+    for text in two.run(beside_another_term, False):
+        assert text.startswith("one loss over all processes")
+
+
 def allowed() -> tuple[int, int]:
     """(what a process may hold, what one by itself could)."""
     model = network()

@@ -204,6 +204,7 @@ class Pass:
         whole = Total(value, receivers, gradients, factor / self._scale, weight=self._weight())
         whole.samples = self._work.samples
         whole.rivals = [_sum(counts, device) for counts in zip(*self.rivals)]
+        whole.watched = [_sum([term.count for term in terms], device) for terms in zip(*self.terms)]
         return whole
 
     def _weight(self) -> Factor:

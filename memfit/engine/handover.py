@@ -37,6 +37,8 @@ class Total:
     """What it weighs beside the totals of other processes."""
     rivals: Sequence[Factor] = ()
     """What it would weigh by the counts that could not be told apart from that."""
+    watched: Sequence[Factor] = ()
+    """What its known means beside other terms divide by."""
     combine: Callable[[Factor], Factor] = field(default=lambda factor: factor)
     """Called with what every gradient has to be multiplied by, the user's own factor included, to make the total that of all
     processes; returns what is left to multiply by."""

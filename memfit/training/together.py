@@ -184,9 +184,10 @@ class Together:
         value = _number(total.value) if here else math.nan
         rivals = [0.0] * (2 * MOST_RIVALS)
         if here:
-            codes = [float(way.code) for way in ways_of(weighting, unproven=False)[1:]]
-            known = itertools.chain(*zip(codes, map(_number, total.rivals)))
-            rivals = [*known, *rivals][: 2 * MOST_RIVALS]
+            codes = [way.code for way in ways_of(weighting, unproven=False)[1:]]
+            watched = enumerate(map(_number, total.watched), start=1)  # known means, by their place in the loss
+            known = itertools.chain(*watched, *zip(codes, map(_number, total.rivals)))
+            rivals = [*map(float, known), *rivals][: 2 * MOST_RIVALS]
         reached = [float(i in gradients) for i in range(len(self._parameters))]
         code = float(way_of(weighting).code)
         told = self.ranks.agree(
@@ -283,16 +284,17 @@ def _is_mean(told: Sequence[_Stated]) -> bool:
 
 
 def _check_rivals(told: Sequence[_Stated]) -> None:
-    """Raise Refused where another way of weighting holds on every process by itself, and would weigh them differently: no
-    process alone could tell which is right."""
+    """Raise Refused where another way of weighting holds on every process by itself, or for a term of the loss, and would weigh
+    them differently: no process alone could tell which is right."""
     ways = set[int]().union(*(each.rivals for each in told))
     for way in ways:
         if all(way in each.rivals for each in told) and len({each.rivals[way] / each.weight for each in told}) > 1:
             raise Refused(
                 "one loss over all processes",
-                found="the samples of each process have the same count of what the loss may be divided by (labels or a mask), "
-                "and other counts on other processes",
-                next_move="say by weight= what a part of a batch counts, or give every process more samples of each batch",
+                found="what it, or a term of it, may be divided by (valid labels, a mask) is in proportion to the samples of "
+                "each process by itself, and not over all of them",
+                next_move="say by weight= what a part of a batch counts, or give every process more samples of each batch; "
+                "where one term of several is meant, divide each by what all processes count",
             )
 
 
