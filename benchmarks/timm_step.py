@@ -89,6 +89,7 @@ def looped(model: Any, size: tuple[int, int, int], batch: int) -> Any:
     """The timeline of some iterations of timm's training loop."""
     import torch
 
+    from memfit.engine.shadow import shadow_optimizer, step_by_lists
     from memfit.kernels.scratch import scratch
     from memfit.kernels.substitute import cuda_kernels
     from memfit.kernels.target import Target
@@ -96,7 +97,6 @@ def looped(model: Any, size: tuple[int, int, int], batch: int) -> Any:
     from memfit.profiling.fake import FakeWorld
     from memfit.profiling.ledger import Ledger
     from memfit.profiling.sandbox import leave_no_trace
-    from memfit.profiling.shadow import shadow_optimizer, step_by_lists
 
     world, cpu = FakeWorld(), torch.device("cpu")
     own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

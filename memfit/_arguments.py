@@ -30,6 +30,8 @@ from memfit.batches.tree import tensors
 from memfit.hardware.budget import torchs_name
 from memfit.levers.checkpoint import candidate_blocks
 from memfit.planning.plan import Plan
+from memfit.planning.sharding import LEVELS
+from memfit.ranks.ranks import Ranks
 from memfit.training.inexact import inexact_from
 from memfit.training.settings import Settings
 
@@ -172,7 +174,8 @@ def settings_from(
         check_count("target_batch", target_batch)
     _check_functions(loss_fn, before_step, weight, split)
     _check_accumulation(target_batch, script_accumulation, loss_fn)
-    _check_later(shard, offload, methods, batchnorm)
+    _check_later(offload, methods, batchnorm)
+    check_shard(shard)
     check_accumulate_in(accumulate_in)
     micro, whole = micro_batch_from(micro_batch)
     blocks, every = blocks_from(checkpoint, model)
@@ -185,6 +188,7 @@ def settings_from(
         all_blocks=every,
         script_accumulation=script_accumulation,
         accumulate_in=accumulate_in,
+        shard=shard,
         allow_inexact=inexact_from(allow_inexact, model),
         weight=weight,
         split=split,
@@ -346,10 +350,25 @@ def _check_accumulation(target_batch: int | None, script_accumulation: Any, loss
         )
 
 
-def _check_later(shard: Any, offload: Any, methods: Any, batchnorm: Any) -> None:
-    for name, value in (("shard", shard), ("offload", offload)):
-        if not is_one_of(value, ("auto", "off")):
-            raise UsageError(f"{name}={value!r}", found="in one process it is always off", next_move=f"leave {name}= away")
+def check_shard(shard: Any) -> None:
+    """Raise UsageError for what is no level of sharding."""
+    if not is_one_of(shard, ("auto", *LEVELS)):
+        raise choice_of("shard", shard, ("auto", *LEVELS))
+
+
+def check_sharded(shard: str, ranks: Ranks | None) -> None:
+    """Raise UsageError where something is to be held in parts and there is nobody to hold the others."""
+    if ranks is None and shard not in ("auto", "off"):
+        raise UsageError(
+            f"shard={shard!r}",
+            found="one process trains alone, and holds everything",
+            next_move="start several (torchrun --nproc_per_node=2 train.py), or leave shard= away",
+        )
+
+
+def _check_later(offload: Any, methods: Any, batchnorm: Any) -> None:
+    if not is_one_of(offload, ("auto", "off")):
+        raise UsageError(f"offload={offload!r}", found="this version keeps it off", next_move="leave offload= away")
     if names_from("methods", methods):
         raise UsageError(
             f"methods={methods!r}", found="this version cuts calls of forward only", next_move="leave methods= away"

@@ -19,6 +19,7 @@ from memfit._arguments import (
     check_model,
     check_optimizer,
     check_plan,
+    check_sharded,
     settings_from,
 )
 from memfit._asked import ASKED, Asked, PlanReady
@@ -42,6 +43,7 @@ from memfit.training.joining import beginning, beside, check_alike, check_share,
 from memfit.training.run import Run
 from memfit.training.script import Script
 from memfit.training.settings import Settings
+from memfit.training.sharding import Sharding
 from memfit.training.step import Stepper
 from memfit.training.takeover import TakenOver, loss_of_outer, refuse_synchronised_norms, taken_over
 from memfit.training.together import Together
@@ -91,7 +93,9 @@ def wrap(
         micro_batch: samples per forward: "auto", "off" (the whole share) or a number.
         precision: "auto" (lower only if nothing else fits), "off", "fast" (lower for speed), or a precision.
         checkpoint: "auto", "off", "all" or block names.
-        shard, offload: "auto" or "off" in one process.
+        shard: what the processes that train together hold in parts: "auto" (what does not fit otherwise), "off", "optimizer"
+            (its state), "gradients" (and that), "parameters" (and both). In one process always off.
+        offload: "auto" or "off".
         plan: a Plan or the path of a saved one, used instead of planning.
         enabled: False runs plain, as if this line were not there; so does MEMFIT=off in the environment.
         before_step: step mode: called once per step on the total gradient, before the optimizer's step (clip there).
@@ -180,6 +184,8 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     loader = given.loader.source if isinstance(given.loader, (EffectiveLoader, PassedThrough)) else given.loader
     check_data(loader, given.sample, given.target_batch, loss_fn)
     plan = check_plan(given.plan, model_facts(model, optimizer).fingerprint, model)
+    shard = settings.shard if plan is None else plan.shard
+    check_sharded(shard, ranks)
     if ranks is not None:
         _agree_to_begin(ranks, model, optimizer, loader, given.target_batch, loss_fn)
         settings = replace(settings, rank=ranks.rank, ranks=ranks.size)
@@ -202,13 +208,17 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     script = Script(core, lambda: run.batch_samples, lambda: run.batches, guard if loss_fn is None else None)
     if plan is not None:
         core.fix(plan)
+    sharding = None if ranks is None else Sharding(core, ranks, shard)
+    run.hold_in_parts(sharding)
     try:
         run.take_over(given.taken, in_script=loss_fn is None)
         if loss_fn is not None:
             stepper = Stepper(core, loss_of_outer(given.taken, loss_fn), run.whole_loss(loss_fn, script))
-            _prepare(stepper, core, loader, given.sample, settings.share)
+            prepare = partial(_prepare, stepper, core, loader, given.sample, settings.share)
+            _shared(sharding, prepare, stepper.plan_again)
             run.take_steps(stepper, loss_fn, given.before_step)
         else:
+            _shared(sharding, lambda: None, lambda: None)
             run.intercept(script)
     except PlanReady:
         raise
@@ -217,6 +227,14 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
         raise
     run.follow(guard, script)
     return run
+
+
+def _shared(sharding: Sharding | None, prepare: Callable[[], None], again: Callable[[], None]) -> None:
+    """Make a plan now where there is one to make, with as much held in parts as that takes."""
+    if sharding is None:
+        prepare()
+    else:
+        sharding.begin(prepare, again)
 
 
 def _agree_to_begin(

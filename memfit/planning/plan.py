@@ -15,6 +15,7 @@ from memfit._errors import PlanFileError, UsageError
 from memfit._reading import text_of
 from memfit._units import is_readable
 from memfit.planning import wording
+from memfit.planning.sharding import LEVELS
 
 VERSION = 1
 """Version of the plan file format this code writes; later ones are refused."""
@@ -75,9 +76,9 @@ class Plan:
     checkpoint: tuple[str, ...]
     """Names of checkpointed blocks."""
     shard: str
-    """off in one process."""
+    """What the processes hold in parts: off, optimizer (its state), gradients (and that), parameters (and both)."""
     offload: str
-    """off in one process."""
+    """off in this version."""
     predicted: Cost
     """What this plan costs."""
     asked: Cost
@@ -288,7 +289,7 @@ _ROWS = {"by_size": 3, "size_peaks": 4}
 _CHOICES = {
     "mode": ("whole", "accumulate", "replay"),
     "precision": ("off", "float32", "bfloat16", "float16"),
-    "shard": ("off",),
+    "shard": LEVELS,
     "offload": ("off",),
     "accumulate_in": ("float32", "param"),
 }

@@ -54,6 +54,8 @@ class Demand:
     """Bytes beside the profile that last through every micro-batch (a replayed output, gradients of the step before)."""
     standing_per_sample: int = 0
     """The same, per sample of the share."""
+    shard: str = "off"
+    """What the processes hold in parts: the profile is of that."""
     equal: bool = False
     """Whether at most two sizes of micro-batch may occur (compiled models)."""
     leftover: int | None = None
@@ -306,7 +308,7 @@ def _plan(chosen: _Way, tried: Sequence[_Way], own: Profile, budget: Budget, dem
         accumulation=chosen.accumulation,
         precision=_lever_name(chosen.profile),
         checkpoint=chosen.checkpoint or chosen.profile.checkpoint,
-        shard="off",
+        shard=demand.shard,
         offload="off",
         predicted=_cost(chosen.peak, standing, chosen.seconds),
         asked=_cost(whole, 0, step_seconds(own, ((demand.share, 1),), (), "accumulate")),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.engine.accumulate import Weighting, Work
+from memfit.engine.shadow import shadow_optimizer
 from memfit.engine.staged import Staging, sparse_parameters
 from memfit.kernels.target import Target
 from memfit.profiling.failures import telling_failures
@@ -21,7 +22,6 @@ from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import MEMFITS, Loop
 from memfit.profiling.plainly import clip
 from memfit.profiling.profile import ModelFacts, ModuleFacts, Profile, affine
-from memfit.profiling.shadow import shadow_optimizer
 from memfit.profiling.timeline import Timeline, fit, split_like
 from memfit.profiling.timing import Stopwatch, clone_of_optimizer
 from memfit.profiling.trace import MakeWork, Manner, Trace, trace_step

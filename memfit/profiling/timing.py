@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from memfit._units import MiB
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import CountOf, Pass, Weighting, Work, gathering
+from memfit.engine.shadow import shadow_optimizer
 from memfit.engine.staged import Staging
 from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.profiling.allocator import thresholds_pinned
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.seconds import Timing, timing_at
-from memfit.profiling.shadow import shadow_optimizer
 
 CLONE_LIMIT = 64 * MiB
 """Bytes of parameters whose optimizer step is timed; the rest is taken to cost the same per byte."""

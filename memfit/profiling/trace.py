@@ -22,6 +22,7 @@ from memfit.engine.accumulate import Weighting, Work, accumulate
 from memfit.engine.context import uncompiled
 from memfit.engine.generators import HostRandom
 from memfit.engine.handover import Total, hand_over
+from memfit.engine.shadow import STEPPED_BY_LISTS, shadow_optimizer, states, step_by_lists
 from memfit.engine.staged import Staging
 from memfit.kernels.onednn import stages
 from memfit.kernels.scratch import is_unknown, scratch
@@ -35,7 +36,6 @@ from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import AFTER_STEP, BEFORE_BACKWARD, BEFORE_FORWARD, MEMFITS, TO_ZERO, Loop
 from memfit.profiling.plainly import Directly, Variables, clip
 from memfit.profiling.sandbox import collected_by_hand, leave_no_trace
-from memfit.profiling.shadow import STEPPED_BY_LISTS, shadow_optimizer, states, step_by_lists
 from memfit.profiling.splice import continued
 from memfit.profiling.timeline import Timeline
 

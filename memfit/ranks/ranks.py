@@ -2,12 +2,17 @@
 
 What is agreed on goes over a gloo group of its own, apart from gradients: there a process that failed can still tell the
 others, whatever its device is doing. Every exchange carries whether its sender failed, so that nobody waits for a process that
-has given up. Not covered: a process that hangs without failing; the group's own time limit ends that.
+has given up. Where something is held in parts, a process may ask for what takes all of them (a whole state dict, on rank 0
+alone): the others come to its help at their next exchange, whatever that is about. Not covered: a process that hangs without
+failing; the group's own time limit ends that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +24,10 @@ from memfit._errors import RankFailed
 
 FAREWELL = timedelta(seconds=30)
 """How long a process that failed waits for the others to hear of it before it raises its own error."""
+NOTHING, FAILED, ENDED = 0, -1, -2
+"""What a process wants of the others beside their exchange; a service, where it is above zero."""
+Service = Callable[[Sequence[int]], None]
+"""What all processes do for those (ranks) that ask for it."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +41,20 @@ class _Failed:
 class Ranks:
     """All processes of a training; `rank` is this one, `size` how many there are.
 
-    Attribute `group`: the process group that gradients are reduced over.
+    Attributes: `group` (the process group that gradients are reduced over), `talk` (that of what is agreed on).
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
         self.device, self.group = device, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         members = None if group is None else dist.get_process_group_ranks(group)
-        self._talk = dist.new_group(members, backend="gloo")
+        self.talk: Any = dist.new_group(members, backend="gloo")
+        self._services: list[Service] = []
+        self._over = False
 
     def gather(self, value: Any, doing: str) -> list[Any]:
         """What every process gives, by rank; any picklable value. Raises RankFailed where one failed or is gone."""
+        self.meet(doing)
         try:
             found = self._all_gather(value)
         except RuntimeError as error:
@@ -51,10 +63,11 @@ class Ranks:
 
     def agree(self, numbers: Sequence[float], doing: str) -> list[list[float]]:
         """As `gather` for the same count of numbers everywhere, in a single small exchange."""
+        self.meet(doing)
         mine = torch.tensor([0.0, *numbers], dtype=torch.float64)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            dist.all_gather(found, mine, group=self._talk)
+            dist.all_gather(found, mine, group=self.talk)
         except RuntimeError as error:
             raise self._lost(doing) from error
         told = [each.tolist() for each in found]
@@ -70,14 +83,91 @@ class Ranks:
         text = (str(error).splitlines() or [""])[0]
         said = _Failed(f"{type(error).__name__}: {text}" if text else type(error).__name__)
         try:
-            if numbers is not None:
+            if self._services:
+                self._over = True
+                self._told(FAILED, patience=FAREWELL)
+            elif numbers is not None:
                 mine = torch.tensor([1.0] + [0.0] * numbers, dtype=torch.float64)
                 found = [torch.empty_like(mine) for _ in range(self.size)]
-                work = dist.all_gather(found, mine, group=self._talk, async_op=True)
+                work = dist.all_gather(found, mine, group=self.talk, async_op=True)
                 work.wait(FAREWELL)  # type: ignore[union-attr]
             self._all_gather(said)
         except RuntimeError:
             return  # the others are gone, too
+
+    def serve(self, service: Service) -> int:
+        """From now on a process may `ask` for this; every process registers the same, in the same order. Returns what to ask
+        by. Processes that end go on serving until all do."""
+        if not self._services:
+            atexit.register(_end, weakref.ref(self))
+        self._services.append(service)
+        return len(self._services)
+
+    def ask(self, service: int, doing: str) -> None:
+        """Have all processes do this, once they come to their next exchange. Raises RankFailed where one failed or is gone."""
+        self.meet(doing, service)
+
+    def meet(self, doing: str, want: int = NOTHING) -> None:
+        """Before an exchange: do what other processes ask for, until none does; or ask for something oneself."""
+        if want and self._over:
+            raise self._lost(doing)
+        while self._services and not self._over:
+            try:
+                told = self._told(want, doing)
+            except RuntimeError as error:
+                raise self._lost(doing) from error
+            self._check_told(told, doing)
+            asked = self._serve([code for code, _ in told])
+            if want or not asked:
+                return
+
+    def end(self) -> None:
+        """This process has done all it does; it helps the others until they have, too."""
+        try:
+            while self._services and not self._over and dist.is_initialized():
+                told = [code for code, _ in self._told(ENDED)]
+                if not self._serve(told):
+                    return  # the others have ended as well; or they want another step, and learn that there is none
+        except RuntimeError:
+            return  # the others are gone
+
+    def _serve(self, told: Sequence[int]) -> bool:
+        asked = sorted({code for code in told if code > 0})
+        for code in asked:
+            self._services[code - 1]([rank for rank, wanted in enumerate(told) if wanted == code])
+        return bool(asked)
+
+    def _told(self, want: int, doing: str = "", patience: timedelta | None = None) -> list[tuple[int, int]]:
+        """(what it wants of the others, a number for what it is about to exchange), of every process."""
+        mine = torch.tensor([want, zlib.crc32(doing.encode())])
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        work = dist.all_gather(found, mine, group=self.talk, async_op=True)
+        work.wait() if patience is None else work.wait(patience)  # type: ignore[union-attr]
+        return [(int(code), int(about)) for code, about in found]
+
+    def _check_told(self, told: Sequence[tuple[int, int]], doing: str) -> None:
+        codes = [code for code, _ in told]
+        if FAILED in codes:
+            self._over = True
+            self._heard(self._all_gather(None), doing)
+        if ENDED in codes:
+            raise self._apart(doing, f"rank {_listed(codes, ENDED)} has come to the end of its script")
+        if not any(codes) and len({about for _, about in told}) > 1:
+            mine = told[self.rank][1]
+            other = ", ".join(str(rank) for rank, (_, about) in enumerate(told) if about != mine)
+            raise self._apart(doing, f"rank {other} is at another place of the script")
+
+    def _apart(self, doing: str, found: str) -> RankFailed:
+        self._over = True
+        return RankFailed(
+            f"{doing} over {self.size} processes",
+            found=found,
+            next_move="let every process do the same number of steps, and leave the training together",
+        )
+
+    def everywhere(self, rank: int) -> int:
+        """The number of one of these processes among all that there are."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         """Each tensor (dense, contiguous) summed over all processes, in place."""
@@ -98,14 +188,13 @@ class Ranks:
 
     def from_first(self, tensors: Sequence[torch.Tensor]) -> None:
         """Each tensor as rank 0 has it, in place."""
-        first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-        pending = [dist.broadcast(tensor, first, group=self.group, async_op=True) for tensor in tensors]
+        pending = [dist.broadcast(tensor, self.everywhere(0), group=self.group, async_op=True) for tensor in tensors]
         for work in pending:
             work.wait()  # type: ignore[union-attr]
 
     def _all_gather(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._talk)
+        dist.all_gather_object(found, value, group=self.talk)
         return found
 
     def _heard(self, found: list[Any], doing: str) -> list[Any]:
@@ -124,3 +213,13 @@ class Ranks:
             found="another process has ended, or cannot be reached",
             next_move="its own output says why; nothing of this step was applied on this rank",
         )
+
+
+def _end(ranks: weakref.ref[Ranks]) -> None:
+    found = ranks()
+    if found is not None:
+        found.end()
+
+
+def _listed(codes: Sequence[int], wanted: int) -> str:
+    return ", ".join(str(rank) for rank, code in enumerate(codes) if code == wanted)

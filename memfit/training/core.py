@@ -123,6 +123,10 @@ class Core:
         self._tuner: Tuner | None = None
         self._on_changed: Callable[[Plan], None] = lambda plan: None
 
+    def hold_in_parts(self, level: str, stepped: Optimizer) -> None:
+        """Plan for `stepped`, which steps this process's part of the parameters, from now on."""
+        self.planner = Planner(self.model, stepped, self.device, self.memory, self.settings, self.staging, shard=level)
+
     def adopt(self, plan: Plan, profile: Profile | None, on_changed: Callable[[Plan], None] = lambda plan: None) -> None:
         """Let `plan` be in force: its levers are applied, those of the plan before it taken back.
 

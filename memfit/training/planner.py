@@ -45,11 +45,21 @@ measured before it runs (an LSTM's kernels were seen to take 4.5 times its tenso
 
 
 class Planner:
-    """Plans for one model, optimizer and budget, and remembers the profiles it made."""
+    """Plans for one model, optimizer and budget, and remembers the profiles it made. `shard`: what is held in parts, so that
+    `optimizer` is that of this process's part."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, device: torch.device, memory: Memory, settings: Settings, staging: Staging
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        memory: Memory,
+        settings: Settings,
+        staging: Staging,
+        *,
+        shard: str = "off",
     ) -> None:
+        self._shard = shard
         self._model, self._optimizer, self._device = model, optimizer, device
         self._memory, self._settings, self._staging = memory, settings, staging
         self.measurer = Measurer(model, optimizer, device, memory, staging)
@@ -267,7 +277,7 @@ class Planner:
     def constrained(self, demand: Demand) -> Demand:
         """The demand with the levers the user prescribed."""
         settings = self._settings
-        demand = replace(self.measurer.possible(demand), leftover=settings.leftover)
+        demand = replace(self.measurer.possible(demand), leftover=settings.leftover, shard=self._shard)
         if settings.whole:
             demand = replace(demand, micro_batch=demand.share)
         elif settings.micro_batch is not None:

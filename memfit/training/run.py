@@ -21,6 +21,7 @@ from memfit.training.core import Core
 from memfit.training.events import Event
 from memfit.training.guard import AccumulationGuard
 from memfit.training.script import Script
+from memfit.training.sharding import Sharding
 from memfit.training.step import Stepper
 from memfit.training.takeover import TakenOver
 from memfit.training.works import LossFn
@@ -212,6 +213,11 @@ class Run:
             straight.owner = self
             straight.install()
             self._undo.append(straight.remove)
+
+    def hold_in_parts(self, sharding: Sharding | None) -> None:
+        """What the processes hold in parts is held by each again once this is undone."""
+        if sharding is not None:
+            self._undo.append(sharding.undo)
 
     def _answering(self, answer: Callable[..., Any]) -> Interception:
         return Interception(self.model, answer) if self._taken is None else self._taken.answering(answer)

@@ -44,6 +44,8 @@ class Settings:
     counted: bool = False
     """Whether profiles count arithmetic and name operations; without it only those for a card that is not here do."""
 
+    shard: str = "auto"
+    """auto, or what is held in parts: off, optimizer, gradients, parameters."""
     rank: int = 0
     """This process's number among those that train together."""
     ranks: int = 1
@@ -60,6 +62,8 @@ class Settings:
             "checkpoint": "all" if self.all_blocks else _blocks_asked(self.checkpoint),
             "accumulate_in": self.accumulate_in,
         }
+        if self.ranks > 1:
+            found["shard"] = self.shard
         if self.script_accumulation > 1:
             found["script_accumulation"] = str(self.script_accumulation)
         if self.allow_inexact:

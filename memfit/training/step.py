@@ -87,6 +87,10 @@ class Stepper:
         """Plan for effective batches of `share` samples (None: as many) like those in `like`, without running any."""
         self._decide(like, share or like.samples)
 
+    def plan_again(self) -> None:
+        """Forget the plans: what they rest on has changed."""
+        self._plans, self._in_force = [], None
+
     def task(self, batch: Any) -> Task:
         """What there is to profile in a batch like this one."""
         ordered = self.ordered(batch)

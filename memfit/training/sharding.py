@@ -1,0 +1,89 @@
+"""Holding what a training needs in parts: which level, agreed on by all processes, and what it changes in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memfit._errors import DoesNotFit
+from memfit.engine.staged import modules_of
+from memfit.levers.shard import ShardedOptimizer, largest_part
+from memfit.planning.sharding import LEVELS, Standing, least_shard, levels_from
+from memfit.profiling.build import model_facts, state_bytes
+from memfit.ranks.ranks import Ranks
+from memfit.training.core import Core
+
+SHARDING = "choosing what to hold in parts"
+
+
+class Sharding:
+    """What of a run is held in parts by the processes `ranks`; `asked` is the argument of `wrap`.
+
+    Attribute `level`: what is held in parts now.
+    """
+
+    def __init__(self, core: Core, ranks: Ranks, asked: str) -> None:
+        self.level = "off"
+        self._core, self._ranks, self._asked = core, ranks, asked
+        self._optimizer: ShardedOptimizer | None = None
+
+    def begin(self, prepare: Callable[[], None], again: Callable[[], None]) -> None:
+        """Take the first level by which every process can `prepare`; `again` is called before the next is tried. Raises
+        DoesNotFit where none does."""
+        levels = levels_from(self._first(), self._asked)
+        failed: DoesNotFit | None = None
+        for level in levels:
+            self._hold(level)
+            failed = _failing(prepare)
+            fits = self._ranks.gather(failed is None, SHARDING)
+            if all(fits):
+                return
+            if level != levels[-1]:
+                again()
+        if failed is not None:
+            raise failed
+
+    def undo(self) -> None:
+        """Every process holds everything again."""
+        if self._optimizer is not None:
+            self._optimizer.undo()
+            self._optimizer = None
+        self.level = "off"
+
+    def _first(self) -> str:
+        """The first level that leaves room on every process."""
+        if self._asked != "auto":
+            return self._asked
+        found = least_shard(_standing(self._core, self._ranks), self._core.memory.budget().room)
+        return max(self._ranks.gather(found, SHARDING), key=LEVELS.index)
+
+    def _hold(self, level: str) -> None:
+        if level == self.level:
+            return
+        if self._optimizer is not None:
+            self.undo()
+        if level == "optimizer":
+            self._optimizer = ShardedOptimizer(self._core.optimizer, self._ranks)
+            self._core.hold_in_parts(level, self._optimizer.local)
+            self._core.note("note", f"the optimizer's state is held in parts by {self._optimizer.engine}")
+        self.level = level
+
+
+def _failing(prepare: Callable[[], None]) -> DoesNotFit | None:
+    try:
+        prepare()
+    except DoesNotFit as error:
+        return error
+    return None
+
+
+def _standing(core: Core, ranks: Ranks) -> Standing:
+    facts = model_facts(core.model, core.optimizer)
+    own = (sum(p.numel() * p.element_size() for p in m.parameters(recurse=False)) for m in modules_of(core.model))
+    return Standing(
+        parameters=facts.parameter_bytes,
+        gradients=facts.gradient_bytes,
+        state=state_bytes(core.optimizer),
+        largest=max(own, default=0),
+        part=largest_part(core.optimizer, ranks.size),
+        processes=ranks.size,
+    )

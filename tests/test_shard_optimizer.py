@@ -1,0 +1,174 @@
+"""Sharding the optimizer: the same training with a part of its state on each process, and whole state dicts."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from processes import Processes
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import memfit
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, centered=True),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.01),
+}
+
+
+@pytest.fixture(scope="module", params=(2, 3, 4))
+def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    found = Processes(request.param)
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    found = Processes(2)
+    yield found
+    found.end()
+
+
+def model_of(kind: str = "plain") -> nn.Module:
+    torch.manual_seed(3)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 3)).double()
+    if kind == "mixed":
+        model[4].bias.requires_grad_(False)
+        model[0] = model[0].to(memory_format=torch.preserve_format)
+        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    return model
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    linear = [m for m in model if isinstance(m, nn.Linear)]  # type: ignore[attr-defined]
+    return [
+        {"params": [m.weight for m in linear], "weight_decay": 0.01},
+        {"params": [m.bias for m in linear if m.bias.requires_grad], "lr": 0.02},
+    ]
+
+
+def loader_of() -> DataLoader[Any]:
+    torch.manual_seed(5)
+    data = TensorDataset(torch.randn(44, 6, dtype=torch.float64), torch.randint(0, 3, (44,)))
+    return DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+
+
+def trained(optimizer: str, mode: str, shard: str, kind: str = "plain", steps: int = 4) -> dict[str, Any]:
+    """Parameters, the optimizer's state and what was said after some steps."""
+    model = model_of(kind)
+    made = OPTIMIZERS[optimizer](groups_of(model))
+    before = torch.optim.lr_scheduler.StepLR(made, 2, 0.5)  # built before, it knows the optimizer's own groups
+    loss_fn = (lambda m, b: F.cross_entropy(m(b[0]), b[1])) if mode == "step" else None
+    run = memfit.wrap(model, made, loader_of(), target_batch=11, loss_fn=loss_fn, micro_batch=2, shard=shard)
+    assert run.optimizer is made
+    done = 0
+    while done < steps:
+        for x, y in run.loader if mode == "script" else ():
+            made.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            made.step()
+            before.step()
+            done += 1
+        for batch in run.loader if mode == "step" else ():
+            run.step(batch)
+            before.step()
+            done += 1
+    own = sum(t.numel() * t.element_size() for state in made.state.values() for t in state.values() if torch.is_tensor(t))
+    state = copy.deepcopy(made.state_dict())
+    found = {
+        "parameters": [p.detach().clone() for p in model.parameters()],
+        "state": state,
+        "own": own,
+        "plan": run.plan.shard if run.plan else "",
+        "said": [event.message for event in run.events],
+    }
+    run.undo()
+    found["after"] = copy.deepcopy(made.state_dict())
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.allclose(one, other, rtol=1e-10, atol=1e-13)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other or one == pytest.approx(other)
+
+
+@pytest.mark.parametrize("mode", ("script", "step"))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_same_training_with_a_part_of_the_state(processes: Processes, optimizer: str, mode: str) -> None:
+    alone = trained(optimizer, mode, "auto")
+    found = processes.run(trained, optimizer, mode, "optimizer")
+    for each in found:
+        assert each["plan"] == "optimizer"
+        assert same(each["parameters"], alone["parameters"])
+        assert same(each["state"], alone["state"])
+        assert same(each["after"], alone["state"])
+        assert each["own"] < alone["own"]
+    assert sum(each["own"] for each in found) == alone["own"]
+
+
+def test_parameters_that_cannot_be_flat_are_sharded_by_torch(two: Processes) -> None:
+    alone = trained("adamw", "script", "auto", "mixed")
+    for each in two.run(trained, "adamw", "script", "optimizer", "mixed"):
+        assert same(each["parameters"], alone["parameters"]) and same(each["state"], alone["state"])
+        assert any("ZeroRedundancyOptimizer" in said for said in each["said"])
+
+
+def saved_by_rank_0(path: str) -> list[torch.Tensor]:
+    """Rank 0 alone saves in the middle of the training, and after it."""
+    rank = int(os.environ["RANK"])
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run = memfit.wrap(model, optimizer, loader_of(), target_batch=11, micro_batch=2, shard="optimizer")
+    for number, (x, y) in enumerate(run.loader):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if rank == 0 and number == 1:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_rank_0_saves_alone(two: Processes, tmp_path: Any) -> None:
+    path = str(tmp_path / "state.pt")
+    found = two.run(saved_by_rank_0, path)
+    assert same(found[0], found[1])
+    saved = torch.load(path, weights_only=True)
+    model = model_of()
+    model.load_state_dict(saved["model"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer.load_state_dict(saved["optimizer"])
+    assert len(optimizer.state) == 6 and all(float(state["step"]) == 2 for state in optimizer.state.values())
+
+
+def refused(kind: str) -> str:
+    model = model_of()
+    optimizer = torch.optim.LBFGS(model.parameters()) if kind == "lbfgs" else torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        memfit.wrap(model, optimizer, loader_of(), target_batch=11, shard="optimizer")
+    except (memfit.Refused, memfit.UsageError, memfit.RankFailed) as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_that_cannot_be_taken_apart_is_refused(two: Processes) -> None:
+    assert all("LBFGS" in said for said in two.run(refused, "lbfgs"))
+
+
+def test_one_process_has_nobody_to_share_with() -> None:
+    assert "torchrun" in refused("alone")
