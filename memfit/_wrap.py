@@ -222,7 +222,9 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
             run.intercept(script)
     except PlanReady:
         raise
-    except BaseException:
+    except BaseException as error:
+        if sharding is not None and sharding.level != "off":
+            sharding.failed(error)  # the others may be waiting for what this process holds
         run.undo()
         raise
     run.follow(guard, script)

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo import FAMILIES, Family, first_batch
 
 import memfit
+from memfit.profiling.sandbox import attributes_kept
 
 
 class Busy(nn.Module):
@@ -394,3 +395,12 @@ def test_autocast_that_a_forward_leaves_on_is_off_again(device: str | None) -> N
     optimizer = torch.optim.SGD(model.parameters())
     memfit.profile(model, optimizer, torch.ones(8, 4), loss_fn=lambda m, x: m(x).sum(), device=device)
     assert state() == before
+
+
+def test_ordered_containers_that_changed_can_be_used_again() -> None:
+    model = nn.Linear(2, 2)
+    for _ in range(3):
+        model.register_forward_hook(lambda *_: None)
+    with attributes_kept(model):
+        model._forward_hooks.popitem()
+    assert len(model._forward_hooks.copy()) == 3

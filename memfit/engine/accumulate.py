@@ -232,11 +232,14 @@ class Pass:
             with Terms(alone=False, shares=shares, by_name=self._weighting.by_name) as terms:
                 loss = checked_loss(self._work.loss(outputs))
             self.terms.append([Term(term.mean.detach(), term.entries, term.count) for term in terms.found])
-            return loss, part
+            return loss, self._by_samples(samples, part)
         loss = checked_loss(self._work.loss(outputs))
         if self._weighting.kind == "count" and count is not None:
             return loss, self._deferred(count, count, part)
-        return loss, part if self._weighting.kind == "samples" else 1.0
+        return loss, self._by_samples(samples, part) if self._weighting.kind == "samples" else 1.0
+
+    def _by_samples(self, samples: int, part: float) -> Count | float:
+        return part if self._staging.parts is None else self._deferred(samples, samples, part)
 
     def _term(self, outputs: Any, part: float) -> tuple[torch.Tensor, Count | float]:
         with Terms(alone=True, by_name=self._weighting.by_name) as terms:
@@ -250,7 +253,8 @@ class Pass:
         # The true total is known only at the end; until then weights are relative to an estimate, so that float16
         # gradients keep their usual size.
         if not self._counts:
-            self._unit = entries / part
+            # (what several processes add up while they gather is relative to the same on all of them)
+            self._unit = entries / part if self._staging.parts is None else 1.0
         self._counts.append(count)
         return entries / self._unit
 

@@ -8,6 +8,7 @@ tensors that leave the forward by other ways than its output.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ Finish = Callable[[list[torch.Tensor | None], Sequence[torch.Tensor]], Total]
 """From the staged gradients of these parameters to the total that is handed over."""
 
 
-def joined(run: Callable[[], Any], staging: Staging, finish: Finish) -> Any:
-    """What `run` returns, its tensors connected to the parameters through `finish`."""
+def joined(run: Callable[[], Any], staging: Staging, finish: Finish, weight: float = 1.0) -> Any:
+    """What `run` returns, its tensors connected to the parameters through `finish`. `weight`: what gradients are multiplied by
+    where other processes add theirs while they gather."""
     receivers = staging.parameters()
-    with staging.swapped():
+    with staging.swapped() if staging.parts is None else staging.counting():
         output = run()
     inside: list[torch.Tensor] = []
 
@@ -35,7 +37,7 @@ def joined(run: Callable[[], Any], staging: Staging, finish: Finish) -> Any:
     map_leaves(collected, output)
     if not inside:
         return output
-    outside = iter(_Joined.apply(staging, finish, tuple(inside), len(receivers), *receivers))
+    outside = iter(_Joined.apply(staging, (finish, weight), tuple(inside), len(receivers), *receivers))
 
     def replaced(leaf: Any) -> Any:
         return next(outside) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
@@ -46,9 +48,14 @@ def joined(run: Callable[[], Any], staging: Staging, finish: Finish) -> Any:
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, staging: Staging, finish: Finish, inside: tuple[torch.Tensor, ...], count: int, *receivers: torch.Tensor
+        ctx: Any,
+        staging: Staging,
+        then: tuple[Finish, float],
+        inside: tuple[torch.Tensor, ...],
+        count: int,
+        *receivers: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.staging, ctx.finish, ctx.inside, ctx.receivers = staging, finish, inside, receivers
+        ctx.staging, (ctx.finish, ctx.weight), ctx.inside, ctx.receivers = staging, then, inside, receivers
         outputs = tuple(tensor.detach() for tensor in inside)
         ctx.save_for_backward(*outputs)  # autograd itself then raises its own error on a second backward
         return outputs
@@ -61,8 +68,12 @@ class _Joined(torch.autograd.Function):
         reached = [(t, g) for t, g in zip(ctx.inside, incoming) if g is not None]
         if reached:
             tensors, gradients = zip(*reached)
-            torch.autograd.backward(tensors, gradients, retain_graph=keep)
-        total = ctx.finish(ctx.staging.take(ctx.receivers), ctx.receivers)
+            if ctx.staging.parts is not None:
+                gradients = [gradient * ctx.weight for gradient in gradients]
+            with ctx.staging.counting(), ctx.staging.swapped() if ctx.staging.parts is not None else nullcontext():
+                torch.autograd.backward(tensors, gradients, retain_graph=keep)
+        with ctx.staging.counting():
+            total = ctx.finish(ctx.staging.take(ctx.receivers), ctx.receivers)
         if not keep:
             ctx.inside = ()
         return (None, None, None, None, *give(total, total.factor, keep=False))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -40,12 +40,16 @@ class Staging:
         self.model = model
         self.outside = list(outside)
         self.leaves: list[torch.Tensor] = []
+        self.parts: Parts | None = None
+        """What holds the parameters in parts over several processes; None where they are whole."""
         self._aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._wide: dict[int, torch.Tensor] = {}
         self._depth = 0
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters that receive gradients now, each once: the model's, then the outside ones."""
+        if self.parts is not None:
+            return [p for p in (*self.parts.parameters, *self.outside) if p.requires_grad]
         found = [p for module in modules_of(self.model) for p in module._parameters.values()]
         return list({id(p): p for p in (*found, *self.outside) if p is not None and p.requires_grad}.values())
 
@@ -68,6 +72,8 @@ class Staging:
 
     def holds_only(self, known: dict[int, Any]) -> bool:
         """Whether every parameter in the model is one of `known` (ids): False inside `functional_call`."""
+        if self.parts is not None:
+            return True  # they take turns there with what is gathered from all processes
         modules = modules_of(self.model)
         return all(p is None or id(p) in known for module in modules for p in module._parameters.values())
 
@@ -76,6 +82,10 @@ class Staging:
         """The model with aliases in the places of its parameters; re-entrant; the originals come back in any case."""
         if self._depth:
             yield
+            return
+        if self.parts is not None:
+            with self._in_parts(self.parts):
+                yield
             return
         modules, changed = modules_of(self.model), []
         set_aside = [(p, p.grad) for p in self.outside]
@@ -97,6 +107,46 @@ class Staging:
                 self._gather_outside(p)
                 p.grad = grad
 
+    @contextmanager
+    def _in_parts(self, parts: Parts) -> Iterator[None]:
+        """Parameters in parts gather gradients themselves; what was in them is put aside meanwhile. What counts for the
+        training is kept apart until `take_parts`, as other processes may still add to it."""
+        before = [p.grad for p in parts.parameters]
+        known = parts.gathered if parts.counting else None
+        _set_gradients(parts.parameters, known or [None] * len(before))
+        parts.gathered = None if parts.counting else parts.gathered
+        self._depth, parts.live = 1, parts.counting
+        try:
+            yield
+            if parts.counting:
+                parts.gathered = [p.grad for p in parts.parameters]
+        finally:
+            self._depth, parts.live = 0, False
+            _set_gradients(parts.parameters, before)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, gradients of parameters in parts are the training's own, and not a proof's."""
+        if self.parts is None:
+            yield
+            return
+        before, self.parts.counting = self.parts.counting, True
+        try:
+            yield
+        finally:
+            self.parts.counting = before
+
+    def relative_to(self, weight: float) -> float:
+        """What a total still has to be multiplied by, where its gradients were multiplied by its weight as they gathered
+        because other processes add theirs."""
+        return 1.0 if self.parts is None or not weight else 1.0 / weight
+
+    def take_parts(self) -> list[torch.Tensor | None]:
+        """What has gathered in parameters in parts, once all processes have added to it; moved out."""
+        assert self.parts is not None
+        gathered, self.parts.gathered = self.parts.gathered or [], None
+        return [grad for p, grad in zip(self.parts.parameters, gathered) if p.requires_grad]
+
     def alias(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor that stands for `parameter` in the module: same storage, own gradient."""
         known = self._alias_of(parameter)
@@ -112,24 +162,31 @@ class Staging:
     def accumulate_in_float32(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """From now until `take`, gradients of half precision parameters (None: of all) gather in float32 buffers beside
         them."""
-        for p in self.parameters() if parameters is None else parameters:
+        for p in () if self.parts is not None else self.parameters() if parameters is None else parameters:
             if p.dtype in (torch.float16, torch.bfloat16) and not self._is_outside(p):
                 alias = self.alias(p)
                 if not hasattr(alias, "_memfit_widens"):
                     alias._memfit_widens = alias.register_post_accumulate_grad_hook(self._widen)  # type: ignore[attr-defined]
 
     def take(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gathered gradients in the order of `parameters`, moved out of here; None where no micro-batch reached."""
+        """The gathered gradients in the order of `parameters`, moved out of here; None where no micro-batch reached, and where
+        other processes may still add to them."""
+        if self.parts is not None:
+            return [None] * len(parameters) if self.parts.counting else [p.grad for p in parameters]
         return [self._take_one(p) for p in parameters]
 
     def fill(self) -> None:
         """Zeros for the parameters in the model that no micro-batch has reached so far."""
+        for p in () if self.parts is None else self.parts.parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
         for parameter, alias in self._aliases.values():
             if alias.grad is None and id(alias) not in self._wide and alias.requires_grad:
                 alias.grad = torch.zeros_like(parameter)
 
     def discard(self) -> None:
         """Drop everything gathered so far."""
+        if self.parts is not None and self._depth:
+            _set_gradients(self.parts.parameters, [None] * len(self.parts.parameters))
         for _p, alias in self._aliases.values():
             alias.grad = None
         self._wide.clear()
@@ -137,6 +194,8 @@ class Staging:
     def staged_bytes(self) -> int:
         """Bytes the gathered gradients hold now."""
         grads = [alias.grad for _, alias in self._aliases.values() if alias.grad is not None]
+        if self.parts is not None:
+            grads = [p.grad.to_local() for p in self.parts.parameters if p.grad is not None]  # type: ignore[attr-defined]
         return sum(_gradient_bytes(g) for g in (*grads, *self._wide.values()))
 
     def _put_aliases(self, modules: Iterable[nn.Module], changed: list[tuple[dict[str, Any], str, Any]]) -> None:
@@ -182,6 +241,59 @@ class Staging:
             return wide
         grad, alias.grad = alias.grad, None
         return grad
+
+
+class Parts(Protocol):
+    """What holds a model's parameters in parts over several processes."""
+
+    parameters: list[Any]
+    """This process's parts, in the model's order."""
+    counting: bool
+    """Whether passes are the training's own."""
+    live: bool
+    """Whether the training's gradients gather in the parameters now."""
+    gathered: list[torch.Tensor | None] | None
+    """Those that have, until all processes have added to them."""
+
+
+def gradients_of(loss: torch.Tensor, parameters: Sequence[torch.Tensor], model: nn.Module) -> list[torch.Tensor | None]:
+    """As `torch.autograd.grad`, None where a parameter is not used; of parameters that several processes hold in parts, this
+    process's part of each, as it gathers only in a backward that goes all the way."""
+    if not gathers_in_parts(model):
+        return list(torch.autograd.grad(loss, list(parameters), allow_unused=True))
+    torch.autograd.backward(loss)
+    found = [None if p.grad is None else p.grad.to_local() for p in parameters]  # type: ignore[attr-defined]
+    _set_gradients(parameters, [None] * len(parameters))
+    return found
+
+
+AS_GIVEN = "_memfit_as_given"
+"""Attribute of a model that is held in parts: a context in which its modules are as they were given."""
+
+
+LET_GO = "_memfit_let_go"
+"""Attribute of a model that is held in parts: lets go of what is gathered."""
+
+
+def let_go(model: nn.Module) -> None:
+    """Where parameters are held in parts, let the modules hold nothing else."""
+    model.__dict__.get(LET_GO, lambda: None)()
+
+
+def gathers_in_parts(model: nn.Module) -> bool:
+    """Whether several processes hold the model's parameters in parts."""
+    return bool(getattr(model, "_is_fsdp_managed_module", False))
+
+
+def bytes_here(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor that lie on this process: of one that several hold in parts, its own part's."""
+    held = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
+    return held.numel() * held.element_size()
+
+
+def _set_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+    for p, grad in zip(parameters, gradients):
+        p.grad = grad
 
 
 def check_nothing_escaped(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LEVELS = ("off", "optimizer")
+LEVELS = ("off", "optimizer", "gradients", "parameters")
 """Each holds more in parts than the one before, and sends more between processes."""
 SLACK = 1.1
 """What else has to find room besides: a micro-batch of the smallest size, as a share of what stands."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memfit.engine.staged import refresh_flat_weights
+from memfit.engine.staged import AS_GIVEN, refresh_flat_weights
 from memfit.profiling.recall import Recall
 from memfit.profiling.results import as_held
 
@@ -38,7 +38,7 @@ class FakeWorld:
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake that stands for `tensor`: same shape, strides, dtype, device, aliasing and requires_grad."""
-        if tensor.is_meta:
+        if tensor.is_meta or in_parts(tensor):
             return self._from_meta(tensor)
         fake = self.mode.from_tensor(tensor)
         if not tensor.requires_grad or tensor.dtype in (torch.bool, torch.int64, torch.int32):
@@ -47,15 +47,18 @@ class FakeWorld:
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake for a parameter: again a leaf with its own gradient."""
-        fake = self._from_meta(tensor) if tensor.is_meta else self.mode.from_tensor(tensor.detach())
+        own = tensor.is_meta or in_parts(tensor)
+        fake = self._from_meta(tensor) if own else self.mode.from_tensor(tensor.detach())
         twin = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         twin.__dict__.update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_memfit")})  # pyright: ignore[reportAttributeAccessIssue]
         return twin
 
     def _from_meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Tensors on the meta device have no device to compute on: their twins are on the CPU."""
+        """Tensors on the meta device have no device to compute on: their twins are on the CPU. Those held in parts by several
+        processes have whole twins."""
+        device = "cpu" if tensor.is_meta else tensor.device
         with self.mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     @property
     def guesses(self) -> list[str]:
@@ -73,6 +76,12 @@ class FakeWorld:
         """`model` with fakes in the places of parameters and buffers; yields the fakes by the id of their original."""
         twins: dict[int, torch.Tensor] = {}
         changed: list[tuple[dict[str, Any], str, Any]] = []
+        with model.__dict__.get(AS_GIVEN, nullcontext)():
+            yield from self._replacing(model, twins, changed)
+
+    def _replacing(
+        self, model: nn.Module, twins: dict[int, torch.Tensor], changed: list[tuple[dict[str, Any], str, Any]]
+    ) -> Iterator[dict[int, torch.Tensor]]:
         try:
             for module in model.modules():
                 for entries in (module._parameters, module._buffers):
@@ -92,6 +101,11 @@ class FakeWorld:
             is_parameter = isinstance(original, nn.Parameter)
             twins[id(original)] = self.parameter(original) if is_parameter else self.twin(original)
         return twins[id(original)]
+
+
+def in_parts(tensor: torch.Tensor) -> bool:
+    """Whether several processes hold parts of it."""
+    return hasattr(tensor, "to_local")
 
 
 class _Values(TorchDispatchMode):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -50,8 +50,9 @@ def refilled(container: Any, items: Any) -> None:
             container.extend(items)
     elif isinstance(container, dict):
         if list(container) != list(items) or any(container[key] is not items[key] for key in items):
-            dict.clear(container)
-            dict.update(container, items)
+            kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # it keeps an order of its own
+            kind.clear(container)
+            kind.update(container, items)
     elif container != items:
         container.clear()
         container.update(items)

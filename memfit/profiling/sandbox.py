@@ -18,12 +18,14 @@ from torch import nn
 
 from memfit.engine.context import autocast_kept, modes_as, modes_of
 from memfit.engine.generators import random_state_kept
+from memfit.engine.staged import let_go
 from memfit.profiling.hooks import hooks_kept, put_back, refilled
 
 
 @contextmanager
 def leave_no_trace(model: nn.Module, device: torch.device, *, buffers: bool = True) -> Iterator[None]:
     """Everything listed above is afterwards as it was. `buffers=False` where fake ones stand in their places meanwhile."""
+    let_go(model)
     held = [(p, p.detach(), p.grad) for p in model.parameters()]
     with (
         autocast_kept((device.type, "cpu", "cuda")),
@@ -36,6 +38,7 @@ def leave_no_trace(model: nn.Module, device: torch.device, *, buffers: bool = Tr
         try:
             yield
         finally:
+            let_go(model)
             restore_tensors(copies)
             for p, data, gradient in held:
                 if p.untyped_storage()._cdata != data.untyped_storage()._cdata:

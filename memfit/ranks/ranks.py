@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from memfit._errors import RankFailed
+from memfit.ranks.passes import PASSES, Passes
 
 FAREWELL = timedelta(seconds=30)
 """How long a process that failed waits for the others to hear of it before it raises its own error."""
@@ -50,6 +51,7 @@ class Ranks:
         members = None if group is None else dist.get_process_group_ranks(group)
         self.talk: Any = dist.new_group(members, backend="gloo")
         self._services: list[Service] = []
+        self._passes: Passes | None = None
         self._over = False
 
     def gather(self, value: Any, doing: str) -> list[Any]:
@@ -112,30 +114,57 @@ class Ranks:
         if want and self._over:
             raise self._lost(doing)
         while self._services and not self._over:
-            try:
-                told = self._told(want, doing)
-            except RuntimeError as error:
-                raise self._lost(doing) from error
-            self._check_told(told, doing)
-            asked = self._serve([code for code, _ in told])
-            if want or not asked:
+            told = self._heard_out(want, doing)
+            codes = [code for code, _ in told]
+            served = self._serve(codes)
+            if want in served or not any(code > 0 for code in codes):
+                self._check_together(told, doing)
                 return
+
+    def pass_along(self, passes: Passes) -> None:
+        """From now on passes take all processes."""
+        self._passes = passes
 
     def end(self) -> None:
         """This process has done all it does; it helps the others until they have, too."""
         try:
             while self._services and not self._over and dist.is_initialized():
-                told = [code for code, _ in self._told(ENDED)]
-                if not self._serve(told):
+                if not self._serve([code for code, _ in self._told(ENDED)]):
                     return  # the others have ended as well; or they want another step, and learn that there is none
         except RuntimeError:
             return  # the others are gone
 
-    def _serve(self, told: Sequence[int]) -> bool:
-        asked = sorted({code for code in told if code > 0})
-        for code in asked:
-            self._services[code - 1]([rank for rank, wanted in enumerate(told) if wanted == code])
-        return bool(asked)
+    def _serve(self, codes: Sequence[int]) -> set[int]:
+        """Do what is asked for; returns what was done: all services, and one pass."""
+        asked = {code for code in codes if 0 < code < PASSES}
+        for code in sorted(asked):
+            self._services[code - 1]([rank for rank, wanted in enumerate(codes) if wanted == code])
+        chosen = 0 if self._passes is None else self._passes.chosen(codes)
+        if chosen and self._passes is not None:
+            self._passes.do(chosen, codes[self.rank] == chosen)
+        return asked | ({chosen} if chosen else set())
+
+    def _heard_out(self, want: int, doing: str) -> list[tuple[int, int]]:
+        try:
+            told = self._told(want, doing)
+        except RuntimeError as error:
+            raise self._lost(doing) from error
+        if any(code == FAILED for code, _ in told):
+            self._over = True
+            self._heard(self._all_gather(None), doing)
+        return told
+
+    def _check_together(self, told: Sequence[tuple[int, int]], doing: str) -> None:
+        """Raise RankFailed where nobody asks for anything, and the processes are about to exchange different things."""
+        codes = [code for code, _ in told]
+        if any(code > 0 for code in codes):
+            return
+        if ENDED in codes:
+            raise self._apart(doing, f"rank {_listed(codes, ENDED)} has come to the end of its script")
+        if len({about for _, about in told}) > 1:
+            mine = told[self.rank][1]
+            other = ", ".join(str(rank) for rank, (_, about) in enumerate(told) if about != mine)
+            raise self._apart(doing, f"rank {other} is at another place of the script")
 
     def _told(self, want: int, doing: str = "", patience: timedelta | None = None) -> list[tuple[int, int]]:
         """(what it wants of the others, a number for what it is about to exchange), of every process."""
@@ -144,18 +173,6 @@ class Ranks:
         work = dist.all_gather(found, mine, group=self.talk, async_op=True)
         work.wait() if patience is None else work.wait(patience)  # type: ignore[union-attr]
         return [(int(code), int(about)) for code, about in found]
-
-    def _check_told(self, told: Sequence[tuple[int, int]], doing: str) -> None:
-        codes = [code for code, _ in told]
-        if FAILED in codes:
-            self._over = True
-            self._heard(self._all_gather(None), doing)
-        if ENDED in codes:
-            raise self._apart(doing, f"rank {_listed(codes, ENDED)} has come to the end of its script")
-        if not any(codes) and len({about for _, about in told}) > 1:
-            mine = told[self.rank][1]
-            other = ", ".join(str(rank) for rank, (_, about) in enumerate(told) if about != mine)
-            raise self._apart(doing, f"rank {other} is at another place of the script")
 
     def _apart(self, doing: str, found: str) -> RankFailed:
         self._over = True

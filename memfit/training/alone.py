@@ -16,6 +16,7 @@ from torch import nn
 from memfit.batches.tree import path_name
 from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.context import uncompiled
+from memfit.engine.staged import gathers_in_parts
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.training.call import Call
 from memfit.training.outputs import Leaf
@@ -56,7 +57,9 @@ def loss_alone(work: Work, model: nn.Module) -> str | None:
 def _backward(values: Sequence[torch.Tensor], model: nn.Module) -> None:
     """Some losses take a sample without a batch dimension, and fail on their way back."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if values and parameters:
+    if values and gathers_in_parts(model):
+        torch.autograd.backward([value.sum() for value in values])
+    elif values and parameters:
         torch.autograd.grad([value.sum() for value in values], parameters, allow_unused=True)
 
 

@@ -25,7 +25,7 @@ from memfit.engine.context import (
     without_autocast,
 )
 from memfit.engine.generators import RandomState, random_state_kept
-from memfit.engine.staged import Staging
+from memfit.engine.staged import Staging, gathers_in_parts
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.outputs import Joining, Outputs
 
@@ -71,7 +71,8 @@ class Call:
         self.kept: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}
         self.inputs = InputGradients(tree, layout if split is None else Layout((), layout.samples))
         self.standins: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-        self._versions = [(t, t._version) for t in (*tensors(tree), *model.parameters()) if not t.is_inference()]
+        written = (*tensors(tree), *(() if gathers_in_parts(model) else model.parameters()))
+        self._versions = [(t, t._version) for t in written if not t.is_inference()]
 
     def check_unchanged(self) -> None:
         """Raise torch's own error if an input or a parameter was modified in place since the call."""

@@ -17,10 +17,11 @@ from memfit._units import format_bytes
 from memfit.batches.pieces import equal_sizes, next_size, sizes
 from memfit.engine.accumulate import SharesDiffer, Weighting, Work, accumulate
 from memfit.engine.handover import Total
-from memfit.engine.staged import Staging, check_nothing_escaped
+from memfit.engine.staged import Staging, bytes_here, check_nothing_escaped
 from memfit.hardware.budget import Budget
 from memfit.hardware.heap import give_back_free_heap
 from memfit.levers.checkpoint import checkpoint_blocks
+from memfit.levers.fully import FullySharded
 from memfit.planning.plan import Plan
 from memfit.planning.search import NORMS
 from memfit.profiling.profile import Profile
@@ -123,9 +124,13 @@ class Core:
         self._tuner: Tuner | None = None
         self._on_changed: Callable[[Plan], None] = lambda plan: None
 
-    def hold_in_parts(self, level: str, stepped: Optimizer) -> None:
-        """Plan for `stepped`, which steps this process's part of the parameters, from now on."""
-        self.planner = Planner(self.model, stepped, self.device, self.memory, self.settings, self.staging, shard=level)
+    def hold_in_parts(self, level: str, stepped: Optimizer, parts: FullySharded | None = None) -> None:
+        """Plan for `stepped`, which steps this process's part of the parameters, from now on; `parts`: for parameters that
+        are held in parts themselves."""
+        self.staging.parts = parts
+        self.planner = Planner(
+            self.model, stepped, self.device, self.memory, self.settings, self.staging, shard=level, parts=parts
+        )
 
     def adopt(self, plan: Plan, profile: Profile | None, on_changed: Callable[[Plan], None] = lambda plan: None) -> None:
         """Let `plan` be in force: its levers are applied, those of the plan before it taken back.
@@ -251,7 +256,7 @@ class Core:
         not known, and all are counted."""
         trained = self.staging.parameters()
         there = trained if not self.steps else [p for p in trained if p.grad is not None]
-        return sum(p.numel() * p.element_size() for p in there)
+        return sum(map(bytes_here, there))
 
     def pieces(self, samples: int, largest: int) -> tuple[int, ...]:
         """The micro-batches' sizes for that many samples."""
@@ -288,14 +293,14 @@ class Core:
             scale = self.scale.scale if half else 1.0
             try:
                 run = partial(accumulate, work, pieces, self.staging, weighting)
-                with self.memory.running():
+                with self.memory.running(), self.staging.counting():
                     total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:
                 shares = difference.shares
                 raise Again from None
             return self.scale.accept(total) if half else total
 
-        total = self.recovery.run(attempt, largest)
+        total = attempt(largest) if self.staging.parts is not None else self.recovery.run(attempt, largest)
         if half:
             total.on_handover = self.scale.seen
         self._end_tuning()
@@ -353,7 +358,7 @@ class Core:
         shares: list[list[float]] | None,
         after_micro: Callable[[int], None] | None,
     ) -> Total:
-        if self._checked_escapes:
+        if self._checked_escapes or self.staging.parts is not None:
             return run(scale=scale, shares=shares, after_micro=after_micro)
         parameters = self.staging.parameters()
         before = [p.grad for p in parameters]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memfit.engine.staged import bytes_here
 from memfit.hardware.budget import Budget
 from memfit.hardware.device import photograph
 from memfit.hardware.heap import free_heap, give_back_free_heap
@@ -160,7 +161,7 @@ class Memory:
             if isinstance(state, dict):
                 found.update({id(v): v for v in state.values() if isinstance(v, torch.Tensor)})
         on_device = [t for t in found.values() if t.device.type == self._device.type]
-        return sum(t.numel() * t.element_size() for t in on_device)
+        return sum(map(bytes_here, on_device))
 
 
 @contextmanager

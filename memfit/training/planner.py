@@ -17,13 +17,16 @@ from memfit._errors import DoesNotFit
 from memfit._units import format_bytes
 from memfit.engine.staged import Staging
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
+from memfit.levers.fully import FullySharded
 from memfit.levers.precision import PRECISIONS, lower_precisions, script_precision
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search, with_blocks
 from memfit.profiling.allocator import thresholds_pinned
 from memfit.profiling.build import CHECK, Subject, measured_profile, state_bytes, traced_profile
 from memfit.profiling.failures import TraceFailed, own_exception
+from memfit.profiling.parts import in_parts
 from memfit.profiling.profile import Profile
+from memfit.profiling.trace import MakeWork
 from memfit.training.elsewhere import CardMeasurer, not_measurable, target_of
 from memfit.training.measure import Measurer
 from memfit.training.memory import Memory
@@ -58,8 +61,9 @@ class Planner:
         staging: Staging,
         *,
         shard: str = "off",
+        parts: FullySharded | None = None,
     ) -> None:
-        self._shard = shard
+        self._shard, self._parts = shard, parts
         self._model, self._optimizer, self._device = model, optimizer, device
         self._memory, self._settings, self._staging = memory, settings, staging
         self.measurer = Measurer(model, optimizer, device, memory, staging)
@@ -150,7 +154,7 @@ class Planner:
             sizes = sizes or tuple(range(2, task.available + 1))
         if not task.compiled:
             try:
-                found = traced_profile(subject, task.make_work(lever), task.available, sizes, like)
+                found = self._traced(subject, task.make_work(lever), task.available, sizes, like)
                 notes = (*found.notes, *((FRAGMENTS,) if self._memory.reserved and not thresholds_pinned() else ()))
                 return replace(found, heap_waste=self._memory.heap_waste, notes=notes)
             except TraceFailed as failed:
@@ -163,6 +167,13 @@ class Planner:
         return self.measurer.smallest(
             lambda n: measured_profile(subject, work, task.available, self._staging, reason, n, reserved=reserved)
         )
+
+    def _traced(
+        self, subject: Subject, make_work: MakeWork, available: int, sizes: Sequence[int] | None, like: Profile | None
+    ) -> Profile:
+        if self._parts is None:
+            return traced_profile(subject, make_work, available, sizes, like)
+        return in_parts(traced_profile(subject, make_work, available, sizes), self._parts.division)
 
     def _check_measurable(self, failed: TraceFailed, checkpoint: tuple[str, ...]) -> None:
         """Whether what could not be traced can be run. Raises UsageError with what stood in the way, or what the user's code

@@ -85,13 +85,15 @@ class Script:
 
         def finish(gradients: list[torch.Tensor | None], receivers: Sequence[torch.Tensor]) -> Total:
             with core.announcing():
-                total = Total(torch.zeros((), device=core.device), receivers, gradients, weight=self._own_weight(1))
+                total = Total(torch.zeros((), device=core.device), receivers, gradients, weight=weight)
+                total.factor = core.staging.relative_to(weight)
                 self._combine(total, BY_SAMPLES)
                 self._say_unseen()
             return total
 
         core.prepare(1)
-        return joined(run, core.staging, finish)
+        weight = self._own_weight(1)
+        return joined(run, core.staging, finish, weight)
 
     def _say_unseen(self) -> None:
         """Among several processes: that a loss is not one which memfit can weigh over all of them."""
@@ -214,7 +216,8 @@ class Script:
             call.kept.clear()
             if not repeated:
                 call.forget_pass()
-            call.compute_values(core.pieces(call.samples, largest), planned.plan.keep, core.staging, core.buffers)
+            keep = 0 if core.staging.parts is not None else planned.plan.keep  # (passes of all processes go in one order)
+            call.compute_values(core.pieces(call.samples, largest), keep, core.staging, core.buffers)
 
         try:
             core.recovery.run(attempt, core.limit(planned.plan))
@@ -236,14 +239,19 @@ class Script:
             if next(tries):  # memory ran out: what is kept goes, and can be cut further like the rest
                 call.kept.clear()
             core.prepare(len(call.pieces))
-            call.replay(gradients, core.staging, core.buffers, lambda samples: sizes(samples, largest, core.least))
-            parameters = len(receivers) - len(call.inputs.wanted)
-            staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
+            weight = self._own_weight(call.samples)
+            factor = core.staging.relative_to(weight)
+            incoming = gradients if factor == 1.0 else tuple(None if g is None else g * weight for g in gradients)
+            with core.staging.counting():
+                call.replay(incoming, core.staging, core.buffers, lambda samples: sizes(samples, largest, core.least))
+                parameters = len(receivers) - len(call.inputs.wanted)
+                staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
             value = torch.zeros((), device=core.device)
-            return Total(value, receivers, staged, weight=self._own_weight(call.samples))
+            return Total(value, receivers, staged, factor, weight=weight)
 
         with self.aside(), core.announcing(), call.as_called():
-            total = core.recovery.run(attempt, max(call.pieces))
+            largest = max(call.pieces)
+            total = attempt(largest) if core.staging.parts is not None else core.recovery.run(attempt, largest)
             self._combine(total, BY_SAMPLES)
             self._say_unseen()
             return total

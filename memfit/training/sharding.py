@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from memfit._errors import DoesNotFit
 from memfit.engine.staged import modules_of
+from memfit.levers.fully import FullySharded
 from memfit.levers.shard import ShardedOptimizer, largest_part
 from memfit.planning.sharding import LEVELS, Standing, least_shard, levels_from
 from memfit.profiling.build import model_facts, state_bytes
@@ -24,7 +25,7 @@ class Sharding:
     def __init__(self, core: Core, ranks: Ranks, asked: str) -> None:
         self.level = "off"
         self._core, self._ranks, self._asked = core, ranks, asked
-        self._optimizer: ShardedOptimizer | None = None
+        self._held: ShardedOptimizer | FullySharded | None = None
 
     def begin(self, prepare: Callable[[], None], again: Callable[[], None]) -> None:
         """Take the first level by which every process can `prepare`; `again` is called before the next is tried. Raises
@@ -42,11 +43,16 @@ class Sharding:
         if failed is not None:
             raise failed
 
+    def failed(self, error: BaseException) -> None:
+        """This process gives up; the others hear of it."""
+        self._ranks.failed(error)
+
     def undo(self) -> None:
         """Every process holds everything again."""
-        if self._optimizer is not None:
-            self._optimizer.undo()
-            self._optimizer = None
+        if self._held is not None:
+            self._held.undo()
+            self._held = None
+            self._core.hold_in_parts("off", self._core.optimizer)
         self.level = "off"
 
     def _first(self) -> str:
@@ -59,12 +65,17 @@ class Sharding:
     def _hold(self, level: str) -> None:
         if level == self.level:
             return
-        if self._optimizer is not None:
-            self.undo()
+        self.undo()
+        core = self._core
         if level == "optimizer":
-            self._optimizer = ShardedOptimizer(self._core.optimizer, self._ranks)
-            self._core.hold_in_parts(level, self._optimizer.local)
-            self._core.note("note", f"the optimizer's state is held in parts by {self._optimizer.engine}")
+            self._held = ShardedOptimizer(core.optimizer, self._ranks)
+            core.hold_in_parts(level, self._held.local)
+            core.note("note", f"the optimizer's state is held in parts by {self._held.engine}")
+        elif level != "off":
+            whole = level == "gradients"
+            self._held = FullySharded(core.model, core.optimizer, self._ranks, whole_while_training=whole)
+            core.hold_in_parts(level, core.optimizer, self._held)
+            core.note("note", f"{level} are held in parts by torch's FSDP2, which reduces them after each micro-batch")
         self.level = level
 
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.context import without_autocast
 from memfit.engine.slices import Draws
-from memfit.engine.staged import Staging
+from memfit.engine.staged import Staging, gradients_of
 from memfit.training.prove import comparable
 from memfit.training.weigh import probes_of
 
@@ -24,18 +26,24 @@ def gradient_shift(own: Work, lowered: Work, samples: int, staging: Staging, dev
     draws = Draws()
     with comparable(staging.model, device), staging.swapped():
         probes = probes_of(staging.parameters())
-        want = _gradients(own, samples, probes, draws.recording)
-        got = _gradients(lowered, samples, probes, lambda: draws.sliced(0, samples, samples))
+        of = partial(_gradients, staging.model, samples=samples, probes=probes)
+        want = of(own, drawing=draws.recording)
+        got = of(lowered, drawing=lambda: draws.sliced(0, samples, samples))
     squares = sum(float((a - b).pow(2).sum()) for a, b in zip(got, want))
     return (squares / max(sum(float(b.pow(2).sum()) for b in want), 1e-30)) ** 0.5
 
 
 def _gradients(
-    work: Work, samples: int, probes: Sequence[torch.Tensor], drawing: Callable[[], AbstractContextManager[Any]]
+    model: nn.Module,
+    work: Work,
+    *,
+    samples: int,
+    probes: Sequence[torch.Tensor],
+    drawing: Callable[[], AbstractContextManager[Any]],
 ) -> list[torch.Tensor]:
     inputs, _ = work.inputs(0, samples, None)
     with drawing():
         loss = checked_loss(work.loss(work.forward(inputs)))
     with without_autocast(work.device):
-        found = torch.autograd.grad(loss, list(probes), allow_unused=True)
+        found = gradients_of(loss, probes, model)
     return [torch.zeros_like(p) if g is None else g for p, g in zip(probes, found)]

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from memfit._errors import Refused
 from memfit.batches.tree import leaves, tensors
 from memfit.engine.context import uncompiled
+from memfit.engine.staged import gathers_in_parts
 from memfit.engine.terms import leaves_of
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.training.call import Call
@@ -57,7 +58,7 @@ def look_for_side_doors(call: Call, samples: int, allowed: Sequence[str] = ()) -
         found = _holders(alive, call.model, inside=_reachable(leaf for _, leaf in leaves(output)))
         names = [name for name in found if name not in named and name not in allowed]
         own = {id(t) for t in (*call.model.parameters(), *(t for t, _ in given))}
-        leaves_ = leaves_of(tensors(output))
+        leaves_ = [] if gathers_in_parts(call.model) else leaves_of(tensors(output))
         strangers = tuple(p for p in leaves_ if isinstance(p, nn.Parameter) and id(p) not in own)
         found = SideEntrances(strangers, any(t._version != version for t, version in given))
     if names:

@@ -121,6 +121,9 @@ class Together:
         _check_rivals(counting)
         share, total.value = self._weigh(total, told, summed=weighting.kind == "sum")
         reached = [i for i, any_ in enumerate(map(any, zip(*(each.reached for each in told)))) if any_]
+        if self._staging.parts is not None:
+            self._hand_out_parts(total, _times(total.factor, share))
+            return None
         summed = self._reducer.sum([self._ready(i, gradients.get(i), _times(total.factor, share), half) for i in reached])
         found = dict(zip(reached, summed))
         total.gradients = [
@@ -135,6 +138,15 @@ class Together:
         self._steps += 1
         self.share_buffers()
         return None
+
+    def _hand_out_parts(self, total: Total, factor: Factor) -> None:
+        """Parameters in parts were reduced while they gathered; what is left is the factor, the same everywhere."""
+        gathered = self._staging.take_parts()
+        rest = total.gradients[len(gathered) :]
+        total.gradients = [_scaled_part(gradient, factor) for gradient in gathered] + [_scaled(g, factor) for g in rest]
+        total.factor = 1.0
+        self._steps += 1
+        self.share_buffers()
 
     def _common(self, ways: tuple[Way, ...]) -> Weighting:
         """The way that holds on all processes, of those that hold on this one. Raises Refused where there is none."""
@@ -162,6 +174,8 @@ class Together:
 
     def _look(self) -> None:
         """Which parameters there are now, in the same order everywhere; what of a batch requires gradients is none of them."""
+        if self._staging.parts is not None:
+            return  # they are reduced while they gather
         leaves = {id(leaf) for leaf in self._staging.leaves}
         outside = [p for p in self._staging.outside if id(p) not in leaves]
         self._parameters = [*self._model.parameters(), *outside]
@@ -198,7 +212,7 @@ class Together:
 
     def _digest(self) -> float:
         """What the first elements of all parameters add up to, in steps 1, 2, 4, 8, ...: it is the same everywhere."""
-        if self._steps & (self._steps - 1):
+        if self._steps & (self._steps - 1) or self._staging.parts is not None:
             return 0.0
         with torch.no_grad():
             first = [p.detach().reshape(-1)[:LOOKED_AT].to(torch.float32).sum() for p in self._parameters if p.numel()]
@@ -302,6 +316,12 @@ def _scaled(gradient: torch.Tensor | None, factor: Factor) -> torch.Tensor | Non
     if gradient is None or (isinstance(factor, float) and factor == 1.0):
         return gradient
     return gradient * factor if gradient.is_sparse else gradient.mul_(factor)
+
+
+def _scaled_part(gradient: torch.Tensor | None, factor: Factor) -> torch.Tensor | None:
+    if gradient is not None:
+        gradient.to_local().mul_(factor)  # type: ignore[attr-defined]
+    return gradient
 
 
 def _times(one: Factor, other: Factor) -> Factor:

@@ -23,7 +23,7 @@ from memfit.batches.weights import Count, entries_other_than
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_loss
 from memfit.engine.intercept import is_compiled
 from memfit.engine.slices import Draws
-from memfit.engine.staged import Staging
+from memfit.engine.staged import Staging, gathers_in_parts, gradients_of
 from memfit.engine.terms import Terms, is_only_term, leaves_of
 from memfit.training.decides import Decides
 from memfit.training.prove import TOLERANCE, Deviation, comparable, in_double, tolerance
@@ -57,7 +57,7 @@ def _inferred(
         staged = staging.parameters()
         counts = _count_candidates(work, samples)
         # Compiled code is built anew for every stand-in.
-        look = _Look(work, probes_of(staged), counts, not is_compiled(model), model if decides else None)
+        look = _Look(work, model, probes_of(staged), counts, not is_compiled(model), model if decides else None)
         with draws.recording():
             whole, reached = look.at(0, samples)
         if draws.unsliced and not by_operations:
@@ -96,6 +96,7 @@ class _Look:
     """What is looked at in the losses of some samples."""
 
     work: Work
+    model: nn.Module
     probes: Sequence[torch.Tensor]
     counts: Sequence[LeafCount]
     by_name: bool
@@ -120,8 +121,8 @@ class _Look:
         with Terms(alone=False, by_name=None if self.by_name else False) as terms, decides or nullcontext():
             loss = checked_loss(self.work.loss(outputs))
         given = {id(tensor) for tensor in (*tensors(inputs), *self.work.extra_receivers())}
-        reached = [weakref.ref(leaf) for leaf in leaves_of([loss]) if id(leaf) not in given]
-        gradients = torch.autograd.grad(loss, list(self.probes), allow_unused=True)
+        reached = [weakref.ref(leaf) for leaf in self._leaves(loss) if id(leaf) not in given]
+        gradients = gradients_of(loss, self.probes, self.model)
         measured = _Measured(
             samples=stop - start,
             loss=float(loss.detach()),
@@ -135,6 +136,10 @@ class _Look:
             decides=None if decides is None else decides.how,
         )
         return measured, reached
+
+    def _leaves(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What gradients flow into; parameters that are held in parts are others while they are gathered."""
+        return () if gathers_in_parts(self.model) else leaves_of([loss])
 
 
 def _choose(

@@ -1,4 +1,4 @@
-"""Sharding the optimizer: the same training with a part of its state on each process, and whole state dicts."""
+"""Sharding: the same training with a part of everything on each process, whole state dicts, and rank 0 acting alone."""
 
 from __future__ import annotations
 
@@ -84,10 +84,11 @@ def trained(optimizer: str, mode: str, shard: str, kind: str = "plain", steps: i
             run.step(batch)
             before.step()
             done += 1
-    own = sum(t.numel() * t.element_size() for state in made.state.values() for t in state.values() if torch.is_tensor(t))
+    held = [t for state in made.state.values() for t in state.values() if torch.is_tensor(t)]
+    own = sum(t.numel() * t.element_size() for t in (getattr(t, "to_local", lambda t=t: t)() for t in held))
     state = copy.deepcopy(made.state_dict())
     found = {
-        "parameters": [p.detach().clone() for p in model.parameters()],
+        "parameters": [value.clone() for value in model.state_dict().values()],
         "state": state,
         "own": own,
         "plan": run.plan.shard if run.plan else "",
@@ -108,18 +109,31 @@ def same(one: Any, other: Any) -> bool:
     return one == other or one == pytest.approx(other)
 
 
-@pytest.mark.parametrize("mode", ("script", "step"))
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_same_training_with_a_part_of_the_state(processes: Processes, optimizer: str, mode: str) -> None:
-    alone = trained(optimizer, mode, "auto")
-    found = processes.run(trained, optimizer, mode, "optimizer")
+LEVELS = ("optimizer", "gradients", "parameters")
+
+
+def check_same(found: list[dict[str, Any]], alone: dict[str, Any], level: str) -> None:
     for each in found:
-        assert each["plan"] == "optimizer"
+        assert each["plan"] == level
         assert same(each["parameters"], alone["parameters"])
         assert same(each["state"], alone["state"])
         assert same(each["after"], alone["state"])
         assert each["own"] < alone["own"]
-    assert sum(each["own"] for each in found) == alone["own"]
+    held_by_all = len(alone["state"]["state"]) * (len(found) - 1) * 4  # counters of steps are not divided
+    assert 0 <= sum(each["own"] for each in found) - alone["own"] <= (0 if level == "optimizer" else held_by_all)
+
+
+@pytest.mark.parametrize("mode", ("script", "step"))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_same_training_with_a_part_of_the_state(processes: Processes, optimizer: str, mode: str) -> None:
+    check_same(processes.run(trained, optimizer, mode, "optimizer"), trained(optimizer, mode, "auto"), "optimizer")
+
+
+@pytest.mark.parametrize("mode", ("script", "step"))
+@pytest.mark.parametrize("optimizer", ("sgd", "adamw"))
+@pytest.mark.parametrize("level", ("gradients", "parameters"))
+def test_the_same_training_with_parts_of_everything(processes: Processes, level: str, optimizer: str, mode: str) -> None:
+    check_same(processes.run(trained, optimizer, mode, level), trained(optimizer, mode, "auto"), level)
 
 
 def test_parameters_that_cannot_be_flat_are_sharded_by_torch(two: Processes) -> None:
@@ -129,31 +143,63 @@ def test_parameters_that_cannot_be_flat_are_sharded_by_torch(two: Processes) -> 
         assert any("ZeroRedundancyOptimizer" in said for said in each["said"])
 
 
-def saved_by_rank_0(path: str) -> list[torch.Tensor]:
-    """Rank 0 alone saves in the middle of the training, and after it."""
+def acting_alone(path: str, level: str) -> list[torch.Tensor]:
+    """Rank 0 alone evaluates and saves in the middle of the training."""
     rank = int(os.environ["RANK"])
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    run = memfit.wrap(model, optimizer, loader_of(), target_batch=11, micro_batch=2, shard="optimizer")
+    run = memfit.wrap(model, optimizer, loader_of(), target_batch=11, micro_batch=2, shard=level)
     for number, (x, y) in enumerate(run.loader):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         if rank == 0 and number == 1:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-    return [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                output = model(x)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "x": x, "output": output}
+            torch.save(state, path)
+    return [value.clone() for value in model.state_dict().values()]
 
 
-def test_rank_0_saves_alone(two: Processes, tmp_path: Any) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_rank_0_evaluates_and_saves_alone(two: Processes, tmp_path: Any, level: str) -> None:
     path = str(tmp_path / "state.pt")
-    found = two.run(saved_by_rank_0, path)
+    found = two.run(acting_alone, path, level)
     assert same(found[0], found[1])
+    alone = trained("adamw", "script", "auto")  # (with other groups and rates)
     saved = torch.load(path, weights_only=True)
     model = model_of()
     model.load_state_dict(saved["model"])
+    assert same(model(saved["x"]).detach(), saved["output"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer.load_state_dict(saved["optimizer"])
-    assert len(optimizer.state) == 6 and all(float(state["step"]) == 2 for state in optimizer.state.values())
+    assert len(optimizer.state) == len(alone["state"]["state"])
+    assert all(float(state["step"]) == 2 for state in optimizer.state.values())
+    assert all(state["exp_avg"].shape == p.shape for p, state in optimizer.state.items())
+
+
+def resumed(path: str, level: str) -> list[torch.Tensor]:
+    """The two steps after what `acting_alone` saved, loaded by every process."""
+    saved = torch.load(path, weights_only=True)
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run = memfit.wrap(model, optimizer, loader_of(), target_batch=11, micro_batch=3, shard=level)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    for number, (x, y) in enumerate(run.loader):
+        if number > 1:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_one_level_saved_another_loads(two: Processes, tmp_path: Any, level: str) -> None:
+    path = str(tmp_path / "state.pt")
+    want = two.run(acting_alone, path, level)[0]
+    for other in LEVELS:
+        assert all(same(found, want) for found in two.run(resumed, path, other))
 
 
 def refused(kind: str) -> str:

@@ -1,0 +1,442 @@
+"""Sharding parameters and gradients: torch's FSDP2 over the model's blocks, with the model and optimizer that were given.
+
+Every block is gathered from all processes for as long as it computes, and its gradients are reduced to the process that
+holds each part (ZeRO stages 2 and 3: Rajbhandari et al. 2020, arXiv:1910.02054; torch.distributed.fsdp.fully_shard).
+`fully_shard` makes new parameters, which take the places of the old ones in the optimizer's groups. State dicts stay whole:
+they are collected when they are asked for, on the processes that ask. Not covered: parameters that a forward reads from outside
+the block that owns them; recurrent layers, which keep lists of their weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from memfit._errors import RankFailed, Refused
+from memfit.batches.tree import map_leaves, tensors
+from memfit.engine.staged import AS_GIVEN, LET_GO, bytes_here, modules_of
+from memfit.levers.checkpoint import candidate_blocks
+from memfit.ranks.passes import APART, BACKWARD, COUNTED, FORWARD, GLANCE, Passes
+from memfit.ranks.ranks import Ranks
+
+COLLECTING = "collecting what is held in parts"
+PASSING = "a pass over parameters that are held in parts"
+LARGE = 8 << 20
+"""Bytes from which on a module outside the blocks is gathered by itself (an embedding, a head)."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a model is held in parts."""
+
+    share: float
+    """This process's part of all parameters."""
+    units: tuple[int, ...]
+    """Bytes of the parameters that are gathered at once, of every block; the last are those outside blocks."""
+    whole_while_training: bool
+    """Whether all stay gathered from the first forward to the end of backward."""
+
+    @property
+    def gathered(self) -> int:
+        """Bytes that are gathered or on their way at once: the block that computes, the next one, what lies outside blocks;
+        and a block's gradients with the copy of them that is sent."""
+        largest = max(self.units)
+        parameters = sum(self.units) + largest if self.whole_while_training else self.units[-1] + 2 * largest
+        return parameters + 2 * largest
+
+
+class FullySharded:
+    """A model whose parameters are held in parts by `ranks`; `whole_while_training`: that they stay gathered from the first
+    forward to the end of backward, and only gradients and the optimizer's state are in parts.
+
+    Attributes: `parameters` (in the model's order), `counting` (whether passes are the training's own). Raises Refused for
+    models that cannot be sharded.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, whole_while_training: bool) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        _check(model, optimizer)
+        self.counting = False
+        self.live = False
+        self.gathered: list[torch.Tensor | None] | None = None
+        self._model, self._optimizer, self._ranks = model, optimizer, ranks
+        self._classes = {module: type(module) for module in modules_of(model)}
+        before = list(model.parameters())
+        group: Any = ranks.group or dist.group.WORLD
+        self._mesh = DeviceMesh.from_group(group, ranks.device.type)
+        units = _shard(model, self._mesh, reshard=not whole_while_training)
+        self._units = list(units)
+        self.parameters: list[Any] = list(model.parameters())
+        share = sum(map(bytes_here, self.parameters)) / max(1, sum(p.numel() * p.element_size() for p in self.parameters))
+        self.division = Division(share, tuple(units.values()), whole_while_training)
+        places = {id(p): i for i, p in enumerate(self.parameters)}
+        self._names = {name: places[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        self._put_into_optimizer(dict(zip(map(id, before), self.parameters)))
+        self._hidden = False
+        self._seen: tuple[Any, Any] | None = None
+        self._graphs: list[torch.Tensor] = []
+        self._own: list[weakref.ref[torch.Tensor]] = []
+        self._announced = False
+        self._passes = Passes(ranks.rank, self._along)
+        ranks.pass_along(self._passes)
+        self._of_parameters, self._of_state = ranks.serve(self._send_parameters), ranks.serve(self._send_state)
+        self._found: dict[Any, torch.Tensor] = {}
+        self._root_forward()
+        self._undo = [*self._answer_states(), optimizer.register_step_pre_hook(lambda *_: self.reshard()).remove]
+
+    # ---- passes
+
+    def _root_forward(self) -> None:
+        """The root's hooks run around its forward, inside whatever answers for it, so that each micro-batch has its own."""
+        from torch.distributed.fsdp import fully_shard
+
+        state = fully_shard.state(self._model)  # type: ignore[attr-defined]
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        self._state = state
+        self._had_own = self._model.__dict__.get("forward")
+        self._plain = self._had_own or _class_forward(self._model)
+        self._model.forward = self._forward  # type: ignore[method-assign]
+        self._model.__dict__.update({AS_GIVEN: self.hidden, LET_GO: self.reshard})
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._hidden:
+            return self._plain(*args, **kwargs)
+        kind = GLANCE if not torch.is_grad_enabled() else COUNTED if self.counting else APART
+        self._seen = map_leaves(_apart, (args, kwargs))
+        self._ranks.ask(self._passes.forward(kind, anew=not any(graph() is not None for graph in self._own)), PASSING)
+        self._announced = False
+        out = self._run(args, kwargs, partial(self._announce, kind))
+        self._own = [weakref.ref(tensor) for tensor in tensors(out) if tensor.requires_grad]
+        return out
+
+    def _run(self, args: Any, kwargs: Any, before_backward: Callable[[torch.Tensor], None] | None) -> Any:
+        self.reshard()  # on all processes, so that all gather
+        args, kwargs = self._state._pre_forward(self._model, args, kwargs)
+        out = self._plain(*args, **kwargs)
+        for tensor in tensors(out) if before_backward is not None else ():
+            if tensor.requires_grad:  # before torch's own hooks, which gather
+                tensor.register_hook(before_backward)
+        out = self._state._post_forward(self._model, args, out)
+        if not torch.is_grad_enabled():
+            self.reshard()
+        return out
+
+    def _announce(self, kind: int, _: torch.Tensor) -> None:
+        if not self._announced:
+            self._announced, self._own = True, []
+            self._ranks.ask(self._passes.backward(kind), PASSING)
+
+    def _along(self, kind: int, stage: int) -> None:
+        """An empty pass, for those of other processes."""
+        if stage == FORWARD:
+            self._graphs = []
+        if stage != BACKWARD:
+            with torch.set_grad_enabled(kind != GLANCE), _buffers_kept(self._model), _draws_kept(self._ranks.device):
+                out = self._run(*self._inputs(), None)
+            self._graphs += [tensor for tensor in tensors(out) if tensor.requires_grad] if kind != GLANCE else []
+            return
+        graphs, self._graphs = self._graphs, []
+        with self._aside(apart=kind == APART):
+            torch.autograd.backward(graphs, [torch.zeros_like(tensor) for tensor in graphs])
+
+    def _inputs(self) -> tuple[Any, Any]:
+        if self._seen is None:
+            raise Refused(
+                "a forward over parameters that are held in parts",
+                found="another process runs the model, and this one has seen no input to run it on along with that",
+                next_move="run the model on every process once before one runs it alone",
+            )
+        return self._seen
+
+    @contextmanager
+    def _aside(self, *, apart: bool) -> Iterator[None]:
+        """What a backward for others leaves is part of a batch that is being gathered, or that was, or of nothing here."""
+        if self.live and not apart:
+            yield
+            return
+        before = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        try:
+            yield
+            if not apart:  # it may come before this process begins with its own part
+                so_far = self.gathered or [None] * len(before)
+                self.gathered = [_sum(one, p.grad) for one, p in zip(so_far, self.parameters)]
+        finally:
+            for p, grad in zip(self.parameters, before):
+                p.grad = grad
+
+    def reshard(self) -> None:
+        """Let go of what is gathered."""
+        for unit in self._units:
+            unit.reshard()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Inside, the modules look as they were given, for traces on tensors that are whole."""
+        self.reshard()
+        places = [(m, hooks, OrderedDict(hooks)) for m in self._units for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        self._hidden = True
+        try:
+            for _, hooks, _ in places:
+                for key in [key for key, hook in hooks.items() if _is_torchs(hook)]:
+                    del hooks[key]
+            yield
+        finally:
+            self._hidden = False
+            for _, hooks, before in places:
+                hooks.clear()
+                hooks.update(before)
+
+    # ---- states
+
+    def _put_into_optimizer(self, new: dict[int, Any]) -> None:
+        for group in self._optimizer.param_groups:
+            old = list(group["params"])
+            group["params"] = [new.get(id(p), p) for p in old]
+            for p, q in zip(old, group["params"]):
+                if q is not p and p in self._optimizer.state:
+                    state = self._optimizer.state.pop(p)
+                    self._optimizer.state[q] = {name: _part_like(value, q) for name, value in state.items()}
+
+    def _answer_states(self) -> list[Callable[[], None]]:
+        undo = []
+        for module in modules_of(self._model):
+            undo.append(module._register_state_dict_hook(self._whole_state).remove)
+            undo.append(module.register_load_state_dict_pre_hook(_in_parts).remove)
+        answered = {"state_dict": self._optimizer_state, "load_state_dict": self._load_optimizer_state}
+        self._optimizer.__dict__.update(answered)
+        return [*undo, *(partial(self._optimizer.__dict__.pop, name, None) for name in answered)]
+
+    def _whole_state(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """A module's own state dict is whole; those of the modules inside it go into it."""
+        if prefix or self._hidden:
+            return
+        if next(module.parameters(), None) is None:
+            return
+        at = next(name for name, m in self._model.named_modules() if m is module)
+        held = {name: (i, "") for name in state if (i := self._names.get(f"{at}.{name}" if at else name)) is not None}
+        whole = self._collected(self._of_parameters)
+        state.update({name: whole[held[name]] for name in state if name in held})
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        found = type(self._optimizer).state_dict(self._optimizer)
+        places = {id(p): i for i, p in enumerate(self.parameters)}
+        numbers = [places.get(id(p)) for group in self._optimizer.param_groups for p in group["params"]]
+        whole = self._collected(self._of_state)
+        found["state"] = {
+            number: {name: whole.get((numbers[number], name), value) for name, value in state.items()}
+            for number, state in found["state"].items()
+        }
+        return found
+
+    def _load_optimizer_state(self, state_dict: dict[str, Any]) -> None:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        type(self._optimizer).load_state_dict(self._optimizer, {**state_dict, "state": {}})
+        for number, state in state_dict["state"].items():
+            p = parameters[number]
+            self._optimizer.state[p] = {name: _part_like(value, p) for name, value in state.items()}
+
+    def _collected(self, service: int) -> dict[Any, torch.Tensor]:
+        self._ranks.ask(service, COLLECTING)
+        found, self._found = self._found, {}
+        return found
+
+    def _send_parameters(self, asking: Sequence[int]) -> None:
+        self._send((((i, ""), p.detach()) for i, p in enumerate(self.parameters)), asking)
+
+    def _send_state(self, asking: Sequence[int]) -> None:
+        states = [(i, self._optimizer.state.get(p, {})) for i, p in enumerate(self.parameters)]
+        self._send((((i, name), state[name]) for i, state in states for name in sorted(state)), asking)
+
+    def _send(self, parts: Iterable[tuple[Any, Any]], asking: Sequence[int]) -> None:
+        """Every process sends those that ask its parts, one at a time."""
+        self.reshard()
+        for place, part in parts:
+            whole = _sent(part, asking, self._ranks) if _is_part(part) else None
+            if whole is not None:
+                self._found[place] = whole
+
+    def undo(self) -> None:
+        """Give model and optimizer back with whole parameters and state. Every process does so, or none."""
+        try:
+            state = self._optimizer_state()
+        except RankFailed:
+            return  # the others are gone, and with them what they held
+        whole = {place: p for (place, _), p in self._collected(self._of_parameters).items()}
+        for undo in reversed(self._undo):
+            undo()
+        new = {id(p): nn.Parameter(whole[i].to(p.to_local().device), p.requires_grad) for i, p in enumerate(self.parameters)}
+        for module in modules_of(self._model):
+            for name, p in module._parameters.items():
+                module._parameters[name] = new.get(id(p), p)
+        _unshard(self._units, self._classes)
+        self._model.__dict__.pop("forward", None)
+        for name in (AS_GIVEN, LET_GO):
+            self._model.__dict__.pop(name, None)
+        if self._had_own is not None:
+            self._model.__dict__["forward"] = self._had_own
+        for group in self._optimizer.param_groups:
+            group["params"] = [new.get(id(p), p) for p in group["params"]]
+        self._optimizer.state.clear()
+        groups = self._optimizer.param_groups
+        self._optimizer.load_state_dict(state)
+        self._optimizer.param_groups = groups
+
+
+def _shard(model: nn.Module, mesh: Any, *, reshard: bool) -> dict[Any, int]:
+    """Every block by itself, other large modules that share nothing, and the rest together: (module, bytes of its parameters)
+    of what is gathered at once."""
+    from torch.distributed.fsdp import fully_shard
+
+    modules = dict(model.named_modules())
+    users = Counter(id(p) for m in modules_of(model) for p in m._parameters.values() if p is not None)
+    blocks = [modules[name] for name in candidate_blocks(model)]
+    inside = {id(m) for block in blocks for m in block.modules()}
+    others = [m for m in modules_of(model) if m is not model and id(m) not in inside and _large(m, users)]
+    units = [*blocks, *others, model]
+    sizes: dict[Any, int] = {}
+    for unit in units:
+        sizes[unit] = sum(p.numel() * p.element_size() for p in unit.parameters() if not _is_part(p))
+        fully_shard(unit, mesh=mesh, reshard_after_forward=None if unit is model else reshard)
+        unit.set_gradient_divide_factor(1.0)  # type: ignore[attr-defined]  # weights are those of the whole batch already
+        unit.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]
+    return sizes
+
+
+def _large(module: nn.Module, users: Counter[int]) -> bool:
+    own = [p for p in module._parameters.values() if p is not None]
+    return sum(p.numel() * p.element_size() for p in own) >= LARGE and all(users[id(p)] == 1 for p in own)
+
+
+def _unshard(units: Sequence[Any], classes: dict[nn.Module, type]) -> None:
+    """Take torch's hooks and classes away. There is no public way back (torch 2.13)."""
+    from torch.distributed import _composable_state
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    for unit in units:
+        for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
+            for key in [key for key, hook in hooks.items() if _is_torchs(hook)]:
+                del hooks[key]
+        unit.__class__ = classes[unit]
+        for key in (STATE_KEY, REGISTRY_KEY):
+            unit.__dict__.pop(key, None)
+        _composable_state._module_state_mapping.pop(unit, None)
+
+
+def _check(model: nn.Module, optimizer: Optimizer) -> None:
+    held = {id(p) for p in model.parameters()}
+    outside = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in held]
+    recurrent = next((name for name, m in model.named_modules() if isinstance(m, nn.RNNBase)), None)
+    norm = next((name for name, m in model.named_modules() if m.__dict__.get("sparse") is True), None)
+    found = (
+        "the optimizer trains parameters that are not the model's"
+        if outside
+        else f"{recurrent} keeps a list of its weights"
+        if recurrent is not None
+        else f"{norm} has sparse gradients"
+        if norm is not None
+        else ""
+    )
+    if found:
+        raise Refused("holding parameters or gradients in parts", found=found, next_move="pass shard='optimizer' or 'off'")
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    return other if one is None else one if other is None else one.add_(other)
+
+
+def _is_torchs(hook: Any) -> bool:
+    """Whether a hook is one of fully_shard's."""
+    return type(getattr(hook, "__self__", None)).__name__ == "FSDPState"
+
+
+def _is_part(value: Any) -> bool:
+    return hasattr(value, "to_local")
+
+
+def _class_forward(model: nn.Module) -> Callable[..., Any]:
+    return type(model).forward.__get__(model)
+
+
+def _apart(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _part_like(value: Any, parameter: Any) -> Any:
+    """This process's part of a whole tensor that goes with `parameter`; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or _is_part(value) or value.shape != parameter.shape or not _is_part(parameter):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    local = parameter.to_local()
+    start, stop = _rows(parameter)
+    part = value.detach()[start:stop].to(device=local.device, dtype=value.dtype, copy=True)
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=value.shape, stride=parameter.stride()
+    )
+
+
+def _rows(part: Any, rank: int | None = None) -> tuple[int, int]:
+    """The rows that a process holds: torch.chunk's."""
+    mesh = part.device_mesh
+    each = -(-part.shape[0] // mesh.size()) if part.shape[0] else 0
+    start = min(part.shape[0], each * (mesh.get_local_rank() if rank is None else rank))
+    return start, min(part.shape[0], start + each)
+
+
+def _in_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a module's own parameters are loaded: those that it holds in parts take their parts."""
+    for name, p in module._parameters.items():
+        if prefix + name in state and p is not None:
+            state[prefix + name] = _part_like(state[prefix + name], p)
+
+
+def _sent(part: Any, asking: Sequence[int], ranks: Ranks) -> torch.Tensor | None:
+    """The whole of what all hold in parts, on the host of those that ask."""
+    local = part.to_local().detach().cpu().contiguous()
+    mine = ranks.rank in asking
+    whole = torch.empty(part.shape, dtype=part.dtype) if mine else None
+    for owner in range(ranks.size):
+        start, stop = _rows(part, owner)
+        if start == stop:
+            continue
+        if owner == ranks.rank:
+            for rank in asking:
+                if rank != owner:
+                    dist.send(local, ranks.everywhere(rank), group=ranks.talk)
+            if whole is not None:
+                whole[start:stop] = local
+        elif whole is not None:
+            dist.recv(whole[start:stop], ranks.everywhere(owner), group=ranks.talk)
+    return whole
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, kept in before:
+                buffer.copy_(kept)
+
+
+@contextmanager
+def _draws_kept(device: torch.device) -> Iterator[None]:
+    here = device.type == "cpu"
+    with torch.random.fork_rng([] if here else [device], device_type="cuda" if here else device.type):
+        yield
