@@ -161,7 +161,7 @@ def rmsprop(model: nn.Module) -> Optimizer:
 def test_for_adaptive_optimizers_the_root_comes_first_and_whole(optimizer: Any, moments: str) -> None:
     run = trained(16, optimizer=optimizer)
     _, root, linear = said(run.report())
-    assert "Malladi et al. 2022, arXiv:2205.10782" in root and "times 2, 0.0003 -> 0.0006" in root
+    assert "Malladi et al. 2022, arXiv:2205.10287" in root and "times 2, 0.0003 -> 0.0006" in root
     assert root.endswith(f"with {moments} times 4 and eps divided by 2")
     assert linear.startswith("linear rule") and linear.endswith("times 4, 0.0003 -> 0.0012")
     run.undo()

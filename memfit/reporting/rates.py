@@ -15,7 +15,7 @@ from memfit.reporting.words import listed
 
 LINEAR = "linear rule (Goyal et al. 2017, arXiv:1706.02677, for SGD)"
 ROOT = "square-root rule (Krizhevsky 2014, arXiv:1404.5997"
-ROOT_ADAPTIVE = f"{ROOT}; for Adam and RMSprop Malladi et al. 2022, arXiv:2205.10782)"
+ROOT_ADAPTIVE = f"{ROOT}; for Adam and RMSprop Malladi et al. 2022, arXiv:2205.10287)"
 MOMENTS = {"adam": "1 - beta1 and 1 - beta2", "rmsprop": "1 - alpha"}
 """What the square-root rule multiplies too, by a part of the optimizer's name."""
 
