@@ -83,6 +83,8 @@ def trained(accelerator: accelerate.Accelerator, epochs: int = 2) -> dict[str, A
         "processes": accelerator.num_processes,
         "micro_batch": run.plan.micro_batch if run is not None and run.plan else None,
         "type": type(bare).__name__,
+        "script_batch": None if run is None else run.script_batch,
+        "another_batch": run is not None and run.report().change is not None,
     }
     accelerator.free_memory()
     found["given_back"] = "forward" not in vars(bare) or not hasattr(bare.forward, "plain")
