@@ -200,6 +200,7 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
         core.together = Together(ranks, model, core.staging, given.taken)
     run = Run(given.model, optimizer, None, core=core)
     core.owner = run
+    run.script_batch = _script_batch(loader, settings)
     _tell_of_plans(run, core, asked, in_script=loss_fn is None and plan is None)
     run.loader = _effective(loader, settings.together, loss_fn, run, ranks, core.tell)
     guard = None
@@ -237,6 +238,12 @@ def _shared(sharding: Sharding | None, prepare: Callable[[], None], again: Calla
         prepare()
     else:
         sharding.begin(prepare, again)
+
+
+def _script_batch(loader: Any, settings: Settings) -> int | None:
+    """Samples per optimizer step over all processes that the script would have had without a target; None if not known."""
+    size = loader.batch_size if isinstance(loader, DataLoader) else None
+    return None if size is None else size * settings.ranks * settings.script_accumulation
 
 
 def _agree_to_begin(

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from typing import Any
 
+import accelerate
 import torch
 import torch.nn.functional as F
 from accelerate.tracking import GeneralTracker, on_main_process
@@ -46,7 +47,7 @@ def parts() -> tuple[nn.Module, DataLoader[Any]]:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)), DataLoader(data, batch_size=4, shuffle=True)
 
 
-def trained(accelerator: Accelerator, epochs: int = 2) -> dict[str, Any]:
+def trained(accelerator: accelerate.Accelerator, epochs: int = 2) -> dict[str, Any]:
     model, loader = parts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
@@ -73,15 +74,17 @@ def trained(accelerator: Accelerator, epochs: int = 2) -> dict[str, Any]:
                     p.add_(1)
             accelerator.load_state(folder)
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters())), state
-    bare = accelerator.unwrap_model(model)
+    bare, run = accelerator.unwrap_model(model), getattr(accelerator, "run", None)
     found = {
         "parameters": [p.detach().flatten().tolist() for p in bare.parameters()],
         "steps": steps,
         "synced": synced,
         "rate": scheduler.get_last_lr()[0],
         "processes": accelerator.num_processes,
-        "micro_batch": accelerator.run.plan.micro_batch if accelerator.run is not None and accelerator.run.plan else None,
+        "micro_batch": run.plan.micro_batch if run is not None and run.plan else None,
         "type": type(bare).__name__,
+        "script_batch": None if run is None else run.script_batch,
+        "another_batch": run is not None and run.report().change is not None,
     }
     accelerator.free_memory()
     found["given_back"] = "forward" not in vars(bare) or not hasattr(bare.forward, "plain")
@@ -91,7 +94,9 @@ def trained(accelerator: Accelerator, epochs: int = 2) -> dict[str, Any]:
 def main(how: str, path: str) -> None:
     tracker = Kept()
     settings: dict[str, Any] = {"micro_batch": 3, "log_with": tracker}
-    if how == "accumulating":  # 4 samples x 2 x the processes
+    if how == "plain":
+        accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, log_with=tracker)
+    elif how == "accumulating":  # 4 samples x 2 x the processes
         accelerator = Accelerator(gradient_accumulation_steps=2, **settings)
     else:
         accelerator = Accelerator(target_batch=16, **settings)

@@ -29,7 +29,7 @@ class Processes:
     def __init__(self, size: int, patience: float = PATIENCE) -> None:
         self._patience = patience
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         self.size = size
         self._pipes: list[Connection] = []
         self._started = []
@@ -93,7 +93,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
             pipe.send((False, traceback.format_exc()))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

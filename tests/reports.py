@@ -12,6 +12,7 @@ from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import Timing
+from memfit.reporting.facts import BatchChange
 from memfit.reporting.report import Report, make_report
 from memfit.reporting.verification import Verification
 
@@ -99,4 +100,5 @@ def hostile() -> Report:
         asked={HARMFUL: HARMFUL},
         verification=replace(SAME, worst_parameter=HARMFUL, unsliced=(HARMFUL,), notes=(HARMFUL,), tolerance=0.0),
         script_precision=HARMFUL,
+        change=BatchChange(4, 16, (0.1, 0.01)),
     )

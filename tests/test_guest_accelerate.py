@@ -63,6 +63,8 @@ def test_the_loop_of_its_documentation_trains_as_one_process_would(how: str, pro
     found = launched(tmp_path, how, processes)
     assert found["processes"] == processes and found["micro_batch"] == 3 and found["type"] == "Sequential"
     assert found["steps"] == 2 * -(-52 // batch) and found["synced"] and found["given_back"]
+    assert found["script_batch"] == (4 if how == "target" else 8) * processes
+    assert found["another_batch"] == (how == "target")  # 8 x the processes is what was asked of accelerate itself
     assert found["rate"] == pytest.approx(0.1 * 0.9 ** found["steps"])  # one step of the schedule per optimizer step
     for got, want in zip(found["parameters"], by_hand(batch), strict=True):
         assert got == pytest.approx(want, abs=1e-6)

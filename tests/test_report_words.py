@@ -23,7 +23,7 @@ from memfit.reporting.tables import tables
 from memfit.reporting.verification import Verification, cut_as
 from memfit.reporting.words import alike_seconds, blocks_listed, less_or_more, percent, printable, relative, speed
 
-LABELS = ("same training", "not kept equal", "it costs", "memory holds", "so far", "next", "or else")
+LABELS = ("same training", "not kept equal", "learning rate", "it costs", "memory holds", "so far", "next", "or else")
 
 
 def said(report: Report, label: str) -> str:
@@ -175,7 +175,7 @@ def test_a_plan_from_a_file_says_what_it_does_not_know() -> None:
 def test_the_answers_come_in_order() -> None:
     labels = [entry.label for entry in answers(replace(reports.hostile(), verification=reports.SAME))]
     assert labels == [label for label in LABELS if label in labels]
-    assert {"same training", "not kept equal", "it costs", "memory holds", "so far", "next"} <= set(labels)
+    assert {"same training", "not kept equal", "it costs", "memory holds", "so far", "next", "learning rate"} <= set(labels)
 
 
 def same(**fields: Any) -> Entry:

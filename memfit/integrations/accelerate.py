@@ -17,6 +17,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import send_to_device
 from torch import nn
@@ -45,8 +46,9 @@ class Accelerator(accelerate.Accelerator):
             times the processes times `gradient_accumulation_steps`, which is 1 from then on.
         budget, micro_batch, checkpoint, plan, allow_inexact, accumulate_in: as in `memfit.wrap`.
 
-    Attribute `run`: the memfit.Run, once a model has been prepared with its optimizer.
-    Raises Refused for DeepSpeed, FSDP, Megatron-LM and XLA.
+    Attribute `run`: the memfit.Run, once a model has been prepared with its optimizer. MEMFIT=off in the environment makes it
+    accelerate's own. Raises Refused for DeepSpeed, FSDP, Megatron-LM and XLA, UsageError where a launcher started several
+    processes and accelerate counts one.
     """
 
     def __init__(
@@ -63,13 +65,18 @@ class Accelerator(accelerate.Accelerator):
         gradient_accumulation_plugin: Any = None,
         **kwargs: Any,
     ) -> None:
+        self.run: Run | None = None
+        self._off = os.environ.get("MEMFIT", "").lower() == "off"
+        if self._off:
+            own = {"gradient_accumulation_plugin": gradient_accumulation_plugin}
+            super().__init__(*args, gradient_accumulation_steps=gradient_accumulation_steps, **own, **kwargs)
+            return
         steps = gradient_accumulation_steps
         if gradient_accumulation_plugin is not None:
             steps = gradient_accumulation_plugin.num_steps
         for name, (argument, variable) in SHARDING.items():
             if kwargs.get(argument) is not None or os.environ.get(variable, "false") == "true":
                 raise _not_served(name)
-        self.run: Run | None = None
         self._accumulated, self._target = steps, target_batch
         self._settings: dict[str, Any] = {
             "budget": budget,
@@ -84,12 +91,15 @@ class Accelerator(accelerate.Accelerator):
         kind = self.distributed_type
         if kind.name not in SERVED:
             raise _not_served(str(kind.value))
+        _check_counts(self.num_processes)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """As accelerate's; a model that comes together with its optimizer is trained by memfit, on the first loader among them.
 
         Models without an optimizer, and further loaders (for evaluation), are prepared by accelerate alone.
         """
+        if self._off:
+            return super().prepare(*args, device_placement=device_placement)
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         optimizers = [obj for obj in args if isinstance(obj, Optimizer)]
         if not models or not optimizers:
@@ -108,6 +118,7 @@ class Accelerator(accelerate.Accelerator):
         model = self.prepare_model(models[0], device_placement=placed[args.index(models[0])])
         target = self._whole(loader)
         self.run = memfit.wrap(model, optimizers[0], loader, target_batch=target, **self._settings)
+        self.run.script_batch = self._script_batch(loader)
         ready: dict[int, Any] = {id(models[0]): model}
         if loader is not None:
             ready[id(loader)] = OnDevice(self.run.loader, self.device, self.device_placement)
@@ -123,10 +134,14 @@ class Accelerator(accelerate.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """As accelerate's, without DistributedDataParallel: memfit reduces gradients itself, once per backward."""
-        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        return super().prepare_model(
+            model, device_placement=device_placement, evaluation_mode=evaluation_mode if self._off else True
+        )
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
         """As accelerate's; it steps once per optimizer step, whatever the number of processes."""
+        if self._off:
+            return super().prepare_scheduler(scheduler)
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return scheduler
         own = [opt for opt in self._optimizers if getattr(scheduler, "optimizer", None) is opt.optimizer]
@@ -156,16 +171,32 @@ class Accelerator(accelerate.Accelerator):
         """Samples per optimizer step over all processes."""
         if self._target is not None:
             return self._target
+        found = self._script_batch(loader)
+        if found is None and self._accumulated > 1:
+            raise UsageError(
+                f"gradient_accumulation_steps={self._accumulated} without target_batch=",
+                found="the loader does not say how many samples its batches have",
+                next_move="pass target_batch=, the samples per optimizer step over all processes",
+            )
+        return found
+
+    def _script_batch(self, loader: DataLoader[Any] | None) -> int | None:
+        """Samples per optimizer step over all processes that accelerate alone would have had; None if not known."""
         size = getattr(loader, "batch_size", None)
-        if loader is None or size is None:
-            if self._accumulated > 1:
-                raise UsageError(
-                    f"gradient_accumulation_steps={self._accumulated} without target_batch=",
-                    found="the loader does not say how many samples its batches have",
-                    next_move="pass target_batch=, the samples per optimizer step over all processes",
-                )
-            return None
-        return size * self._accumulated * (1 if self.split_batches else self.num_processes)
+        return None if size is None else size * self._accumulated * (1 if self.split_batches else self.num_processes)
+
+
+def _check_counts(counted: int) -> None:
+    """Raise UsageError where a launcher started several processes and accelerate takes each for the only one, as it does on
+    machines without GPUs."""
+    asked = os.environ.get("WORLD_SIZE", "")
+    started = dist.get_world_size() if dist.is_initialized() else int(asked) if asked.isdecimal() else 1
+    if counted == 1 and started > 1:
+        raise UsageError(
+            "training with accelerate on one process",
+            found=f"the launcher started {started}, and accelerate found no GPU for them: each would count itself the main one",
+            next_move="set ACCELERATE_USE_CPU=true in the environment, or pass cpu=True to Accelerator, to train on CPUs",
+        )
 
 
 def _not_served(name: str) -> Refused:

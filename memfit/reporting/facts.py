@@ -132,6 +132,23 @@ class Offer:
 
 
 @dataclass(frozen=True)
+class BatchChange:
+    """Another batch than the script had, and the learning rates it is trained with."""
+
+    before: int
+    """Samples per optimizer step over all processes, as the script asked."""
+    now: int
+    """Samples per optimizer step over all processes, with memfit."""
+    rates: tuple[float, ...]
+    """Learning rates of the optimizer's parameter groups, as they are; those that are alike once."""
+
+    @property
+    def factor(self) -> float:
+        """How many times the script's batch this one is."""
+        return self.now / self.before
+
+
+@dataclass(frozen=True)
 class Happening:
     """One thing that happened on the way."""
 

@@ -16,6 +16,7 @@ from memfit.planning.wording import OWN_PRECISION, cut, micro_batches
 from memfit.reporting.advice import next_moves, one_step
 from memfit.reporting.facts import Moment
 from memfit.reporting.pace import asked_seconds, not_run_yet, seconds_of, steady
+from memfit.reporting.rates import rate_rules
 from memfit.reporting.report import Report
 from memfit.reporting.words import alike_seconds, blocks_listed, listed, percent, speed
 
@@ -187,6 +188,7 @@ def answers(report: Report) -> tuple[Entry, ...]:
     found = (
         _same(report),
         Entry("not kept equal", tuple(not_equal(report)), "open"),
+        Entry("learning rate", tuple(rate_rules(report.change, report.plan.optimizer)), "open"),
         Entry("it costs", tuple(_cost(report))),
         Entry("memory holds", tuple(_holds(report))),
         Entry("so far", tuple(_so_far(report))),

@@ -20,7 +20,7 @@ from memfit.planning.search import with_blocks
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import timing_at
 from memfit.profiling.timeline import Timeline
-from memfit.reporting.facts import Allowance, BlockCost, Curve, Happening, Offer, Pace
+from memfit.reporting.facts import Allowance, BatchChange, BlockCost, Curve, Happening, Offer, Pace
 from memfit.reporting.files import read_text, restored, strict, unreadable, write_in_format
 from memfit.reporting.memory import block_costs, curve_of
 from memfit.reporting.offers import drift, offers_for
@@ -80,6 +80,8 @@ class Report:
     """When the report was made, ISO 8601."""
     version: int = VERSION
     """Version of the file format."""
+    change: BatchChange | None = None
+    """The batch against the script's; None where it is the script's, or where that is not known."""
 
     @property
     def fits(self) -> bool:
@@ -126,6 +128,9 @@ class Report:
         curve = report.curve
         if curve is not None and not (curve.moments and all(len(s) == len(curve.events) for _, s in curve.layers)):
             raise unreadable(source, "the layers of its curve have different lengths")
+        change = report.change
+        if change is not None and min(change.before, change.now) < 1:
+            raise unreadable(source, "a batch in it has no samples")
         return report
 
     def print(self) -> None:
@@ -158,13 +163,15 @@ def make_report(
     verification: Verification | None,
     script_precision: str,
     draws: Sequence[str] = (),
+    change: BatchChange | None = None,
 ) -> Report:
     """The report of a run.
 
     `profile` is the one the plan rests on, None if the plan came from a file. `events` have `.step`, `.kind` and
     `.message`; `stats` are those of `Run.stats()`, and may name "ranks". `seconds` and `waits` are those of the last
     optimizer steps and batches. `asked` is what the user asked of each lever; "script_accumulation" among it counts the
-    script's own iterations per optimizer step. `draws` are the names of modules that draw random numbers.
+    script's own iterations per optimizer step. `draws` are the names of modules that draw random numbers;
+    `change` is the batch against the script's.
     """
     allowance = _allowance(budget)
     timeline = _timeline(plan, profile)
@@ -191,6 +198,7 @@ def make_report(
         notes=tuple(dict.fromkeys((*plan.notes, *(() if profile is None else profile.notes)))),
         software=software(),
         made=made_now(),
+        change=change,
     )
 
 

@@ -39,7 +39,8 @@ class Run:
     """A training that memfit fits into memory. Unpacks into (model, optimizer, loader).
 
     Attributes: `model`, `optimizer` (the objects that were given), `loader` (yields effective batches), `plan` (None until
-    the first training call where there is no loss_fn), `events`.
+    the first training call where there is no loss_fn), `events`, `script_batch` (samples per optimizer step over all processes
+    that the script asked for by itself, which the report compares with the target; None if not known).
     """
 
     def __init__(self, model: Any, optimizer: Any, loader: Any, *, core: Core | None, off: str = "") -> None:
@@ -62,6 +63,7 @@ class Run:
         self._plain_loss_fn: LossFn | None = None
         self._measured_plan: Plan | None = None
         self._peak_from = 0
+        self.script_batch: int | None = None
 
     # ---- what it is
 
@@ -175,6 +177,7 @@ class Run:
         if core is not None:
             core.memory.rest()
         from memfit.reporting.drawing import drawing_modules
+        from memfit.reporting.rates import batch_change
         from memfit.reporting.report import make_report
 
         if core is None or core.plan is None:
@@ -191,6 +194,7 @@ class Run:
             verification=core.verification,
             script_precision=script_precision(self.model.parameters(), core.device),
             draws=drawing_modules(self.model),
+            change=batch_change(self.script_batch, core.settings.target_batch, self.optimizer.param_groups),
         )
 
     # ---- set up by wrap

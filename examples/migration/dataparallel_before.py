@@ -1,0 +1,41 @@
+"""nn.DataParallel, by hand: one process, a thread for each GPU of the machine.
+
+    python examples/migration/dataparallel_before.py
+
+A path behind it is where the parameters are saved.
+"""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def main(checkpoint: str = "") -> None:
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pictures, labels = load_digits(return_X_y=True)
+    data = TensorDataset(torch.tensor(pictures, dtype=torch.float32) / 16, torch.tensor(labels))
+    model = nn.DataParallel(nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10)).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(data, batch_size=64, shuffle=True)  # divided among the GPUs
+
+    for _ in range(3):
+        for pixels, digits in loader:
+            pixels, digits = pixels.to(device), digits.to(device)
+            optimizer.zero_grad()
+            F.cross_entropy(model(pixels), digits).backward()
+            optimizer.step()
+
+    with torch.no_grad():
+        right = model(data.tensors[0].to(device)).argmax(1).cpu() == data.tensors[1]
+    print(f"{right.float().mean():.1%} of the digits right")
+    if checkpoint:
+        torch.save(model.state_dict(), checkpoint)  # every name begins with "module."
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
