@@ -4,7 +4,7 @@
 
 Every way of training has a model of its own in the same processes, and they take turns, step by step, in an order that moves
 on: equal processes differ by up to 1.29. `by hand` is DistributedDataParallel with all micro-batches but the last in no_sync(),
-as its documentation writes it; `every micro-batch` leaves no_sync() out; `accelerate` is its own gradient_accumulation_steps and
+as its documentation writes it; `every micro-batch` leaves no_sync() out; `accelerate` is its gradient_accumulation_steps with
 accumulate(). A step is 8 micro-batches on each process. Processor seconds are those of both processes; what else runs on the
 machine disturbs them less.
 """

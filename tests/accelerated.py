@@ -347,6 +347,14 @@ def order_of_a_seedable_sampler() -> None:
     assert sorted(joined(plain.gather_for_metrics(n).tolist() for _, n in theirs)) == sorted(drawn(0))
 
 
+def skipping_what_was_done_before() -> None:
+    accelerator, model, optimizer, loader = prepared(DataLoader(numbered(), batch_size=2))
+    rest = accelerator.skip_first_batches(loader, 2)
+    assert len(rest) == 2
+    assert seen(accelerator, model, optimizer, rest) == [[8, 9, 10, 11], [12]]
+    assert len(seen(accelerator, model, optimizer, loader)) == len(loader) == 4
+
+
 class Turning(Sampler[int]):
     """Another order in each epoch, which it is told."""
 
@@ -461,7 +469,7 @@ def tensorboard() -> None:
         accelerator.log({"loss": 1.0}, step=number * 100)
         if number == 20:
             accelerator.run._core.note("note", "something to be read")
-    accelerator.end_training()  # (ends the process group, too)
+    accelerator.end_training()
     if not accelerator.is_main_process:
         return
     found = EventAccumulator(f"{shared[0]}/run").Reload()
@@ -488,7 +496,6 @@ def nothing_is_logged_without_trackers() -> None:
     assert accelerator.trackers == []
     seen(accelerator, model, optimizer, loader)
     accelerator.log({"loss": 1.0})
-    accelerator.end_training()
 
 
 CHECKS = {check.__name__: check for check in (
@@ -502,14 +509,15 @@ CHECKS = {check.__name__: check for check in (
     without_sync_is_the_same,
     joining_uneven_inputs,
     order_of_a_seedable_sampler,
+    skipping_what_was_done_before,
     samplers_are_told_the_epoch,
     streams_are_divided,
     batches_of_a_batch_sampler_are_divided,
     settings_of_loaders,
     models_are_saved_whole,
     processes_talk,
-    tensorboard,
     nothing_is_logged_without_trackers,
+    tensorboard,  # the last one: it ends the process group
 )}  # fmt: skip
 
 

@@ -145,8 +145,9 @@ def test_trackers_are_told_as_training_goes_where_steps_are_their_own(monkeypatc
 
 
 @pytest.mark.slow
-def test_mixed_precision_is_accelerates_own(tmp_path: Path) -> None:
-    found = launched(tmp_path, "target", 1, "--mixed_precision", "bf16")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_mixed_precision_is_accelerates_own(processes: int, tmp_path: Path) -> None:
+    found = launched(tmp_path, "target", processes, "--mixed_precision", "bf16")
     errors = [abs(a - b) for got, want in zip(found["parameters"], by_hand(16)) for a, b in zip(got, want)]
     assert 1e-6 < max(errors) < 0.05  # its autocast rounds, and the gradients are still those
 

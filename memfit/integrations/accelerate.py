@@ -213,6 +213,12 @@ class Accelerator(accelerate.Accelerator):
             for sampler, even in zip(samplers, before):
                 sampler.even_batches = even
 
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As accelerate's, counting effective batches of a training loader."""
+        if isinstance(dataloader, OnDevice):
+            return dataloader.after(num_batches)
+        return super().skip_first_batches(dataloader, num_batches)
+
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As accelerate's; of a training batch, which may be larger on some processes than on others, every sample once."""
         training = self._batches is not None and self._batches.iterating and not self.gradient_state.in_dataloader

@@ -8,6 +8,7 @@ processes, and torchdata's stateful loaders. Not covered: streams whose order di
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -108,26 +109,38 @@ def _with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 class OnDevice:
     """A loader whose batches are on `device`, and whose samplers are told the epoch; everything else is the loader's.
 
-    Attributes: `iteration` (the epoch it is in, as accelerate's loaders count), `iterating` (whether one is under way).
+    Attribute: `iteration` (the epoch it is in, as accelerate's loaders count).
     """
 
     def __init__(self, loader: Any, device: torch.device, moves: bool) -> None:
         self.loader, self.device, self._moves = loader, device, moves
-        self.iteration, self.iterating = 0, False
+        self.iteration, self._skipped = 0, 0
+        self._under_way: list[OnDevice] = []
+
+    @property
+    def iterating(self) -> bool:
+        """Whether an epoch is under way, of this loader or of one that `after` made of it."""
+        return bool(self._under_way)
+
+    def after(self, batches: int) -> OnDevice:
+        """The same loader without the first batches of an epoch, which are loaded and dropped."""
+        made = copy.copy(self)
+        made._skipped += batches
+        return made
 
     def __iter__(self) -> Iterator[Any]:
         moves = self._moves and self.device.type != "cpu"
         self.set_epoch(self.iteration)
-        self.iterating = True
+        self._under_way.append(self)
         try:
-            for batch in self.loader:
+            for batch in itertools.islice(self.loader, self._skipped, None):
                 yield send_to_device(batch, self.device, non_blocking=True) if moves else batch
         finally:
-            self.iterating = False
+            self._under_way.remove(self)
         self.iteration += 1
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return max(0, len(self.loader) - self._skipped)
 
     def set_epoch(self, epoch: int) -> None:
         """As accelerate's loaders: to samplers and the data set, where they take one."""
