@@ -415,6 +415,8 @@ def settings_of_loaders() -> None:
     else:
         loader = DataLoader(numbered(), batch_size=2)
         raises(memfit.Refused, "dispatch_batches=True over 2", lambda: prepared(loader, dataloader_config=config))
+    ready = accelerator.prepare_data_loader(DataLoader(numbered(), batch_size=2))
+    raises(memfit.Refused, "prepared already", lambda: prepared(ready))
     config = DataLoaderConfiguration(even_batches=False)
     assert sum(map(len, seen(*prepared(DataLoader(numbered(), batch_size=2), dataloader_config=config)))) == SEEN
 

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+)
 from accelerate.utils import DataLoaderConfiguration, broadcast_object_list, send_to_device
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
@@ -33,7 +39,7 @@ class Place:
 
 def as_configured(loader: DataLoader[Any], settings: DataLoaderConfiguration, place: Place) -> DataLoader[Any]:
     """The loader, or a copy that draws its order or its part as accelerate's would. Raises Refused for settings not served."""
-    _check(settings, place)
+    _check(loader, settings, place)
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if settings.use_seedable_sampler and type(loader.batch_sampler) is BatchSampler and isinstance(sampler, RandomSampler):
         sampler = _seedable(sampler, settings.data_seed)
@@ -52,7 +58,13 @@ def as_configured(loader: DataLoader[Any], settings: DataLoaderConfiguration, pl
     return _with(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": part})
 
 
-def _check(settings: DataLoaderConfiguration, place: Place) -> None:
+def _check(loader: DataLoader[Any], settings: DataLoaderConfiguration, place: Place) -> None:
+    if isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
+        raise Refused(
+            "a training loader that accelerate has prepared already",
+            found="it divides its batches among the processes by itself",
+            next_move="pass the plain DataLoader to prepare, together with the model and its optimizer",
+        )
     if settings.use_stateful_dataloader:
         raise Refused(
             "a training loader with use_stateful_dataloader=True",
