@@ -2,9 +2,11 @@
 
     python benchmarks/distributed.py [--processes 2] [--rounds 30]
 
-Every way of training has a model of its own in the same processes, and they take turns, step by step: equal processes differ
-by up to 1.29. `by hand` is DistributedDataParallel with all micro-batches but the last in no_sync(), as its documentation
-writes it; `every micro-batch` leaves no_sync() out. A step is 8 micro-batches on each process.
+Every way of training has a model of its own in the same processes, and they take turns, step by step, in an order that moves
+on: equal processes differ by up to 1.29. `by hand` is DistributedDataParallel with all micro-batches but the last in no_sync(),
+as its documentation writes it; `every micro-batch` leaves no_sync() out; `accelerate` is its gradient_accumulation_steps with
+accumulate(). A step is 8 micro-batches on each process. Processor seconds are those of both processes; what else runs on the
+machine disturbs them less.
 """
 
 from __future__ import annotations
@@ -19,14 +21,17 @@ from common import save, table
 
 ACCUMULATION, SAMPLES = 8, 1
 """Micro-batches per step on each process, and samples in each."""
+WARM = 6
+"""Rounds before those that count: planning, and proofs that are repeated."""
 
 
-def raced(rounds: int) -> dict[str, list[float]]:
-    """Seconds per step of each way, on this process."""
+def raced(rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """(seconds, processor seconds) of the steps of each way, on this process."""
     import contextlib
     import copy
     import os
 
+    import accelerate
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -74,18 +79,39 @@ def raced(rounds: int) -> dict[str, list[float]]:
 
         return step
 
-    ways = {"memfit, step": stepping(), "memfit, script": scripted()}
+    def accelerated() -> Any:
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
+        model, optimizer = accelerator.prepare(*made())
+
+        def step() -> None:
+            for number in range(ACCUMULATION):
+                piece = cut(batch, number * SAMPLES, (number + 1) * SAMPLES)
+                with accelerator.accumulate(model):
+                    accelerator.backward(family.script_loss(model, piece))
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        return step
+
+    ways = {"memfit, step": stepping(), "memfit, script": scripted(), "accelerate": accelerated()}
     ways |= {"by hand": distributed(False), "every micro-batch": distributed(True)}
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 3):
-        for name, step in ways.items():
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for number in range(-WARM, rounds):
+        for name in turned(list(ways), number):
             dist.barrier()
-            begun = time.perf_counter()
-            step()
+            begun, working = time.perf_counter(), time.process_time()
+            ways[name]()
+            worked = time.process_time() - working  # waiting in a barrier takes the processor, too
             dist.barrier()
-            if number >= 3:
-                found[name].append(time.perf_counter() - begun)
+            if number >= 0:
+                found[name].append((time.perf_counter() - begun, worked))
     return found
+
+
+def turned(names: list[str], number: int) -> list[str]:
+    """The names in the order of round `number`."""
+    start = number % len(names)
+    return names[start:] + names[:start]
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
@@ -113,17 +139,33 @@ def main(processes: int, rounds: int) -> None:
     from processes import Processes
 
     pool = Processes(processes, patience=3600.0)
-    told = pool.run(raced, rounds)[0]
+    told = pool.run(raced, rounds)
     agreement = median(pool.run(agreed, 300)[0])
     pool.end()
-    base = median(told["by hand"])
-    ratios = {name: median(a / b for a, b in zip(seconds, told["by hand"])) for name, seconds in told.items()}
-    rows = [(name, f"{median(seconds) * 1e3:.1f}", f"{ratios[name]:.3f}") for name, seconds in told.items()]
-    print(table(f"{processes} processes, {ACCUMULATION} micro-batches of {SAMPLES}", ("way", "ms", "of by hand"), rows))
+    seconds = {name: [wall for wall, _ in steps] for name, steps in told[0].items()}
+    worked = {name: [sum(cpu for _, cpu in of_all) for of_all in zip(*(own[name] for own in told))] for name in told[0]}
+    ratios, of_processor = ({name: of_by_hand(each, name) for name in each} for each in (seconds, worked))
+    rows = [
+        (name, f"{median(seconds[name]) * 1e3:.1f}", f"{ratios[name]:.3f}", f"{of_processor[name]:.3f}") for name in seconds
+    ]
+    title = f"{processes} processes, {ACCUMULATION} micro-batches of {SAMPLES}, {rounds} rounds"
+    print(table(title, ("way", "ms", "of by hand", "of its processor seconds"), rows))
     print(f"an agreement: {agreement * 1e6:.0f} us")
-    result = {"processes": processes, "rounds": rounds, "by hand": base, "ratios": ratios, "agreement": agreement}
+    result = {
+        "processes": processes,
+        "rounds": rounds,
+        "by hand": median(seconds["by hand"]),
+        "ratios": ratios,
+        "processor ratios": of_processor,
+        "agreement": agreement,
+    }
     print(json.dumps(result))
     save("distributed", result)
+
+
+def of_by_hand(seconds: dict[str, list[float]], name: str) -> float:
+    """The median of how much longer a way took than the one by hand in the same round."""
+    return median(a / b for a, b in zip(seconds[name], seconds["by hand"]))
 
 
 if __name__ == "__main__":

@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+import memfit
 
 pytest.importorskip("accelerate")
-from accelerated import parts
+from accelerate.utils import DataLoaderConfiguration
+from accelerated import CHECKS, parts
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = {"memfit/peak_predicted", "memfit/peak_measured", "memfit/samples_per_second", "memfit/micro_batch", "memfit/step"}
@@ -71,9 +75,81 @@ def test_the_loop_of_its_documentation_trains_as_one_process_would(how: str, pro
     assert set(found["logged"]) >= FIGURES | {"loss"}
 
 
+@pytest.fixture(scope="module", params=[1, 2])
+def checks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What went wrong in each check, on one process and on two."""
+    return launched(tmp_path_factory.mktemp("checks"), "checks", request.param)
+
+
 @pytest.mark.slow
-def test_mixed_precision_is_accelerates_own(tmp_path: Path) -> None:
-    found = launched(tmp_path, "target", 1, "--mixed_precision", "bf16")
+@pytest.mark.parametrize("name", CHECKS)
+def test_what_a_script_may_ask_of_an_accelerator(name: str, checks: dict[str, str]) -> None:
+    if name == "tensorboard":
+        pytest.importorskip("tensorboard")
+    assert not checks[name], checks[name]
+
+
+def test_loaders_that_cannot_be_served_are_refused_by_name() -> None:
+    from memfit.integrations.loaders import Place, as_configured
+
+    loader, settings = parts()[1], DataLoaderConfiguration()
+    assert as_configured(loader, settings, Place(0, 2)) is loader
+    settings.use_stateful_dataloader = True
+    with pytest.raises(memfit.Refused, match="use_stateful_dataloader=True"):
+        as_configured(loader, settings, Place(0, 1))
+    settings = DataLoaderConfiguration(dispatch_batches=True)
+    assert as_configured(loader, settings, Place(0, 1)) is loader
+    with pytest.raises(memfit.Refused, match="dispatch_batches=True over 2 processes"):
+        as_configured(loader, settings, Place(0, 2))
+    unsized = DataLoader(loader.dataset, batch_sampler=[[0, 1], [2, 3]])  # type: ignore[arg-type]
+    with pytest.raises(memfit.Refused, match="with a list over 2 processes"):
+        as_configured(unsized, DataLoaderConfiguration(), Place(0, 2))
+
+
+class Logged:
+    """A tracker that keeps what it is told."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.told: list[tuple[int | None, dict[str, Any]]] = []
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        self.told.append((step, values))
+
+
+def test_trackers_are_told_as_training_goes_where_steps_are_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of devices only on a machine that has them; others are not told anything on memfit's own account."""
+    from memfit.integrations.trackers import Follower
+
+    model, loader = parts()
+    run = memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, micro_batch=2)
+    board, wandb = Logged("tensorboard"), Logged("wandb")
+    follower = Follower(run, [board, wandb], 2)
+    for x, y in run.loader:
+        run.optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        run.optimizer.step()
+    follower.log()
+    follower.end()
+    assert [step for step, _ in board.told] == [*range(1, 11), 13] and not wandb.told
+    assert all("memfit/plan" not in values for _, values in board.told[1:])  # as text, once
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 40 + device)
+    figures = follower.figures(wandb)
+    assert "memfit/plan" in figures and {k: v for k, v in figures.items() if "rank" in k} == {
+        "memfit/utilisation_rank0": 40,
+        "memfit/utilisation_rank1": 41,
+    }
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 1 / 0)
+    assert not any("utilisation" in name for name in follower.figures(Logged("own")))
+    assert not any(isinstance(value, str) for value in follower.figures(Logged("own")).values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_mixed_precision_is_accelerates_own(processes: int, tmp_path: Path) -> None:
+    found = launched(tmp_path, "target", processes, "--mixed_precision", "bf16")
     errors = [abs(a - b) for got, want in zip(found["parameters"], by_hand(16)) for a, b in zip(got, want)]
     assert 1e-6 < max(errors) < 0.05  # its autocast rounds, and the gradients are still those
 

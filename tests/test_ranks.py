@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from processes import Processes
 from torch import nn
@@ -15,6 +16,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import memfit
+from memfit.ranks import buckets
 
 SAMPLES, TARGET = 26, 12
 
@@ -116,23 +118,25 @@ def test_the_parameters_do_not_depend_on_the_number_of_processes(
             assert difference(found, alone) <= 1e-12
 
 
-def counted(mode: str, accumulation: int) -> tuple[int, int]:
-    """(collectives that carried gradients in two steps, micro-batches that ran in them)."""
-    model = network()
-    ran: list[int] = []
+def counted(mode: str, accumulation: int, bucket: int) -> tuple[int, int]:
+    """(sums over processes in two steps, micro-batches that ran in them) of 16 samples each, gradients in buckets of so many
+    bytes."""
+    model, summed, ran = network(), list[int](), list[int]()
     optimizer = SGD(model.parameters(), lr=0.1)
-    share = TARGET // 2
-    settings: dict[str, Any] = {"loss_fn": loss_fn} if mode == "step" else {}
-    run = memfit.wrap(
-        model, optimizer, loader_of("shuffled"), target_batch=TARGET, micro_batch=share // accumulation, **settings
-    )
-    batches = iter(run.loader)
+    batch = tuple(part[:16] for part in dataset().tensors)  # type: ignore[attr-defined]
+    settings: dict[str, Any] = {"loss_fn": loss_fn, "sample": batch} if mode == "step" else {}
+    usual, buckets.BUCKET = buckets.BUCKET, bucket
+    run = memfit.wrap(model, optimizer, micro_batch=16 // accumulation, **settings)
+    buckets.BUCKET, all_reduce = usual, dist.all_reduce
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        summed.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
     for number in range(4):
         if number == 2:  # planning and proofs are done
+            dist.all_reduce = counting
             handle = model[0].register_forward_pre_hook(lambda module, args: ran.append(len(args[0])))
-            assert run._core is not None and run._core.together is not None
-            before = run._core.together.collectives
-        batch = next(batches, None) or next(batches := iter(run.loader))
         if mode == "step":
             run.step(batch)
         else:
@@ -140,16 +144,19 @@ def counted(mode: str, accumulation: int) -> tuple[int, int]:
             loss_fn(model, batch).backward()
             optimizer.step()
     handle.remove()
-    after = run._core.together.collectives
+    dist.all_reduce = all_reduce
     run.undo()
-    return after - before, len(ran)
+    assert sum(summed) == 2 * sum(p.numel() for p in model.parameters())  # nothing else is summed
+    return len(summed), len(ran)
 
 
+@pytest.mark.parametrize(("bucket", "collectives"), [(25 << 20, 1), (900, 2)])
 @pytest.mark.parametrize("mode", ["step", "script"])
-def test_gradients_are_reduced_once_however_many_micro_batches_there_are(mode: str, two: Processes) -> None:
-    found = {accumulation: two.run(counted, mode, accumulation)[0] for accumulation in (1, 3, 6)}
-    assert {collectives for collectives, _ in found.values()} == {2}  # one bucket per step
-    assert found[1][1] < found[3][1] < found[6][1]
+def test_gradients_are_reduced_once_however_many_micro_batches_there_are(
+    mode: str, bucket: int, collectives: int, two: Processes
+) -> None:
+    for accumulation in (1, 4, 16):
+        assert two.run(counted, mode, accumulation, bucket) == [(2 * collectives, 2 * accumulation)] * 2
 
 
 class Fails(nn.Module):

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from helpers import Forwards, assert_transparent, cut_gradients, fixed_plan, mlp, plain_gradients, points, wrapped
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -550,6 +551,78 @@ def test_a_loss_read_in_every_way() -> None:
         return [*logged, loss.item()]
 
     assert_same_training(loop)
+
+
+class WithLoss(nn.Module):
+    """Returns its output beside its loss; `alive` says how many outputs there were at each forward, `samples` of how many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.alive: list[int] = []
+        self.samples = 0
+        self._made: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        self.samples += len(x)
+        self.alive.append(sum(not made.expired() for made in self._made))
+        out = self.body(x)
+        self._made.append(StorageWeakRef(out.untyped_storage()))
+        return out, F.cross_entropy(out, y)
+
+
+def test_an_output_beside_the_loss_that_nobody_holds_is_not_kept() -> None:
+    model = WithLoss()
+    memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=3)
+    for _ in range(2):
+        model.alive.clear()
+        model._made.clear()
+        _, loss = model(*points())
+        del _
+        loss.backward()
+    assert len(model.alive) == 4 and not any(model.alive)
+
+
+READ_LOSS = {
+    "item": lambda loss: loss.item(),
+    "detached": lambda loss: loss.detach().float(),
+    "data": lambda loss: loss.data.clone(),
+    "inference": lambda loss: _in_inference(lambda: loss.detach() + 1),
+}
+
+
+def _in_inference(read: Callable[[], Any]) -> Any:
+    with torch.inference_mode():
+        return float(read())
+
+
+@pytest.mark.parametrize("read", READ_LOSS.values(), ids=READ_LOSS)
+def test_a_models_own_loss_read_before_backward_is_computed_once(read: Callable[[Tensor], Any]) -> None:
+    """`total += loss.detach()` before backward, as examples have it."""
+    plain, model = WithLoss(), WithLoss()
+    model.load_state_dict(plain.state_dict())
+    memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
+    model(*points())[1].backward()  # plans, and proves
+    model.samples, found = 0, []
+    for each in (plain, model):
+        each.zero_grad()
+        _, loss = each(*points())
+        found.append(read(loss))
+        loss.backward()
+    assert model.samples == N
+    assert_close(found[1], found[0])
+    assert relative_error(gradients_of(model), gradients_of(plain)) <= 1e-12
+
+
+def test_a_models_own_loss_read_after_another_loss() -> None:
+    model = WithLoss()
+    memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
+    for _ in range(2):
+        model.samples = 0
+        out, loss = model(*points())
+        F.mse_loss(out, torch.zeros_like(out)).backward()
+        assert_close(loss.detach(), F.cross_entropy(model.body(points()[0]), points()[1]).detach())
+    assert model.samples == N
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -5,21 +5,24 @@
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
 An iteration of the prepared loader is an optimizer step over a whole effective batch, so everything around it keeps its
-meaning: `accumulate` does nothing, `sync_gradients` is always True, schedulers step once. Not covered: DeepSpeed, FSDP,
-Megatron-LM and XLA, which hold the training themselves and are refused by name.
+meaning: `accumulate` does nothing, `sync_gradients` is always True, schedulers step once. Loaders for evaluation are
+accelerate's. Not covered: DeepSpeed, FSDP, Megatron-LM and XLA, which hold the training themselves and are refused by name;
+`no_sync`, which changes nothing: gradients arrive from all processes at every backward.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import send_to_device
+from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -27,7 +30,11 @@ from torch.utils.data import DataLoader
 
 import memfit
 from memfit import Refused, Run, UsageError
+from memfit.integrations.loaders import OnDevice, Place, as_configured
+from memfit.integrations.metrics import gather_uneven
+from memfit.integrations.trackers import STEPS_APART, Follower, processes_here
 
+LOGGER = logging.getLogger("memfit")
 SHARDING = {
     "FSDP": ("fsdp_plugin", "ACCELERATE_USE_FSDP"),
     "DeepSpeed": ("deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"),
@@ -38,18 +45,31 @@ SERVED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU")
 """Kinds of training that leave the model whole on every process."""
 
 
+OWN = ("target_batch", "budget", "micro_batch", "checkpoint", "plan", "shard", "allow_inexact", "accumulate_in")
+"""Arguments that are not accelerate's."""
+
+
 class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator`, whose prepared loader yields effective batches that memfit fits into memory.
 
     Arguments beside accelerate's own:
         target_batch: samples per optimizer step over all processes. None: what the script would have had, its loader's batch
             times the processes times `gradient_accumulation_steps`, which is 1 from then on.
-        budget, micro_batch, checkpoint, plan, allow_inexact, accumulate_in: as in `memfit.wrap`.
+        budget, micro_batch, checkpoint, plan, shard, allow_inexact, accumulate_in: as in `memfit.wrap`.
 
-    Attribute `run`: the memfit.Run, once a model has been prepared with its optimizer. MEMFIT=off in the environment makes it
-    accelerate's own. Raises Refused for DeepSpeed, FSDP, Megatron-LM and XLA, UsageError where a launcher started several
-    processes and accelerate counts one.
+    Attribute `run`: the memfit.Run, once a model has been prepared with its optimizer. After `init_trackers`, TensorBoard and
+    others are given its figures while it trains, Weights & Biases with what the script logs.
+    MEMFIT=off in the environment makes it accelerate's own, whose `run` is None. Raises Refused for DeepSpeed, FSDP,
+    Megatron-LM and XLA, UsageError where a launcher started several processes and accelerate counts one.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """This one, or accelerate's own."""
+        if os.environ.get("MEMFIT", "").lower() != "off":
+            return super().__new__(cls)
+        found = accelerate.Accelerator(*args, **{name: value for name, value in kwargs.items() if name not in OWN})
+        found.run = None  # type: ignore[attr-defined]
+        return found
 
     def __init__(
         self,
@@ -59,89 +79,96 @@ class Accelerator(accelerate.Accelerator):
         micro_batch: int | str = "auto",
         checkpoint: str | Sequence[str] = "auto",
         plan: Any = None,
+        shard: str = "auto",
         allow_inexact: Sequence[str] = (),
         accumulate_in: str = "float32",
         gradient_accumulation_steps: int = 1,
         gradient_accumulation_plugin: Any = None,
         **kwargs: Any,
     ) -> None:
-        self.run: Run | None = None
-        self._off = os.environ.get("MEMFIT", "").lower() == "off"
-        if self._off:
-            own = {"gradient_accumulation_plugin": gradient_accumulation_plugin}
-            super().__init__(*args, gradient_accumulation_steps=gradient_accumulation_steps, **own, **kwargs)
-            return
-        steps = gradient_accumulation_steps
         if gradient_accumulation_plugin is not None:
             steps = gradient_accumulation_plugin.num_steps
+        else:  # as accelerate has it, what `accelerate launch` was told comes first
+            steps = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", gradient_accumulation_steps))
         for name, (argument, variable) in SHARDING.items():
             if kwargs.get(argument) is not None or os.environ.get(variable, "false") == "true":
                 raise _not_served(name)
+        self.run: Run | None = None
+        self._follower: Follower | None = None
+        self._batches: OnDevice | None = None
+        self._alone: list[nn.Module] = []
         self._accumulated, self._target = steps, target_batch
         self._settings: dict[str, Any] = {
             "budget": budget,
             "micro_batch": micro_batch,
             "checkpoint": checkpoint,
             "plan": plan,
+            "shard": shard,
             "allow_inexact": allow_inexact,
             "accumulate_in": accumulate_in,
             "precision": "off",
         }
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1), **kwargs)
         kind = self.distributed_type
         if kind.name not in SERVED:
             raise _not_served(str(kind.value))
         _check_counts(self.num_processes)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As accelerate's; a model that comes together with its optimizer is trained by memfit, on the first loader among them.
+        """As accelerate's; a model that comes together with its optimizer, or before it, is trained by memfit, on the first
+        loader that comes with the optimizer.
 
         Models without an optimizer, and further loaders (for evaluation), are prepared by accelerate alone.
         """
-        if self._off:
-            return super().prepare(*args, device_placement=device_placement)
-        models = [obj for obj in args if isinstance(obj, nn.Module)]
-        optimizers = [obj for obj in args if isinstance(obj, Optimizer)]
-        if not models or not optimizers:
-            return super().prepare(*args, device_placement=device_placement)
-        if len(models) > 1 or len(optimizers) > 1 or self.run is not None:
-            raise Refused(
-                f"preparing {len(models)} models with {len(optimizers)} optimizers"
-                + (" beside those prepared before" if self.run is not None else ""),
-                found="this version of memfit trains one model with one optimizer",
-                next_move="prepare models that are not trained by themselves, without an optimizer",
-            )
-        loader = next((obj for obj in args if isinstance(obj, DataLoader)), None)
         placed = device_placement or [None] * len(args)
         if len(placed) != len(args):
             raise ValueError(f"`device_placement` should be a list with {len(args)} elements (the number of objects passed).")
-        model = self.prepare_model(models[0], device_placement=placed[args.index(models[0])])
-        target = self._whole(loader)
-        self.run = memfit.wrap(model, optimizers[0], loader, target_batch=target, **self._settings)
-        self.run.script_batch = self._script_batch(loader)
-        ready: dict[int, Any] = {id(models[0]): model}
-        if loader is not None:
-            ready[id(loader)] = OnDevice(self.run.loader, self.device, self.device_placement)
+        optimizers = [obj for obj in args if isinstance(obj, Optimizer)]
+        models = [obj for obj in args if isinstance(obj, nn.Module)]
+        if not optimizers:
+            self._alone += models
+            return super().prepare(*args, device_placement=device_placement)
+        models = models or [model for model in self._alone if _trains(optimizers[0], model)]
+        if len(models) != 1 or len(optimizers) > 1 or self.run is not None:
+            raise _not_one(len(models), len(optimizers), again=self.run is not None)
+        places = {id(obj): place for obj, place in zip(args, placed)}
+        ready = self._trained(models[0], optimizers[0], next((o for o in args if isinstance(o, DataLoader)), None), places)
         for obj, place in zip(args, placed):
             if id(obj) not in ready and not isinstance(obj, LRScheduler):
                 ready[id(obj)] = self._prepare_one(obj, first_pass=True, device_placement=place)
         for obj in args:
             if isinstance(obj, LRScheduler):
                 ready[id(obj)] = self.prepare_scheduler(obj)
-        return tuple(ready[id(obj)] for obj in args)
+        found = [ready[id(obj)] for obj in args]
+        return tuple(found) if len(found) > 1 else found[0]
+
+    def _trained(
+        self, given: nn.Module, optimizer: Optimizer, loader: DataLoader[Any] | None, places: dict[int, Any]
+    ) -> dict[int, Any]:
+        """What takes the places of a model and a loader that memfit trains, by their ids."""
+        model = given if id(given) not in places else self.prepare_model(given, device_placement=places[id(given)])
+        source, target = loader, self._whole(loader)
+        if loader is not None:
+            source = as_configured(loader, self.dataloader_config, Place(self.process_index, self.num_processes))
+        self.run = memfit.wrap(model, optimizer, source, target_batch=target, **self._settings)
+        self.run.script_batch = self._script_batch(loader)
+        if self.is_main_process:
+            self._follower = Follower(self.run, self.trackers, processes_here(self.num_processes))
+        ready: dict[int, Any] = {id(given): model}
+        if loader is not None:
+            place = places.get(id(loader))
+            moves = self.device_placement if place is None else place
+            ready[id(loader)] = self._batches = OnDevice(self.run.loader, self.device, moves)
+        return ready
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """As accelerate's, without DistributedDataParallel: memfit reduces gradients itself, once per backward."""
-        return super().prepare_model(
-            model, device_placement=device_placement, evaluation_mode=evaluation_mode if self._off else True
-        )
+        return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
         """As accelerate's; it steps once per optimizer step, whatever the number of processes."""
-        if self._off:
-            return super().prepare_scheduler(scheduler)
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return scheduler
         own = [opt for opt in self._optimizers if getattr(scheduler, "optimizer", None) is opt.optimizer]
@@ -155,17 +182,95 @@ class Accelerator(accelerate.Accelerator):
         self._schedulers.append(found)
         return found
 
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Always 1: an iteration is an optimizer step."""
+        return 1
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        if gradient_accumulation_steps != 1:
+            raise UsageError(
+                f"gradient_accumulation_steps = {gradient_accumulation_steps} on an Accelerator that is there already",
+                found="an iteration of its loader is an optimizer step over a whole effective batch",
+                next_move="pass it to Accelerator(...), or target_batch=, the samples per optimizer step over all processes",
+            )
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As accelerate's. Raises UsageError where memfit has no model to train: nobody would reduce its gradients."""
+        if self.run is None:
+            raise UsageError(
+                "accelerator.backward(loss)",
+                found="no model was prepared together with its optimizer, so there is nothing that memfit trains",
+                next_move="call accelerator.prepare(model, optimizer, loader), or use accelerate.Accelerator",
+            )
+        super().backward(loss, **kwargs)
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+        """As accelerate's; a model in training keeps its mixed precision, which is part of its forward, until `free_memory`."""
+        kept = self.run is not None and model is self.run.model
+        if kept and not keep_fp32_wrapper and "_original_forward" in vars(model):
+            LOGGER.warning("unwrap_model(keep_fp32_wrapper=False): a model in training keeps its mixed precision")
+        return super().unwrap_model(model, keep_fp32_wrapper or kept, keep_torch_compile)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """As accelerate's for what else is joined; the model that memfit trains makes as many steps on every process."""
+        others = [each for each in joinables if self.run is None or each is not self.run.model]
+        if others:
+            with super().join_uneven_inputs(others, even_batches):
+                yield
+            return
+        samplers = [sampler for sampler in map(_batch_sampler, self._dataloaders) if hasattr(sampler, "even_batches")]
+        before = [sampler.even_batches for sampler in samplers]
+        try:
+            for sampler in samplers:
+                sampler.even_batches = sampler.even_batches if even_batches is None else even_batches
+            yield
+        finally:
+            for sampler, even in zip(samplers, before):
+                sampler.even_batches = even
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As accelerate's, counting effective batches of a training loader."""
+        if isinstance(dataloader, OnDevice):
+            return dataloader.after(num_batches)
+        return super().skip_first_batches(dataloader, num_batches)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As accelerate's; of a training batch, which may be larger on some processes than on others, every sample once."""
+        training = self._batches is not None and self._batches.iterating and not self.gradient_state.in_dataloader
+        if not training or self.num_processes == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        nothing = self.run is not None and self.run.batch_samples == 0  # its batch is a stand-in
+        return gather_uneven(input_data, objects=use_gather_object, nothing=nothing)
+
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """As accelerate's, with memfit's figures of the last step beside: memory, sizes, samples per second."""
-        own = {} if self.run is None else {f"memfit/{k}": v for k, v in self.run.stats().items() if v is not None}
-        super().log({**own, **values}, step=step, log_kwargs=log_kwargs or {})
+        """As accelerate's, with memfit's figures of the last step beside where they are not logged as training goes."""
+        for tracker in self.trackers:
+            own = {}
+            if self._follower is not None and tracker.name not in STEPS_APART:
+                own = self._follower.figures(tracker)
+            tracker.log({**own, **values}, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def end_training(self) -> None:
+        """As accelerate's; what the last steps left to be logged is logged."""
+        self._stop_following()
+        super().end_training()
 
     def free_memory(self, *objects: Any) -> Any:
         """As accelerate's; the model is given back as it was before `prepare`."""
+        self._stop_following()
         if self.run is not None:
             self.run.undo()
-            self.run = None
+            self.run = self._batches = None
+        self._alone.clear()
         return super().free_memory(*objects)
+
+    def _stop_following(self) -> None:
+        if self._follower is not None:
+            self._follower.end()
+            self._follower = None
 
     def _whole(self, loader: DataLoader[Any] | None) -> int | None:
         """Samples per optimizer step over all processes."""
@@ -182,7 +287,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _script_batch(self, loader: DataLoader[Any] | None) -> int | None:
         """Samples per optimizer step over all processes that accelerate alone would have had; None if not known."""
-        size = getattr(loader, "batch_size", None)
+        size = getattr(loader, "batch_size", None) or getattr(_batch_sampler(loader), "batch_size", None)
         return None if size is None else size * self._accumulated * (1 if self.split_batches else self.num_processes)
 
 
@@ -199,38 +304,31 @@ def _check_counts(counted: int) -> None:
         )
 
 
+def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether the optimizer changes parameters of the model."""
+    inside = {id(p) for p in model.parameters()}
+    return any(id(p) in inside for group in optimizer.param_groups for p in group["params"])
+
+
+def _batch_sampler(loader: Any) -> Any:
+    """What makes the batches of a loader."""
+    return getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+
+
+def _not_one(models: int, optimizers: int, *, again: bool) -> Refused:
+    return Refused(
+        f"preparing {models} models with {optimizers} optimizers" + (" beside those prepared before" if again else ""),
+        found="this version of memfit trains one model with one optimizer",
+        next_move="prepare the model with its optimizer, and models that are not trained by themselves, without one",
+    )
+
+
 def _not_served(name: str) -> Refused:
     return Refused(
         f"training with {name} through memfit.integrations.accelerate",
         found="it holds, cuts and reduces the training itself",
         next_move="use accelerate.Accelerator for it, or choose a configuration without: accelerate config",
     )
-
-
-class OnDevice:
-    """A loader whose batches are on `device`; everything else is the loader's."""
-
-    def __init__(self, loader: Any, device: torch.device, moves: bool) -> None:
-        self.loader, self.device, self._moves = loader, device, moves
-
-    def __iter__(self) -> Iterator[Any]:
-        moves = self._moves and self.device.type != "cpu"
-        for batch in self.loader:
-            yield send_to_device(batch, self.device, non_blocking=True) if moves else batch
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def set_epoch(self, epoch: int) -> None:
-        """As accelerate's loaders: to the sampler, where it takes one."""
-        tell = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
 
 __all__ = ["Accelerator", "OnDevice"]

@@ -164,11 +164,14 @@ class Call:
                 del found
         self.values = [join.whole() for join in joins]
 
-    def joined(self, parts: Sequence[Sequence[Any]]) -> list[Any]:
-        """The leaves of the whole output from those of the micro-batches."""
-        for i, leaf in enumerate(self.outputs.leaves):
-            leaf.check([part[i] for part in parts], self.pieces)
-        return [leaf.join([part[i] for part in parts], self.pieces) for i, leaf in enumerate(self.outputs.leaves)]
+    def joined(self, parts: Sequence[dict[int, torch.Tensor]]) -> list[torch.Tensor | None]:
+        """The leaves of the whole output from those of the micro-batches that were kept; None in the places of others."""
+        whole: list[torch.Tensor | None] = [None] * len(self.outputs.leaves)
+        for i in parts[0]:
+            leaf, found = self.outputs.leaves[i], [part[i] for part in parts]
+            leaf.check(found, self.pieces)
+            whole[i] = leaf.join(found, self.pieces)
+        return whole
 
     def draw_from(self, index: int) -> None:
         """Let the random generators stand where micro-batch `index` began, or remember it on the first pass."""

@@ -306,13 +306,12 @@ class Script:
         planned = self._kinds.planned(call, consumer, weighting)
         if core.reference is None:
             core.reference = _reference(call, consumer, weighting)
-        values: list[list[Any]] = []
         work = consumer.work(call, planned.plan.precision)
         work.draws = True
-        work.values = values if first and self._worth_keeping(call) else None
+        work.keeps = self._worth_keeping(call, consumer) if first else frozenset()
 
         def begin(pieces: Sequence[int]) -> None:
-            values.clear()
+            work.values.clear()
             if first:
                 call.forget_pass()
                 call.begin(pieces)
@@ -322,8 +321,8 @@ class Script:
 
         with core.buffers.kept(not first):
             total = core.accumulated(work, weighting, pieces_for, largest=core.limit(planned.plan), begin=begin)
-        if values:
-            call.values = call.joined(values)
+        if work.values:
+            call.values = call.joined(work.values)
         return total
 
     def _replay_plan(self, call: Call) -> Planned:
@@ -333,10 +332,12 @@ class Script:
             self._core.reference = _reference(call, REPLAY, BY_SUM)
         return planned
 
-    def _worth_keeping(self, call: Call) -> bool:
-        alive = {standin._leaf for standin in call.standins if isinstance(standin, StandIn)}
-        size = sum(call.outputs.leaves[i].bytes_for(call.samples) for i in alive)
-        return 0 < size <= KEPT_VALUES
+    def _worth_keeping(self, call: Call, consumer: Consumer) -> frozenset[int]:
+        """The outputs that the script still holds, if they are small together; a loss that is being computed is none."""
+        held = {standin._leaf for standin in call.standins if isinstance(standin, StandIn)}
+        held -= {call.outputs.loss} if consumer is OWN_LOSS else set()
+        size = sum(call.outputs.leaves[i].bytes_for(call.samples) for i in held)
+        return frozenset(held) if size <= KEPT_VALUES else frozenset()
 
     def _about_to_hand_over(self, receivers: Sequence[torch.Tensor]) -> None:
         if self._guard is not None:

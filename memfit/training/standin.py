@@ -106,6 +106,17 @@ class StandIn(torch.Tensor):
                 return self.from_parent(value)
         return self._owner.values(self._call)[self._leaf]
 
+    def read(self) -> torch.Tensor:
+        """What it stands for, to be looked at. A loss is looked at before its backward: its gradients gather at the same
+        time, so that it is not computed twice."""
+        before_backward = self._is_loss and self._parent is None and self._call.values is None
+        return self.computed() if before_backward else self.detached()
+
+    @property
+    def _is_loss(self) -> bool:
+        """Whether it is what the model returns as its loss."""
+        return self._call.outputs.loss == self._leaf
+
     def from_parent(self, value: torch.Tensor) -> torch.Tensor:
         """The last step of the way on the whole batch."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -131,9 +142,9 @@ class StandIn(torch.Tensor):
     def _materialise(self) -> torch.Tensor:
         if self._parent is not None:
             return self.from_parent(self._parent.computed())
-        about = self._call.outputs.leaves[self._leaf]
-        if about.kind == "loss" and self._call.outputs.loss is not None:
+        if self._is_loss:
             return self._owner.accumulate_own_loss(self._call)
+        about = self._call.outputs.leaves[self._leaf]
         value = self._owner.values(self._call)[self._leaf]
         return _Unwrap.apply(self, value) if about.differentiable else value  # type: ignore[no-any-return]
 
@@ -150,7 +161,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if func in _DETACHING and isinstance(args[0], StandIn):
-        return args[0].detached().detach()
+        return args[0].read().detach()
     if func in _LIKE and isinstance(args[0], StandIn):
         with torch._C.DisableTorchFunctionSubclass():
             return func(args[0].without_data(), *args[1:], **kwargs)

@@ -71,8 +71,8 @@ class CallWork:
     """Script mode: one call of the model, and the loss its output goes into.
 
     `leaf` is the output leaf the loss is computed from, `steps` the way there, `finish(value, start, stop)` the loss
-    itself (None: the leaf is the loss). With `draws`, the random state of each micro-batch is remembered, or repeated. If
-    `values` is set to a list, the detached outputs of each micro-batch are kept there.
+    itself (None: the leaf is the loss). With `draws`, the random state of each micro-batch is remembered, or repeated.
+    Attributes: `keeps` (output leaves whose values are kept), `values` (those of each micro-batch, detached).
     `borrowed` are the tensors that stand for views of the batch while tracing.
     """
 
@@ -90,7 +90,8 @@ class CallWork:
         self.borrowed = borrowed
         self.call, self._leaf, self._steps, self._finish = call, leaf, steps, finish
         self._precision, self.draws = precision, draws
-        self.values: list[list[Any]] | None = None
+        self.keeps: frozenset[int] = frozenset()
+        self.values: list[dict[int, torch.Tensor]] = []
         self.samples, self.device = call.samples, call.device
         self._index = 0
 
@@ -116,8 +117,8 @@ class CallWork:
     def _value(self, arguments: Any) -> Any:
         with precision_applied(self._precision, self.device):
             found = self.call.run(arguments)
-        if self.values is not None:
-            self.values.append([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found])
+        if self.keeps:
+            self.values.append({leaf: found[leaf].detach() for leaf in self.keeps})
         return found[self._leaf]
 
     def loss(self, outputs: Any) -> torch.Tensor:
