@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
-SAMPLES, TARGET, MICRO, EPOCHS = 54, 24, 4, 2
+SAMPLES, TARGET, MICRO, EPOCHS = 108, 48, 8, 2
 STEPS = 6
 PATIENCE = 60.0
 """Seconds after which processes that have not ended are taken to hang."""
@@ -113,6 +113,9 @@ class Injector:
         self._tell = tell
         self._visits: dict[str, int] = {}
         self.step = 0
+
+    def __deepcopy__(self, memo: Any) -> Injector:
+        return self
 
     def begin(self, step: int) -> None:
         self.step = step
@@ -510,9 +513,9 @@ def drawn(seed: int, shard: str = "off") -> Trial:
         kind = rng.choice(KINDS if fatal else KINDS[:2])
         if place == "validate":
             rank = 0
-        for later in range(rng.choice((1, 1, 1, 2))):  # in consecutive steps
-            nth = rng.randrange(3) if place in (*IN_MICRO_BATCHES, "reduce", "collate", "loss", "dataset") else 0
-            times = rng.choice((1, 1, 2)) if place in (*IN_MICRO_BATCHES, "reduce") else 1
+        nth = rng.randrange(3) if place in (*IN_MICRO_BATCHES, "reduce", "collate", "loss", "dataset") else 0
+        times = rng.choice((1, 1, 2)) if place in (*IN_MICRO_BATCHES, "reduce") else 1
+        for later in range(rng.choice((1, 1, 1, 2)) if times == 1 else 1):  # in consecutive steps
             faults.append(Fault(rank, place, min(step + later, STEPS - 1), nth, times, kind))
     return Trial(size, mode, tuple(dict.fromkeys(faults)), autocast=rng.random() < 0.15, shard=shard)
 

@@ -16,10 +16,10 @@ from torch import nn
 from memfit.batches.tree import path_name
 from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.context import uncompiled
+from memfit.hardware.exhausted import is_out_of_memory
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.training.call import Call
 from memfit.training.outputs import Leaf
-from memfit.training.recover import is_out_of_memory
 
 
 def call_alone(call: Call) -> str | None:
