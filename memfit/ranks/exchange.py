@@ -6,9 +6,10 @@ So processes that are at different places of a script, or one that has failed, a
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ import torch.distributed as dist
 
 from memfit.hardware.exhausted import patiently
 
-FRAME = 512
-"""Numbers in a frame: what most models agree on in a step fits in."""
+FRAME = 64
+"""Numbers in a frame: what models of up to a thousand parameters agree on in a step fits in."""
 HEAD = 3
 CPU = torch.device("cpu")
 
@@ -58,11 +59,10 @@ class Exchange:
         dist.all_gather_object(found, value, group=self.talk)
         return found
 
-    def _gathered(self, mine: Sequence[float], size: int, patience: timedelta | None) -> list[list[float]]:
-        sent = torch.zeros(size, dtype=torch.float64)
-        sent[: len(mine)] = torch.tensor(mine, dtype=torch.float64)
-        found = [torch.empty_like(sent) for _ in range(self.size)]
-        launch: Callable[[], Any] = lambda: dist.all_gather(found, sent, group=self.talk, async_op=True)  # noqa: E731
-        work = patiently(launch, CPU)
+    def _gathered(self, mine: list[float], size: int, patience: timedelta | None) -> list[list[float]]:
+        sent = torch.tensor(mine + [0.0] * (size - len(mine)), dtype=torch.float64)
+        found = list(torch.empty((self.size, size), dtype=torch.float64).unbind())
+        launch = partial(dist.all_gather, found, sent, group=self.talk, async_op=True)
+        work: Any = patiently(launch, CPU)
         work.wait() if patience is None else work.wait(patience)
         return [each.tolist() for each in found]

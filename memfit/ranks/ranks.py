@@ -109,8 +109,11 @@ class Ranks:
         try:
             if error is not None and dist.is_initialized():
                 self.failed(error)
-            while not self._over and dist.is_initialized() and self._serve(self._exchange.told(ENDED, "")):
-                pass  # until the others have ended as well, or want another step, and learn that there is none
+            while not self._over and dist.is_initialized():
+                told = self._exchange.told(ENDED, "")
+                self._check(told, "ending", ending=True)
+                if not self._serve(told):
+                    return  # the others have ended as well, or want another step, and learn that there is none
         except (RuntimeError, ValueError):
             return  # the others are gone, or their process group is
 
@@ -156,13 +159,13 @@ class Ranks:
             service([rank for rank, each in enumerate(told) if each.want == code])
         return bool(asked)
 
-    def _check(self, told: Sequence[Told], doing: str) -> None:
+    def _check(self, told: Sequence[Told], doing: str, *, ending: bool = False) -> None:
         wants = [each.want for each in told]
         if FAILED in wants:
             texts = self._exchange.objects(None)
             time.sleep(BEHIND)
             raise self._apart(doing, "; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text))
-        if ENDED in wants:
+        if ENDED in wants and not ending:
             raise self._apart(doing, f"rank {_listed(wants, ENDED)} has come to the end of its script")
         places = [(each.place, len(each.numbers)) for each in told]
         other = [str(rank) for rank, place in enumerate(places) if place != places[self.rank]]

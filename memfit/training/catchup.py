@@ -1,4 +1,5 @@
-"""Optimizer steps of several processes: none begins before all are about to, and who fails in its own catches up.
+"""Optimizer steps of several processes: none begins before all are about to, none returns before all are done, and who fails
+in its own catches up.
 
 A process whose step ran out of memory takes what a process has whose step did not. The step itself is never tried again: it may
 have changed some parameters and not others. Where every process holds whole parameters and optimizer state, they are the same
@@ -22,6 +23,7 @@ from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
 from memfit.ranks.ranks import Ranks
 
 STEPPING = "taking an optimizer step"
+STEPPED = "an optimizer step"
 CATCHING_UP = "taking over an optimizer step from another process"
 
 
@@ -38,24 +40,30 @@ class CatchUp:
         result was taken because memory ran out here, or None where this process did it itself. Raises RankFailed where one
         failed since gradients were reduced; the optimizer's own error where it cannot be made good."""
         self._ranks.agree([], STEPPING)
+        failure, source = self._failing(), None
+        if failure is not None:
+            source = self._taken(failure) if whole and is_out_of_memory(failure) else None
+            if source is None:
+                self._ranks.failed(failure)
+                _say_torn(failure)
+                raise failure
+        self._ranks.agree([], STEPPED)
+        return source
+
+    def _failing(self) -> BaseException | None:
         try:
             self._optimizer.step()
-            return None
+        except RankFailed:
+            raise
         except BaseException as error:
-            failure = error
-        if whole and is_out_of_memory(failure):
-            drop_frames(failure)
-            free_unused(self._ranks.device)
-            source = self._taken()
-            if source is not None:
-                return source
-        self._ranks.failed(failure)
-        _say_torn(failure)
-        raise failure
+            return error
+        return None
 
-    def _taken(self) -> int | None:
-        """Have parameters and optimizer state as a process has them whose step worked, once one comes to its next exchange.
-        Returns its rank, or None where there is none."""
+    def _taken(self, failure: BaseException) -> int | None:
+        """Have parameters and optimizer state as a process has them whose step worked. Returns its rank, or None where there is
+        none."""
+        drop_frames(failure)
+        free_unused(self._ranks.device)
         self._source = None
         try:
             self._ranks.ask(self._service, CATCHING_UP)

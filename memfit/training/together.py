@@ -36,6 +36,8 @@ MOST_RIVALS = 6
 """Counts that are compared between processes; there are seldom two."""
 STATED = 8 + 2 * MOST_RIVALS
 """Numbers that every process states of a step before those about its parameters."""
+BITS = 48
+"""Answers that one number carries: what a double holds exactly."""
 
 
 @dataclass(frozen=True)
@@ -199,11 +201,11 @@ class Together:
             watched = enumerate(map(_number, total.watched), start=1)  # known means, by their place in the loss
             known = itertools.chain(*watched, *zip(codes, map(_number, total.rivals)))
             rivals = [*map(float, known), *rivals][: 2 * MOST_RIVALS]
-        reached = [float(i in gradients) for i in range(len(self._parameters))]
+        reached = _packed([i in gradients for i in range(len(self._parameters))])
         code = float(way_of(weighting).code)
         about = [float(self._steps), weight, value, code, self._digest(), float(total.samples), float(divided)]
         told = self.ranks.agree([*about, float(self.torn), *rivals, *reached], STEP)
-        return [_stated(numbers) for numbers in told]
+        return [_stated(numbers, len(self._parameters)) for numbers in told]
 
     def _digest(self) -> float:
         """What the first elements of all parameters add up to, in steps 1, 2, 4, 8, ...: it is the same everywhere."""
@@ -296,7 +298,17 @@ class Together:
         return patiently(make, self.ranks.device)
 
 
-def _stated(numbers: Sequence[float]) -> _Stated:
+def _packed(answers: Sequence[bool]) -> list[float]:
+    """Many answers in few numbers."""
+    parts = (answers[i : i + BITS] for i in range(0, len(answers), BITS))
+    return [float(sum(answer << bit for bit, answer in enumerate(part))) for part in parts]
+
+
+def _unpacked(numbers: Sequence[float], count: int) -> tuple[bool, ...]:
+    return tuple(bool(int(number) >> bit & 1) for number in numbers for bit in range(BITS))[:count]
+
+
+def _stated(numbers: Sequence[float], parameters: int) -> _Stated:
     step, weight, value, way, digest, samples, divided, torn = numbers[:8]
     pairs = zip(numbers[8:STATED:2], numbers[9:STATED:2])
     return _Stated(
@@ -309,7 +321,7 @@ def _stated(numbers: Sequence[float]) -> _Stated:
         divided=bool(divided),
         torn=bool(torn),
         rivals={int(code): count for code, count in pairs if code},
-        reached=tuple(map(bool, numbers[STATED:])),
+        reached=_unpacked(numbers[STATED:], parameters),
     )
 
 
