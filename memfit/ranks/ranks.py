@@ -141,7 +141,12 @@ class Ranks:
 
     def _launched(self, collective: Callable[..., Any], *arguments: Any) -> Any:
         """A collective under way. Where memory runs out before it is, the others wait in theirs: it is tried again."""
-        return patiently(lambda: collective(*arguments, group=self.group, async_op=True), self.device)
+        try:
+            return patiently(lambda: collective(*arguments, group=self.group, async_op=True), self.device)
+        except BaseException as error:
+            # They hear nothing in there: only the end of this process releases them, which therefore is not put off.
+            self._over = f"rank {self.rank} failed: {_line_of(error)}"
+            raise
 
     def _done(self, pending: Sequence[Any]) -> None:
         try:

@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from memfit.engine.staged import Staging
+from memfit.hardware.exhausted import patiently
 from memfit.hardware.heap import give_back_free_heap
 from memfit.planning.search import Demand, micro_batch_sizes
 from memfit.profiling.allocator import HIGH_HEAP_WASTE, thresholds_pinned
@@ -150,7 +151,7 @@ class Measurer:
 
         only = len(sizes) == 1
         if only and (task.demand.micro_batch is None or sizes[0] == 1):
-            return self._timings(task, profile, sizes, allowed, thoroughly)
+            return patiently(lambda: self._timings(task, profile, sizes, allowed, thoroughly), self._device)
         otherwise = untimed if only else smaller
         return surviving(lambda: self._timings(task, profile, sizes, allowed, thoroughly), self._device, otherwise)
 

@@ -14,7 +14,7 @@ import torch
 
 from memfit.engine.generators import RandomState
 from memfit.engine.staged import Staging
-from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
+from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory, patiently
 from memfit.profiling.sandbox import restore_tensors
 from memfit.training.buffers import WrittenBuffers
 
@@ -85,14 +85,16 @@ def on_fewer(
     attempt: Callable[[int], T], samples: int, device: torch.device, on_failure: Callable[[int, int, str], None]
 ) -> T:
     """`attempt(samples)`, with fewer after each out-of-memory error; with two, the fewest that make a whole and parts of it,
-    the error is the caller's."""
+    what is said three times is the caller's error."""
 
     def fewer(text: str) -> T:
         smaller = max(2, samples // 2)
         on_failure(samples, smaller, text)
         return on_fewer(attempt, smaller, device, on_failure)
 
-    return attempt(samples) if samples <= 2 else surviving(lambda: attempt(samples), device, fewer)
+    if samples <= 2:
+        return patiently(lambda: attempt(samples), device)
+    return surviving(lambda: attempt(samples), device, fewer)
 
 
 def _differ(before: torch.Tensor, now: torch.Tensor) -> bool:
