@@ -17,11 +17,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from faults import Fault, Outcome, Trial, drawn, run, wanted, wrong
+from processes import _free_port
 from torch import nn
 
 import memfit
 
-FAST = 16
+FAST = 12
 SLOW = 120
 
 
@@ -215,9 +216,10 @@ def started(fails: str, folder: Path) -> list[tuple[int, str, float]]:
     script.write_text(textwrap.dedent(SCRIPT.replace("{fails}", fails)))
     found = {}
     processes = []
+    port = str(_free_port())
     for rank in range(2):
         there = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-        there |= {"MASTER_PORT": "29541", "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        there |= {"MASTER_PORT": port, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", str(script)]
         with (folder / f"{rank}.txt").open("w") as out:
             processes.append(subprocess.Popen(command, env={**os.environ, **there}, stdout=out, stderr=out))
@@ -241,6 +243,7 @@ def test_a_scripts_own_error_comes_first(tmp_path: Path) -> None:
     assert "RankFailed" in text and "rank 1 failed: KeyError: 'no such word' (train.py:" in text
 
 
+@pytest.mark.slow
 def test_a_script_that_just_ends_is_not_waited_for(tmp_path: Path) -> None:
     (status, text, _), (left, _, _) = started("sys.exit(0)", tmp_path)
     assert status == 1 and left == 0 and "rank 1 has come to the end of its script" in text
