@@ -37,6 +37,7 @@ from memfit.profiling.build import model_facts
 from memfit.ranks.join import join
 from memfit.ranks.ranks import Ranks
 from memfit.reporting.stderr import tell
+from memfit.training.catchup import CatchUp
 from memfit.training.core import Core
 from memfit.training.guard import AccumulationGuard
 from memfit.training.joining import beginning, beside, check_alike, check_share, start_alike
@@ -198,6 +199,7 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     core.taken = given.taken
     if ranks is not None:
         core.together = Together(ranks, model, core.staging, given.taken)
+        core.catch_up = None if loss_fn is None else CatchUp(ranks, model, optimizer)
     run = Run(given.model, optimizer, None, core=core)
     core.owner = run
     run.script_batch = _script_batch(loader, settings)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zoo.plain import relative_error
 
 import memfit
-from memfit.training.recover import is_out_of_memory
+from memfit.hardware.exhausted import is_out_of_memory
 
 EXACT = 1e-12
 

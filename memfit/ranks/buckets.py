@@ -8,9 +8,11 @@ overlapping them with backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
+from memfit.hardware.exhausted import patiently
 from memfit.ranks.ranks import Ranks
 
 BUCKET = 25 << 20
@@ -68,7 +70,8 @@ class Reducer:
         """One collective for these."""
         total = sum(gradient.numel() for gradient in gradients)
         if total > self._capacity(gradients[0]):
-            flat = torch.empty(total, dtype=gradients[0].dtype, device=self._ranks.device)
+            make = partial(torch.empty, total, dtype=gradients[0].dtype, device=self._ranks.device)
+            flat = patiently(make, self._ranks.device)
         else:
             flat = self._buffer[: total * gradients[0].element_size()].view(gradients[0].dtype)
         places = [place.view(gradient.shape) for place, gradient in zip(flat.split([g.numel() for g in gradients]), gradients)]

@@ -1,48 +1,48 @@
 """The processes of one training, seen from one of them: what they tell each other, and sums over all.
 
 What is agreed on goes over a gloo group of its own, apart from gradients: there a process that failed can still tell the
-others, whatever its device is doing. Every exchange carries whether its sender failed, so that nobody waits for a process that
-has given up. Where something is held in parts, a process may ask for what takes all of them (a whole state dict, on rank 0
-alone): the others come to its help at their next exchange, whatever that is about. Not covered: a process that hangs without
-failing; the group's own time limit ends that.
+others, whatever its device is doing. Every exchange says where its sender is and whether it failed or has ended, so that nobody
+waits for a process that has given up or is elsewhere in its script. A process may ask for what takes all of them (a whole state
+dict, on rank 0 alone): the others come to its help at their next exchange, whatever that is about. Not covered: a process that
+hangs without failing; the group's own time limit ends that.
 """
 
 from __future__ import annotations
 
 import atexit
+import sys
+import time
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from memfit._errors import RankFailed
+from memfit.hardware.exhausted import patiently
+from memfit.ranks.exchange import Exchange, Told
 from memfit.ranks.passes import PASSES, Passes
 
 FAREWELL = timedelta(seconds=30)
 """How long a process that failed waits for the others to hear of it before it raises its own error."""
+BEHIND = 1.0
+"""Seconds that a process which hears of another's error waits: its traceback comes first, and launchers take it for the
+cause."""
 NOTHING, FAILED, ENDED = 0, -1, -2
 """What a process wants of the others beside their exchange; a service, where it is above zero."""
 Service = Callable[[Sequence[int]], None]
 """What all processes do for those (ranks) that ask for it."""
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """What a process that failed says instead of what was asked."""
-
-    text: str
-    """Its error, in a line."""
+ADDING = "adding up over all processes"
 
 
 class Ranks:
     """All processes of a training; `rank` is this one, `size` how many there are.
 
-    Attributes: `group` (the process group that gradients are reduced over), `talk` (that of what is agreed on).
+    Attributes: `group` (the process group that gradients are reduced over), `talk` (that of what is agreed on). Processes that
+    end help the others until all do.
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
@@ -50,193 +50,176 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         members = None if group is None else dist.get_process_group_ranks(group)
         self.talk: Any = dist.new_group(members, backend="gloo")
-        self._services: list[Service] = []
+        self._exchange = Exchange(self.talk, self.size)
+        self._services: list[weakref.WeakMethod[Service]] = []
         self._passes: Passes | None = None
-        self._over = False
+        self._over = ""
+        atexit.register(self.end)
 
     def gather(self, value: Any, doing: str) -> list[Any]:
         """What every process gives, by rank; any picklable value. Raises RankFailed where one failed or is gone."""
         self.meet(doing)
         try:
-            found = self._all_gather(value)
+            return self._exchange.objects(value)
         except RuntimeError as error:
-            raise self._lost(doing) from error
-        return self._heard(found, doing)
+            raise self.lost(doing) from error
 
     def agree(self, numbers: Sequence[float], doing: str) -> list[list[float]]:
         """As `gather` for the same count of numbers everywhere, in a single small exchange."""
-        self.meet(doing)
-        mine = torch.tensor([0.0, *numbers], dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        try:
-            dist.all_gather(found, mine, group=self.talk)
-        except RuntimeError as error:
-            raise self._lost(doing) from error
-        told = [each.tolist() for each in found]
-        if any(each[0] for each in told):
-            self._heard(self._all_gather(None), doing)
-        return [each[1:] for each in told]
+        return self.meet(doing, numbers=numbers)
 
-    def failed(self, error: BaseException, numbers: int | None = None) -> None:
-        """Let the others know that this process fails, where they are about to `agree` on so many numbers, or to `gather`."""
-        if getattr(error, "_memfit_said", False):
+    def failed(self, error: BaseException) -> None:
+        """Let the others know, at their next exchange, that this process fails."""
+        if getattr(error, "_memfit_said", False) or self._over:
             return
         error._memfit_said = True  # type: ignore[attr-defined]
-        text = (str(error).splitlines() or [""])[0]
-        said = _Failed(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+        self._over = f"rank {self.rank} failed: {_line_of(error)}"
         try:
-            if self._services:
-                self._over = True
-                self._told(FAILED, patience=FAREWELL)
-            elif numbers is not None:
-                mine = torch.tensor([1.0] + [0.0] * numbers, dtype=torch.float64)
-                found = [torch.empty_like(mine) for _ in range(self.size)]
-                work = dist.all_gather(found, mine, group=self.talk, async_op=True)
-                work.wait(FAREWELL)  # type: ignore[union-attr]
-            self._all_gather(said)
+            self._exchange.told(FAILED, "", patience=FAREWELL)
+            self._exchange.objects(_line_of(error))
         except RuntimeError:
             return  # the others are gone, too
 
     def serve(self, service: Service) -> int:
-        """From now on a process may `ask` for this; every process registers the same, in the same order. Returns what to ask
-        by. Processes that end go on serving until all do."""
-        if not self._services:
-            atexit.register(_end, weakref.ref(self))
-        self._services.append(service)
+        """From now on a process may `ask` for this method of an object, which it does not keep alive; every process registers
+        the same, in the same order. Returns what to ask by."""
+        self._services.append(weakref.WeakMethod(service))  # type: ignore[arg-type]
         return len(self._services)
 
     def ask(self, service: int, doing: str) -> None:
         """Have all processes do this, once they come to their next exchange. Raises RankFailed where one failed or is gone."""
         self.meet(doing, service)
 
-    def meet(self, doing: str, want: int = NOTHING) -> None:
-        """Before an exchange: do what other processes ask for, until none does; or ask for something oneself."""
-        if want and self._over:
-            raise self._lost(doing)
-        while self._services and not self._over:
-            told = self._heard_out(want, doing)
-            codes = [code for code, _ in told]
-            served = self._serve(codes)
-            if want in served or not any(code > 0 for code in codes):
-                self._check_together(told, doing)
-                return
+    def meet(self, doing: str, want: int = NOTHING, numbers: Sequence[float] = ()) -> list[list[float]]:
+        """Come together: do what other processes ask for, until none does; or ask for something oneself. Returns the numbers
+        that each came with."""
+        if self._over:
+            raise self._apart(doing, self._over)
+        while True:
+            try:
+                told = self._exchange.told(want, doing, numbers)
+            except RuntimeError as error:
+                raise self.lost(doing) from error
+            self._check(told, doing)
+            served = self._serve(told)
+            if want in served or not served:
+                return [each.numbers for each in told]
 
     def pass_along(self, passes: Passes) -> None:
         """From now on passes take all processes."""
         self._passes = passes
 
     def end(self) -> None:
-        """This process has done all it does; it helps the others until they have, too."""
+        """This process has done all it does, or fails with an error that nobody caught; it helps the others until they have
+        ended, too."""
+        error = getattr(sys, "last_value", None)  # Python sets it before it prints the traceback of its last error
         try:
-            while self._services and not self._over and dist.is_initialized():
-                if not self._serve([code for code, _ in self._told(ENDED)]):
-                    return  # the others have ended as well; or they want another step, and learn that there is none
-        except RuntimeError:
-            return  # the others are gone
-
-    def _serve(self, codes: Sequence[int]) -> set[int]:
-        """Do what is asked for; returns what was done: all services, and one pass."""
-        asked = {code for code in codes if 0 < code < PASSES}
-        for code in sorted(asked):
-            self._services[code - 1]([rank for rank, wanted in enumerate(codes) if wanted == code])
-        chosen = 0 if self._passes is None else self._passes.chosen(codes)
-        if chosen and self._passes is not None:
-            self._passes.do(chosen, codes[self.rank] == chosen)
-        return asked | ({chosen} if chosen else set())
-
-    def _heard_out(self, want: int, doing: str) -> list[tuple[int, int]]:
-        try:
-            told = self._told(want, doing)
-        except RuntimeError as error:
-            raise self._lost(doing) from error
-        if any(code == FAILED for code, _ in told):
-            self._over = True
-            self._heard(self._all_gather(None), doing)
-        return told
-
-    def _check_together(self, told: Sequence[tuple[int, int]], doing: str) -> None:
-        """Raise RankFailed where nobody asks for anything, and the processes are about to exchange different things."""
-        codes = [code for code, _ in told]
-        if any(code > 0 for code in codes):
-            return
-        if ENDED in codes:
-            raise self._apart(doing, f"rank {_listed(codes, ENDED)} has come to the end of its script")
-        if len({about for _, about in told}) > 1:
-            mine = told[self.rank][1]
-            other = ", ".join(str(rank) for rank, (_, about) in enumerate(told) if about != mine)
-            raise self._apart(doing, f"rank {other} is at another place of the script")
-
-    def _told(self, want: int, doing: str = "", patience: timedelta | None = None) -> list[tuple[int, int]]:
-        """(what it wants of the others, a number for what it is about to exchange), of every process."""
-        mine = torch.tensor([want, zlib.crc32(doing.encode())])
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        work = dist.all_gather(found, mine, group=self.talk, async_op=True)
-        work.wait() if patience is None else work.wait(patience)  # type: ignore[union-attr]
-        return [(int(code), int(about)) for code, about in found]
-
-    def _apart(self, doing: str, found: str) -> RankFailed:
-        self._over = True
-        return RankFailed(
-            f"{doing} over {self.size} processes",
-            found=found,
-            next_move="let every process do the same number of steps, and leave the training together",
-        )
+            if error is not None and dist.is_initialized():
+                self.failed(error)
+            while not self._over and dist.is_initialized():
+                told = self._exchange.told(ENDED, "")
+                self._check(told, "ending", ending=True)
+                if not self._serve(told):
+                    return  # the others have ended as well, or want another step, and learn that there is none
+        except (RuntimeError, ValueError):
+            return  # the others are gone, or their process group is
 
     def everywhere(self, rank: int) -> int:
         """The number of one of these processes among all that there are."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor (dense, contiguous) summed over all processes, in place."""
-        pending = [dist.all_reduce(tensor, group=self.group, async_op=True) for tensor in tensors]
-        for work in pending:
-            work.wait()  # type: ignore[union-attr]
+        """Each tensor (dense, contiguous) summed over all processes, in place. Raises RankFailed where one is gone."""
+        self._done([self._launched(dist.all_reduce, tensor) for tensor in tensors])
 
     def concatenated(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The processes' tensors, alike but for their first dimension, one after the other by rank."""
-        lengths = [torch.zeros(1, dtype=torch.int64, device=tensor.device) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(tensor)], device=tensor.device), group=self.group)
-        counts = [int(length) for length in lengths]
-        padded = tensor.new_zeros((max(counts), *tensor.shape[1:]))
+        """The processes' tensors, alike but for their first dimension, one after the other by rank. Raises RankFailed where one
+        is gone."""
+        counts = [int(length) for (length,) in self.agree([len(tensor)], ADDING)]
+        padded = patiently(lambda: tensor.new_zeros((max(counts), *tensor.shape[1:])), self.device)
         padded[: len(tensor)] = tensor
-        found = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(found, padded, group=self.group)
+        found = [patiently(lambda: torch.empty_like(padded), self.device) for _ in counts]
+        self._done([self._launched(dist.all_gather, found, padded)])
         return torch.cat([part[:count] for part, count in zip(found, counts)])
 
     def from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor as rank 0 has it, in place."""
-        pending = [dist.broadcast(tensor, self.everywhere(0), group=self.group, async_op=True) for tensor in tensors]
-        for work in pending:
-            work.wait()  # type: ignore[union-attr]
+        """Each tensor as rank 0 has it, in place. Raises RankFailed where one process is gone."""
+        self._done([self._launched(dist.broadcast, tensor, self.everywhere(0)) for tensor in tensors])
 
-    def _all_gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.talk)
-        return found
+    def _launched(self, collective: Callable[..., Any], *arguments: Any) -> Any:
+        """A collective under way. Where memory runs out before it is, the others wait in theirs: it is tried again."""
+        try:
+            return patiently(lambda: collective(*arguments, group=self.group, async_op=True), self.device)
+        except BaseException as error:
+            # They hear nothing in there: only the end of this process releases them, which therefore is not put off.
+            self._over = f"rank {self.rank} failed: {_line_of(error)}"
+            raise
 
-    def _heard(self, found: list[Any], doing: str) -> list[Any]:
-        failed = [(rank, said.text) for rank, said in enumerate(found) if isinstance(said, _Failed)]
-        if failed:
-            raise RankFailed(
-                f"{doing} over {self.size} processes",
-                found="; ".join(f"rank {rank} failed: {text}" for rank, text in failed),
-                next_move="the traceback is in that rank's output; nothing of this step was applied on any rank",
-            )
-        return found
+    def _done(self, pending: Sequence[Any]) -> None:
+        try:
+            for work in pending:
+                work.wait()
+        except RuntimeError as error:
+            raise self.lost(ADDING) from error
 
-    def _lost(self, doing: str) -> RankFailed:
+    def _serve(self, told: Sequence[Told]) -> set[int]:
+        """Do what is asked for; returns what was done: all services, and one pass."""
+        wants = [each.want for each in told]
+        asked = {want for want in wants if 0 < want < PASSES}
+        for code in sorted(asked):
+            service = self._services[code - 1]()
+            if service is None:
+                raise self._apart("helping another process", "what it asks for is no longer here")
+            service([rank for rank, each in enumerate(told) if each.want == code])
+        chosen = 0 if self._passes is None else self._passes.chosen(wants)
+        if chosen and self._passes is not None:
+            self._passes.do(chosen, wants[self.rank] == chosen)
+        return asked | ({chosen} if chosen else set())
+
+    def _check(self, told: Sequence[Told], doing: str, *, ending: bool = False) -> None:
+        wants = [each.want for each in told]
+        if FAILED in wants:
+            texts = self._exchange.objects(None)
+            time.sleep(BEHIND)
+            raise self._apart(doing, "; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text))
+        if ENDED in wants and not ending and max(wants) <= NOTHING:
+            raise self._apart(doing, f"rank {_listed(wants, ENDED)} has come to the end of its script")
+        places = [(each.place, len(each.numbers)) for each in told]
+        other = [str(rank) for rank, place in enumerate(places) if place != places[self.rank]]
+        if other and not any(wants):
+            raise self._apart(doing, f"rank {', '.join(other)} is at another place of the script")
+
+    def _apart(self, doing: str, found: str) -> RankFailed:
+        self._over = found
+        failed = " failed: " in found
         return RankFailed(
             f"{doing} over {self.size} processes",
-            found="another process has ended, or cannot be reached",
+            found=found,
+            next_move="the traceback is in that rank's output; nothing of this step was applied on this rank"
+            if failed
+            else "let every process do the same number of steps, and leave the training together",
+        )
+
+    def lost(self, doing: str) -> RankFailed:
+        """The error to raise where another process could not be reached."""
+        self._over = "another process has ended, or cannot be reached"
+        return RankFailed(
+            f"{doing} over {self.size} processes",
+            found=self._over,
             next_move="its own output says why; nothing of this step was applied on this rank",
         )
 
 
-def _end(ranks: weakref.ref[Ranks]) -> None:
-    found = ranks()
-    if found is not None:
-        found.end()
+def _line_of(error: BaseException) -> str:
+    """An error in a line, with the place it was raised at."""
+    text = (str(error).splitlines() or [""])[0]
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        place = f" ({Path(code.co_filename).name}:{trace.tb_lineno}, in {code.co_name})"
+        trace = trace.tb_next
+    return f"{type(error).__name__}{': ' if text else ''}{text}{place}"
 
 
-def _listed(codes: Sequence[int], wanted: int) -> str:
-    return ", ".join(str(rank) for rank, code in enumerate(codes) if code == wanted)
+def _listed(wants: Sequence[int], wanted: int) -> str:
+    return ", ".join(str(rank) for rank, want in enumerate(wants) if want == wanted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from memfit.batches.tree import path_name
 from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.context import uncompiled
 from memfit.engine.staged import gathers_in_parts
+from memfit.hardware.exhausted import is_out_of_memory, patiently
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.training.call import Call
 from memfit.training.outputs import Leaf
-from memfit.training.recover import is_out_of_memory
 
 
 def call_alone(call: Call) -> str | None:
@@ -69,7 +70,7 @@ def _run_alone(run: Callable[[int], list[Any]], model: nn.Module, device: torch.
     for samples in (1, 2):
         try:
             with leave_no_trace(model, device), uncompiled(), torch.enable_grad():
-                found = run(samples)
+                found = patiently(partial(run, samples), device)
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -28,6 +28,7 @@ from memfit.profiling.profile import Profile
 from memfit.reporting.stderr import tell
 from memfit.reporting.verification import Verification
 from memfit.training.buffers import WrittenBuffers
+from memfit.training.catchup import CatchUp
 from memfit.training.elsewhere import CardMemory
 from memfit.training.events import Events
 from memfit.training.heap import HeapWatch
@@ -117,6 +118,8 @@ class Core:
         self.heap = HeapWatch()
         self.together: Together | None = None
         """The other processes of the training; None where this one is alone."""
+        self.catch_up: CatchUp | None = None
+        """What takes optimizer steps together with them; None in script mode."""
         self.taken: TakenOver | None = None
         """What the model came in, if in something."""
         self._undo_levers: Callable[[], None] = lambda: None

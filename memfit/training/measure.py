@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from memfit.engine.staged import Staging
+from memfit.hardware.exhausted import patiently
 from memfit.hardware.heap import give_back_free_heap
 from memfit.planning.search import Demand, micro_batch_sizes
 from memfit.profiling.allocator import HIGH_HEAP_WASTE, thresholds_pinned
@@ -97,6 +98,8 @@ class Measurer:
             if not fitting:
                 return self._untimed(profile, allowed)
             timings = self._survivors(task, profile, fitting, allowed, thoroughly)
+        if not timings:
+            return self._untimed(profile, allowed)
         busy = busy_note(self._device)
         found = profile.with_timings(never_slower(timings) if busy else timings, self._optimizer_seconds(allowed))
         waste, kept = HIGH_HEAP_WASTE if self._scatters(found) else found.heap_waste, found.kept_per_size
@@ -111,7 +114,8 @@ class Measurer:
         if self._memory.reserved:  # what a run would have shown
             kept = RESERVED_FOR_CONVOLUTION * sum(isinstance(module, _ConvNd) for module in self._model.modules())
         untimed = profile.with_timings((), self._optimizer_seconds(allowed))
-        return replace(untimed, excess=profile.excess, kept_per_size=max(profile.kept_per_size, kept))
+        kept = max(profile.kept_per_size, kept)
+        return replace(untimed, excess=profile.excess, kept_per_size=kept, notes=(*untimed.notes, *self._ran_out))
 
     def smallest(self, run: Callable[[int], Result]) -> Result:
         """What `run` gives for one sample, or for two where the model cannot run one by itself."""
@@ -132,7 +136,8 @@ class Measurer:
     def _survivors(
         self, task: Task, profile: Profile, sizes: Sequence[int], allowed: int, thoroughly: bool
     ) -> tuple[Timing, ...]:
-        """As `_timings`; where memory runs out all the same, of half the size, and nothing larger is planned from then on."""
+        """As `_timings`; where memory runs out all the same, of half the size, and nothing larger is planned from then on. Of a
+        size that was prescribed none: it is not to be another, and training recovers by itself."""
 
         def smaller(text: str) -> tuple[Timing, ...]:
             self._most = max(sizes[0], sizes[-1] // 2)
@@ -140,9 +145,15 @@ class Measurer:
             fewer = [n for n in sizes if n <= sizes[-1] // 2] or sizes[:1]
             return self._survivors(task, profile, fewer, allowed, thoroughly)
 
-        if len(sizes) == 1:
-            return self._timings(task, profile, sizes, allowed, thoroughly)
-        return surviving(lambda: self._timings(task, profile, sizes, allowed, thoroughly), self._device, smaller)
+        def untimed(text: str) -> tuple[Timing, ...]:
+            self._ran_out = (f"micro-batches of {sizes[0]} ran out of memory while they were timed: {text}",)
+            return ()
+
+        only = len(sizes) == 1
+        if only and (task.demand.micro_batch is None or sizes[0] == 1):
+            return patiently(lambda: self._timings(task, profile, sizes, allowed, thoroughly), self._device)
+        otherwise = untimed if only else smaller
+        return surviving(lambda: self._timings(task, profile, sizes, allowed, thoroughly), self._device, otherwise)
 
     def _timings(
         self, task: Task, profile: Profile, sizes: Sequence[int], allowed: int, thoroughly: bool

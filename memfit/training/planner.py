@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointError
 from memfit._errors import DoesNotFit
 from memfit._units import format_bytes
 from memfit.engine.staged import Staging
+from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.levers.fully import FullySharded
 from memfit.levers.precision import PRECISIONS, lower_precisions, script_precision
@@ -30,7 +31,7 @@ from memfit.profiling.trace import MakeWork
 from memfit.training.elsewhere import CardMeasurer, not_measurable, target_of
 from memfit.training.measure import Measurer
 from memfit.training.memory import Memory
-from memfit.training.recover import is_out_of_memory, surviving
+from memfit.training.recover import surviving
 from memfit.training.settings import Settings
 from memfit.training.shift import gradient_shift
 from memfit.training.task import Task

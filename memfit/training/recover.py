@@ -7,9 +7,6 @@ kernel kills instead of raising (oneDNN on the CPU may).
 
 from __future__ import annotations
 
-import gc
-import re
-import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,47 +14,11 @@ import torch
 
 from memfit.engine.generators import RandomState
 from memfit.engine.staged import Staging
+from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory, patiently
 from memfit.profiling.sandbox import restore_tensors
 from memfit.training.buffers import WrittenBuffers
 
 T = TypeVar("T")
-
-# The many texts of one condition: torch's own class, CUDA libraries, MPS, HIP, XPU, the CPU allocator, oneDNN, C++.
-_TEXTS = (
-    "out of memory",
-    "out_of_memory",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
-    "cusolver_status_alloc_failed",
-    "cusparse_status_insufficient_resources",
-    "hipblas_status_alloc_failed",
-    "miopenstatusallocfailed",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "could not create a memory object",
-    "hiperroroutofmemory",
-    "cudaerrormemoryallocation",
-    "out_of_device_memory",
-    "out_of_host_memory",
-    "std::bad_alloc",
-    "failed to allocate",
-    "insufficient memory",
-)
-
-# oneDNN says the same of a descriptor where it has no implementation, which no smaller batch changes.
-_ONEDNN = re.compile("could not create a primitive(?! descriptor)")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, in any of the words that torch and its libraries use for it."""
-    if isinstance(error, (MemoryError, getattr(torch, "OutOfMemoryError", MemoryError))):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    text = str(error).lower()
-    return any(known in text for known in _TEXTS) or _ONEDNN.search(text) is not None
-
 
 class Again(Exception):
     """Raised by an attempt that wants to be repeated from the start with what it has learnt (a loss scale, true shares)."""
@@ -99,7 +60,7 @@ class Recovery:
                 if largest <= 1 or not is_out_of_memory(error):
                     raise
                 text = _first_line(error)
-                _drop_frames(error)
+                drop_frames(error)
             # Outside the except block: inside, the traceback would keep the failed frames' tensors alive.
             smaller = max(1, largest // 2)
             free_unused(self._device)
@@ -115,7 +76,7 @@ def surviving(attempt: Callable[[], T], device: torch.device, otherwise: Callabl
         if not is_out_of_memory(error):
             raise
         text = _first_line(error)
-        _drop_frames(error)
+        drop_frames(error)
     free_unused(device)
     return otherwise(text)
 
@@ -124,21 +85,16 @@ def on_fewer(
     attempt: Callable[[int], T], samples: int, device: torch.device, on_failure: Callable[[int, int, str], None]
 ) -> T:
     """`attempt(samples)`, with fewer after each out-of-memory error; with two, the fewest that make a whole and parts of it,
-    the error is the caller's."""
+    what is said three times is the caller's error."""
 
     def fewer(text: str) -> T:
         smaller = max(2, samples // 2)
         on_failure(samples, smaller, text)
         return on_fewer(attempt, smaller, device, on_failure)
 
-    return attempt(samples) if samples <= 2 else surviving(lambda: attempt(samples), device, fewer)
-
-
-def free_unused(device: torch.device) -> None:
-    """Give back what nobody refers to."""
-    gc.collect()
-    if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
+    if samples <= 2:
+        return patiently(lambda: attempt(samples), device)
+    return surviving(lambda: attempt(samples), device, fewer)
 
 
 def _differ(before: torch.Tensor, now: torch.Tensor) -> bool:
@@ -148,12 +104,3 @@ def _differ(before: torch.Tensor, now: torch.Tensor) -> bool:
 
 def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _drop_frames(error: BaseException) -> None:
-    seen: set[int] = set()
-    chain: BaseException | None = error
-    while chain is not None and id(chain) not in seen:
-        seen.add(id(chain))
-        traceback.clear_frames(chain.__traceback__)
-        chain = chain.__cause__ or chain.__context__

@@ -64,6 +64,7 @@ class Run:
         self._measured_plan: Plan | None = None
         self._peak_from = 0
         self.script_batch: int | None = None
+        self._sharding: Sharding | None = None
 
     # ---- what it is
 
@@ -113,11 +114,12 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._stepper.loss(batch)
         value = loss.detach()
-        loss.backward()
-        del loss
-        if self._before_step is not None:
-            self._before_step()
-        self.optimizer.step()
+        with self._core.announcing():
+            loss.backward()
+            del loss
+            if self._before_step is not None:
+                self._before_step()
+        self._take_step()
         self._watch(value)
         self._clock.end(self._stepper.samples or 0)
         return value
@@ -220,6 +222,7 @@ class Run:
 
     def hold_in_parts(self, sharding: Sharding | None) -> None:
         """What the processes hold in parts is held by each again once this is undone."""
+        self._sharding = sharding
         if sharding is not None:
             self._undo.append(sharding.undo)
 
@@ -242,6 +245,8 @@ class Run:
             return
         self._guard, self._script = guard, script
         self._undo.append(register(self._stepped).remove)
+        if self._core is not None and self._core.together is not None:
+            self._undo.append(self.optimizer.register_step_pre_hook(self._core.together.stepping).remove)
 
     def on_batch(self, info: BatchInfo) -> None:
         """The loader is about to yield a batch."""
@@ -277,6 +282,16 @@ class Run:
 
     # ---- inside
 
+    def _take_step(self) -> None:
+        core = self._core
+        if core is None or core.catch_up is None:
+            self.optimizer.step()
+            return
+        source = core.catch_up.step(whole=self._sharding is None or self._sharding.level == "off")
+        if source is not None:
+            core.note("out of memory", f"optimizer.step() ran out of memory; what it makes was taken over from rank {source}")
+            self._stepped()
+
     def _plain_report(self) -> PlainReport:
         """The report of a run without a plan."""
         from memfit.reporting.plain import PlainReport, what_ran
@@ -303,6 +318,8 @@ class Run:
         if core is None:
             return
         core.steps += 1
+        if core.together is not None:
+            core.together.torn = False
         core.heap.check()
         if core.plan is not self._measured_plan:
             core.memory.reset_peak()  # neither what planning itself held nor a plan before this one counts

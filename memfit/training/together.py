@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from memfit._errors import RankFailed, Refused
 from memfit.engine.accumulate import Weighting, wide
 from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging, sparse_parameters
+from memfit.hardware.exhausted import patiently
 from memfit.ranks.buckets import Reducer
 from memfit.ranks.ranks import Ranks
 from memfit.training.takeover import TakenOver
@@ -32,8 +34,10 @@ APART = 1e-6
 """Relative difference of what they add up to from which on parameters are taken to be different."""
 MOST_RIVALS = 6
 """Counts that are compared between processes; there are seldom two."""
-STATED = 7 + 2 * MOST_RIVALS
+STATED = 8 + 2 * MOST_RIVALS
 """Numbers that every process states of a step before those about its parameters."""
+BITS = 48
+"""Answers that one number carries: what a double holds exactly."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class _Stated:
     """What it weighs by samples."""
     divided: bool
     """Whether the script divides its sum by that."""
+    torn: bool
+    """Whether its latest optimizer step was left halfway."""
     rivals: dict[int, float]
     """What it would weigh in other ways that hold on it."""
     reached: tuple[bool, ...]
@@ -63,7 +69,8 @@ class _Stated:
 class Together:
     """The gradients of `staging`'s parameters over all `ranks`.
 
-    Attribute `mean`: whether sums are divided by the number of processes, as plain DistributedDataParallel does.
+    Attributes: `mean` (whether sums are divided by the number of processes, as plain DistributedDataParallel does), `torn`
+    (whether an optimizer step has begun here and not come to its end).
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, staging: Staging, taken: TakenOver | None = None) -> None:
@@ -76,6 +83,7 @@ class Together:
         self._sparse = {id(p) for p in sparse_parameters(model)}
         self._reducer = Reducer(ranks, self._parameters)
         self._steps = 0
+        self.torn = False
 
     @property
     def collectives(self) -> int:
@@ -90,8 +98,7 @@ class Together:
         except RankFailed:
             raise
         except BaseException as error:
-            self._look()
-            self.ranks.failed(error, STATED + len(self._parameters))
+            self.ranks.failed(error)
             raise
 
     def combine(
@@ -111,7 +118,7 @@ class Together:
         process failed, Refused where they do different things.
         """
         self._look()
-        gradients = self._own(total)
+        gradients = {place: self._laid_out(place, gradient, half) for place, gradient in self._own(total).items()}
         told = self._agreed(total, gradients, weighting, divided)
         self._check(told)
         counting = [each for each in told if each.way is not None]
@@ -124,7 +131,9 @@ class Together:
         if self._staging.parts is not None:
             self._hand_out_parts(total, _times(total.factor, share))
             return None
-        summed = self._reducer.sum([self._ready(i, gradients.get(i), _times(total.factor, share), half) for i in reached])
+        if any(not each.reached[i] for each in told for i in reached):
+            gradients = self._filled(reached, gradients, half)
+        summed = self._reducer.sum([self._scaled(gradients[i], _times(total.factor, share)) for i in reached])
         found = dict(zip(reached, summed))
         total.gradients = [
             found.get(self._places[id(r)]) if id(r) in self._places else _scaled(g, share)
@@ -160,6 +169,10 @@ class Together:
                 next_move="compute the loss alike everywhere, or say by weight= what a part of a batch counts",
             )
         return weighting_by(found)
+
+    def stepping(self, *_: object) -> None:
+        """The optimizer begins a step."""
+        self.torn = True
 
     def share_buffers(self) -> None:
         """What forwards wrote into buffers (statistics of batches) is rank 0's everywhere, as under DistributedDataParallel."""
@@ -202,13 +215,11 @@ class Together:
             watched = enumerate(map(_number, total.watched), start=1)  # known means, by their place in the loss
             known = itertools.chain(*watched, *zip(codes, map(_number, total.rivals)))
             rivals = [*map(float, known), *rivals][: 2 * MOST_RIVALS]
-        reached = [float(i in gradients) for i in range(len(self._parameters))]
+        reached = _packed([i in gradients for i in range(len(self._parameters))])
         code = float(way_of(weighting).code)
-        told = self.ranks.agree(
-            [float(self._steps), weight, value, code, self._digest(), float(total.samples), float(divided), *rivals, *reached],
-            STEP,
-        )
-        return [_stated(numbers) for numbers in told]
+        about = [float(self._steps), weight, value, code, self._digest(), float(total.samples), float(divided)]
+        told = self.ranks.agree([*about, float(self.torn), *rivals, *reached], STEP)
+        return [_stated(numbers, len(self._parameters)) for numbers in told]
 
     def _digest(self) -> float:
         """What the first elements of all parameters add up to, in steps 1, 2, 4, 8, ...: it is the same everywhere."""
@@ -225,6 +236,14 @@ class Together:
                 "a training step over all processes",
                 found=f"they have done different numbers of steps: {', '.join(map(str, numbers))} by rank",
                 next_move="call backward (or run.step) equally often on every process",
+            )
+        torn = [str(rank) for rank, each in enumerate(told) if each.torn]
+        if torn:
+            raise Refused(
+                "training one model over all processes",
+                found=f"optimizer.step() failed on rank {', '.join(torn)} after {numbers[0]} steps, and the script went on: "
+                "parameters there may be updated in part",
+                next_move="let the error end the script, and go on from the last saved state",
             )
         digests = [each.digest for each in told]
         if max(digests) - min(digests) > APART * max(1.0, *map(abs, digests)):
@@ -260,24 +279,52 @@ class Together:
         values = [each.value * weight for each, weight in zip(told, weights) if weight]
         return torch.tensor(sum(values), dtype=total.value.dtype)
 
-    def _ready(self, place: int, gradient: torch.Tensor | None, factor: Factor, half: bool) -> torch.Tensor:
+    def _filled(
+        self, reached: Sequence[int], gradients: dict[int, torch.Tensor], half: bool
+    ) -> dict[int, torch.Tensor]:
+        """With zeros for what others reached and this process did not. All go on to the sums once all have room for them."""
+        with self.announcing():
+            zeros = {i: self._patiently(partial(self._zeros, i, half)) for i in reached if i not in gradients}
+        self.ranks.agree([], STEP)
+        return {**gradients, **zeros}
+
+    def _zeros(self, place: int, half: bool) -> torch.Tensor:
+        parameter = self._parameters[place]
+        dtype = torch.float32 if half and parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
+        if id(parameter) in self._sparse:
+            return torch.zeros_like(parameter, layout=torch.sparse_coo, dtype=dtype)
+        return torch.zeros_like(parameter, dtype=dtype)
+
+    def _laid_out(self, place: int, gradient: torch.Tensor, half: bool) -> torch.Tensor:
         """This process's part of a gradient, as every process brings it."""
         parameter = self._parameters[place]
-        if gradient is None:
-            dtype = torch.float32 if half and parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
-            if id(parameter) in self._sparse:
-                return torch.zeros_like(parameter, layout=torch.sparse_coo, dtype=dtype)
-            return torch.zeros_like(parameter, dtype=dtype)
         if half and gradient.dtype in (torch.float16, torch.bfloat16):
-            gradient = gradient.float()
+            gradient = self._patiently(gradient.float)
         if not gradient.is_sparse and gradient.stride() != parameter.stride():
-            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)  # laid out alike everywhere
-        return _scaled(gradient, factor)  # type: ignore[return-value]
+            made = self._patiently(partial(torch.empty_like, parameter, dtype=gradient.dtype))
+            gradient = made.copy_(gradient)  # laid out alike everywhere
+        return gradient
+
+    def _scaled(self, gradient: torch.Tensor, factor: Factor) -> torch.Tensor:
+        return self._patiently(lambda: _scaled(gradient, factor)) if gradient.is_sparse else _scaled(gradient, factor)  # type: ignore[return-value]
+
+    def _patiently(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return patiently(make, self.ranks.device)
 
 
-def _stated(numbers: Sequence[float]) -> _Stated:
-    step, weight, value, way, digest, samples, divided = numbers[:7]
-    pairs = zip(numbers[7:STATED:2], numbers[8:STATED:2])
+def _packed(answers: Sequence[bool]) -> list[float]:
+    """Many answers in few numbers."""
+    parts = (answers[i : i + BITS] for i in range(0, len(answers), BITS))
+    return [float(sum(answer << bit for bit, answer in enumerate(part))) for part in parts]
+
+
+def _unpacked(numbers: Sequence[float], count: int) -> tuple[bool, ...]:
+    return tuple(bool(int(number) >> bit & 1) for number in numbers for bit in range(BITS))[:count]
+
+
+def _stated(numbers: Sequence[float], parameters: int) -> _Stated:
+    step, weight, value, way, digest, samples, divided, torn = numbers[:8]
+    pairs = zip(numbers[8:STATED:2], numbers[9:STATED:2])
     return _Stated(
         number=int(step),
         weight=weight,
@@ -286,8 +333,9 @@ def _stated(numbers: Sequence[float]) -> _Stated:
         digest=digest,
         samples=samples if weight else 0.0,
         divided=bool(divided),
+        torn=bool(torn),
         rivals={int(code): count for code, count in pairs if code},
-        reached=tuple(map(bool, numbers[STATED:])),
+        reached=_unpacked(numbers[STATED:], parameters),
     )
 
 
