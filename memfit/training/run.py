@@ -223,7 +223,7 @@ class Run:
 
     def drew(self) -> bool:
         """Whether draws on the host differ from those that the script alone would have made by now."""
-        return self._core is not None and self._core.recovery.drew
+        return self._core is not None and (self._core.recovery.drew or bool(getattr(self.loader, "drew", False)))
 
     def follow(self, guard: AccumulationGuard | None, script: Script | None) -> None:
         """Count the optimizer's steps."""
