@@ -23,6 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from memfit._errors import UsageError
 from memfit.batches.pieces import part_of
 from memfit.batches.samples import SampleBatch
+from memfit.engine.generators import HostRandom
 from memfit.loading.common import CommonDraws
 from memfit.loading.draws import Stream, generator_of, keeps_own_order, mixed, peek_seed, seeded, spend_seed
 from memfit.loading.inner import grouping_of, inner_loader, iterations
@@ -265,7 +266,7 @@ class EffectiveLoader(DataLoader[Any]):
         order.spends = False
         order.stream = Stream(state=start.state, host=start.host)
         if start.apart:
-            self._draw_apart(epoch, start.seed, position.index)
+            self._draw_apart(epoch, start.seed, position.index, host=start.host)
         elif self.generator is None:
             self._seed_workers(start.seed, epoch, position.index)
         order.skips = self._skipping(position.index)
@@ -283,11 +284,11 @@ class EffectiveLoader(DataLoader[Any]):
         samples = self._samples()
         return partial(without_samples, count=sum(self._division.taken(i, samples) for i in range(index)))
 
-    def _draw_apart(self, epoch: int, seed: int, *resumed: int) -> None:
+    def _draw_apart(self, epoch: int, seed: int, *resumed: int, host: HostRandom | None = None) -> None:
         if self.generator is None:
             self._seed_workers(seed, epoch, *resumed)
         if not keeps_own_order(self._order.sampler):
-            self._order.stream = Stream(mixed(seed, epoch, 1))
+            self._order.stream = Stream(mixed(seed, epoch, 1), host=host)
 
     def _seed_workers(self, seed: int, epoch: int, *resumed: int) -> None:
         """Have torch draw the workers' seeds apart; others where the epoch is resumed, whose beginning was drawn already."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memfit._errors import RankFailed
+from memfit._errors import RankFailed, UsageError
 
 FAREWELL = timedelta(seconds=30)
 """How long a process that failed waits for the others to hear of it before it raises its own error."""
@@ -27,6 +27,15 @@ class _Failed:
 
     text: str
     """Its error, in a line."""
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a process tells the others."""
+
+    doing: str
+    """What for."""
+    value: Any
 
 
 class Ranks:
@@ -42,12 +51,22 @@ class Ranks:
         self._talk = dist.new_group(members, backend="gloo")
 
     def gather(self, value: Any, doing: str) -> list[Any]:
-        """What every process gives, by rank; any picklable value. Raises RankFailed where one failed or is gone."""
+        """What every process gives, by rank; any picklable value. Raises RankFailed where one failed or is gone, UsageError
+        where they are not `doing` the same."""
         try:
-            found = self._all_gather(value)
+            found = self._all_gather(_Said(doing, value))
         except RuntimeError as error:
             raise self._lost(doing) from error
-        return self._heard(found, doing)
+        said: list[_Said] = self._heard(found, doing)
+        if len({each.doing for each in said}) > 1:
+            error = UsageError(
+                f"{doing} over {self.size} processes",
+                found="they are at different places: " + ", ".join(f"{s.doing} on rank {i}" for i, s in enumerate(said)),
+                next_move="do it on every process, in the same order",
+            )
+            error._memfit_said = True  # type: ignore[attr-defined]  # all of them know by now
+            raise error
+        return [each.value for each in said]
 
     def agree(self, numbers: Sequence[float], doing: str) -> list[list[float]]:
         """As `gather` for the same count of numbers everywhere, in a single small exchange."""
