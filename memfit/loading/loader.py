@@ -141,7 +141,7 @@ class EffectiveLoader(DataLoader[Any]):
         pieces = iter(self._inner)
         self._watch.mark()
         self._epochs, self._passage = epoch + 1, passage
-        return _Epoch(self, passage, self._batches(pieces, passage), () if resumed is None else resumed.first)
+        return _Epoch(self, passage, self._batches(pieces, passage), pieces, () if resumed is None else resumed.first)
 
     def __len__(self) -> int:
         """Iterations of this loader; an estimate where batches of a batch sampler of varying size are joined."""
@@ -327,12 +327,18 @@ class EffectiveLoader(DataLoader[Any]):
 
 
 class _Epoch(Iterator[Any]):
-    """One pass over the loader's batches, announcing each. `first`: by what an order that was drawn before is known again."""
+    """One pass over the loader's batches, made of `pieces`, announcing each. `first`: by what an order that was drawn before is
+    known again."""
 
     def __init__(
-        self, loader: EffectiveLoader, passage: Passage, batches: Iterator[Counted], first: tuple[str, ...] = ()
+        self,
+        loader: EffectiveLoader,
+        passage: Passage,
+        batches: Iterator[Counted],
+        pieces: Iterator[Any],
+        first: tuple[str, ...],
     ) -> None:
-        self._loader, self._passage, self._batches = loader, passage, batches
+        self._loader, self._passage, self._batches, self._pieces = loader, passage, batches, pieces
         self._first = first
 
     def __next__(self) -> Any:
@@ -342,9 +348,7 @@ class _Epoch(Iterator[Any]):
         try:
             samples, batch = next(self._batches)
         except StopIteration:
-            self._check_order()
-            passage.ended = True
-            loader._watch.rest()
+            self._end()
             raise
         self._check_order()
         loader._watch.look()
@@ -353,6 +357,13 @@ class _Epoch(Iterator[Any]):
         loader._passage = passage
         loader._announce(BatchInfo(passage.epoch, passage.index - 1, samples, time.perf_counter() - started))
         return batch
+
+    def _end(self) -> None:
+        if self._first and not self._passage.first.seen:
+            next(self._pieces, None)  # nothing was left of the epoch, whose order has to be drawn all the same
+        self._check_order()
+        self._passage.ended, self._pieces = True, iter(())
+        self._loader._watch.rest()
 
     def _check_order(self) -> None:
         """Raise UsageError where the epoch that goes on is another one than it was."""
