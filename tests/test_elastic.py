@@ -487,7 +487,8 @@ def test_what_has_no_place_says_so_and_the_rest_is_loaded(kind: str, capsys: pyt
 
 def untouched(training: Training) -> dict[str, Any]:
     state = training.run.state_dict()
-    return copy.deepcopy({name: flattened(state[name]) for name in ("model", "optimizer", "loader", "random", "steps", "scale")})
+    names = ("model", "optimizer", "loader", "random", "steps", "scale")
+    return copy.deepcopy({name: flattened(state[name]) for name in names})
 
 
 def damaged(change: Any) -> Any:

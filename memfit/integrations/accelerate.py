@@ -11,6 +11,7 @@ Megatron-LM and XLA, which hold the training themselves and are refused by name.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import send_to_device
+from accelerate.utils import save, send_to_device
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -35,6 +36,9 @@ SHARDING = {
 """What holds the training itself: accelerate's argument for it, and what `accelerate launch` sets."""
 SERVED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU")
 """Kinds of training that leave the model whole on every process."""
+
+PLACE = "memfit_run.bin"
+"""File in the folder of a saved state: where the run stands in its data."""
 
 
 class Accelerator(accelerate.Accelerator):
@@ -145,6 +149,39 @@ class Accelerator(accelerate.Accelerator):
         own = {} if self.run is None else {f"memfit/{k}": v for k, v in self.run.stats().items() if v is not None}
         super().log({**own, **values}, step=step, log_kwargs=log_kwargs or {})
 
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As accelerate's, with the place in the data beside: the state goes on from there on any number of processes."""
+        place = None if self.run is None else self.run.state_dict(whole=False)
+        folder = super().save_state(output_dir, safe_serialization, **kwargs)
+        if place is not None:
+            each = self.project_configuration.save_on_each_node
+            save(place, os.path.join(folder, PLACE), save_on_each_node=each)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """As accelerate's; the next iteration of the prepared loader yields the rest of the interrupted epoch, so that nothing
+        has to be skipped. A folder that accelerate saved without memfit has no place in the data, which then begin anew.
+
+        Raises UsageError, before anything is loaded, for the state of another model, target batch or data set.
+        """
+        hook = self.register_load_state_pre_hook(self._go_to_place)
+        try:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            hook.remove()
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As accelerate's; batches are effective ones. In an epoch that `load_state` goes on with they count from its start,
+        so that scripts which skip what was done before skip nothing twice."""
+        if not isinstance(dataloader, OnDevice):
+            return super().skip_first_batches(dataloader, num_batches)
+        return OnDevice(dataloader.loader, self.device, self.device_placement, first=num_batches)
+
+    def _go_to_place(self, models: list[nn.Module], folder: str) -> None:
+        path = os.path.join(folder, PLACE)
+        if self.run is not None and os.path.exists(path):
+            self.run.load_state_dict(torch.load(path, weights_only=True))
+
     def free_memory(self, *objects: Any) -> Any:
         """As accelerate's; the model is given back as it was before `prepare`."""
         if self.run is not None:
@@ -177,18 +214,24 @@ def _not_served(name: str) -> Refused:
 
 
 class OnDevice:
-    """A loader whose batches are on `device`; everything else is the loader's."""
+    """A loader whose batches are on `device`, from the `first` of an epoch on; everything else is the loader's."""
 
-    def __init__(self, loader: Any, device: torch.device, moves: bool) -> None:
-        self.loader, self.device, self._moves = loader, device, moves
+    def __init__(self, loader: Any, device: torch.device, moves: bool, first: int = 0) -> None:
+        self.loader, self.device, self._moves, self._first = loader, device, moves, first
 
     def __iter__(self) -> Iterator[Any]:
         moves = self._moves and self.device.type != "cpu"
-        for batch in self.loader:
+        for batch in self._batches():
             yield send_to_device(batch, self.device, non_blocking=True) if moves else batch
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.loader) - self._first
+
+    def _batches(self) -> Iterator[Any]:
+        begin_at = getattr(self.loader, "begin_at", None)
+        if not self._first or (begin_at is not None and begin_at(self._first)):
+            return iter(self.loader)
+        return itertools.islice(self.loader, self._first, None)
 
     def set_epoch(self, epoch: int) -> None:
         """As accelerate's loaders: to the sampler, where it takes one."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -90,6 +90,7 @@ class EffectiveLoader(DataLoader[Any]):
         self._watch = Watch()
         self._passage: Passage | None = None
         self._resumed: Position | None = None
+        self._skipped = 0
         self._pins = source.pin_memory and _pinning_works()
         self._grouping = grouping_of(source, share, collated)
         self._processes = 1 if ranks is None else ranks.size
@@ -131,12 +132,13 @@ class EffectiveLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterator class
         self._watch.look()  # where an epoch was left early
         epoch, resumed, self._resumed = self._epochs, self._resumed, None
-        self._order.stream, self._order.spends, self._order.skips = None, True, None
+        self._order.stream, self._order.spends = None, True
         self._inner.generator = self.generator
         if resumed is None or resumed.start is None:  # between epochs
-            passage = Passage(epoch, self._begin(epoch))
+            passage, self._skipped = Passage(epoch, self._begin(epoch), self._skipped), 0
         else:
             passage = Passage(epoch, self._begin_again(resumed, resumed.start), resumed.index)
+        self._order.skips = self._skipping(passage.index) if passage.index else None
         (self._part or self._order).through = passage.first.through
         pieces = iter(self._inner)
         self._watch.mark()
@@ -194,12 +196,22 @@ class EffectiveLoader(DataLoader[Any]):
             first=first,
         )
 
+    def begin_at(self, index: int) -> bool:
+        """Have the next iteration begin with batch `index` of its epoch, without loading those before (counted from the epoch's
+        beginning where it goes on with one); False where that cannot be."""
+        if self._unskippable() is not None:
+            return False
+        if self._resumed is None:
+            self._skipped = index
+        else:
+            self._resumed = replace(self._resumed, index=index)
+        return True
+
     def lost(self, position: Position) -> str | None:
         """Why its next iteration cannot go on at `position`; None where it can."""
-        if isinstance(self.dataset, IterableDataset):
-            return "an IterableDataset has no indices, so nothing of it can be left out unloaded"
-        if type(self.source).__iter__ is not DataLoader.__iter__:
-            return f"{type(self.source).__name__} has an __iter__ of its own"
+        why = self._unskippable()
+        if why is not None:
+            return why
         if position.parts != self._parts():
             return f"its sampler goes through batches of its own on each process, and there were {position.parts or 1} of them"
         return None
@@ -226,6 +238,14 @@ class EffectiveLoader(DataLoader[Any]):
         own = generator_of(self._order.sampler) or self.generator
         if own is not None and position.own is not None:
             own.set_state(position.own)
+
+    def _unskippable(self) -> str | None:
+        """Why batches cannot be left out without loading them."""
+        if isinstance(self.dataset, IterableDataset):
+            return "an IterableDataset has no indices, so nothing of it can be left out unloaded"
+        if type(self.source).__iter__ is not DataLoader.__iter__:
+            return f"{type(self.source).__name__} has an __iter__ of its own"
+        return None
 
     def _together(self) -> int | None:
         """Samples of an effective batch over all processes."""
@@ -269,7 +289,6 @@ class EffectiveLoader(DataLoader[Any]):
             self._draw_apart(epoch, start.seed, position.index, host=start.host)
         elif self.generator is None:
             self._seed_workers(start.seed, epoch, position.index)
-        order.skips = self._skipping(position.index)
         return start
 
     def _skipping(self, index: int) -> Callable[[Iterator[Any]], Iterator[Any]]:
@@ -339,7 +358,7 @@ class _Epoch(Iterator[Any]):
         first: tuple[str, ...],
     ) -> None:
         self._loader, self._passage, self._batches, self._pieces = loader, passage, batches, pieces
-        self._first = first
+        self._first, self._skips = first, passage.index > 0
 
     def __next__(self) -> Any:
         loader, passage = self._loader, self._passage
@@ -359,7 +378,7 @@ class _Epoch(Iterator[Any]):
         return batch
 
     def _end(self) -> None:
-        if self._first and not self._passage.first.seen:
+        if self._skips and not self._passage.first.seen:
             next(self._pieces, None)  # nothing was left of the epoch, whose order has to be drawn all the same
         self._check_order()
         self._passage.ended, self._pieces = True, iter(())
