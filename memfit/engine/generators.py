@@ -36,6 +36,33 @@ class HostRandom:
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
 
+    def written(self) -> dict[str, Any]:
+        """As tensors and numbers; without NumPy's where its generator is not the one that it comes with."""
+        version, words, gauss = self.python
+        python = {"version": version, "words": torch.tensor(words), "gauss": gauss}
+        if self.numpy is None or self.numpy["bit_generator"] != "MT19937":
+            return {"python": python, "numpy": None}
+        key, position = (self.numpy["state"][name] for name in ("key", "pos"))
+        left = {name: self.numpy[name] for name in ("has_gauss", "gauss")}
+        return {"python": python, "numpy": {"key": torch.tensor(key.tolist()), "pos": int(position), **left}}
+
+    @staticmethod
+    def read(written: dict[str, Any]) -> HostRandom:
+        """What `written` made. Raises an exception of Python's for what it did not make."""
+        told = written["python"]
+        python = (told["version"], tuple(told["words"].tolist()), told["gauss"])
+        random.Random().setstate(python)
+        told = written["numpy"]
+        if told is None:
+            return HostRandom(python, None)
+        import numpy
+
+        inner = {"key": numpy.array(told["key"].tolist(), dtype=numpy.uint32), "pos": told["pos"]}
+        left = {name: told[name] for name in ("has_gauss", "gauss")}
+        found = {"bit_generator": "MT19937", "state": inner, **left}
+        numpy.random.RandomState().set_state(found)
+        return HostRandom(python, found)
+
 
 @dataclass(frozen=True)
 class RandomState:
@@ -64,6 +91,20 @@ class RandomState:
         if self.device is not None:
             module = torch.get_device_module(device)
             module.set_rng_state(self.device) if device.type == "mps" else module.set_rng_state(self.device, device)
+
+
+    def written(self) -> dict[str, Any]:
+        """As tensors and numbers."""
+        return {"cpu": self.cpu, "device": self.device, **self.host.written()}
+
+    @staticmethod
+    def read(written: dict[str, Any]) -> RandomState:
+        """What `written` made. Raises an exception of Python's for what it did not make."""
+        torch.Generator().set_state(written["cpu"])
+        device = written["device"]
+        if device is not None and not (isinstance(device, torch.Tensor) and device.dtype is torch.uint8):
+            raise TypeError(f"{type(device).__name__} is no generator's state")
+        return RandomState(written["cpu"], device, HostRandom.read(written))
 
 
 @contextmanager

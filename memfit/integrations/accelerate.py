@@ -22,7 +22,7 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, save
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -43,6 +43,9 @@ SHARDING = {
 """What holds the training itself: accelerate's argument for it, and what `accelerate launch` sets."""
 SERVED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU")
 """Kinds of training that leave the model whole on every process."""
+
+PLACE = "memfit_run.bin"
+"""File in the folder of a saved state: where the run stands in its data."""
 
 
 OWN = ("target_batch", "budget", "micro_batch", "checkpoint", "plan", "shard", "allow_inexact", "accumulate_in")
@@ -232,7 +235,8 @@ class Accelerator(accelerate.Accelerator):
                 sampler.even_batches = even
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As accelerate's, counting effective batches of a training loader."""
+        """As accelerate's, counting effective batches of a training loader. In an epoch that `load_state` goes on with they
+        count from its start, so that scripts which skip what was done before skip nothing twice."""
         if isinstance(dataloader, OnDevice):
             return dataloader.after(num_batches)
         return super().skip_first_batches(dataloader, num_batches)
@@ -257,6 +261,32 @@ class Accelerator(accelerate.Accelerator):
         """As accelerate's; what the last steps left to be logged is logged."""
         self._stop_following()
         super().end_training()
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As accelerate's, with the place in the data beside: the state goes on from there on any number of processes."""
+        place = None if self.run is None else self.run.state_dict(whole=False)
+        folder = super().save_state(output_dir, safe_serialization, **kwargs)
+        if place is not None:
+            each = self.project_configuration.save_on_each_node
+            save(place, os.path.join(folder, PLACE), save_on_each_node=each)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """As accelerate's; the next iteration of the prepared loader yields the rest of the interrupted epoch, so that nothing
+        has to be skipped. A folder that accelerate saved without memfit has no place in the data, which then begin anew.
+
+        Raises UsageError, before anything is loaded, for the state of another model, target batch or data set.
+        """
+        hook = self.register_load_state_pre_hook(self._go_to_place)
+        try:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        finally:
+            hook.remove()
+
+    def _go_to_place(self, models: list[nn.Module], folder: str) -> None:
+        path = os.path.join(folder, PLACE)
+        if self.run is not None and os.path.exists(path):
+            self.run.load_state_dict(torch.load(path, weights_only=True))
 
     def free_memory(self, *objects: Any) -> Any:
         """As accelerate's; the model is given back as it was before `prepare`."""

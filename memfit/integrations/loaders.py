@@ -135,7 +135,7 @@ class OnDevice:
         return bool(self._under_way)
 
     def after(self, batches: int) -> OnDevice:
-        """The same loader without the first batches of an epoch, which are loaded and dropped."""
+        """The same loader without the first batches of an epoch, which are dropped, loaded only where that cannot be helped."""
         made = copy.copy(self)
         made._skipped += batches
         return made
@@ -145,7 +145,7 @@ class OnDevice:
         self.set_epoch(self.iteration)
         self._under_way.append(self)
         try:
-            for batch in itertools.islice(self.loader, self._skipped, None):
+            for batch in self._rest():
                 yield send_to_device(batch, self.device, non_blocking=True) if moves else batch
         finally:
             self._under_way.remove(self)
@@ -153,6 +153,12 @@ class OnDevice:
 
     def __len__(self) -> int:
         return max(0, len(self.loader) - self._skipped)
+
+    def _rest(self) -> Iterator[Any]:
+        begin_at = getattr(self.loader, "begin_at", None)
+        if not self._skipped or (begin_at is not None and begin_at(self._skipped)):
+            return iter(self.loader)
+        return itertools.islice(self.loader, self._skipped, None)
 
     def set_epoch(self, epoch: int) -> None:
         """As accelerate's loaders: to samplers and the data set, where they take one."""

@@ -9,32 +9,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from memfit.loading.draws import Order, Stream, draw_seed, keeps_own_order
+from memfit.loading.draws import Order, Stream, generator_of, keeps_own_order
 from memfit.loading.parts import Division, check_length
 from memfit.loading.pieces import Grouping
+from memfit.loading.position import Start
 from memfit.ranks.ranks import Ranks
 
 DRAWING = "an epoch of the loader"
-
-
-@dataclass(frozen=True)
-class _Drawing:
-    """What the order of an epoch is drawn from."""
-
-    seed: int
-    """What later epochs derive from."""
-    apart: bool
-    """Whether this one does."""
-    state: torch.Tensor
-    """torch's own generator."""
-    own: torch.Tensor | None
-    """The sampler's, if it has one."""
 
 
 class CommonDraws:
@@ -56,21 +43,18 @@ class CommonDraws:
         check_length(source.batch_sampler.sampler, grouping.size, self.ranks.size)
         return Division(grouping.size, self.ranks.rank, self.ranks.size, grouping.drop_last, never_empty)
 
-    def begin(
-        self, seed: int, apart: bool, order: Order, generator: torch.Generator | None, *, seeds_workers: bool
-    ) -> tuple[int, bool]:
-        """An epoch begins: (its seed, whether it is drawn apart) as rank 0 has them, and the order to be drawn as rank 0's is.
-        `seeds_workers`: torch draws a seed for workers before that order."""
-        own = _generator_of(order.sampler) or generator
-        state = _after_a_seed() if seeds_workers and generator is None else torch.get_rng_state()
-        mine = _Drawing(seed, apart, state, None if own is None else own.get_state())
-        first: _Drawing = self.ranks.gather(mine, DRAWING)[0]
+    def begin(self, mine: Start, order: Order, generator: torch.Generator | None) -> Start:
+        """An epoch begins: what rank 0 draws its order from, which is drawn alike on every process. It is drawn apart where
+        any has to."""
+        told: list[Start] = self.ranks.gather(mine, DRAWING)
+        first = replace(told[0], apart=any(each.apart for each in told))
         if self.ranks.rank and not first.apart:
+            own = generator_of(order.sampler) or generator
             if own is not None and first.own is not None:
                 own.set_state(first.own)
             if not keeps_own_order(order.sampler):
                 order.stream = Stream(state=first.state)
-        return first.seed, first.apart
+        return first
 
     def differ(self, indices: list[Any]) -> bool:
         """Whether the processes are given different indices for their first effective batch."""
@@ -82,20 +66,3 @@ class CommonDraws:
                 "step has depends on the number of processes"
             )
         return apart
-
-
-def _after_a_seed() -> torch.Tensor:
-    """The state of torch's own generator after one more seed was drawn from it."""
-    twin = torch.Generator()
-    twin.set_state(torch.get_rng_state())
-    draw_seed(twin)
-    return twin.get_state()
-
-
-def _generator_of(sampler: Any) -> torch.Generator | None:
-    for _ in range(8):  # samplers nest through `.sampler`; a handful of levels at most
-        found = getattr(sampler, "generator", None)
-        if found is not None or isinstance(sampler, DistributedSampler):
-            return found
-        sampler = getattr(sampler, "sampler", None)
-    return None

@@ -9,11 +9,10 @@ collating in workers once pieces are regrouped: the script's collate function th
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,11 +23,14 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from memfit._errors import UsageError
 from memfit.batches.pieces import part_of
 from memfit.batches.samples import SampleBatch
+from memfit.engine.generators import HostRandom
 from memfit.loading.common import CommonDraws
-from memfit.loading.draws import Order, Stream, keeps_own_order, mixed, peek_seed, seeded, spend_seed
-from memfit.loading.packing import PackingCollate, keep
+from memfit.loading.draws import Stream, generator_of, keeps_own_order, mixed, peek_seed, seeded, spend_seed
+from memfit.loading.inner import grouping_of, inner_loader, iterations
 from memfit.loading.parts import Part, counts_of, over_all
-from memfit.loading.pieces import Counted, CountingCollate, Grouping, Regrouped, as_counted
+from memfit.loading.pieces import Counted, Regrouped, as_counted
+from memfit.loading.position import Passage, Position, Start, without_groups, without_items, without_samples
+from memfit.loading.watch import Watch
 from memfit.ranks.ranks import Ranks
 
 
@@ -79,23 +81,30 @@ class EffectiveLoader(DataLoader[Any]):
         # over attribute by attribute rather than built, checked and warned about a second time.
         self.__dict__.update(vars(source), _iterator=None)
         self.source = source
-        self._share = share
+        self._size = self._share = share
         self._collated = collated
         self._on_batch = on_batch
         self._seed, self._apart = seed, apart if seed is None else None
         self._epochs = 0
         self._latest: BatchInfo | None = None
+        self._watch = Watch()
+        self._passage: Passage | None = None
+        self._resumed: Position | None = None
+        self._skipped = 0
         self._pins = source.pin_memory and _pinning_works()
-        self._grouping = _grouping(source, share, collated)
+        self._grouping = grouping_of(source, share, collated)
+        self._processes = 1 if ranks is None else ranks.size
         self._drawn = None if ranks is None or share is None else CommonDraws(ranks, tell)
         self._division = None
         if self._drawn is not None and self._grouping is not None:
             self._division = self._drawn.division(source, self._grouping, never_empty=collated)
             if self._division is None:
                 share = self._share = part_of(share, ranks.rank, ranks.size)  # type: ignore[arg-type, union-attr]
-                self._grouping = _grouping(source, share, collated)
+                self._grouping = grouping_of(source, share, collated)
         part = None if self._division is None else partial(Part, division=self._division, differ=self._drawn.differ)  # type: ignore[union-attr]
-        self._inner, self._order = _inner_loader(source, self._grouping, pins=self._pins, part=part)
+        self._inner, self._order = inner_loader(source, self._grouping, self._watch, pins=self._pins, part=part)
+        indices = getattr(self._order.sampler, "sampler", None)
+        self._part = indices if isinstance(indices, Part) else None
         if share is not None and self._grouping is not None and not self._grouping.whole:
             # torch guards this attribute because changing it usually has no effect; here it tells what is yielded.
             self.__dict__["batch_size"] = share
@@ -115,19 +124,26 @@ class EffectiveLoader(DataLoader[Any]):
         """The latest batch within its epoch, from 0; -1 before the first batch."""
         return self._latest.index if self._latest else -1
 
+    @property
+    def drew(self) -> bool:
+        """Whether anything else was drawn from torch's generator on the host while an epoch was under way."""
+        return self._watch.drew
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterator class
-        epoch = self._epochs
-        seed = peek_seed(self.generator) if self._seed is None else self._seed
-        apart = bool(epoch) and (self._apart is None or self._apart())
-        if self._drawn is not None:
-            seeds = not self._keeps_workers()
-            seed, apart = self._drawn.begin(seed, apart, self._order, self.generator, seeds_workers=seeds)
-        self._seed = seed
-        if apart:
-            self._draw_apart(epoch, seed)
+        self._watch.look()  # where an epoch was left early
+        epoch, resumed, self._resumed = self._epochs, self._resumed, None
+        self._order.stream, self._order.spends = None, True
+        self._inner.generator = self.generator
+        if resumed is None or resumed.start is None:  # between epochs
+            passage, self._skipped = Passage(epoch, self._begin(epoch), self._skipped), 0
+        else:
+            passage = Passage(epoch, self._begin_again(resumed, resumed.start), resumed.index)
+        self._order.skips = self._skipping(passage.index) if passage.index else None
+        (self._part or self._order).through = passage.first.through
         pieces = iter(self._inner)
-        self._epochs += 1
-        return _Epoch(self, epoch, self._batches(pieces, epoch))
+        self._watch.mark()
+        self._epochs, self._passage = epoch + 1, passage
+        return _Epoch(self, passage, self._batches(pieces, passage), pieces, () if resumed is None else resumed.first)
 
     def __len__(self) -> int:
         """Iterations of this loader; an estimate where batches of a batch sampler of varying size are joined."""
@@ -135,7 +151,7 @@ class EffectiveLoader(DataLoader[Any]):
             return len(self._inner)
         if self._division is not None:
             return self._division.batches(self._samples())
-        return _iterations(self.source, self._grouping)
+        return iterations(self.source, self._grouping)
 
     def __getattr__(self, name: str) -> Any:
         # Methods and properties of a DataLoader subclass of the script's.
@@ -153,25 +169,161 @@ class EffectiveLoader(DataLoader[Any]):
         if self._on_batch is not None:
             self._on_batch(info)
 
-    def _draw_apart(self, epoch: int, seed: int) -> None:
-        if self.generator is None:  # where torch draws the workers' seeds from
-            if not self._keeps_workers():
+    # ---- going on elsewhere
+
+    def position(self, drew: bool, back: int = 0) -> Position:
+        """Where it stands, `back` batches before the one after the latest. `drew`: whether later epochs are drawn apart."""
+        passage = self._passage
+        if passage is None or passage.ended:
+            resumed = self._resumed
+            if resumed is not None:
+                return resumed
+            epoch, index, start, first = self._epochs, 0, None, ()
+        else:
+            epoch, index, start = passage.epoch, max(0, passage.index - back), passage.start
+            first = tuple(passage.first.seen)
+        own = None if start is not None else generator_of(self._order.sampler) or self.generator
+        return Position(
+            epoch=epoch,
+            index=index,
+            size=self._together(),
+            samples=self._known_samples(),
+            parts=self._parts(),
+            seed=self._seed,
+            drew=drew,
+            own=None if own is None else own.get_state(),
+            start=start,
+            first=first,
+        )
+
+    def begin_at(self, index: int) -> bool:
+        """Have the next iteration begin with batch `index` of its epoch, without loading those before (counted from the epoch's
+        beginning where it goes on with one); False where that cannot be."""
+        if self._unskippable() is not None:
+            return False
+        if self._resumed is None:
+            self._skipped = index
+        else:
+            self._resumed = replace(self._resumed, index=index)
+        return True
+
+    def lost(self, position: Position) -> str | None:
+        """Why its next iteration cannot go on at `position`; None where it can."""
+        why = self._unskippable()
+        if why is not None:
+            return why
+        if position.parts != self._parts():
+            return f"its sampler goes through batches of its own on each process, and there were {position.parts or 1} of them"
+        return None
+
+    def misplaced(self, position: Position) -> tuple[str, str] | None:
+        """What about `position` is not this loader's, (there, here); None where it is its own."""
+        then, now = position.size, self._together()
+        if then != now:
+            return f"effective batches of {_samples(then)}", f"of {_samples(now)}"
+        then, now = position.samples, self._known_samples()
+        if then != now:
+            return f"epochs of {_samples(then)}", f"of {_samples(now)}"
+        if None not in (position.size, now) and (position.index - 1) * position.size >= now:  # type: ignore[operator]
+            return f"{position.index} batches of an epoch", f"{len(self)}"
+        return None
+
+    def go_to(self, position: Position) -> None:
+        """The next iteration goes on at `position`, or begins its epoch where that is lost."""
+        resumes = self.lost(position) is None and position.start is not None
+        self._seed, self._watch.drew = position.seed, position.drew or self._watch.drew
+        self._epochs, self._passage = position.epoch, None
+        self._resumed = position if resumes else None
+        self._latest = BatchInfo(position.epoch, (position.index if resumes else 0) - 1, None, 0.0)
+        own = generator_of(self._order.sampler) or self.generator
+        if own is not None and position.own is not None:
+            own.set_state(position.own)
+
+    def _unskippable(self) -> str | None:
+        """Why batches cannot be left out without loading them."""
+        if isinstance(self.dataset, IterableDataset):
+            return "an IterableDataset has no indices, so nothing of it can be left out unloaded"
+        if type(self.source).__iter__ is not DataLoader.__iter__:
+            return f"{type(self.source).__name__} has an __iter__ of its own"
+        return None
+
+    def _together(self) -> int | None:
+        """Samples of an effective batch over all processes."""
+        batch_size = self.source.batch_size
+        if self._size is not None or batch_size is None:
+            return self._size
+        return batch_size * (self._parts() or 1)
+
+    def _parts(self) -> int | None:
+        return None if self._division is not None or self._processes == 1 else self._processes
+
+    def _known_samples(self) -> int | None:
+        try:
+            return len(self.dataset) if self.batch_sampler is None else self._samples()  # type: ignore[arg-type]
+        except (AttributeError, TypeError, NotImplementedError):
+            return None
+
+    def _begin(self, epoch: int) -> Start:
+        """What the order of the epoch is drawn from, and from now on will be."""
+        seed = peek_seed(self.generator) if self._seed is None else self._seed
+        apart = bool(epoch) and (self._apart is None or self._apart())
+        start = Start.now(seed, apart, self._order, self.generator, seeds_workers=not self._keeps_workers())
+        if self._drawn is not None:
+            start = self._drawn.begin(start, self._order, self.generator)
+        self._seed = start.seed
+        if start.apart:
+            if self.generator is None and not self._keeps_workers():
                 spend_seed()
-            self._inner.generator = torch.Generator().manual_seed(mixed(seed, epoch, 0, *self._rank()))
+            self._draw_apart(epoch, start.seed)
+        return start
+
+    def _begin_again(self, position: Position, start: Start) -> Start:
+        """The same for an epoch that was interrupted: what its beginning drew was drawn before."""
+        order, epoch = self._order, position.epoch
+        own = generator_of(order.sampler) or self.generator
+        if own is not None and start.own is not None:
+            own.set_state(start.own)
+        order.spends = False
+        order.stream = Stream(state=start.state, host=start.host)
+        if start.apart:
+            self._draw_apart(epoch, start.seed, position.index, host=start.host)
+        elif self.generator is None:
+            self._seed_workers(start.seed, epoch, position.index)
+        return start
+
+    def _skipping(self, index: int) -> Callable[[Iterator[Any]], Iterator[Any]]:
+        """How the first batches of an epoch are left out of its order."""
+        grouping = self._grouping
+        if grouping is None:
+            return partial(without_items, count=index)
+        if grouping.whole:
+            return partial(without_groups, size=grouping.size, count=index)
+        if self._division is None:
+            return partial(without_samples, count=index * grouping.size)
+        samples = self._samples()
+        return partial(without_samples, count=sum(self._division.taken(i, samples) for i in range(index)))
+
+    def _draw_apart(self, epoch: int, seed: int, *resumed: int, host: HostRandom | None = None) -> None:
+        if self.generator is None:
+            self._seed_workers(seed, epoch, *resumed)
         if not keeps_own_order(self._order.sampler):
-            self._order.stream = Stream(mixed(seed, epoch, 1))
+            self._order.stream = Stream(mixed(seed, epoch, 1), host=host)
+
+    def _seed_workers(self, seed: int, epoch: int, *resumed: int) -> None:
+        """Have torch draw the workers' seeds apart; others where the epoch is resumed, whose beginning was drawn already."""
+        self._inner.generator = torch.Generator().manual_seed(mixed(seed, epoch, 0, *self._rank(), *resumed))
 
     def _keeps_workers(self) -> bool:
         """Whether workers of an earlier epoch stay, with the seeds they have."""
         return self.persistent_workers and self._inner._iterator is not None
 
-    def _batches(self, pieces: Iterator[Any], epoch: int) -> Iterator[Counted]:
+    def _batches(self, pieces: Iterator[Any], passage: Passage) -> Iterator[Counted]:
         # `map`, not generators: after an error of the dataset's the script may go on with the next batch.
         if self._grouping is None:
             return map(as_counted, pieces)
         finish = self._collate if self._collated else self._leave_uncollated
-        counts = None if self._division is None else counts_of(self._division, self._samples())
-        batches = Regrouped(pieces, self._grouping, partial(finish, epoch), counts)
+        counts = None if self._division is None else counts_of(self._division, self._samples(), passage.index)
+        batches = Regrouped(pieces, self._grouping, partial(finish, passage.epoch), counts, passage.index)
         return map(_pinned, batches) if self._collated and self._pins else batches
 
     def _collate(self, epoch: int, index: int, samples: Sequence[Any]) -> Any:
@@ -194,23 +346,58 @@ class EffectiveLoader(DataLoader[Any]):
 
 
 class _Epoch(Iterator[Any]):
-    """One pass over the loader's batches, announcing each."""
+    """One pass over the loader's batches, made of `pieces`, announcing each. `first`: by what an order that was drawn before is
+    known again."""
 
-    def __init__(self, loader: EffectiveLoader, epoch: int, batches: Iterator[Counted]) -> None:
-        self._loader = loader
-        self._epoch = epoch
-        self._batches = batches
-        self._index = -1
+    def __init__(
+        self,
+        loader: EffectiveLoader,
+        passage: Passage,
+        batches: Iterator[Counted],
+        pieces: Iterator[Any],
+        first: tuple[str, ...],
+    ) -> None:
+        self._loader, self._passage, self._batches, self._pieces = loader, passage, batches, pieces
+        self._first, self._skips = first, passage.index > 0
 
     def __next__(self) -> Any:
+        loader, passage = self._loader, self._passage
+        loader._watch.look()
         started = time.perf_counter()
-        samples, batch = next(self._batches)
-        self._index += 1
-        self._loader._announce(BatchInfo(self._epoch, self._index, samples, time.perf_counter() - started))
+        try:
+            samples, batch = next(self._batches)
+        except StopIteration:
+            self._end()
+            raise
+        self._check_order()
+        loader._watch.look()
+        loader._watch.mark()
+        passage.index += 1
+        loader._passage = passage
+        loader._announce(BatchInfo(passage.epoch, passage.index - 1, samples, time.perf_counter() - started))
         return batch
 
+    def _end(self) -> None:
+        if self._skips and not self._passage.first.seen:
+            next(self._pieces, None)  # nothing was left of the epoch, whose order has to be drawn all the same
+        self._check_order()
+        self._passage.ended, self._pieces = True, iter(())
+        self._loader._watch.rest()
+
+    def _check_order(self) -> None:
+        """Raise UsageError where the epoch that goes on is another one than it was."""
+        seen = self._passage.first.seen
+        if any(then != now for then, now in zip(self._first, seen)):
+            raise UsageError(
+                f"going on with batch {self._passage.index} of epoch {self._passage.epoch}, which was interrupted",
+                found="the loader's sampler draws another order than it did then",
+                next_move="call its set_epoch() as in that epoch, if it has one (run.loader.epoch says which); where it draws "
+                "from a generator of its own, load with state['loader']['start'] = None: the epoch then begins anew",
+            )
+        self._first = ()
+
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self._loader) - self._passage.index
 
 
 def _check_share(share: int | None) -> None:
@@ -220,50 +407,6 @@ def _check_share(share: int | None) -> None:
             found="an effective batch holds at least one sample",
             next_move="ask for a target batch of at least the number of processes",
         )
-
-
-def _grouping(source: DataLoader[Any], share: int | None, collated: bool) -> Grouping | None:
-    """How pieces become effective batches; None if the script's own batches are passed on as they are."""
-    sampler = source.batch_sampler
-    if sampler is None or (share is None and collated):
-        return None
-    if share is None:
-        return Grouping(1, whole=True)
-    if type(sampler) is BatchSampler:
-        return Grouping(share, drop_last=sampler.drop_last)
-    return Grouping(share, whole=True)
-
-
-def _inner_loader(
-    source: DataLoader[Any], grouping: Grouping | None, *, pins: bool, part: Callable[[Any], Part] | None = None
-) -> tuple[DataLoader[Any], Order]:
-    """The script's loader once more, of its own class: its order now ours to steer, its collate function replaced, and with
-    `part` only this process's indices."""
-    changes: dict[str, Any] = {"_iterator": None, "pin_memory": pins}
-    sampler: Any = source.sampler if source.batch_sampler is None else source.batch_sampler
-    if grouping is not None:
-        changes.update(collate_fn=PackingCollate() if source.num_workers else keep, pin_memory=False)
-        if not grouping.whole:  # a short script batch at the end is still part of an effective batch
-            indices = sampler.sampler if part is None else part(sampler.sampler)
-            sampler = BatchSampler(indices, sampler.batch_size, drop_last=False)
-            changes.update(drop_last=False)
-    elif source.batch_sampler is not None and type(source).__iter__ is DataLoader.__iter__:
-        changes.update(collate_fn=CountingCollate(source.collate_fn))
-    order = Order(sampler)
-    changes["sampler" if source.batch_sampler is None else "batch_sampler"] = order
-    inner = copy.copy(source)
-    inner.__dict__.update(changes)
-    return inner, order
-
-
-def _iterations(source: DataLoader[Any], grouping: Grouping) -> int:
-    sampler: Any = source.batch_sampler
-    if grouping.whole:
-        batches = len(sampler)
-        size = getattr(sampler, "batch_size", None) or len(source.dataset) / max(batches, 1)  # type: ignore[arg-type]
-        return _quotient(batches, _quotient(grouping.size, size))
-    samples = len(source.dataset if isinstance(source.dataset, IterableDataset) else sampler.sampler)  # type: ignore[arg-type]
-    return samples // grouping.size if grouping.drop_last else _quotient(samples, grouping.size)
 
 
 def leftover(source: Any, share: int | None) -> int | None:
@@ -277,8 +420,12 @@ def leftover(source: Any, share: int | None) -> int | None:
         return None
 
 
-def _quotient(total: float, size: float) -> int:
-    return int(-(-total // size))
+def _samples(count: int | None) -> str:
+    return "a number of samples that is not known" if count is None else f"{count} samples"
+
+
+def _processes(count: int | None) -> str:
+    return "all processes together" if count is None else f"each of {count} processes"
 
 
 def _pinning_works() -> bool:

@@ -48,9 +48,9 @@ class Division:
         return max(self.own(index, samples), 1 if self.never_empty else 0)
 
 
-def counts_of(division: Division, samples: int) -> Iterator[tuple[int, int]]:
-    """Of every effective batch of an epoch: (samples that this process loads, those of them that are its own)."""
-    return ((division.taken(i, samples), division.own(i, samples)) for i in range(division.batches(samples)))
+def counts_of(division: Division, samples: int, first: int = 0) -> Iterator[tuple[int, int]]:
+    """Of every effective batch from `first` on: (samples that this process loads, those of them that are its own)."""
+    return ((division.taken(i, samples), division.own(i, samples)) for i in range(first, division.batches(samples)))
 
 
 class Part:
@@ -61,6 +61,8 @@ class Part:
         self._differ = differ
         self._apart: bool | None = None
         """Whether the sampler gives every process indices of its own; None until that was looked at."""
+        self.through: Callable[[Iterator[Any]], Iterator[Any]] = iter
+        """Is shown all indices."""
 
     def __len__(self) -> int:
         division, samples = self.division, len(self.sampler)
@@ -68,7 +70,7 @@ class Part:
 
     def __iter__(self) -> Iterator[Any]:
         division, samples = self.division, len(self.sampler)
-        indices = iter(self.sampler)
+        indices = self.through(iter(self.sampler))
         for number in range(division.batches(samples)):
             batch = list(itertools.islice(indices, division.size))
             if self._apart is None:

@@ -57,7 +57,7 @@ class Regrouped(Iterator[Counted]):
     """Effective batches, made of `pieces`. Between two batches it holds what is left of one piece, nothing else.
 
     `finish` makes the batch of its index and its samples, a sequence that unpacks them one at a time. `counts`, where batches
-    are divided among processes, gives of each batch the samples in it, and how many of those count.
+    are divided among processes, gives of each batch the samples in it, and how many of those count. `first` is its first index.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Regrouped(Iterator[Counted]):
         grouping: Grouping,
         finish: Callable[[int, Sequence[Any]], Any],
         counts: Iterator[tuple[int, int]] | None = None,
+        first: int = 0,
     ) -> None:
         self._pieces = pieces
         self._grouping = grouping
@@ -74,7 +75,7 @@ class Regrouped(Iterator[Counted]):
         self._next: tuple[int, int] | None = None
         self._held: list[tuple[Piece, int]] = []
         self._ended = False
-        self._index = -1
+        self._index = first - 1
 
     def __next__(self) -> Counted:
         counted = None

@@ -31,6 +31,7 @@ class Reducer:
         sizes = [p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad]
         small = sum(size for size in sizes if size < ALONE)
         self._buffer = torch.empty(min(BUCKET, small), dtype=torch.uint8, device=ranks.device)
+        self._buffer.zero_()  # memory that was never touched is not held yet, and plans would not count it
         self.collectives = 0
 
     def sum(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from memfit.training.events import Event
 from memfit.training.guard import AccumulationGuard
 from memfit.training.script import Script
 from memfit.training.sharding import Sharding
+from memfit.training.state import Held, load, written
 from memfit.training.step import Stepper
 from memfit.training.takeover import TakenOver
 from memfit.training.works import LossFn
@@ -54,7 +55,8 @@ class Run:
         self._before_step: Callable[[], Any] | None = None
         self._clock = _Clock()
         self._batch: BatchInfo | None = None
-        self._batches = 0
+        self._batches = self._batches_stepped = 0
+        self._done_before = 0, 0
         self._waits: deque[float] = deque(maxlen=HISTORY)
         self._pending_loss: torch.Tensor | None = None
         self._taken: TakenOver | None = None
@@ -153,6 +155,31 @@ class Run:
             "accumulation": None if plan is None else plan.accumulation,
         }
 
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
+        """Everything that the training goes on from: model, optimizer, steps, loss scale, random states, and where the loader
+        stands, in the middle of an epoch too.
+
+        It holds tensors, numbers, texts, lists and dictionaries alone (`torch.load(path, weights_only=True)` reads it), is the
+        same by whatever plan and number of processes it was saved, and takes no other process: rank 0 alone may save. Tensors
+        are the run's own, as those of `model.state_dict()`. Schedulers and a GradScaler are the script's to save. Without
+        `whole` it leaves out the model, the optimizer and random states, for scripts that save these themselves. Batches count
+        as done once they were trained on; those that the script accumulates, once the optimizer has stepped.
+        """
+        loader = self.loader
+        position = loader.position(self.drew(), self._unfinished()) if isinstance(loader, EffectiveLoader) else None
+        steps = self._plain_steps if self._core is None else self._core.steps
+        return written(self._held(), steps, position, whole=whole)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken: the next iteration of the loader yields the rest of the interrupted epoch, the next
+        ones whole epochs.
+
+        To be called on every process, however many there are now. `run.loader.epoch` is the epoch that goes on. Raises
+        UsageError, with nothing changed on any process, where the state is damaged, another model's, or of another target batch
+        or data set; RankFailed where it could not be loaded on another process.
+        """
+        self._plain_steps = load(self._held(), state)
+
     def verify(self) -> Verification:
         """Compare one effective batch both ways, whole and in micro-batches; the result also goes into the report."""
         if self._core is not None:
@@ -236,7 +263,7 @@ class Run:
 
     def drew(self) -> bool:
         """Whether draws on the host differ from those that the script alone would have made by now."""
-        return self._core is not None and self._core.recovery.drew
+        return self._core is not None and (self._core.recovery.drew or bool(getattr(self.loader, "drew", False)))
 
     def follow(self, guard: AccumulationGuard | None, script: Script | None) -> None:
         """Count the optimizer's steps."""
@@ -253,6 +280,7 @@ class Run:
         self._batch = info
         self._waits.append(info.waited)
         self._batches += 1
+        self._done_before = self._done()
         if self._stepper is None:
             self._clock.begin()
 
@@ -292,6 +320,21 @@ class Run:
             core.note("out of memory", f"optimizer.step() ran out of memory; what it makes was taken over from rank {source}")
             self._stepped()
 
+    def _held(self) -> Held:
+        model = self._core.model if self._core is not None else self._taken.inner if self._taken is not None else self.model
+        return Held(model, self.optimizer, self.loader, self._core)
+
+    def _done(self) -> tuple[int, int]:
+        """What has moved on once a batch is trained on."""
+        return (0 if self._core is None else self._core.steps), (0 if self._script is None else self._script.calls)
+
+    def _unfinished(self) -> int:
+        """The loader's batches of which no optimizer step has come yet: the latest, while nothing was trained on it, and those
+        that the script is adding up."""
+        untouched = int(self._done() == self._done_before)
+        adding = 1 if self._core is None else self._core.settings.script_accumulation
+        return untouched + (self._batches - untouched - self._batches_stepped) % adding
+
     def _plain_report(self) -> PlainReport:
         """The report of a run without a plan."""
         from memfit.reporting.plain import PlainReport, what_ran
@@ -320,6 +363,7 @@ class Run:
         core.steps += 1
         if core.together is not None:
             core.together.torn = False
+        self._batches_stepped = self._batches
         core.heap.check()
         if core.plan is not self._measured_plan:
             core.memory.reset_peak()  # neither what planning itself held nor a plan before this one counts

@@ -30,6 +30,15 @@ class LossScale:
         self._good = 0
         self._before: float | None = None
 
+    @property
+    def state(self) -> tuple[float, int]:
+        """The scale, and the batches since it changed."""
+        return self.scale, self._good
+
+    @state.setter
+    def state(self, state: tuple[float, int]) -> None:
+        self.scale, self._good = state
+
     def accept(self, total: Total) -> Total:
         """`total` if it is finite, or cannot be made so. Raises Again, with a lower scale set, if it overflowed."""
         if not _all_finite(total.gradients):

@@ -1,0 +1,64 @@
+"""The script's loader once more, its order ours to steer: what its batches are made of, and how they become effective ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from memfit.loading.draws import Order
+from memfit.loading.packing import PackingCollate, keep
+from memfit.loading.parts import Part
+from memfit.loading.pieces import CountingCollate, Grouping
+from memfit.loading.watch import Watch
+
+
+def grouping_of(source: DataLoader[Any], share: int | None, collated: bool) -> Grouping | None:
+    """How pieces become effective batches; None if the script's own batches are passed on as they are."""
+    sampler = source.batch_sampler
+    if sampler is None or (share is None and collated):
+        return None
+    if share is None:
+        return Grouping(1, whole=True)
+    if type(sampler) is BatchSampler:
+        return Grouping(share, drop_last=sampler.drop_last)
+    return Grouping(share, whole=True)
+
+
+def inner_loader(
+    source: DataLoader[Any], grouping: Grouping | None, watch: Watch, *, pins: bool, part: Callable[[Any], Part] | None = None
+) -> tuple[DataLoader[Any], Order]:
+    """The script's loader once more, of its own class: its order now ours to steer, its collate function replaced, and with
+    `part` only this process's indices."""
+    changes: dict[str, Any] = {"_iterator": None, "pin_memory": pins}
+    sampler: Any = source.sampler if source.batch_sampler is None else source.batch_sampler
+    if grouping is not None:
+        changes.update(collate_fn=PackingCollate() if source.num_workers else keep, pin_memory=False)
+        if not grouping.whole:  # a short script batch at the end is still part of an effective batch
+            indices = sampler.sampler if part is None else part(sampler.sampler)
+            sampler = BatchSampler(indices, sampler.batch_size, drop_last=False)
+            changes.update(drop_last=False)
+    elif source.batch_sampler is not None and type(source).__iter__ is DataLoader.__iter__:
+        changes.update(collate_fn=CountingCollate(source.collate_fn))
+    order = Order(sampler, watch)
+    changes["sampler" if source.batch_sampler is None else "batch_sampler"] = order
+    inner = copy.copy(source)
+    inner.__dict__.update(changes)
+    return inner, order
+
+
+def iterations(source: DataLoader[Any], grouping: Grouping) -> int:
+    """Effective batches in an epoch; an estimate where batches of a batch sampler of varying size are joined."""
+    sampler: Any = source.batch_sampler
+    if grouping.whole:
+        batches = len(sampler)
+        size = getattr(sampler, "batch_size", None) or len(source.dataset) / max(batches, 1)  # type: ignore[arg-type]
+        return _quotient(batches, _quotient(grouping.size, size))
+    samples = len(source.dataset if isinstance(source.dataset, IterableDataset) else sampler.sampler)  # type: ignore[arg-type]
+    return samples // grouping.size if grouping.drop_last else _quotient(samples, grouping.size)
+
+
+def _quotient(total: float, size: float) -> int:
+    return int(-(-total // size))

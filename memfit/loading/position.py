@@ -1,0 +1,184 @@
+"""Where a loader stands, as a value: the epoch, the batches done in it, and what the epoch's order is drawn from.
+
+With it the order of an interrupted epoch is drawn once more, and its first batches are left out without loading a sample. Not
+covered: samplers that keep draws to themselves (a NumPy generator in an attribute); that the order is another one is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit.engine.generators import HostRandom
+from memfit.loading.draws import Order, draw_seed, generator_of
+
+REMEMBERED = 8
+"""Indices by which the order of an epoch is known again."""
+
+
+class First:
+    """The first indices of an epoch's order."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def through(self, items: Iterator[Any]) -> Iterator[Any]:
+        """`items` (indices, or lists of them), of which the first are remembered."""
+        for item in items:
+            self._take(item if isinstance(item, list) else [item])
+            yield item
+            if len(self.seen) >= REMEMBERED:
+                break
+        yield from items
+
+    def _take(self, indices: list[Any]) -> None:
+        room = REMEMBERED - len(self.seen)
+        self.seen += [hashlib.sha256(repr(index).encode()).hexdigest()[:16] for index in indices[:room]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the order of an epoch is drawn from; rank 0's where there are several processes."""
+
+    seed: int
+    """What later epochs derive from."""
+    apart: bool
+    """Whether this one does."""
+    state: torch.Tensor
+    """torch's own generator, as the sampler finds it."""
+    own: torch.Tensor | None
+    """The state of the sampler's generator, or the loader's, if there is one."""
+    host: HostRandom
+    """Python's and NumPy's generators."""
+
+    @staticmethod
+    def now(seed: int, apart: bool, order: Order, generator: torch.Generator | None, *, seeds_workers: bool) -> Start:
+        """As things are. `seeds_workers`: torch draws a seed for workers before the order."""
+        own = generator_of(order.sampler) or generator
+        state = _after_a_seed() if seeds_workers and generator is None else torch.get_rng_state()
+        return Start(seed, apart, state, None if own is None else own.get_state(), HostRandom.capture())
+
+    def written(self) -> dict[str, Any]:
+        """As tensors, numbers and dictionaries."""
+        plain = {"seed": self.seed, "apart": self.apart, "state": self.state, "own": self.own}
+        return {**plain, **self.host.written()}
+
+    @staticmethod
+    def read(written: dict[str, Any]) -> Start:
+        """What `written` made. Raises an exception of Python's for what it did not make."""
+        for name in ("state", "own"):
+            if written[name] is not None or name == "state":
+                torch.Generator().set_state(written[name])
+        seed, apart = _count(written["seed"], least=-math.inf), _flag(written["apart"])
+        return Start(seed, apart, written["state"], written["own"], HostRandom.read(written))
+
+
+@dataclass
+class Passage:
+    """An epoch under way."""
+
+    epoch: int
+    start: Start
+    index: int = 0
+    """Batches yielded so far."""
+    ended: bool = False
+    first: First = field(default_factory=First)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a loader stands."""
+
+    epoch: int
+    """The epoch that is under way, or begins next."""
+    index: int
+    """Batches of it that were trained on."""
+    size: int | None
+    """Samples of an effective batch over all processes; None where the loader does not say."""
+    samples: int | None
+    """Samples in an epoch; None where the sampler has no length."""
+    parts: int | None
+    """Processes that each go through batches of their own; None where they divide one order."""
+    seed: int | None
+    """What later epochs derive from."""
+    drew: bool
+    """Whether they do."""
+    own: torch.Tensor | None
+    """The state of the sampler's generator, or the loader's, where no epoch is under way."""
+    start: Start | None
+    """What the epoch under way is drawn from; None between epochs."""
+    first: tuple[str, ...]
+    """By what its order is known again."""
+
+    def written(self) -> dict[str, Any]:
+        """As tensors, numbers, texts, lists and dictionaries."""
+        start = None if self.start is None else self.start.written()
+        return {**vars(self), "start": start, "first": list(self.first)}
+
+    @staticmethod
+    def read(written: dict[str, Any]) -> Position:
+        """What `written` made. Raises an exception of Python's for what it did not make."""
+        if written["own"] is not None:
+            torch.Generator().set_state(written["own"])
+        sizes = {name: None if written[name] is None else _count(written[name]) for name in ("size", "samples", "parts")}
+        return Position(
+            epoch=_count(written["epoch"]),
+            index=_count(written["index"]),
+            size=sizes["size"],
+            samples=sizes["samples"],
+            parts=sizes["parts"],
+            seed=None if written["seed"] is None else _count(written["seed"], least=-math.inf),
+            drew=_flag(written["drew"]),
+            own=written["own"],
+            start=None if written["start"] is None else Start.read(written["start"]),
+            first=tuple(str(each) for each in written["first"]),
+        )
+
+
+def without_items(items: Iterator[Any], count: int) -> Iterator[Any]:
+    """`items` without the first `count`."""
+    return itertools.islice(items, count, None)
+
+
+def without_groups(lists: Iterator[Any], size: int, count: int) -> Iterator[Any]:
+    """Lists of indices without the first `count` effective batches, each of as many as hold `size` samples."""
+    for _ in range(count):
+        there = 0
+        while there < size and (indices := next(lists, None)) is not None:
+            there += len(indices)
+    return lists
+
+
+def without_samples(lists: Iterator[Any], count: int) -> Iterator[Any]:
+    """Lists of indices without the first `count` of them."""
+    while count and (indices := next(lists, None)) is not None:
+        if len(indices) > count:
+            return itertools.chain([indices[count:]], lists)
+        count -= len(indices)
+    return lists
+
+
+def _after_a_seed() -> torch.Tensor:
+    """The state of torch's own generator after one more seed was drawn from it."""
+    twin = torch.Generator()
+    twin.set_state(torch.get_rng_state())
+    draw_seed(twin)
+    return twin.get_state()
+
+
+def _count(value: Any, least: float = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"{value!r} is neither True nor False")
+    return value
