@@ -209,9 +209,14 @@ class Stepper(torch.optim.AdamW):
     """AdamW that may run out of memory before it has done anything, or when a part of the parameters has been stepped."""
 
     injector: Injector
+    own = 0
+
+    def at(self, place: str) -> None:
+        if self.own == id(self):  # and no clone of it, whose steps are timed
+            self.injector.at(place)
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        self.injector.at("optimizer")
+        self.at("optimizer")
         groups = self.param_groups
         for group in list(groups):
             self.param_groups = [group]
@@ -219,7 +224,7 @@ class Stepper(torch.optim.AdamW):
                 super().step()
             finally:
                 self.param_groups = groups
-            self.injector.at("half optimizer")
+            self.at("half optimizer")
 
 
 def _real(x: torch.Tensor) -> bool:
@@ -229,7 +234,7 @@ def _real(x: torch.Tensor) -> bool:
 def _optimizer(model: Network, injector: Injector) -> Stepper:
     groups = [{"params": list(model.head.parameters()), "lr": 0.02}, {"params": list(model.body.parameters())}]
     optimizer = Stepper(groups, lr=0.01)
-    optimizer.injector = injector
+    optimizer.injector, optimizer.own = injector, id(optimizer)
     return optimizer
 
 

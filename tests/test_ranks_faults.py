@@ -22,7 +22,7 @@ from torch import nn
 
 import memfit
 
-FAST = 12
+FAST = 8
 SLOW = 120
 
 
