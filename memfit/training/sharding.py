@@ -10,6 +10,7 @@ from memfit.levers.fully import FullySharded
 from memfit.levers.shard import ShardedOptimizer, largest_part
 from memfit.planning.sharding import LEVELS, Standing, least_shard, levels_from
 from memfit.profiling.build import model_facts, state_bytes
+from memfit.ranks.barrier import helping
 from memfit.ranks.ranks import Ranks
 from memfit.training.core import Core
 
@@ -26,6 +27,7 @@ class Sharding:
         self.level = "off"
         self._core, self._ranks, self._asked = core, ranks, asked
         self._held: ShardedOptimizer | FullySharded | None = None
+        self._plain_barrier: Callable[[], None] = lambda: None
 
     def begin(self, prepare: Callable[[], None], again: Callable[[], None]) -> None:
         """Take the first level by which every process can `prepare`; `again` is called before the next is tried. Raises
@@ -53,6 +55,7 @@ class Sharding:
             self._held.undo()
             self._held = None
             self._core.hold_in_parts("off", self._core.optimizer)
+        self._plain_barrier()
         self.level = "off"
 
     def _first(self) -> str:
@@ -67,6 +70,7 @@ class Sharding:
             return
         self.undo()
         core = self._core
+        self._plain_barrier = helping(self._ranks) if level != "off" else lambda: None
         if level == "optimizer":
             self._held = ShardedOptimizer(core.optimizer, self._ranks)
             core.hold_in_parts(level, self._held.local)
