@@ -1,8 +1,8 @@
 """A script's `dist.barrier()` while something is held in parts: processes help the others before they wait for them.
 
 `if rank == 0: torch.save(model.state_dict())` and a barrier behind it is what scripts write; the one that saves needs the
-others, who would wait in the barrier for it. Not covered: barriers imported by name before, and other collectives of the script's
-own.
+others, who would wait in the barrier for it. Not covered: barriers imported by name before, and other collectives of the
+script's own.
 """
 
 from __future__ import annotations
