@@ -182,8 +182,11 @@ def test_a_later_version_is_refused_by_its_number() -> None:
 
 FIELDS = [field.name for field in dataclasses.fields(Report)]
 
+LATER = ["every"]
+"""Fields that files of earlier versions do not have."""
 
-@pytest.mark.parametrize("field", FIELDS)
+
+@pytest.mark.parametrize("field", [name for name in FIELDS if name not in LATER])
 def test_a_missing_field_is_refused_by_name(field: str) -> None:
     damaged = data()
     del damaged[field]

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from memfit.loading.draws import Order, Stream, draw_seed, keeps_own_order
 from memfit.loading.parts import Division, check_length
 from memfit.loading.pieces import Grouping
+from memfit.loading.shares import Shares
 from memfit.ranks.ranks import Ranks
 
 DRAWING = "an epoch of the loader"
@@ -71,6 +72,10 @@ class CommonDraws:
             if not keeps_own_order(order.sampler):
                 order.stream = Stream(state=first.state)
         return first.seed, first.apart
+
+    def begin_shares(self, shares: Shares) -> None:
+        """An epoch begins, divided as rank 0 divides it."""
+        shares.begin(self.ranks.gather(shares.latest, DRAWING)[0])
 
     def differ(self, indices: list[Any]) -> bool:
         """Whether the processes are given different indices for their first effective batch."""

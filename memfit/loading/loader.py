@@ -29,6 +29,7 @@ from memfit.loading.draws import Order, Stream, keeps_own_order, mixed, peek_see
 from memfit.loading.packing import PackingCollate, keep
 from memfit.loading.parts import Part, counts_of, over_all
 from memfit.loading.pieces import Counted, CountingCollate, Grouping, Regrouped, as_counted
+from memfit.loading.shares import Shares
 from memfit.ranks.ranks import Ranks
 
 
@@ -116,6 +117,8 @@ class EffectiveLoader(DataLoader[Any]):
         return self._latest.index if self._latest else -1
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterator class
+        if self._drawn is not None and self.shares is not None:
+            self._drawn.begin_shares(self.shares)
         epoch = self._epochs
         seed = peek_seed(self.generator) if self._seed is None else self._seed
         apart = bool(epoch) and (self._apart is None or self._apart())
@@ -128,6 +131,11 @@ class EffectiveLoader(DataLoader[Any]):
         pieces = iter(self._inner)
         self._epochs += 1
         return _Epoch(self, epoch, self._batches(pieces, epoch))
+
+    @property
+    def shares(self) -> Shares | None:
+        """Which part of an effective batch is whose; None where that is not this loader's to say."""
+        return None if self._division is None else self._division.shares
 
     def __len__(self) -> int:
         """Iterations of this loader; an estimate where batches of a batch sampler of varying size are joined."""

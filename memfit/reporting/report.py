@@ -20,7 +20,7 @@ from memfit.planning.search import with_blocks
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import timing_at
 from memfit.profiling.timeline import Timeline
-from memfit.reporting.facts import Allowance, BlockCost, Curve, Happening, Offer, Pace
+from memfit.reporting.facts import Allowance, BlockCost, Curve, Happening, Offer, Pace, RankFacts
 from memfit.reporting.files import read_text, restored, strict, unreadable, write_in_format
 from memfit.reporting.memory import block_costs, curve_of
 from memfit.reporting.offers import drift, offers_for
@@ -80,6 +80,8 @@ class Report:
     """When the report was made, ISO 8601."""
     version: int = VERSION
     """Version of the file format."""
+    every: tuple[RankFacts, ...] = ()
+    """All processes, by rank, as they last told each other; empty in one process."""
 
     @property
     def fits(self) -> bool:
@@ -158,6 +160,7 @@ def make_report(
     verification: Verification | None,
     script_precision: str,
     draws: Sequence[str] = (),
+    every: Sequence[RankFacts] = (),
 ) -> Report:
     """The report of a run.
 
@@ -165,6 +168,7 @@ def make_report(
     `.message`; `stats` are those of `Run.stats()`, and may name "ranks". `seconds` and `waits` are those of the last
     optimizer steps and batches. `asked` is what the user asked of each lever; "script_accumulation" among it counts the
     script's own iterations per optimizer step. `draws` are the names of modules that draw random numbers.
+    `every` are the processes that train together.
     """
     allowance = _allowance(budget)
     timeline = _timeline(plan, profile)
@@ -174,7 +178,7 @@ def make_report(
         allowance=allowance,
         asked=tuple((str(lever), str(value)) for lever, value in asked.items()),
         script_precision=script_precision,
-        ranks=int(stats.get("ranks") or 1),
+        ranks=len(every) or int(stats.get("ranks") or 1),
         iterations=_count(asked.get("script_accumulation")),
         parameters=None if profile is None else profile.model.parameters,
         block_count=None if profile is None else len({*profile.blocks, *profile.script_blocks, *plan.checkpoint}),
@@ -191,6 +195,7 @@ def make_report(
         notes=tuple(dict.fromkeys((*plan.notes, *(() if profile is None else profile.notes)))),
         software=software(),
         made=made_now(),
+        every=tuple(every),
     )
 
 

@@ -77,6 +77,7 @@ class Stepper:
         self._share = 1
         self._plans: list[Planned] = []
         self._in_force: Planned | None = None
+        core.on_forget.append(self.plan_again)
         self._latest: tuple[Hashable, tuple[Layout, Shapes]] = (None, (Layout((), 0), ()))
 
     def ordered(self, batch: Any) -> Ordered:
@@ -86,6 +87,10 @@ class Stepper:
     def prepare(self, like: Ordered, share: int | None) -> None:
         """Plan for effective batches of `share` samples (None: as many) like those in `like`, without running any."""
         self._decide(like, share or like.samples)
+
+    def plan_again(self) -> None:
+        """Forget the plans: what they rest on has changed."""
+        self._plans, self._in_force = [], None
 
     def task(self, batch: Any) -> Task:
         """What there is to profile in a batch like this one."""

@@ -22,6 +22,7 @@ from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging, sparse_parameters
 from memfit.ranks.buckets import Reducer
 from memfit.ranks.ranks import Ranks
+from memfit.training.company import STATED as OF_ITSELF, Company
 from memfit.training.takeover import TakenOver
 from memfit.training.ways import Way, common, way_of, ways_of, weighting_by
 
@@ -63,13 +64,16 @@ class _Stated:
 class Together:
     """The gradients of `staging`'s parameters over all `ranks`.
 
-    Attribute `mean`: whether sums are divided by the number of processes, as plain DistributedDataParallel does.
+    Attributes: `mean` (whether sums are divided by the number of processes, as plain DistributedDataParallel does), `company`
+    (what processes tell each other about themselves in the same exchange, if they do).
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, staging: Staging, taken: TakenOver | None = None) -> None:
         self.ranks = ranks
         self.mean, self._shares_buffers = (False, True) if taken is None else (taken.mean, taken.shares_buffers)
         self._model, self._staging = model, staging
+        self.company: Company | None = None
+        self._heard: list[list[float]] = []
         self._parameters: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
         self._look()
@@ -91,7 +95,7 @@ class Together:
             raise
         except BaseException as error:
             self._look()
-            self.ranks.failed(error, STATED + len(self._parameters))
+            self.ranks.failed(error, STATED + len(self._parameters) + (OF_ITSELF if self.company is not None else 0))
             raise
 
     def combine(
@@ -114,6 +118,8 @@ class Together:
         gradients = self._own(total)
         told = self._agreed(total, gradients, weighting, divided)
         self._check(told)
+        if self.company is not None:
+            self.company.heard(self._heard, self._steps)
         counting = [each for each in told if each.way is not None]
         if len({each.way for each in counting}) > 1:
             nothing = told[self.ranks.rank].way is None
@@ -190,11 +196,17 @@ class Together:
             rivals = [*map(float, known), *rivals][: 2 * MOST_RIVALS]
         reached = [float(i in gradients) for i in range(len(self._parameters))]
         code = float(way_of(weighting).code)
+        of_itself = [] if self.company is None else self.company.stated()
         told = self.ranks.agree(
-            [float(self._steps), weight, value, code, self._digest(), float(total.samples), float(divided), *rivals, *reached],
+            [
+                *(float(self._steps), weight, value, code, self._digest(), float(total.samples), float(divided)),
+                *(*rivals, *reached, *of_itself),
+            ],
             STEP,
         )
-        return [_stated(numbers) for numbers in told]
+        end = STATED + len(reached)
+        self._heard = [numbers[end:] for numbers in told]
+        return [_stated(numbers[:end]) for numbers in told]
 
     def _digest(self) -> float:
         """What the first elements of all parameters add up to, in steps 1, 2, 4, 8, ...: it is the same everywhere."""
