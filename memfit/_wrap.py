@@ -38,9 +38,10 @@ from memfit.ranks.join import join
 from memfit.ranks.ranks import Ranks
 from memfit.reporting.stderr import tell
 from memfit.training.catchup import CatchUp
+from memfit.training.company import Company
 from memfit.training.core import Core
 from memfit.training.guard import AccumulationGuard
-from memfit.training.joining import beginning, beside, check_alike, check_share, start_alike
+from memfit.training.joining import WRAPPING, beginning, beside, check_alike, check_share, start_alike
 from memfit.training.run import Run
 from memfit.training.script import Script
 from memfit.training.settings import Settings
@@ -188,7 +189,8 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     shard = settings.shard if plan is None else plan.shard
     check_sharded(shard, ranks)
     if ranks is not None:
-        _agree_to_begin(ranks, model, optimizer, loader, given.target_batch, loss_fn)
+        _agree_to_begin(ranks, model, optimizer, loader, given.target_batch, loss_fn, settings.precision)
+        plan = plan if plan is None else plan.on_rank(ranks.rank, ranks.size)
         settings = replace(settings, rank=ranks.rank, ranks=ranks.size)
     allowed, card = _allowed(given.budget, device, asked)
     together = 1 if ranks is None else beside(ranks, device)
@@ -205,6 +207,8 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     run.script_batch = _script_batch(loader, settings)
     _tell_of_plans(run, core, asked, in_script=loss_fn is None and plan is None)
     run.loader = _effective(loader, settings.together, loss_fn, run, ranks, core.tell)
+    if core.together is not None:
+        core.company = core.together.company = _company(core, core.together.ranks, run, plan)
     guard = None
     if given.target_batch is not None and loader is not None:
         guard = AccumulationGuard(given.target_batch, settings.script_accumulation)
@@ -219,9 +223,11 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
             stepper = Stepper(core, loss_of_outer(given.taken, loss_fn), run.whole_loss(loss_fn, script))
             prepare = partial(_prepare, stepper, core, loader, given.sample, settings.share)
             _shared(sharding, prepare, stepper.plan_again)
+            _tell_others(core, prepare)
             run.take_steps(stepper, loss_fn, given.before_step)
         else:
             _shared(sharding, lambda: None, lambda: None)
+            _tell_others(core, lambda: None)
             run.intercept(script)
     except PlanReady:
         raise
@@ -249,13 +255,41 @@ def _script_batch(loader: Any, settings: Settings) -> int | None:
 
 
 def _agree_to_begin(
-    ranks: Ranks, model: nn.Module, optimizer: Optimizer, loader: Any, target_batch: int | None, loss_fn: LossFn | None
+    ranks: Ranks,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loader: Any,
+    target_batch: int | None,
+    loss_fn: LossFn | None,
+    precision: str,
 ) -> None:
     """Every process has the same, and starts from rank 0's parameters."""
     check_share(ranks, target_batch)
     refuse_synchronised_norms(model)
-    check_alike(ranks, model, optimizer, loader, target_batch=target_batch, loss_fn="none" if loss_fn is None else "given")
+    loss = "none" if loss_fn is None else "given"
+    check_alike(ranks, model, optimizer, loader, target_batch=target_batch, loss_fn=loss, precision=precision)
     start_alike(ranks, model)
+
+
+def _company(core: Core, ranks: Ranks, run: Run, plan: Plan | None) -> Company:
+    """What processes tell each other; a plan of all of them that was made elsewhere says who has which share."""
+    company = Company(core, ranks, run.measured_peak)
+    shares = run.loader.shares if isinstance(run.loader, EffectiveLoader) else None
+    company.shares = shares
+    if shares is not None and plan is not None and len(plan.ranks) == ranks.size and sum(plan.shares) == sum(shares.latest):
+        shares.latest = plan.shares
+    return company
+
+
+def _tell_others(core: Core, prepare: Callable[[], None]) -> None:
+    """Tell the other processes of the plan; make it again where they have to plan alike."""
+    if core.company is None:
+        return
+    before = core.settings.precision
+    core.company.meet(WRAPPING)
+    if core.settings.precision != before:
+        prepare()
+        core.company.meet(WRAPPING)
 
 
 def _tell_of_plans(run: Run, core: Core, asked: Asked | None, *, in_script: bool) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from memfit.batches.pieces import next_size
 from memfit.planning.search import micro_batch_sizes
-from memfit.training import tune
+from memfit.training import laps
 from memfit.training.tune import ENOUGH, Tuner, spread
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def tuned(
     machine: Machine, fitting: tuple[int, ...], planned: int, share: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, int]:
     """(the size taken, the batches it took to know)."""
-    monkeypatch.setattr(tune.time, "perf_counter", machine.perf_counter)
+    monkeypatch.setattr(laps.time, "perf_counter", machine.perf_counter)
     tuner = Tuner(fitting, planned, CPU)
     batches = 0
     while not tuner.done:
@@ -87,7 +87,7 @@ def test_a_single_size_has_nothing_to_measure() -> None:
 
 def test_what_a_failed_pass_proposed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(lambda size: 1.0)
-    monkeypatch.setattr(tune.time, "perf_counter", machine.perf_counter)
+    monkeypatch.setattr(laps.time, "perf_counter", machine.perf_counter)
     tuner = Tuner((1, 2), 2, CPU)
     for _ in range(5):
         tuner.begin()
@@ -135,7 +135,7 @@ def pieces_of(elements: int) -> list[tuple[int, int]]:
 
 def test_samples_of_different_sizes_are_measured_by_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(tune.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(laps.time, "perf_counter", lambda: now)
     fitting = [10 * n for n in micro_batch_sizes(64)]
     tuner = Tuner(fitting, fitting[-1], CPU, whole=True)
     batches = 0
@@ -156,7 +156,7 @@ def test_samples_of_different_sizes_are_measured_by_whole_batches(monkeypatch: p
 
 def test_a_batch_that_failed_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(tune.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(laps.time, "perf_counter", lambda: now)
     tuner = Tuner((10, 20), 10, CPU, whole=True)
     tuner.begin()
     tuner.expect_batch(tuner.next_choice(), 40, 4)

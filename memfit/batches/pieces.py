@@ -42,6 +42,21 @@ def part_of(samples: int, rank: int, ranks: int) -> int:
     return samples // ranks + (rank < samples % ranks)
 
 
+def divided(samples: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """`samples` in parts as near as possible to the proportions of `weights` (positive), the first ones taking the rest; none
+    is empty where there are as many samples as parts. Equal weights give every process's `part_of`."""
+    whole, count = sum(weights), len(weights)
+    parts = [samples * weight // whole for weight in weights]
+    short = sorted(range(count), key=lambda i: -(samples * weights[i] % whole))[: samples - sum(parts)]
+    for i in short:
+        parts[i] += 1
+    for i in range(count) if samples >= count else ():
+        if not parts[i]:
+            parts[max(range(count), key=parts.__getitem__)] -= 1
+            parts[i] = 1
+    return tuple(parts)
+
+
 def count_of(runs: Runs) -> int:
     """How many pieces these are."""
     return sum(count for _, count in runs)

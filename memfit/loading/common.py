@@ -19,6 +19,7 @@ from memfit.loading.draws import Order, Stream, generator_of, keeps_own_order
 from memfit.loading.parts import Division, check_length
 from memfit.loading.pieces import Grouping
 from memfit.loading.position import Start
+from memfit.loading.shares import Shares
 from memfit.ranks.ranks import Ranks
 
 DRAWING = "an epoch of the loader"
@@ -55,6 +56,10 @@ class CommonDraws:
             if not keeps_own_order(order.sampler):
                 order.stream = Stream(state=first.state)
         return first
+
+    def begin_shares(self, shares: Shares) -> None:
+        """An epoch begins, divided as rank 0 divides it."""
+        shares.begin(self.ranks.gather(shares.latest, DRAWING)[0])
 
     def differ(self, indices: list[Any]) -> bool:
         """Whether the processes are given different indices for their first effective batch."""

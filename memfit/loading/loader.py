@@ -30,6 +30,7 @@ from memfit.loading.inner import grouping_of, inner_loader, iterations
 from memfit.loading.parts import Part, counts_of, over_all
 from memfit.loading.pieces import Counted, Regrouped, as_counted
 from memfit.loading.position import Passage, Position, Start, without_groups, without_items, without_samples
+from memfit.loading.shares import Shares
 from memfit.loading.watch import Watch
 from memfit.ranks.ranks import Ranks
 
@@ -130,6 +131,8 @@ class EffectiveLoader(DataLoader[Any]):
         return self._watch.drew
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterator class
+        if self._drawn is not None and self.shares is not None:
+            self._drawn.begin_shares(self.shares)
         self._watch.look()  # where an epoch was left early
         epoch, resumed, self._resumed = self._epochs, self._resumed, None
         self._order.stream, self._order.spends = None, True
@@ -144,6 +147,11 @@ class EffectiveLoader(DataLoader[Any]):
         self._watch.mark()
         self._epochs, self._passage = epoch + 1, passage
         return _Epoch(self, passage, self._batches(pieces, passage), pieces, () if resumed is None else resumed.first)
+
+    @property
+    def shares(self) -> Shares | None:
+        """Which part of an effective batch is whose; None where that is not this loader's to say."""
+        return None if self._division is None else self._division.shares
 
     def __len__(self) -> int:
         """Iterations of this loader; an estimate where batches of a batch sampler of varying size are joined."""

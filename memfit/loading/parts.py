@@ -1,9 +1,9 @@
 """One process's part of every effective batch: which samples each batch has is the same at any number of processes.
 
 Effective batch t is the t-th run of `target_batch` indices in the order that the script's sampler draws; every process takes
-a contiguous part of it. So only indices are drawn everywhere; each process loads its own samples. Not covered: samplers that
-already give every process indices of its own, DistributedSampler apart (noticed: they differ between processes), and those
-without a length.
+a contiguous part of it, as large as `Shares` says. So only indices are drawn everywhere; each process loads its own samples.
+Not covered: samplers that already give every process indices of its own, DistributedSampler apart (noticed: they differ
+between processes), and those without a length.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DistributedSampler
 
 from memfit._errors import UsageError
-from memfit.batches.pieces import part_of
+from memfit.loading.shares import Shares
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Division:
     """Whether a last, smaller effective batch is left out."""
     never_empty: bool
     """Whether a process without a sample of a batch is given one all the same, which then has to weigh nothing."""
+    shares: Shares = field(init=False, compare=False)
+    """Who has which part."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shares", Shares(self.size, self.ranks))
 
     def batches(self, samples: int) -> int:
         """Effective batches in so many samples."""
@@ -41,7 +46,7 @@ class Division:
 
     def own(self, index: int, samples: int) -> int:
         """How many samples of that effective batch are this process's."""
-        return part_of(min(self.size, samples - index * self.size), self.rank, self.ranks)
+        return self.shares.parts(index, min(self.size, samples - index * self.size))[self.rank]
 
     def taken(self, index: int, samples: int) -> int:
         """How many it loads."""
@@ -74,13 +79,15 @@ class Part:
         for number in range(division.batches(samples)):
             batch = list(itertools.islice(indices, division.size))
             if self._apart is None:
-                self._apart = self._differ(batch)
-            yield from batch[: division.taken(number, samples)] if self._apart else self._mine(batch)
+                self._apart = division.shares.fixed = self._differ(batch)
+            division.shares.drawing(number)
+            yield from batch[: division.taken(number, samples)] if self._apart else self._mine(number, batch)
 
-    def _mine(self, batch: list[Any]) -> list[Any]:
+    def _mine(self, number: int, batch: list[Any]) -> list[Any]:
         division = self.division
-        start = sum(part_of(len(batch), rank, division.ranks) for rank in range(division.rank))
-        found = batch[start : start + part_of(len(batch), division.rank, division.ranks)]
+        parts = division.shares.parts(number, len(batch))
+        start = sum(parts[: division.rank])
+        found = batch[start : start + parts[division.rank]]
         return found or (batch[:1] if division.never_empty else [])
 
 

@@ -58,6 +58,34 @@ class Option:
 
 
 @dataclass(frozen=True)
+class RankPlan:
+    """How one of several processes runs its part of an optimizer step."""
+
+    rank: int
+    """Its number."""
+    device: str
+    """Its device's name."""
+    limit: int
+    """Its budget: bytes it may hold."""
+    margin: int
+    """Bytes of that kept free."""
+    held: int
+    """Bytes of that held by what the profile does not count."""
+    share: int
+    """Samples of an effective batch that it runs."""
+    micro_batch: int
+    """Samples per forward."""
+    accumulation: int
+    """Micro-batches per optimizer step."""
+    precision: str
+    """off, or what autocast computes in."""
+    checkpoint: tuple[str, ...]
+    """Names of checkpointed blocks."""
+    predicted: Cost
+    """What that costs it."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """How one optimizer step is run."""
 
@@ -114,6 +142,8 @@ class Plan:
     """What else was considered, the rejected with their reasons."""
     notes: tuple[str, ...] = ()
     """What the reader should know."""
+    ranks: tuple[RankPlan, ...] = ()
+    """Several processes: how each that has planned runs its share, by rank, the same in the plan of every one of them."""
     version: int = field(default=VERSION)
     """Version of the file format."""
 
@@ -137,9 +167,57 @@ class Plan:
         """What a size of micro-batch is counted in: 1 for samples, the median sample's elements where samples differ."""
         return self.median or 1
 
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Samples of an effective batch that each process runs, by rank."""
+        return tuple(each.share for each in self.ranks) or (self.share,)
+
     def sizes_with_same_levers(self) -> tuple[int, ...]:
         """The micro-batch sizes among the options that fit with this plan's precision and blocks."""
-        return tuple(sorted({o.micro_batch for o in self._same_levers() if o.fits}))
+        return tuple(sorted({o.micro_batch for o in self.fitting_with_same_levers()}))
+
+    def fitting_with_same_levers(self) -> tuple[Option, ...]:
+        """The options that fit with this plan's precision and blocks."""
+        return tuple(option for option in self._same_levers() if option.fits)
+
+    def of_rank(self, rank: int) -> RankPlan:
+        """What the other processes are told of this plan, which is that of process number `rank`."""
+        same = {name: getattr(self, name) for f in dataclasses.fields(RankPlan) if (name := f.name) != "rank"}
+        return RankPlan(rank=rank, **same)
+
+    def on_rank(self, rank: int, ranks: int) -> Plan:
+        """The plan of process number `rank` of `ranks`, where this one was made by another of as many and knows it."""
+        own = next((each for each in self.ranks if each.rank == rank), None)
+        if own is None or len(self.ranks) != ranks:
+            return self
+        same = {f.name: getattr(own, f.name) for f in dataclasses.fields(own) if f.name != "rank"}
+        return replace(self, mode=self._mode_of(own.accumulation), **same)
+
+    def with_share(self, share: int) -> Plan:
+        """The plan for another share, cut into micro-batches of the same size."""
+        if share == self.share:
+            return self
+        times = share / self.share
+
+        def scaled(cost: Cost) -> Cost:
+            return cost if cost.seconds is None else replace(cost, seconds=cost.seconds * times)
+
+        def anew(option: Option) -> Option:
+            return replace(option, accumulation=-(-share // option.micro_batch), cost=scaled(option.cost))
+
+        micro = min(self.micro_batch, share)
+        count = -(-share // micro)
+        return replace(
+            self,
+            mode=self._mode_of(count),
+            share=share,
+            micro_batch=micro,
+            accumulation=count,
+            predicted=scaled(self.predicted),
+            asked=scaled(self.asked),
+            keep=min(self.keep, max(0, count - 1)),
+            options=tuple(anew(option) for option in self.options if option.micro_batch <= share),
+        )
 
     def measured(self, micro_batch: int, rates: dict[int, float]) -> Plan:
         """The plan with another size of micro-batch, and the seconds per unit that were measured for several sizes."""
@@ -168,6 +246,10 @@ class Plan:
             by_size=table,
             options=options,
         )
+
+    def _mode_of(self, accumulation: int) -> str:
+        """The mode of this plan with so many micro-batches."""
+        return self.mode if self.mode == "replay" else "accumulate" if accumulation > 1 else "whole"
 
     def _same_levers(self) -> list[Option]:
         """The options with this plan's precision and blocks."""
@@ -284,7 +366,7 @@ _NESTED: dict[str, type] = {"predicted": Cost, "asked": Cost, "cost": Cost}
 _OPTIONAL = {"seconds": float, "target_batch": int}
 _FLOATS = ("overhead",)
 _COUNTS = ("share", "micro_batch", "accumulation", "target_batch")
-_NOT_BELOW_ZERO = ("limit", "margin", "held", "peak", "upper", "seconds", "median", "keep", "checkpoint")
+_NOT_BELOW_ZERO = ("limit", "margin", "held", "peak", "upper", "seconds", "median", "keep", "checkpoint", "rank")
 _ROWS = {"by_size": 3, "size_peaks": 4}
 _CHOICES = {
     "mode": ("whole", "accumulate", "replay"),
@@ -317,6 +399,8 @@ def _value(f: Any, value: Any, source: str) -> Any:
         return _build(_NESTED[f.name], value, source)
     if f.name == "options":
         return tuple(_build(Option, item, source) for item in _list(f, value, source))
+    if f.name == "ranks":
+        return _in_order(f, tuple(_build(RankPlan, item, source) for item in _list(f, value, source)), source)
     if f.name in _ROWS:
         pairs = _list(f, value, source)
         length = _ROWS[f.name]
@@ -344,6 +428,13 @@ def _value(f: Any, value: Any, source: str) -> Any:
     if f.name in _CHOICES and value not in _CHOICES[f.name]:
         raise _wrong(f, value, source)
     return value
+
+
+def _in_order(f: Any, ranks: tuple[RankPlan, ...], source: str) -> tuple[RankPlan, ...]:
+    numbers = [each.rank for each in ranks]
+    if numbers != sorted(set(numbers)):
+        raise _wrong(f, numbers, source)
+    return ranks
 
 
 def _list(f: Any, value: Any, source: str) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from memfit._units import alike, count, format_bytes, format_range, format_seconds
 
 if TYPE_CHECKING:
-    from memfit.planning.plan import Option, Plan
+    from memfit.planning.plan import Option, Plan, RankPlan
 
 MUCH_MORE = 1.05
 """From this many times what is expected on, what a step may come to is said, too."""
@@ -47,11 +47,21 @@ class Way(Cut, Protocol):
 def told(plan: Plan) -> str:
     """All of a plan, in lines."""
     lines = [f"memfit plan for {plan.model} with {plan.optimizer} on {plan.device}", f"  {summary(plan)}"]
+    lines += [f"  {_of_rank(each)}" for each in plan.ranks]
     options = nearest(plan.rejected, plan.micro_batch)
     lines += [f"  not taken ({FACTORS}{_of_which(plan)}):"] if options else []
     lines += [f"    {_option(option, plan)}" for option in options]
     lines += [f"    and {len(plan.rejected) - len(options)} more"] if len(plan.rejected) > len(options) else []
     return "\n".join([*lines, *(f"  note: {note}" for note in plan.notes)])
+
+
+def _of_rank(each: RankPlan) -> str:
+    """What one of several processes does."""
+    levers = [f"{count(len(each.checkpoint), 'block')} checkpointed"] if each.checkpoint else []
+    levers += [each.precision] if each.precision != "off" else []
+    with_levers = f" ({', '.join(levers)})" if levers else ""
+    memory = f"{format_bytes(each.predicted.peak + each.held)} of {format_bytes(each.limit)} on {each.device}"
+    return f"rank {each.rank}: {each.share:,} in {micro_batches(each, each.share)}{with_levers}, {memory}"
 
 
 def summary(plan: Plan) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memfit._errors import RankFailed
+from memfit._errors import MemfitError, RankFailed
 from memfit.hardware.exhausted import patiently
 from memfit.ranks.exchange import Exchange, Told
 from memfit.ranks.passes import PASSES, Passes
@@ -213,6 +213,8 @@ class Ranks:
 def _line_of(error: BaseException) -> str:
     """An error in a line, with the place it was raised at."""
     text = (str(error).splitlines() or [""])[0]
+    if isinstance(error, MemfitError):  # with that process's own numbers
+        text = f"{error.asked}: {error.found}"
     place, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memfit.planning.plan import RankPlan
+
 
 @dataclass(frozen=True)
 class Allowance:
@@ -146,6 +148,34 @@ class BatchChange:
     def factor(self) -> float:
         """How many times the script's batch this one is."""
         return self.now / self.before
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One of several processes, as it was when they last told each other."""
+
+    rank: int
+    """Its number."""
+    host: str
+    """The machine's name."""
+    device: str
+    """The device's name."""
+    limit: int
+    """Bytes it may hold."""
+    steps: int
+    """Optimizer steps done then."""
+    plan: RankPlan | None
+    """How it runs its share; None as long as it has not planned."""
+    peak: int | None
+    """Most bytes it held, on the budget's scale; None where that is not known."""
+    computing: float | None
+    """Seconds per step in its micro-batches, the median of the latest; None where they were not timed."""
+    exchange: float | None
+    """Seconds per step until all had gathered their gradients and those were added up, likewise."""
+    ran_out: int
+    """How often memory ran out on it."""
+    latest: str = ""
+    """What was said when it last did."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from memfit.reporting.colours import COLOURS, MEANING, colour
 from memfit.reporting.lines import answers, at_moment, comparison, headline, peak_holds, verdict
 from memfit.reporting.pages import environment, rendered
 from memfit.reporting.report import Report
-from memfit.reporting.tables import MOST, Table, blocks, events, levers, notes, options, phases, sizes, waiting
+from memfit.reporting.tables import MOST, Table, blocks, events, every_rank, levers, notes, options, phases, sizes, waiting
 
 
 def page(report: Report) -> str:
@@ -51,6 +51,7 @@ def _first_screen(report: Report) -> dict[str, Any]:
 
 def _tables(report: Report) -> dict[str, Table]:
     made = {
+        "every": every_rank(report),
         "phases": phases(report),
         "options": options(report),
         "sizes": sizes(report),

@@ -14,6 +14,7 @@ from memfit._units import alike, count, format_bytes, format_count, format_secon
 from memfit.planning.plan import Option
 from memfit.planning.wording import OWN_PRECISION, cut, micro_batches
 from memfit.reporting.advice import next_moves, one_step
+from memfit.reporting.every import together
 from memfit.reporting.facts import Moment
 from memfit.reporting.pace import asked_seconds, not_run_yet, seconds_of, steady
 from memfit.reporting.rates import rate_rules
@@ -98,7 +99,9 @@ def comparison(report: Report) -> tuple[Row, ...]:
 
 def samples_per_step(report: Report) -> int:
     """Samples per optimizer step over all processes."""
-    return report.plan.target_batch or report.plan.share * report.ranks * report.iterations
+    plan = report.plan
+    own = sum(plan.shares) if len(plan.ranks) == report.ranks else plan.share * report.ranks
+    return plan.target_batch or own * report.iterations
 
 
 def _batch(report: Report) -> Row:
@@ -111,9 +114,13 @@ def _batch(report: Report) -> Row:
 
 def _factors(report: Report) -> Iterator[str]:
     """What a batch is more than what one iteration of one process runs."""
-    yield f"{report.plan.share:,} samples"
-    if report.ranks > 1:
-        yield f"{report.ranks} ranks"
+    shares = report.plan.shares
+    if len(set(shares)) > 1:
+        yield f"({' + '.join(f'{share:,}' for share in shares)} samples)"
+    else:
+        yield f"{report.plan.share:,} samples"
+        if report.ranks > 1:
+            yield f"{report.ranks} ranks"
     if report.iterations > 1:
         yield f"{report.iterations} of your iterations"
 
@@ -189,6 +196,7 @@ def answers(report: Report) -> tuple[Entry, ...]:
         _same(report),
         Entry("not kept equal", tuple(not_equal(report)), "open"),
         Entry("learning rate", tuple(rate_rules(report.change, report.plan.optimizer)), "open"),
+        Entry("ranks", tuple(together(report))),
         Entry("it costs", tuple(_cost(report))),
         Entry("memory holds", tuple(_holds(report))),
         Entry("so far", tuple(_so_far(report))),

@@ -20,7 +20,7 @@ from memfit.planning.search import with_blocks
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import timing_at
 from memfit.profiling.timeline import Timeline
-from memfit.reporting.facts import Allowance, BatchChange, BlockCost, Curve, Happening, Offer, Pace
+from memfit.reporting.facts import Allowance, BatchChange, BlockCost, Curve, Happening, Offer, Pace, RankFacts
 from memfit.reporting.files import read_text, restored, strict, unreadable, write_in_format
 from memfit.reporting.memory import block_costs, curve_of
 from memfit.reporting.offers import drift, offers_for
@@ -82,6 +82,8 @@ class Report:
     """Version of the file format."""
     change: BatchChange | None = None
     """The batch against the script's; None where it is the script's, or where that is not known."""
+    every: tuple[RankFacts, ...] = ()
+    """All processes, by rank, as they last told each other; empty in one process."""
 
     @property
     def fits(self) -> bool:
@@ -164,6 +166,7 @@ def make_report(
     script_precision: str,
     draws: Sequence[str] = (),
     change: BatchChange | None = None,
+    every: Sequence[RankFacts] = (),
 ) -> Report:
     """The report of a run.
 
@@ -171,7 +174,7 @@ def make_report(
     `.message`; `stats` are those of `Run.stats()`, and may name "ranks". `seconds` and `waits` are those of the last
     optimizer steps and batches. `asked` is what the user asked of each lever; "script_accumulation" among it counts the
     script's own iterations per optimizer step. `draws` are the names of modules that draw random numbers;
-    `change` is the batch against the script's.
+    `change` is the batch against the script's; `every` are the processes that train together.
     """
     allowance = _allowance(budget)
     timeline = _timeline(plan, profile)
@@ -181,7 +184,7 @@ def make_report(
         allowance=allowance,
         asked=tuple((str(lever), str(value)) for lever, value in asked.items()),
         script_precision=script_precision,
-        ranks=int(stats.get("ranks") or 1),
+        ranks=len(every) or int(stats.get("ranks") or 1),
         iterations=_count(asked.get("script_accumulation")),
         parameters=None if profile is None else profile.model.parameters,
         block_count=None if profile is None else len({*profile.blocks, *profile.script_blocks, *plan.checkpoint}),
@@ -199,6 +202,7 @@ def make_report(
         software=software(),
         made=made_now(),
         change=change,
+        every=tuple(every),
     )
 
 

@@ -11,12 +11,17 @@ from memfit.planning.plan import Option
 from memfit.planning.search import NORMS
 from memfit.planning.wording import FACTORS, of_median, reason, way
 from memfit.reporting.colours import COLOURS
-from memfit.reporting.facts import BlockCost, Moment
+from memfit.reporting.facts import BlockCost, Moment, RankFacts
 from memfit.reporting.lines import not_equal
 from memfit.reporting.pace import loader_share, not_run_yet, seconds_of, steady, typical_wait
 from memfit.reporting.report import Report
 from memfit.reporting.words import instead, more_bytes, more_seconds, percent
 
+RANK_COLUMNS = (
+    *("rank", "host", "device", "share", "micro-batch x steps", "blocks checkpointed", "precision"),
+    *("budget", "held beside", "expected", "at most", "measured", "computing", "exchange", "out of memory"),
+)
+"""What is said of every process."""
 MOST = 300
 """Rows of a table at most; what is beyond is counted."""
 
@@ -41,8 +46,38 @@ class Table:
 
 def tables(report: Report) -> tuple[Table, ...]:
     """All tables that have something to show."""
-    makers = (phases, blocks, options, sizes, levers, waiting, events)
+    makers = (every_rank, phases, blocks, options, sizes, levers, waiting, events)
     return tuple(table for table in (make(report) for make in makers) if table.rows)
+
+
+def every_rank(report: Report) -> Table:
+    """Every process's part, memory and time, side by side."""
+    shown = report.every[:MOST]
+    rows = tuple(map(_rank_row, shown))
+    steps = max((each.steps for each in shown), default=0)
+    note = (
+        "Computing: seconds per step in micro-batches. Exchange: until all have gathered their gradients, and these are added "
+        f"up. As of step {steps:,}." + _left_out(report.every)
+    )
+    numbers = frozenset(i for i, name in enumerate(RANK_COLUMNS) if name not in ("host", "device", "precision"))
+    table = Table("Every rank", RANK_COLUMNS, rows, numbers, note=note)
+    for column in ("host", "device", "blocks checkpointed", "precision", "out of memory"):  # that say nothing
+        at = table.columns.index(column)
+        found = {row[at] for row in table.rows}
+        table = without(table, column) if found <= {"0", "-", "as the script"} or (at < 3 and len(found) < 2) else table
+    return table
+
+
+def _rank_row(each: RankFacts) -> tuple[str, ...]:
+    plan = each.plan
+    own = ("-",) * 4
+    if plan is not None:
+        precision = "as the script" if plan.precision == "off" else plan.precision
+        own = (f"{plan.share:,}", f"{plan.micro_batch} x {plan.accumulation}", str(len(plan.checkpoint)), precision)
+    known = (None,) * 3 if plan is None else (plan.held, plan.predicted.peak + plan.held, plan.predicted.upper + plan.held)
+    sizes = ("-" if size is None else format_bytes(size) for size in (each.limit, *known, each.peak))
+    seconds = ("-" if took is None else format_seconds(took) for took in (each.computing, each.exchange))
+    return (str(each.rank), each.host, each.device, *own, *sizes, *seconds, str(each.ran_out))
 
 
 def phases(report: Report) -> Table:

@@ -15,7 +15,7 @@ from memfit.reporting.colours import colour
 from memfit.reporting.lines import Entry, answers, comparison, headline, verdict
 from memfit.reporting.pace import seconds_of
 from memfit.reporting.report import Report
-from memfit.reporting.tables import notes
+from memfit.reporting.tables import every_rank, notes, without
 from memfit.reporting.words import printable
 
 if TYPE_CHECKING:
@@ -64,6 +64,9 @@ def _print(report: Report, console: Console) -> None:
     console.print(_comparison(report))
     console.print()
     console.print(_answers(answers(report)))
+    if report.every:
+        console.print()
+        console.print(_every(report, console.width))
     if report.plan.rejected:
         console.print()
         console.print(_not_taken(report, console.width))
@@ -110,6 +113,22 @@ def _in_colour(text: object) -> None:
     for word in text.plain.partition("(")[0].split():
         if word.isalpha():
             text.highlight_words([word], style=colour(word))
+
+
+def _every(report: Report, width: int) -> RenderableType:
+    """Every process side by side; less of each where there is little room."""
+    from rich.text import Text
+
+    found, table = every_rank(report), _grid()
+    for column in ("device", "held beside", "at most", "computing") if width < ROOMY else ():
+        found = without(found, column) if column in found.columns else found
+    table.add_column(style="dim", no_wrap=True, min_width=LABEL)
+    for index, column in enumerate(found.columns[1:], start=1):
+        table.add_column(header=column, justify="right" if index in found.numbers else "left", overflow="fold")
+    table.show_header = True
+    for row in found.rows:
+        table.add_row(f"rank {row[0]}", *(Text(printable(cell)) for cell in row[1:]))
+    return table
 
 
 def _not_taken(report: Report, width: int) -> RenderableType:

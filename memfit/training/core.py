@@ -29,6 +29,7 @@ from memfit.reporting.stderr import tell
 from memfit.reporting.verification import Verification
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.catchup import CatchUp
+from memfit.training.company import Company
 from memfit.training.elsewhere import CardMemory
 from memfit.training.events import Events
 from memfit.training.heap import HeapWatch
@@ -120,6 +121,10 @@ class Core:
         """The other processes of the training; None where this one is alone."""
         self.catch_up: CatchUp | None = None
         """What takes optimizer steps together with them; None in script mode."""
+        self.company: Company | None = None
+        """What they tell each other about themselves."""
+        self.on_forget: list[Callable[[], None]] = []
+        """Called when plans have to be made anew."""
         self.taken: TakenOver | None = None
         """What the model came in, if in something."""
         self._undo_levers: Callable[[], None] = lambda: None
@@ -303,7 +308,8 @@ class Core:
                 raise Again from None
             return self.scale.accept(total) if half else total
 
-        total = attempt(largest) if self.staging.parts is not None else self.recovery.run(attempt, largest)
+        with self.computing():
+            total = attempt(largest) if self.staging.parts is not None else self.recovery.run(attempt, largest)
         if half:
             total.on_handover = self.scale.seen
         self._end_tuning()
@@ -322,7 +328,30 @@ class Core:
         if self.taken is not None:
             self.taken.check_syncs()
         half = self.settings.accumulate_in == "float32"
-        return self.together.combine(total, weighting, half=half, unproven=unproven, divided=divided)
+        with nullcontext() if self.company is None else self.company.exchanging(_samples_in(total)):
+            return self.together.combine(total, weighting, half=half, unproven=unproven, divided=divided)
+
+    def computing(self, *, again: bool = False) -> AbstractContextManager[None]:
+        """What micro-batches run in, so that processes know how fast they are; see `Company.computing`."""
+        return nullcontext() if self.company is None else self.company.computing(again=again)
+
+    def reshare(self, share: int) -> None:
+        """From now on this process has so many samples of every effective batch."""
+        if self.plan is not None and self.fixed is None:
+            self._change(self.plan.with_share(share))
+
+    def compute_in(self, precision: str, why: str) -> None:
+        """Compute in this precision from the next plan on, for the reason said."""
+        if self.plan is not None and self.plan.precision != precision:
+            for forget in self.on_forget:
+                forget()
+        self.settings = replace(self.settings, precision=precision)
+        self.planner.settings = self.settings
+        ran = " (in the steps before, ranks differed)" if self.steps else ""
+        message = f"computes in {precision}, because {why}{ran}"
+        if self.settings.rank == 0:
+            tell(message)
+        self.events.add(self.steps, "not equal", message)
 
     def _after_micro_batch(self, tuner: Tuner | None) -> Callable[[int], None] | None:
         if self.heap.ceiling is None:
@@ -414,6 +443,14 @@ class Core:
         self.plan, self.largest = plan, plan.micro_batch
         self.heap.ceiling = self.memory.heap_ceiling(plan, self.profile)
         self._on_changed(plan)
+
+
+def _samples_in(total: Total) -> float:
+    """Samples that a total is of; 0 where its batch is a stand-in for none."""
+    weight = total.weight
+    if isinstance(weight, float) and not (weight and total.samples):
+        return weight  # what was not gathered by memfit weighs by its samples
+    return float(total.samples)
 
 
 def _resized(plan: Plan, micro_batch: int, rates: dict[int, float]) -> Plan:

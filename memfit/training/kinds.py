@@ -57,6 +57,11 @@ class Kinds:
         self._untrained: set[Hashable] = set()
         self._time_first = any(getattr(module, "batch_first", True) is False for module in core.model.modules())
 
+    def forget(self) -> None:
+        """Plans have to be made anew."""
+        for kind in self._kinds.values():
+            kind.whole, kind.planned = 0, {}
+
     def to_cut(self, plain: Callable[..., Any], tree: Tree, hint: int | None) -> tuple[Call | None, int | None]:
         """(the call if it has to be cut, else None; the samples in it, if they can be told). `hint`: samples in the
         loader's batch."""

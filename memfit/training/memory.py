@@ -68,6 +68,11 @@ class Memory:
         return replace(self._budget, held=held, limit=min(self._budget.limit, held + known + free))
 
     @property
+    def allowed(self) -> Budget:
+        """The budget, as it was at first."""
+        return self._budget
+
+    @property
     def fast_dtypes(self) -> tuple[str, ...]:
         """The precisions that the device computes fast in."""
         return self._budget.device.fast_dtypes

@@ -66,7 +66,9 @@ class Planner:
     ) -> None:
         self._shard, self._parts = shard, parts
         self._model, self._optimizer, self._device = model, optimizer, device
-        self._memory, self._settings, self._staging = memory, settings, staging
+        self._memory, self.settings, self._staging = memory, settings, staging
+        self.standing_per_sample = 0
+        """Bytes that every sample of the share takes beside its micro-batch, by the latest plan."""
         self.measurer = Measurer(model, optimizer, device, memory, staging)
         if settings.card is not None:
             self.measurer = CardMeasurer(model, optimizer, device, memory, staging, settings.card)
@@ -74,7 +76,8 @@ class Planner:
     def plan(self, task: Task, *, timed: bool = True, profile: Profile | None = None) -> tuple[Plan, Profile]:
         """The plan for a task and the profile it rests on (`profile`: one that is there already). Raises DoesNotFit."""
         task = replace(task, demand=replace(self.constrained(task.demand), equal=task.compiled))
-        lever = self._settings.precision if self._settings.precision in PRECISIONS else "off"
+        self.standing_per_sample = task.demand.standing_per_sample
+        lever = self.settings.precision if self.settings.precision in PRECISIONS else "off"
         traced = profile if profile is not None and lever == "off" else self.profile(task, lever)
         if not timed:
             return self._decided(task, traced)
@@ -107,9 +110,9 @@ class Planner:
     def _decided(self, task: Task, own: Profile, *, lower: bool = True) -> tuple[Plan, Profile]:
         """The plan by this profile; `lower`: in a lower precision where nothing else fits and that was left to memfit."""
         try:
-            return self._fast(task, own) if self._settings.precision == "fast" else self._search(task, own)
+            return self._fast(task, own) if self.settings.precision == "fast" else self._search(task, own)
         except DoesNotFit:
-            if self._settings.precision != "auto" or not lower:
+            if self.settings.precision != "auto" or not lower:
                 raise
             return self._lower(task, own)
 
@@ -120,12 +123,12 @@ class Planner:
         """The plan to run a task's batch as it is, and what it rests on. Where it comes near the room, small micro-batches are
         measured first: kernels take what no tensor shows. Raises DoesNotFit."""
         share = task.demand.share
-        if self._settings.card is not None:
+        if self.settings.card is not None:
             profile = self.measurer.timed(task, profile)  # nothing runs, and nothing else tells the seconds
         demand = replace(task.demand, micro_batch=share)
         plan = search([profile], self._memory.budget(), demand)
         grows = plan.predicted.upper if profile.timeline is None else profile.timeline.growth(share)
-        if self._settings.whole or (KERNELS * grows <= plan.room and profile.source != "measured"):
+        if self.settings.whole or (KERNELS * grows <= plan.room and profile.source != "measured"):
             return plan, profile
         try:
             measured = self.with_single(task, self.measurer.timed(task, profile))
@@ -181,7 +184,7 @@ class Planner:
         raised; and torch's own word where a block computes another thing when it is run again."""
         if checkpoint and isinstance(failed.__cause__, CheckpointError):
             raise failed.__cause__
-        card = self._settings.card
+        card = self.settings.card
         if card is not None or any(p.is_meta for p in self._model.parameters()):
             raise own_exception(failed) or not_measurable(card, failed) from failed.__cause__
 
@@ -243,7 +246,7 @@ class Planner:
 
     def _price(self, task: Task, own: Profile, lever: str) -> str:
         """What a lower precision costs, in words: how far it moves the gradient, measured where that fits."""
-        if self._settings.card is not None:
+        if self.settings.card is not None:
             return "how far that moves the gradient is not known before it runs there"
         every = with_blocks(own, own.blocks)
         # The optimizer's state is part of every peak, and before the first step it is not there yet.
@@ -282,13 +285,13 @@ class Planner:
 
     def _lower_precisions(self) -> tuple[str, ...]:
         """Those that may be computed in where nothing else fits: on a card that is not here, what its chip is made for."""
-        if self._settings.card is not None:
+        if self.settings.card is not None:
             return self._fast_precisions()
         return lower_precisions(self._model.parameters(), self._device)
 
     def constrained(self, demand: Demand) -> Demand:
         """The demand with the levers the user prescribed."""
-        settings = self._settings
+        settings = self.settings
         demand = replace(self.measurer.possible(demand), leftover=settings.leftover, shard=self._shard)
         if settings.whole:
             demand = replace(demand, micro_batch=demand.share)
@@ -315,10 +318,10 @@ class Planner:
             checkpoint=checkpoint,
             blocks=candidate_blocks(self._model) if not checkpoint and not task.compiled else (),
             levers=levers,
-            target=target_of(self._settings.card),
-            in_float32=self._settings.accumulate_in == "float32",
-            counted=self._settings.counted or self._settings.card is not None,
-            loop=self._settings.loop,
+            target=target_of(self.settings.card),
+            in_float32=self.settings.accumulate_in == "float32",
+            counted=self.settings.counted or self.settings.card is not None,
+            loop=self.settings.loop,
         )
 
 def _state_there(optimizer: Optimizer) -> int:

@@ -73,7 +73,10 @@ class Run:
     @property
     def plan(self) -> Plan | None:
         """The plan in force; the last one that was where the run was undone."""
-        return self._last_plan if self._core is None else self._core.plan
+        core = self._core
+        if core is None:
+            return self._last_plan
+        return core.plan if core.company is None else core.company.in_all(core.plan)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -137,7 +140,7 @@ class Run:
         if isinstance(loader, (EffectiveLoader, PassedThrough)):
             self.loader = loader.source
         if self._core is not None:
-            self._last_plan = self._core.plan
+            self._last_plan = self.plan
             self._core, self._stepper, self._off = None, None, "run.undo()"
 
     def stats(self) -> dict[str, float | int | None]:
@@ -150,7 +153,7 @@ class Run:
             "samples_per_second": self._clock.rate,
             "loader_wait": None if self._batch is None else self._batch.waited,
             "peak_predicted": None if plan is None else plan.predicted.peak + plan.held,
-            "peak_measured": self._measured_peak(),
+            "peak_measured": self.measured_peak(),
             "micro_batch": None if plan is None else plan.micro_batch,
             "accumulation": None if plan is None else plan.accumulation,
         }
@@ -211,8 +214,10 @@ class Run:
 
         if core is None or core.plan is None:
             return self._plain_report()
+        plan = self.plan
+        assert plan is not None
         return make_report(
-            plan=core.plan,
+            plan=plan,
             profile=core.profile,
             budget=core.memory.allowance(core.plan),
             events=self.events,
@@ -224,6 +229,7 @@ class Run:
             script_precision=script_precision(self.model.parameters(), core.device),
             draws=drawing_modules(self.model),
             change=batch_change(self.script_batch, core.settings.target_batch, self.optimizer.param_groups),
+            every=() if core.company is None else core.company.facts,
         )
 
     # ---- set up by wrap
@@ -348,7 +354,7 @@ class Run:
         seconds, made = tuple(self._clock.history), made_now()
         return PlainReport(type(self.model).__name__, *found, steps, seconds, happenings(self.events), software(), made)
 
-    def _measured_peak(self) -> int | None:
+    def measured_peak(self) -> int | None:
         """Most bytes held in steps by this plan; None before the first whole one that runs by it alone, or where the platform
         cannot tell."""
         core = self._core

@@ -52,6 +52,7 @@ class Script:
         self._core, self._guard = core, guard
         self._batch_samples, self._batch_number = batch_samples, batch_number
         self._kinds = Kinds(core)
+        core.on_forget.append(self._kinds.forget)
         self._known = {id(p): p for p in core.model.parameters()}
         self._busy = False
         self._shapes: dict[Any, Any] = {}
@@ -222,7 +223,8 @@ class Script:
             call.compute_values(core.pieces(call.samples, largest), keep, core.staging, core.buffers)
 
         try:
-            core.recovery.run(attempt, core.limit(planned.plan))
+            with core.computing():
+                core.recovery.run(attempt, core.limit(planned.plan))
         except BaseException:
             if not repeated:
                 call.forget_pass()
@@ -253,7 +255,8 @@ class Script:
 
         with self.aside(), core.announcing(), call.as_called():
             largest = max(call.pieces)
-            total = attempt(largest) if core.staging.parts is not None else core.recovery.run(attempt, largest)
+            with core.computing(again=True):
+                total = attempt(largest) if core.staging.parts is not None else core.recovery.run(attempt, largest)
             self._combine(total, BY_SAMPLES)
             self._say_unseen()
             return total

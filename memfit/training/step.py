@@ -77,6 +77,7 @@ class Stepper:
         self._share = 1
         self._plans: list[Planned] = []
         self._in_force: Planned | None = None
+        core.on_forget.append(self.plan_again)
         self._latest: tuple[Hashable, tuple[Layout, Shapes]] = (None, (Layout((), 0), ()))
 
     def ordered(self, batch: Any) -> Ordered:

@@ -24,6 +24,7 @@ from memfit.engine.staged import Staging, sparse_parameters
 from memfit.hardware.exhausted import patiently
 from memfit.ranks.buckets import Reducer
 from memfit.ranks.ranks import Ranks
+from memfit.training.company import Company
 from memfit.training.takeover import TakenOver
 from memfit.training.ways import Way, common, way_of, ways_of, weighting_by
 
@@ -70,13 +71,16 @@ class Together:
     """The gradients of `staging`'s parameters over all `ranks`.
 
     Attributes: `mean` (whether sums are divided by the number of processes, as plain DistributedDataParallel does), `torn`
-    (whether an optimizer step has begun here and not come to its end).
+    (whether an optimizer step has begun here and not come to its end), `company` (what processes tell each other about
+    themselves in the same exchange, if they do).
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, staging: Staging, taken: TakenOver | None = None) -> None:
         self.ranks = ranks
         self.mean, self._shares_buffers = (False, True) if taken is None else (taken.mean, taken.shares_buffers)
         self._model, self._staging = model, staging
+        self.company: Company | None = None
+        self._heard: list[list[float]] = []
         self._parameters: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
         self._look()
@@ -121,6 +125,8 @@ class Together:
         gradients = {place: self._laid_out(place, gradient, half) for place, gradient in self._own(total).items()}
         told = self._agreed(total, gradients, weighting, divided)
         self._check(told)
+        if self.company is not None:
+            self.company.heard(self._heard, self._steps)
         counting = [each for each in told if each.way is not None]
         if len({each.way for each in counting}) > 1:
             nothing = told[self.ranks.rank].way is None
@@ -218,8 +224,11 @@ class Together:
         reached = _packed([i in gradients for i in range(len(self._parameters))])
         code = float(way_of(weighting).code)
         about = [float(self._steps), weight, value, code, self._digest(), float(total.samples), float(divided)]
-        told = self.ranks.agree([*about, float(self.torn), *rivals, *reached], STEP)
-        return [_stated(numbers, len(self._parameters)) for numbers in told]
+        of_itself = [] if self.company is None else self.company.stated()
+        told = self.ranks.agree([*about, float(self.torn), *rivals, *reached, *of_itself], STEP)
+        end = STATED + len(reached)
+        self._heard = [numbers[end:] for numbers in told]
+        return [_stated(numbers[:end], len(self._parameters)) for numbers in told]
 
     def _digest(self) -> float:
         """What the first elements of all parameters add up to, in steps 1, 2, 4, 8, ...: it is the same everywhere."""

@@ -8,12 +8,13 @@ best. Not covered: sizes beyond what the plan's profile says fits, compiled mode
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 import torch
+
+from memfit.training.laps import Clock
 
 ENOUGH, ENOUGH_WHOLE = 3, 2
 """Measurements of each size in each of the two rounds: by micro-batches, and by whole batches."""
@@ -141,10 +142,10 @@ def spread(sizes: Sequence[int], factor: int = 2) -> tuple[int, ...]:
 
 
 class _Clock:
-    """Time between marks: the host's on the CPU, events that nobody waits for on an accelerator."""
+    """Time between marks, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._clock = Clock(device)
         self._marks: list[Any] = []
 
     def start(self) -> None:
@@ -152,17 +153,10 @@ class _Clock:
         self.mark()
 
     def mark(self) -> None:
-        if self._module is None:
-            self._marks.append(time.perf_counter())
-        elif hasattr(self._module, "Event"):
-            event = self._module.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
+        self._marks.append(self._clock.now())
 
     def read(self) -> list[float]:
         """Seconds between consecutive marks, as far as the device has reached them."""
         marks, self._marks = self._marks, []
-        if self._module is None:
-            return [b - a for a, b in itertools.pairwise(marks)]
-        reached = [m for m in marks if m.query()]
-        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(reached)]
+        between = (self._clock.between(a, b) for a, b in itertools.pairwise(marks))
+        return [seconds for seconds in between if seconds is not None]
