@@ -1,11 +1,10 @@
 """A training that survives its processes, and goes on with more of them or fewer.
 
     python examples/06_elastic.py
-    torchrun --nnodes=1:2 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=localhost:29400 examples/06_elastic.py
+    torchrun --standalone --nproc_per_node=2 --max-restarts=3 examples/06_elastic.py
 
-Stop it at any step, or kill one of its processes, and start it again on any number of them: it goes on with the next batch of
-the interrupted epoch, and ends with the parameters that it would have had. (The second command, given once more in another
-terminal, joins the first; add --standalone and leave the rdzv options away where there is one machine.)
+Stop it at any step and start it again on any number of processes, or kill one of them and let torchrun restart it: it goes on
+with the next batch of the interrupted epoch, and ends with the parameters that it would have had.
 """
 
 import os

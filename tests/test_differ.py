@@ -1,4 +1,4 @@
-"""Processes that differ: shares by speed, plans by memory, all known everywhere. The numbers alone first, then real processes."""
+"""Processes that differ: shares by speed, plans by memory, all known everywhere. Numbers alone first, then real processes."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ def test_a_plan_of_all_is_saved_printed_and_compared(tmp_path: Path) -> None:
 def test_files_of_before_and_damaged_ones() -> None:
     data = json.loads(of_three(reports.planned(400, 16)).to_json())
     assert Plan.from_json(json.dumps({name: value for name, value in data.items() if name != "ranks"})).ranks == ()
-    for damage in ({"share": 0}, {"rank": -1}, {"precision": "float8"}, {"limit": "1"}, {"predicted": 3}, {"more": 1}, {"rank": 2}):
+    damages = ({"share": 0}, {"rank": -1}, {"precision": "float8"}, {"limit": "1"}, {"predicted": 3}, {"more": 1}, {"rank": 2})
+    for damage in damages:
         ranks = [data["ranks"][0], {**data["ranks"][1], **damage}, data["ranks"][2]]
         with pytest.raises(memfit.PlanFileError):
             Plan.from_json(json.dumps({**data, "ranks": ranks}))

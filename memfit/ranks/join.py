@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from memfit._errors import UsageError
 from memfit.hardware.world import World, world
+from memfit.ranks.again import meeting_place
 from memfit.ranks.ranks import Ranks
 
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
@@ -34,7 +35,8 @@ def join(device: torch.device, group: Any = None, environ: Mapping[str, str] = o
         return None
     if not dist.is_initialized():
         _check_rendezvous(here, environ)
-        dist.init_process_group(_backend(device), rank=here.rank, world_size=here.size)
+        place = meeting_place(here, environ)
+        dist.init_process_group(_backend(device), rank=here.rank, world_size=here.size, store=place)
         atexit.register(_leave)
     if dist.get_world_size(group) == 1:
         return None
