@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD
@@ -131,3 +134,122 @@ def trained(setting: Setting) -> Ended:
     )
     run.undo()
     return found
+
+
+class Wide(nn.Module):
+    """Much more activation than parameters, most of it in matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).mean((1, 2))
+
+
+def distance_from_one(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(batch), torch.ones(len(batch)))
+
+
+def with_little_room_on(poor: int, mode: str) -> tuple[list[str], list[str], list[float]]:
+    """(precisions of all after two steps, what was said, some parameters) where one rank has room in bfloat16 alone."""
+    torch.manual_seed(2)
+    model, sample = Wide(), torch.rand(2, 20_000, 64)
+    needs = {
+        name: memfit.profile(model, SGD(model.parameters(), lr=0.1), sample, loss_fn=distance_from_one, precision=name)
+        for name in ("off", "bfloat16")
+    }
+    between = (needs["bfloat16"].peak(1).upper + needs["off"].peak(1).upper) // 2
+    room = between if rank() == poor else 4 * needs["off"].peak(1).upper
+    optimizer = SGD(model.parameters(), lr=0.1)
+    more: dict[str, Any] = {"loss_fn": distance_from_one, "sample": sample} if mode == "step" else {}
+    held = 2 * sample.nbytes if mode == "script" else 0
+    run = memfit.wrap(model, optimizer, budget=int((room + held + (16 << 20)) * 1.01), checkpoint="off", **more)
+    for _ in range(3):
+        if mode == "step":
+            run.step(sample)
+        else:
+            optimizer.zero_grad()
+            distance_from_one(model, sample).backward()
+            optimizer.step()
+    assert run.plan is not None
+    found = [each.precision for each in run.plan.ranks]
+    said = [event.message for event in run.events]
+    run.undo()
+    return found, said, next(model.parameters()).flatten()[:8].tolist()
+
+
+def asked_differently() -> str:
+    setting = Setting()
+    model = network(setting)
+    try:
+        memfit.wrap(
+            model, SGD(model.parameters(), lr=0.1), loader(setting), target_batch=16, precision="bfloat16" if rank() else "off"
+        )
+    except memfit.UsageError as error:
+        return str(error)
+    return "wrapped"
+
+
+class RunsOut(nn.Module):
+    """Out of memory, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.armed and torch.is_grad_enabled():
+            self.armed = False
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return x
+
+
+def running_out_on(which: int) -> tuple[str, list[str]]:
+    setting, fails = Setting(), RunsOut()
+    model = nn.Sequential(nn.Linear(6, 8), fails, nn.Linear(8, 3)).double()
+    run = memfit.wrap(
+        model, SGD(model.parameters(), lr=0.1), loader(setting), target_batch=16, micro_batch=4, loss_fn=loss_fn
+    )
+    for number, batch in enumerate(run.loader):
+        fails.armed = number == 5 and rank() == which
+        run.step(batch)
+    report = str(run.report()) if rank() == 0 else ""
+    messages = [event.message for event in run.events]
+    run.undo()
+    return report, messages
+
+
+def by_file(path: str) -> tuple[memfit.Plan, tuple[int, ...]]:
+    """A plan of all, saved by rank 0, its shares and micro-batches changed by hand, and used."""
+    setting = Setting()
+
+    def wrapped(plan: Any) -> memfit.Run:
+        model = network(setting)
+        return memfit.wrap(
+            model, SGD(model.parameters(), lr=0.1), loader(setting), target_batch=16, loss_fn=loss_fn, plan=plan
+        )
+
+    run = wrapped(None)
+    assert run.plan is not None
+    if rank() == 0:
+        data = json.loads(run.plan.to_json())
+        for each, share, micro in zip(data["ranks"], (11, 5), (4, 2)):
+            each.update(share=share, micro_batch=micro, accumulation=-(-share // micro))
+        Path(path).write_text(json.dumps(data))
+    dist.barrier()
+    run.undo()
+    run = wrapped(path)
+    for batch in run.loader:
+        run.step(batch)
+    assert run.plan is not None
+    plan, found = run.plan, (run.batch_samples or 0,)
+    counts = [None] * 2
+    dist.all_gather_object(counts, found[0])
+    run.undo()
+    return _of_all(plan), tuple(counts)  # type: ignore[arg-type]
+
+
+def _of_all(plan: memfit.Plan) -> memfit.Plan:
+    """What is the same in the plans of all."""
+    return plan.on_rank(0, len(plan.ranks))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memfit._errors import RankFailed
+from memfit._errors import MemfitError, RankFailed
 
 FAREWELL = timedelta(seconds=30)
 """How long a process that failed waits for the others to hear of it before it raises its own error."""
@@ -67,8 +67,7 @@ class Ranks:
         if getattr(error, "_memfit_said", False):
             return
         error._memfit_said = True  # type: ignore[attr-defined]
-        text = (str(error).splitlines() or [""])[0]
-        said = _Failed(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+        said = _Failed(_in_a_line(error))
         try:
             if numbers is not None:
                 mine = torch.tensor([1.0] + [0.0] * numbers, dtype=torch.float64)
@@ -124,3 +123,11 @@ class Ranks:
             found="another process has ended, or cannot be reached",
             next_move="its own output says why; nothing of this step was applied on this rank",
         )
+
+
+def _in_a_line(error: BaseException) -> str:
+    """An error as the other processes show it: of memfit's own also what was found, with that process's numbers."""
+    kind, text = type(error).__name__, (str(error).splitlines() or [""])[0]
+    if isinstance(error, MemfitError):
+        text = f"{error.asked}: {error.found}"
+    return f"{kind}: {text}" if text else kind

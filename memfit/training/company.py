@@ -88,9 +88,9 @@ class Company:
     def heard(self, told: Sequence[Sequence[float]], step: int) -> None:
         """What all said in a step. The same happens on every process."""
         samples, seconds, epochs, numbers, most, tuning, changed = zip(*told)
+        self._exchanging.read()
         if any(changed) or step & (step - 1) == 0 or step % OFTEN == 0:
             self.meet(DOING)
-        self._exchanging.read()
         if self.shares is None or not all(numbers):
             return
         if self._wanted is not None:

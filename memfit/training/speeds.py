@@ -21,11 +21,11 @@ WORTH, ENOUGH = 1.08, 12
 then 17 % slower than the other.)"""
 LARGE, SOON = 1.25, 4
 """The same, where few were seen, or sizes of micro-batches are still being measured."""
-MOST = 64
+MOST = 384
 """Stretches that are remembered."""
 UNUSUAL = 2
 """Steps that are left out at first: kernels are loaded, buffers made."""
-PATIENT = 4
+PATIENT = 32
 """How many times as many stretches have to be seen at most, after several changes."""
 
 
