@@ -181,16 +181,18 @@ class Script:
             return None
         weighting = BY_SUM if bound["reduction"] == "sum" else BY_TERM
         name = f"{function.__name__} {bound['reduction']} of {standin._leaf}"
-        return self._accumulated(call, KnownLoss(name, standin._leaf, standin._steps, end), weighting)
+        with self._core.announcing():
+            return self._accumulated(call, KnownLoss(name, standin._leaf, standin._steps, end), weighting)
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
         """The model's own loss by accumulate."""
-        while True:
-            try:
-                return self._accumulated(call, OWN_LOSS, self._kinds.weighting(call))
-            except WeightsChanged:
-                with self.aside():
-                    self._kinds.prove_again(call)  # raises where it comes to the same
+        with self._core.announcing():
+            while True:
+                try:
+                    return self._accumulated(call, OWN_LOSS, self._kinds.weighting(call))
+                except WeightsChanged:
+                    with self.aside():
+                        self._kinds.prove_again(call)  # raises where it comes to the same
 
     def values(self, call: Call) -> list[Any]:
         """The joined outputs' leaves, computed on first use."""
