@@ -269,7 +269,6 @@ POORER = Setting(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["step", "script"])
 def test_a_rank_with_less_memory_has_its_share_in_more_micro_batches(mode: str, two: Processes) -> None:
     poor, rich = two.run(trained, dataclasses.replace(POORER, mode=mode))
@@ -279,7 +278,6 @@ def test_a_rank_with_less_memory_has_its_share_in_more_micro_batches(mode: str, 
     assert "least room on rank 0" in poor.report
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["step", "script"])
 def test_where_it_does_not_fit_on_one_rank_all_say_which_and_what_it_needs(mode: str, doomed: Processes) -> None:
     setting = dataclasses.replace(POORER, mode=mode, budgets=("1GiB", "3MiB", None))
@@ -289,7 +287,6 @@ def test_where_it_does_not_fit_on_one_rank_all_say_which_and_what_it_needs(mode:
     assert "it needs" in first
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["step", "script"])
 def test_all_compute_in_the_precision_that_one_needs(mode: str, two: Processes) -> None:
     (precision, said, params), (other, _, others) = two.run(differing.with_little_room_on, 1, mode)
@@ -309,7 +306,6 @@ def test_memory_that_ran_out_on_another_rank_is_in_the_report_of_rank_0(two: Pro
     assert any(message.startswith("on rank 1 a micro-batch of 4 ran out of memory") for message in messages)
 
 
-@pytest.mark.slow
 def test_a_plan_file_gives_every_rank_its_own_part(two: Processes, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     (plan, shares), (others, _) = two.run(differing.by_file, path)
