@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import memfit
+from memfit.training.planner import Planner
 
 
 def rank() -> int:
@@ -136,42 +139,29 @@ def trained(setting: Setting) -> Ended:
     return found
 
 
-class Wide(nn.Module):
-    """Much more activation than parameters, most of it in matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(4)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).mean((1, 2))
-
-
-def distance_from_one(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(batch), torch.ones(len(batch)))
-
-
 def with_little_room_on(poor: int, mode: str) -> tuple[list[str], list[str], list[float]]:
-    """(precisions of all after two steps, what was said, some parameters) where one rank has room in bfloat16 alone."""
-    torch.manual_seed(2)
-    model, sample = Wide(), torch.rand(2, 20_000, 64)
-    needs = {
-        name: memfit.profile(model, SGD(model.parameters(), lr=0.1), sample, loss_fn=distance_from_one, precision=name)
-        for name in ("off", "bfloat16")
-    }
-    between = (needs["bfloat16"].peak(1).upper + needs["off"].peak(1).upper) // 2
-    room = between if rank() == poor else 4 * needs["off"].peak(1).upper
-    optimizer = SGD(model.parameters(), lr=0.1)
-    more: dict[str, Any] = {"loss_fn": distance_from_one, "sample": sample} if mode == "step" else {}
-    held = 2 * sample.nbytes if mode == "script" else 0
-    run = memfit.wrap(model, optimizer, budget=int((room + held + (16 << 20)) * 1.01), checkpoint="off", **more)
-    for _ in range(3):
-        if mode == "step":
-            run.step(sample)
-        else:
-            optimizer.zero_grad()
-            distance_from_one(model, sample).backward()
-            optimizer.step()
+    """(precisions of all after some steps, what was said, some parameters) where on one rank nothing fits in float32."""
+    setting = Setting(mode, double=False)
+    search = Planner._search
+
+    def searched(self: Planner, task: Any, profile: Any) -> Any:
+        if rank() == poor and not profile.precision_is_lever:
+            raise memfit.DoesNotFit("a batch", found="little room", next_move="take another one")
+        return search(self, task, profile)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Planner, "_search", searched)
+        model = network(setting)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        more: dict[str, Any] = {"loss_fn": loss_fn} if mode == "step" else {}
+        run = memfit.wrap(model, optimizer, loader(setting), target_batch=16, micro_batch=4, **more)
+        for batch in itertools.islice(run.loader, 4):
+            if mode == "step":
+                run.step(batch)
+            else:
+                optimizer.zero_grad()
+                loss_fn(model, batch).backward()
+                optimizer.step()
     assert run.plan is not None
     found = [each.precision for each in run.plan.ranks]
     said = [event.message for event in run.events]

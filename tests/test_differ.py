@@ -144,13 +144,13 @@ def test_a_change_begins_with_the_batch_it_is_for_and_lasts() -> None:
 def test_a_loader_of_another_thread_is_not_changed_within_an_epoch() -> None:
     shares = Shares(12, 2)
     shares.begin(shares.latest)
-    assert shares.position(threading.get_ident())[1] == -1  # nothing was drawn yet
+    assert shares.position(threading.get_ident())[1] == 0
     other = threading.Thread(target=shares.drawing, args=(0,))
     other.start()
     other.join()
     assert shares.position(threading.get_ident())[1] == -1
     shares.fixed = True
-    assert shares.position(threading.get_ident())[1] == -1 and shares.parts(0, 12) == (6, 6)
+    assert shares.position(threading.get_ident())[1] == 0 and shares.parts(0, 12) == (6, 6)
 
 
 # ---- plans of all
@@ -173,7 +173,7 @@ def test_a_plan_of_all_is_saved_printed_and_compared(tmp_path: Path) -> None:
 def test_files_of_before_and_damaged_ones() -> None:
     data = json.loads(of_three(reports.planned(400, 16)).to_json())
     assert Plan.from_json(json.dumps({name: value for name, value in data.items() if name != "ranks"})).ranks == ()
-    damages = ({"share": 0}, {"rank": -1}, {"precision": "float8"}, {"limit": "1"}, {"predicted": 3}, {"more": 1}, {"rank": 2})
+    damages = {"share": 0}, {"rank": -1}, {"precision": "float8"}, {"limit": "1"}, {"predicted": 3}, {"more": 1}, {"rank": 2}
     for damage in damages:
         ranks = [data["ranks"][0], {**data["ranks"][1], **damage}, data["ranks"][2]]
         with pytest.raises(memfit.PlanFileError):
@@ -269,7 +269,6 @@ POORER = Setting(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["step", "script"])
 def test_a_rank_with_less_memory_has_its_share_in_more_micro_batches(mode: str, two: Processes) -> None:
     poor, rich = two.run(trained, dataclasses.replace(POORER, mode=mode))
@@ -279,7 +278,6 @@ def test_a_rank_with_less_memory_has_its_share_in_more_micro_batches(mode: str, 
     assert "least room on rank 0" in poor.report
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["step", "script"])
 def test_where_it_does_not_fit_on_one_rank_all_say_which_and_what_it_needs(mode: str, doomed: Processes) -> None:
     setting = dataclasses.replace(POORER, mode=mode, budgets=("1GiB", "3MiB", None))
@@ -289,10 +287,9 @@ def test_where_it_does_not_fit_on_one_rank_all_say_which_and_what_it_needs(mode:
     assert "it needs" in first
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["step", "script"])
 def test_all_compute_in_the_precision_that_one_needs(mode: str, two: Processes) -> None:
-    (precision, said, params), (other, _also, others) = two.run(differing.with_little_room_on, 1, mode)
+    (precision, said, params), (other, _, others) = two.run(differing.with_little_room_on, 1, mode)
     assert precision == other == ["bfloat16"] * 2
     assert any("computes in bfloat16, because rank 1 does" in message for message in said)
     assert others == params
@@ -309,7 +306,6 @@ def test_memory_that_ran_out_on_another_rank_is_in_the_report_of_rank_0(two: Pro
     assert any(message.startswith("on rank 1 a micro-batch of 4 ran out of memory") for message in messages)
 
 
-@pytest.mark.slow
 def test_a_plan_file_gives_every_rank_its_own_part(two: Processes, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     (plan, shares), (others, _) = two.run(differing.by_file, path)

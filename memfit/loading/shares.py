@@ -44,10 +44,12 @@ class Shares:
         self._drawn, self._thread = number + 1, threading.get_ident()
 
     def position(self, thread: int | None) -> tuple[int, int]:
-        """(epochs begun, the first effective batch of this one that may be divided in another way); the second is -1 where
-        none may: nothing was drawn yet, or in another thread than the one that trains."""
-        may = not self.fixed and self._drawn and self._thread == thread
-        return self._epochs, self._drawn if may else -1
+        """(epochs begun, the first effective batch of this one that may be divided in another way); the second is 0 where
+        nothing may be, or was drawn yet, and -1 where only the next epoch may: `thread`, which trains, is not the one that
+        draws."""
+        if self.fixed or not self._drawn:
+            return self._epochs, 0
+        return self._epochs, self._drawn if self._thread == thread else -1
 
     def change(self, number: int, latest: Sequence[int]) -> None:
         """From effective batch `number` of this epoch on, divide like this."""

@@ -159,8 +159,9 @@ def halved_by_hand(report: Report) -> Option | None:
     plan = report.plan
     plain = {o.micro_batch: o for o in plan.options if o.precision == "off" and not o.checkpoint and o.fits}
     ran_out = any(event.kind == "out of memory" for event in report.events)
-    if plan.share in plain or plan.by_size or ran_out:
-        return None
+    half = -(-plan.share // 2)
+    if plan.share in plain or plan.by_size or ran_out or all(o.micro_batch != half for o in plan.options):
+        return None  # (a share that changed while training was not planned for in halves)
     halves = (-(-plan.share // 2**k) for k in range(1, plan.share.bit_length()))
     found = next((plain[size] for size in halves if size in plain), None)
     return None if found is None or found.micro_batch == plan.micro_batch else found

@@ -337,14 +337,23 @@ class Core:
 
     def reshare(self, share: int) -> None:
         """From now on this process has so many samples of every effective batch."""
-        if self.plan is not None and self.fixed is None:
-            self._change(self.plan.with_share(share))
+        plan = self.plan
+        if plan is None or self.fixed is not None:
+            return
+        if plan.accumulation == 1 and share > plan.share:
+            self.forget()  # it has no room for gradients of other micro-batches
+        else:
+            self._change(plan.with_share(share))
+
+    def forget(self) -> None:
+        """Plan anew for the next batch."""
+        for forget in self.on_forget:
+            forget()
 
     def compute_in(self, precision: str, why: str) -> None:
         """Compute in this precision from the next plan on, for the reason said."""
         if self.plan is not None and self.plan.precision != precision:
-            for forget in self.on_forget:
-                forget()
+            self.forget()
         self.settings = replace(self.settings, precision=precision)
         self.planner.settings = self.settings
         ran = " (in the steps before, ranks differed)" if self.steps else ""

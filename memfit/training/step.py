@@ -90,7 +90,7 @@ class Stepper:
 
     def plan_again(self) -> None:
         """Forget the plans: what they rest on has changed."""
-        self._plans, self._in_force = [], None
+        self._plans, self._in_force, self._share = [], None, 1
 
     def task(self, batch: Any) -> Task:
         """What there is to profile in a batch like this one."""
