@@ -7,8 +7,11 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar
+
+Returned = TypeVar("Returned")
 
 PATIENCE = 120.0
 """Seconds after which processes that have not answered are taken to hang."""
@@ -20,6 +23,12 @@ class Hang(AssertionError):
 
 class Failed(AssertionError):
     """A function failed on a rank; the text is that rank's traceback."""
+
+
+def in_a_new_process(function: Callable[..., Returned], *arguments: Any) -> Returned:
+    """What a function that can be imported returns in a process where nothing else has run."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 class Processes:
