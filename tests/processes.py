@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 Returned = TypeVar("Returned")
 
-PATIENCE = 120.0
+PATIENCE = 40.0
 """Seconds after which processes that have not answered are taken to hang."""
 
 
@@ -68,7 +68,8 @@ class Processes:
             ready = wait(waiting, self._patience)
             if not ready:
                 self.end()
-                raise Hang(f"ranks {[rank for rank in range(self.size) if rank not in found]} have not answered")
+                failed = "\n".join(value for well, value in found.values() if not well)
+                raise Hang(f"ranks {[rank for rank in range(self.size) if rank not in found]} have not answered\n{failed}")
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:

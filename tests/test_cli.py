@@ -333,6 +333,7 @@ def handmade_plan() -> Plan:
 def reported(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, cwd: Path) -> str:
     """What `memfit report` prints, in this process."""
     monkeypatch.chdir(cwd)
+    monkeypatch.setenv("COLUMNS", "128")
     done = CliRunner().invoke(app, ["report", *arguments])
     assert done.exit_code == 0, done.output
     return done.stdout

@@ -198,6 +198,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 # The order
 
 
+QUICK = ("nothing drawn", "a data set that draws")
 DRAWS = {
     "nothing drawn": {},
     "dropout": {"dropout": 0.2},
@@ -208,7 +209,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("mode", ["step", "script"])
-@pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.parametrize("draws", [*QUICK, *(pytest.param(d, marks=pytest.mark.slow) for d in DRAWS if d not in QUICK)])
 def test_one_order_whatever_is_drawn_by_any_plan_on_any_number_of_processes(
     mode: str, draws: str, two: Processes, three: Processes
 ) -> None:
@@ -267,7 +268,7 @@ STEPS = (8, 15, 23, 30)
 """Where a run of thirty steps, three an epoch, is interrupted: in the middle, at the end and in the middle of an epoch."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("mode", ["step", "script"])
 @pytest.mark.parametrize("kind", ["shuffled", "distributed", "generator"])
 def test_thirty_steps_on_one_two_three_and_one_process_by_other_plans(

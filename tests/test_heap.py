@@ -62,6 +62,7 @@ print(run.plan.limit, run.stats()["peak_measured"], len(run.plan.checkpoint), ru
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the heap of glibc")
 def test_blocks_that_are_computed_again_do_not_fragment_the_heap_beyond_the_budget() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

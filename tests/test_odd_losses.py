@@ -160,7 +160,9 @@ def test_split_with_a_loss_that_needs_all_samples_is_refused() -> None:
         run.step(numbers())
 
 
-@pytest.mark.parametrize("answer", [lambda parts: None, lambda parts: iter(parts), lambda parts: parts[:0]], ids=("none", "an iterator", "too few"))
+@pytest.mark.parametrize(
+    "answer", [lambda parts: None, lambda parts: iter(parts), lambda parts: parts[:0]], ids=("none", "an iterator", "too few")
+)
 def test_a_split_that_returns_something_else_is_an_error_in_three_parts(answer: Any) -> None:
     def split(batch: Any, sizes: list[int]) -> Any:
         return answer(list(zip(batch[0].split(sizes), batch[1].split(sizes))))

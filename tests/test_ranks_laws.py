@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import wrapped
 from processes import Processes
 from test_laws import batches, built, frozen_rate, named, of_logits, script_gradients, step_gradients, tolerance, worst
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from zoo import FAMILIES, Family
 from zoo.losses import variants_for
 from zoo.plain import Gradients, gradients_of, parts
+
+import memfit
+from memfit.levers.checkpoint import candidate_blocks
 
 PARTS = (0.7, 0.3)
 SHARES = {2: (0.5, 0.5), 3: (0.4, 0.3, 0.3)}
@@ -125,3 +131,121 @@ def test_every_loss_in_every_mode(two: Processes, family: Family, variant: str, 
     assert worst(found, want) <= tolerance(family)
 
 
+LEVELS = ("optimizer", "gradients", "parameters")
+WHOLE_ONLY = {"lstm": "keeps a list of its weights"}
+"""Families whose parameters cannot be held in parts, and what is said then."""
+
+
+def whole_gradients(model: nn.Module) -> Gradients:
+    """What `gradients_of` gives, collected from those that hold them."""
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients_of(model).items()}
+
+
+def in_parts(name: str, mode: str, level: str, checkpointed: bool, shares: tuple[float, ...]) -> list[Gradients] | str:
+    """What this process leaves after each batch where something is held in parts; what was said if that is refused."""
+    family = FAMILIES[name]
+    model, data = built(family), batches(family)
+    mine = [share_of(batch, samples_in(batch), shares, int(os.environ["RANK"])) for batch in data]
+    blocks = tuple(candidate_blocks(model)) if checkpointed else ()
+    optimizer = frozen_rate(model)
+    loss_fn = family.script_loss if mode == "step" else None
+    try:
+        run = wrapped(model, 3, optimizer=optimizer, loss_fn=loss_fn, fields={"shard": level, "checkpoint": blocks})
+    except (memfit.Refused, memfit.RankFailed) as error:
+        return str(error)
+    found = []
+    for batch in mine:
+        if mode == "step":
+            run.step(batch)
+        else:
+            optimizer.zero_grad()
+            family.script_loss(model, batch).backward()
+            optimizer.step()
+        found.append(whole_gradients(model))
+    run.undo()
+    return found
+
+
+@named(FAMILIES.values())
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("mode", ["script", "step"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_familys_own_loss_in_parts(two: Processes, family: Family, level: str, mode: str, checkpointed: bool) -> None:
+    found = two.run(in_parts, family.name, mode, level, checkpointed, PARTS)
+    if family.name in WHOLE_ONLY and level != "optimizer":
+        assert all(WHOLE_ONLY[family.name] in said for said in found)
+        return
+    want = whole(family, None, mode)
+    for each in found:
+        assert worst(each, want) <= tolerance(family)
+
+
+class Heads(nn.Module):
+    """Two outputs, of which a loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.trunk(x)
+        return {f"head {i}": head(x) for i, head in enumerate(self.heads)}
+
+
+def loss_of_one(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0])["head 1"], batch[1])
+
+
+def loss_that_reads(model: nn.Module, batch: Any) -> Tensor:
+    """Outputs are needed before there is a loss: two passes."""
+    logits = model(batch[0])["head 1"]
+    return F.cross_entropy(logits / logits.detach().abs().max().item(), batch[1])
+
+
+def contrastive(model: nn.Module, batch: Any) -> Tensor:
+    """Samples of one process are compared with each other."""
+    found = model(batch[0])
+    logits = F.normalize(found["head 0"]) @ F.normalize(found["head 2"]).T
+    return F.cross_entropy(logits, torch.arange(len(logits)))
+
+
+LOSSES = {loss.__name__: loss for loss in (loss_of_one, loss_that_reads, contrastive)}
+
+
+def of_heads(loss: str, mode: str, level: str | None, shares: tuple[float, ...]) -> list[Gradients]:
+    """What this process leaves after each of some steps of AdamW; level None: alone, with the mean of what each has."""
+    torch.manual_seed(0)
+    model = Heads().double()
+    model.trunk[1].eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = [(torch.randn(n, 6, dtype=torch.float64), torch.randint(0, 3, (n,))) for n in (20, 13, 20)]
+    compute, run = LOSSES[loss], None
+    if level is not None:
+        fields = {"shard": level}
+        run = wrapped(model, 3, optimizer=optimizer, loss_fn=compute if mode == "step" else None, fields=fields)
+    found = []
+    for batch in data:
+        ranks = [int(os.environ["RANK"])] if level is not None else range(len(shares))
+        optimizer.zero_grad()
+        for rank in ranks:
+            part = share_of(batch, len(batch[0]), shares, rank)
+            if run is not None and mode == "step":
+                run.step(part)
+            else:
+                (compute(model, part) * (1 if run is not None else len(part[0]) / len(batch[0]))).backward()
+        found.append(whole_gradients(model))
+        if run is None or mode == "script":
+            optimizer.step()
+    if run is not None:
+        run.undo()
+    return [*found, {name: p.detach().clone() for name, p in model.named_parameters()}]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("mode", ["script", "step"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_outputs_that_no_loss_uses_and_losses_in_two_passes(two: Processes, level: str, mode: str, loss: str) -> None:
+    want = of_heads(loss, mode, None, PARTS)
+    for each in two.run(of_heads, loss, mode, level, PARTS):
+        assert worst(each, want) <= 1e-10

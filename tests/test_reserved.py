@@ -59,6 +59,7 @@ def trained(share: float, **settings: Any) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts private mappings on Linux")
 def test_micro_batches_make_room_for_what_is_reserved_later() -> None:
     found = trained(0.6)
@@ -68,12 +69,14 @@ def test_micro_batches_make_room_for_what_is_reserved_later() -> None:
     assert all(late < early for early, late in zip(found["losses"], found["losses"][1:]))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts private mappings on Linux")
 def test_micro_batches_stay_where_little_is_reserved_later() -> None:
     found = trained(3.0)
     assert found["after"] == found["before"] and "out of memory" not in found["kinds"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts private mappings on Linux")
 def test_a_prescribed_micro_batch_stays_as_it_was_asked_for() -> None:
     found = trained(0.9, micro_batch=8)

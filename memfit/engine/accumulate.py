@@ -259,6 +259,12 @@ class Pass:
         return entries / self._unit
 
 
+def loss_of(work: Work, samples: int) -> torch.Tensor:
+    """The loss of a work's first `samples` samples."""
+    inputs, _ = work.inputs(0, samples, None)
+    return checked_loss(work.loss(work.forward(inputs)))
+
+
 def checked_loss(loss: Any) -> torch.Tensor:
     """`loss` if it is a scalar with a graph; UsageError naming what it is otherwise."""
     if not isinstance(loss, torch.Tensor):

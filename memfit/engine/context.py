@@ -1,5 +1,5 @@
-"""The circumstances of a call (autocast, train/eval modes, requires_grad), captured when it is made and restored when it is
-run or run again. Not covered: torch function modes and backend flags that a script switches between
+"""The circumstances of a call (autocast, train/eval modes, requires_grad, buffers), captured when it is made and restored when
+it is run or run again. Not covered: torch function modes and backend flags that a script switches between
 call and backward.
 """
 
@@ -137,3 +137,13 @@ def requires_of(model: nn.Module) -> list[tuple[torch.Tensor, bool]]:
 def modes_of(model: nn.Module) -> list[tuple[nn.Module, bool]]:
     """Every module's train/eval flag."""
     return [(module, module.training) for module in model.modules()]
+
+
+def restore_tensors(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write each copy back into its original, without counting as a modification and without asking the device anything."""
+    with torch.no_grad():
+        for original, copy in copies:
+            if original.shape != copy.shape:
+                original.set_(copy)  # pyright: ignore[reportArgumentType]
+            else:
+                original.data.copy_(copy)

@@ -118,6 +118,16 @@ class _Seen(TorchFunctionMode):
 _ACTIVE = threading.local()
 
 
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, losses are called by name as if no `Terms` were active."""
+    before, _ACTIVE.terms = getattr(_ACTIVE, "terms", None), None
+    try:
+        yield
+    finally:
+        _ACTIVE.terms = before
+
+
 def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
     """What stands in torch.nn.functional for `function` meanwhile; other threads call straight through."""
 

@@ -24,9 +24,11 @@ from torch.optim import Optimizer
 
 from memfit._errors import RankFailed, Refused
 from memfit.batches.tree import map_leaves, tensors
+from memfit.engine.aside import aside
+from memfit.engine.context import restore_tensors
 from memfit.engine.staged import AS_GIVEN, LET_GO, bytes_here, modules_of
 from memfit.levers.checkpoint import candidate_blocks
-from memfit.ranks.passes import APART, BACKWARD, COUNTED, FORWARD, GLANCE, Passes
+from memfit.ranks.passes import APART, BACKWARD, COUNTED, FORWARD, GLANCE, Passes, begins
 from memfit.ranks.ranks import Ranks
 
 COLLECTING = "collecting what is held in parts"
@@ -83,9 +85,10 @@ class FullySharded:
         places = {id(p): i for i, p in enumerate(self.parameters)}
         self._names = {name: places[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         self._put_into_optimizer(dict(zip(map(id, before), self.parameters)))
-        self._hidden = False
+        self._hidden = self._running = False
         self._seen: tuple[Any, Any] | None = None
         self._graphs: list[torch.Tensor] = []
+        self._nodes: list[Any] = []
         self._own: list[weakref.ref[torch.Tensor]] = []
         self._announced = False
         self._passes = Passes(ranks.rank, self._along)
@@ -93,7 +96,10 @@ class FullySharded:
         self._of_parameters, self._of_state = ranks.serve(self._send_parameters), ranks.serve(self._send_state)
         self._found: dict[Any, torch.Tensor] = {}
         self._root_forward()
-        self._undo = [*self._answer_states(), optimizer.register_step_pre_hook(lambda *_: self.reshard()).remove]
+        let_go = [] if whole_while_training else [unit for unit in units if unit is not model]
+        hooks = [unit.register_forward_hook(self._let_go) for unit in let_go]
+        hooks.append(optimizer.register_step_pre_hook(lambda *_: self.reshard()))
+        self._undo = [*self._answer_states(), *(hook.remove for hook in hooks)]
 
     # ---- passes
 
@@ -115,40 +121,67 @@ class FullySharded:
             return self._plain(*args, **kwargs)
         kind = GLANCE if not torch.is_grad_enabled() else COUNTED if self.counting else APART
         self._seen = map_leaves(_apart, (args, kwargs))
-        self._ranks.ask(self._passes.forward(kind, anew=not any(graph() is not None for graph in self._own)), PASSING)
+        want = self._passes.forward(kind, anew=not any(graph() is not None for graph in self._own))
+        if begins(want):
+            self._nodes = []
+        self._ranks.ask(want, PASSING)
         self._announced = False
-        out = self._run(args, kwargs, partial(self._announce, kind))
-        self._own = [weakref.ref(tensor) for tensor in tensors(out) if tensor.requires_grad]
+        self._ranks.passing = True
+        out = self._run(args, kwargs, partial(self._announce, kind, len(self._nodes)))
+        self._ranks.passing = False
+        outputs = _with_graph(out)
+        self._own = [weakref.ref(tensor) for tensor in outputs]
+        self._nodes += [tensor.grad_fn for tensor in outputs]
         return out
 
-    def _run(self, args: Any, kwargs: Any, before_backward: Callable[[torch.Tensor], None] | None) -> Any:
+    def _run(self, args: Any, kwargs: Any, before_backward: Callable[[int, torch.Tensor], None] | None) -> Any:
         self.reshard()  # on all processes, so that all gather
         args, kwargs = self._state._pre_forward(self._model, args, kwargs)
-        out = self._plain(*args, **kwargs)
-        for tensor in tensors(out) if before_backward is not None else ():
-            if tensor.requires_grad:  # before torch's own hooks, which gather
-                tensor.register_hook(before_backward)
+        self._running = True
+        try:
+            out = self._plain(*args, **kwargs)
+        finally:
+            self._running = False
+        for number, tensor in enumerate(_with_graph(out)):
+            if before_backward is None:
+                break
+            handle = tensor.register_hook(partial(before_backward, number))
+            tensor._backward_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]  # torch's own gather
         out = self._state._post_forward(self._model, args, out)
         if not torch.is_grad_enabled():
             self.reshard()
         return out
 
-    def _announce(self, kind: int, _: torch.Tensor) -> None:
-        if not self._announced:
-            self._announced, self._own = True, []
-            self._ranks.ask(self._passes.backward(kind), PASSING)
+    def _let_go(self, unit: Any, *_: Any) -> None:
+        """After a block's forward: inside a backward torch takes it for one that is computed again, and keeps it gathered."""
+        if self._running and torch._C._current_graph_task_id() != -1:
+            unit.reshard()
 
-    def _along(self, kind: int, stage: int) -> None:
-        """An empty pass, for those of other processes."""
+    def _announce(self, kind: int, first: int, number: int, _: torch.Tensor) -> None:
+        """The backward comes to this output, of a forward whose outputs are those from `first` on."""
+        if not self._announced:
+            nodes, self._nodes = self._nodes, []
+            self._announced, self._own = True, []
+            through = [float(_takes_part(node)) for node in nodes]
+            through[first + number] = 1.0  # where it begins, torch does not count it among those to come
+            self._ranks.ask(self._passes.backward(kind), PASSING, through)
+            self._ranks.passing = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._passed)  # type: ignore[attr-defined]
+
+    def _passed(self) -> None:
+        self._ranks.passing = False
+
+    def _along(self, kind: int, stage: int, through: Sequence[float]) -> None:
+        """An empty pass, for those of other processes; a backward `through` those outputs that have theirs."""
         if stage == FORWARD:
             self._graphs = []
         if stage != BACKWARD:
-            with torch.set_grad_enabled(kind != GLANCE), _buffers_kept(self._model), _draws_kept(self._ranks.device):
+            with aside(), torch.set_grad_enabled(kind != GLANCE), _buffers_kept(self._model), _draws_kept(self._ranks.device):
                 out = self._run(*self._inputs(), None)
-            self._graphs += [tensor for tensor in tensors(out) if tensor.requires_grad] if kind != GLANCE else []
+            self._graphs += _with_graph(out) if kind != GLANCE else []
             return
-        graphs, self._graphs = self._graphs, []
-        with self._aside(apart=kind == APART):
+        graphs, self._graphs = [tensor for tensor, takes_part in zip(self._graphs, through) if takes_part], []
+        with aside(), self._aside(apart=kind == APART):
             torch.autograd.backward(graphs, [torch.zeros_like(tensor) for tensor in graphs])
 
     def _inputs(self) -> tuple[Any, Any]:
@@ -313,6 +346,10 @@ def _shard(model: nn.Module, mesh: Any, *, reshard: bool) -> dict[Any, int]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=None if unit is model else reshard)
         unit.set_gradient_divide_factor(1.0)  # type: ignore[attr-defined]  # weights are those of the whole batch already
         unit.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]
+    # Left alone, torch gathers ahead in the order of the forwards it saw; of those inside a backward it sees none, and then
+    # processes in different ones would gather in different orders.
+    for unit, ahead in zip(units, [*blocks[:1], *blocks]):
+        unit.set_modules_to_backward_prefetch([ahead if unit in blocks else unit])  # type: ignore[attr-defined]
     return sizes
 
 
@@ -361,6 +398,15 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
 def _is_torchs(hook: Any) -> bool:
     """Whether a hook is one of fully_shard's."""
     return type(getattr(hook, "__self__", None)).__name__ == "FSDPState"
+
+
+def _with_graph(out: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors(out) if tensor.requires_grad]
+
+
+def _takes_part(node: Any) -> bool:
+    """Whether the backward that is under way comes through here."""
+    return node is None or torch._C._will_engine_execute_node(node)
 
 
 def _is_part(value: Any) -> bool:
@@ -426,13 +472,11 @@ def _sent(part: Any, asking: Sequence[int], ranks: Ranks) -> torch.Tensor | None
 
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, kept in before:
-                buffer.copy_(kept)
+        restore_tensors(before)  # what the graph has saved of them is not modified by that
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engine.context import autocast_kept, modes_as, modes_of
+from memfit.engine.context import autocast_kept, modes_as, modes_of, restore_tensors
 from memfit.engine.generators import random_state_kept
 from memfit.engine.staged import let_go
 from memfit.profiling.hooks import hooks_kept, put_back, refilled
@@ -44,16 +44,6 @@ def leave_no_trace(model: nn.Module, device: torch.device, *, buffers: bool = Tr
                 if p.untyped_storage()._cdata != data.untyped_storage()._cdata:
                     p.data = data
                 p.grad = gradient
-
-
-def restore_tensors(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write each copy back into its original, without counting as a modification and without asking the device anything."""
-    with torch.no_grad():
-        for original, copy in copies:
-            if original.shape != copy.shape:
-                original.set_(copy)  # pyright: ignore[reportArgumentType]
-            else:
-                original.data.copy_(copy)
 
 
 @contextmanager

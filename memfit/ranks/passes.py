@@ -22,10 +22,16 @@ STAGE, OWN = 1_000_000, 10
 """What stages and processes are told apart by in a want."""
 
 
-class Passes:
-    """Which pass is under way among the processes, of which this is `rank`. `along(kind, stage)` runs an empty one."""
+def begins(want: int) -> bool:
+    """Whether what is wanted is a forward before which there was no other one that waits for its backward."""
+    return (want - PASSES) // STAGE == FORWARD
 
-    def __init__(self, rank: int, along: Callable[[int, int], None]) -> None:
+
+class Passes:
+    """Which pass is under way among the processes, of which this is `rank`. `along(kind, stage, numbers)` runs an empty one;
+    the numbers are those that the pass was asked for with."""
+
+    def __init__(self, rank: int, along: Callable[[int, int, Sequence[float]], None]) -> None:
         self._rank, self._along = rank, along
         self._under_way: int | None = None
         self._takes_part = False
@@ -55,7 +61,7 @@ class Passes:
             return self.chosen(wants)
         return PASSES + found[0] if found else 0
 
-    def do(self, chosen: int, mine: bool) -> None:
+    def do(self, chosen: int, mine: bool, numbers: Sequence[float]) -> None:
         """The pass is done now, by this process itself if it is `mine`."""
         stage, which = divmod(chosen - PASSES, STAGE)
         if stage == FORWARD:
@@ -63,4 +69,4 @@ class Passes:
         if stage == BACKWARD:
             self._under_way, self._takes_part = None, False
         if not mine:
-            self._along(which % OWN, stage)
+            self._along(which % OWN, stage, numbers)

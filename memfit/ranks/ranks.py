@@ -35,14 +35,16 @@ NOTHING, FAILED, ENDED = 0, -1, -2
 """What a process wants of the others beside their exchange; a service, where it is above zero."""
 Service = Callable[[Sequence[int]], None]
 """What all processes do for those (ranks) that ask for it."""
+UNFINISHED = "an error ended a pass over parameters that are held in parts"
 ADDING = "adding up over all processes"
 
 
 class Ranks:
     """All processes of a training; `rank` is this one, `size` how many there are.
 
-    Attributes: `group` (the process group that gradients are reduced over), `talk` (that of what is agreed on). Processes that
-    end help the others until all do.
+    Attributes: `group` (the process group that gradients are reduced over), `talk` (that of what is agreed on), `passing`
+    (whether this process is inside a pass that takes all of them: where an error ended it, the others wait in there, hear
+    nothing, and are released by the end of this process alone). Processes that end help the others until all do.
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
@@ -53,7 +55,7 @@ class Ranks:
         self._exchange = Exchange(self.talk, self.size)
         self._services: list[weakref.WeakMethod[Service]] = []
         self._passes: Passes | None = None
-        self._over = ""
+        self._over, self.passing = "", False
         atexit.register(self.end)
 
     def gather(self, value: Any, doing: str) -> list[Any]:
@@ -70,7 +72,7 @@ class Ranks:
 
     def failed(self, error: BaseException) -> None:
         """Let the others know, at their next exchange, that this process fails."""
-        if getattr(error, "_memfit_said", False) or self._over:
+        if getattr(error, "_memfit_said", False) or self._over or self.passing:
             return
         error._memfit_said = True  # type: ignore[attr-defined]
         self._over = f"rank {self.rank} failed: {_line_of(error)}"
@@ -86,15 +88,16 @@ class Ranks:
         self._services.append(weakref.WeakMethod(service))  # type: ignore[arg-type]
         return len(self._services)
 
-    def ask(self, service: int, doing: str) -> None:
-        """Have all processes do this, once they come to their next exchange. Raises RankFailed where one failed or is gone."""
-        self.meet(doing, service)
+    def ask(self, service: int, doing: str, numbers: Sequence[float] = ()) -> None:
+        """Have all processes do this, once they come to their next exchange; passes are told `numbers`. Raises RankFailed where
+        one failed or is gone."""
+        self.meet(doing, service, numbers)
 
     def meet(self, doing: str, want: int = NOTHING, numbers: Sequence[float] = ()) -> list[list[float]]:
         """Come together: do what other processes ask for, until none does; or ask for something oneself. Returns the numbers
         that each came with."""
-        if self._over:
-            raise self._apart(doing, self._over)
+        if self._over or self.passing:
+            raise self._apart(doing, self._over or f"rank {self.rank} failed: {UNFINISHED}")
         while True:
             try:
                 told = self._exchange.told(want, doing, numbers)
@@ -116,7 +119,7 @@ class Ranks:
         try:
             if error is not None and dist.is_initialized():
                 self.failed(error)
-            while not self._over and dist.is_initialized():
+            while not self._over and not self.passing and dist.is_initialized():
                 told = self._exchange.told(ENDED, "")
                 self._check(told, "ending", ending=True)
                 if not self._serve(told):
@@ -173,7 +176,9 @@ class Ranks:
             service([rank for rank, each in enumerate(told) if each.want == code])
         chosen = 0 if self._passes is None else self._passes.chosen(wants)
         if chosen and self._passes is not None:
-            self._passes.do(chosen, wants[self.rank] == chosen)
+            self.passing = True
+            self._passes.do(chosen, wants[self.rank] == chosen, told[wants.index(chosen)].numbers)
+            self.passing = False
         return asked | ({chosen} if chosen else set())
 
     def _check(self, told: Sequence[Told], doing: str, *, ending: bool = False) -> None:

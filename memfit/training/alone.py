@@ -1,26 +1,30 @@
 """Whether a model runs a single sample as it runs several: batch norm over [N, C] cannot, and `squeeze()` loses the batch.
 
-Looked at in the modes of training, batch norm not frozen, on a real sample; leaves no trace. Not covered: models that run a
-single sample to its end and compute another value from it.
+Looked at in the modes of training, batch norm not frozen, on a real sample; leaves no trace. Where several processes hold the
+parameters in parts, on fake tensors: a pass that fails on its way would leave the others waiting. Not covered: models that run
+a single sample to its end and compute another value from it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from memfit.batches.tree import path_name
-from memfit.engine.accumulate import Work, checked_loss
+from memfit._errors import RankFailed
+from memfit.batches.tree import flat, path_name
+from memfit.engine.accumulate import Work, loss_of
 from memfit.engine.context import uncompiled
 from memfit.engine.staged import gathers_in_parts
 from memfit.hardware.exhausted import is_out_of_memory, patiently
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.training.call import Call
+from memfit.training.learn import fake_outputs
 from memfit.training.outputs import Leaf
 
 
@@ -34,7 +38,10 @@ def call_alone(call: Call) -> str | None:
         _backward([value for value in found if isinstance(value, torch.Tensor) and value.requires_grad], call.model)
         return found
 
-    found = _run_alone(run, call.model, call.device)
+    def look(samples: int) -> list[Any]:
+        return flat(fake_outputs(call, samples)[0])
+
+    found = _run_alone(look if gathers_in_parts(call.model) else run, call.model, call.device)
     if found is None or isinstance(found, str):
         return found
     leaves = call.outputs.leaves
@@ -43,24 +50,27 @@ def call_alone(call: Call) -> str | None:
     return next((why for leaf, value in zip(leaves, found) if (why := _lost_dimension(leaf, value))), None)
 
 
-def loss_alone(work: Work, model: nn.Module) -> str | None:
-    """Why the loss of one sample cannot be computed as that of several; None where it can."""
+def loss_alone(work: Work, model: nn.Module, twins: Callable[[int], AbstractContextManager[Work]]) -> str | None:
+    """Why the loss of one sample cannot be computed as that of several; None where it can. `twins(samples)`: as `work`, on fake
+    tensors."""
 
     def run(samples: int) -> list[Any]:
-        inputs, _ = work.inputs(0, samples, None)
-        _backward([checked_loss(work.loss(work.forward(inputs)))], model)
+        _backward([loss_of(work, samples)], model)
         return []
 
-    found = _run_alone(run, model, work.device)
+    def look(samples: int) -> list[Any]:
+        with twins(samples) as twin:
+            loss_of(twin, samples)
+        return []
+
+    found = _run_alone(look if gathers_in_parts(model) else run, model, work.device)
     return found if isinstance(found, str) else None
 
 
 def _backward(values: Sequence[torch.Tensor], model: nn.Module) -> None:
     """Some losses take a sample without a batch dimension, and fail on their way back."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if values and gathers_in_parts(model):
-        torch.autograd.backward([value.sum() for value in values])
-    elif values and parameters:
+    if values and parameters:
         torch.autograd.grad([value.sum() for value in values], parameters, allow_unused=True)
 
 
@@ -72,7 +82,7 @@ def _run_alone(run: Callable[[int], list[Any]], model: nn.Module, device: torch.
             with leave_no_trace(model, device), uncompiled(), torch.enable_grad():
                 found = patiently(partial(run, samples), device)
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, RankFailed):
                 raise
             failed.append((str(error) or type(error).__name__).splitlines()[0])
         else:

@@ -16,9 +16,10 @@ from memfit._errors import MemfitError
 from memfit.batches.cut import Layout, candidate_layouts, like_first, uncuttable
 from memfit.batches.tree import Attribute, Path, flat, is_column, leaves, map_leaves
 from memfit.engine.context import autocast_now, uncompiled
-from memfit.profiling.failures import TraceFailed, telling_failures
+from memfit.profiling.failures import TraceFailed
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.sandbox import leave_no_trace
+from memfit.profiling.twins import on_twins
 from memfit.training.call import Call, Split, Tree
 from memfit.training.outputs import Outputs, learn_outputs
 
@@ -110,7 +111,7 @@ def outputs_of(call: Call) -> Outputs:
     if few == 1 and call.split is None:  # single samples are special to many models; copies serve to learn from
         call, few, many = call.chosen((0, call.samples - 1, 0)), 2, 3
     try:
-        small, large = _fake_outputs(call, few, many)
+        small, large = fake_outputs(call, few, many)
     except TraceFailed:
         small, large = _real_outputs(call, few, many)
     return learn_outputs(small, few, large, many)
@@ -123,7 +124,7 @@ def _few(call: Call) -> tuple[int, int]:
 def _surface_own_error(call: Call) -> None:
     """Raise what the model raises whether or not its batch is cut, from its own frames; return if cutting is the reason."""
     try:
-        _fake_outputs(call, call.samples)
+        fake_outputs(call, call.samples)
     except TraceFailed:
         _real_outputs(call, *_few(call))
 
@@ -169,14 +170,12 @@ def _call(
     return Call(model, plain, tree, layout, Outputs(None, ()), device, split=split)
 
 
-def _fake_outputs(call: Call, *samples: int) -> list[Any]:
-    world = FakeWorld()
-    found = []
-    with leave_no_trace(call.model, call.device, buffers=False), telling_failures(world), world.replacing(call.model):
+def fake_outputs(call: Call, *samples: int) -> list[Any]:
+    """What the model returns for so many samples of a call, on fake tensors. Raises TraceFailed."""
+    with on_twins(call.model, call.device) as world:
         twins = [twin_call(call, world.twin, n)[0] for n in samples]
         with world.entered(), uncompiled(), torch.enable_grad():
-            found = [t.output() for t in twins]
-    return found
+            return [t.output() for t in twins]
 
 
 def _real_outputs(call: Call, *samples: int) -> list[Any]:

@@ -12,10 +12,10 @@ from typing import TypeVar
 
 import torch
 
+from memfit.engine.context import restore_tensors
 from memfit.engine.generators import RandomState
 from memfit.engine.staged import Staging
 from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory, patiently
-from memfit.profiling.sandbox import restore_tensors
 from memfit.training.buffers import WrittenBuffers
 
 T = TypeVar("T")

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from memfit._errors import Refused, UsageError
 from memfit.batches.weights import Count
-from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, CountOf, Weighting, Work, checked_loss, wide
+from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, CountOf, Weighting, Work, loss_of, wide
 from memfit.engine.terms import Terms, is_only_term
 from memfit.levers.checkpoint import checkpointed
 from memfit.planning.search import Demand, with_blocks
-from memfit.profiling.failures import TraceFailed, telling_failures
-from memfit.profiling.fake import FakeWorld
+from memfit.profiling.failures import TraceFailed
 from memfit.profiling.profile import Profile
-from memfit.profiling.sandbox import leave_no_trace
+from memfit.profiling.twins import on_twins
 from memfit.training.alone import loss_alone
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.ordered import Ordered
@@ -101,7 +102,7 @@ class Weigher:
             return
         work = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
         with core.staging.swapped():  # no hook of the user's fires
-            why = loss_alone(work, core.model)
+            why = loss_alone(work, core.model, partial(self._on_twins, batch))
         self._tasks.watch(work)
         if why is not None:
             core.need_company(why)
@@ -176,17 +177,21 @@ class Weigher:
 
     def _is_one_mean(self, batch: Ordered) -> bool:
         """Whether the loss is one known mean, told on fake tensors."""
-        core, world = self._core, FakeWorld()
+        few = self._core.least
         try:
-            with leave_no_trace(core.model, core.device, buffers=False), telling_failures(world), world.replacing(core.model):
-                few = core.least
-                work = self._tasks.task(batch, 0, Demand(few), BY_SAMPLES).make_work("off")(world.twin, few)
-                with world.entered(), Terms(alone=False) as terms:
-                    inputs, _ = work.inputs(0, few, None)
-                    loss = checked_loss(work.loss(work.forward(inputs)))
-                    return len(terms.found) == 1 and is_only_term(loss, terms.found[0])
+            with self._on_twins(batch, few) as work, Terms(alone=False) as terms:
+                loss = loss_of(work, few)
+                return len(terms.found) == 1 and is_only_term(loss, terms.found[0])
         except TraceFailed:
             return False
+
+    @contextmanager
+    def _on_twins(self, batch: Ordered, samples: int) -> Iterator[Work]:
+        """Inside, the loss of so many samples can be computed on fake tensors. Raises TraceFailed."""
+        with on_twins(self._core.model, self._core.device) as world:
+            work = self._tasks.task(batch, 0, Demand(samples), BY_SAMPLES).make_work("off")(world.twin, samples)
+            with world.entered():
+                yield work
 
     def weigh_again(self, batch: Ordered, doubted: bool) -> None:
         """The weighting did not hold: prove it anew on samples that tell its rivals apart."""

@@ -1,0 +1,24 @@
+"""Running something in the middle of something else that must not see it: what another process asks for meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.engine.terms import unseen
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Inside, no mode that follows functions or operations is active, and no losses are looked at."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        with _disable_current_modes(), unseen():
+            yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
