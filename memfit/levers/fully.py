@@ -145,8 +145,7 @@ class FullySharded:
         for number, tensor in enumerate(_with_graph(out)):
             if before_backward is None:
                 break
-            handle = tensor.register_hook(partial(before_backward, number))
-            tensor._backward_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]  # torch's own gather
+            _first_hook(tensor, partial(before_backward, number))  # torch's own gather
         out = self._state._post_forward(self._model, args, out)
         if not torch.is_grad_enabled():
             self.reshard()
@@ -398,6 +397,16 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
 def _is_torchs(hook: Any) -> bool:
     """Whether a hook is one of fully_shard's."""
     return type(getattr(hook, "__self__", None)).__name__ == "FSDPState"
+
+
+def _first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """A hook of the tensor that is called before those it has."""
+    hooks: Any = tensor._backward_hooks
+    others = [] if hooks is None else list(hooks.items())
+    if hooks is not None:
+        hooks.clear()
+    tensor.register_hook(hook)
+    tensor._backward_hooks.update(others)  # type: ignore[union-attr]
 
 
 def _with_graph(out: Any) -> list[torch.Tensor]:
