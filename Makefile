@@ -9,12 +9,14 @@ RUN := $(VENV)/bin/python
 demo: $(VENV)/ready
 	$(RUN) -m memfit demo
 
-# Everything: lint, types, the fast tests, then the slow ones.
+# Everything: lint, types, the fast tests, then the slow ones; a file's tests stay in one of two processes.
+SPREAD := -n 2 --dist loadfile
+
 test: fast
-	$(RUN) -m pytest -m "slow"
+	$(RUN) -m pytest $(SPREAD) -m "slow"
 
 fast: check
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest $(SPREAD) -m "not slow"
 
 check: $(VENV)/ready
 	$(VENV)/bin/ruff check .

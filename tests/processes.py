@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 Returned = TypeVar("Returned")
 
-PATIENCE = 40.0
+PATIENCE = 120.0
 """Seconds after which processes that have not answered are taken to hang."""
 
 

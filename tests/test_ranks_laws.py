@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -166,10 +167,15 @@ def in_parts(name: str, mode: str, level: str, checkpointed: bool, shares: tuple
     return found
 
 
+QUICK = {("parameters", "script", True), ("gradients", "step", False), ("optimizer", "script", False)}
+WAYS = [
+    pytest.param(*way, id="-".join([*way[:2], "checkpointed"][: 2 + way[2]]), marks=() if way in QUICK else pytest.mark.slow)
+    for way in product(LEVELS, ("script", "step"), (False, True))
+]
+
+
 @named(FAMILIES.values())
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("mode", ["script", "step"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "mode", "checkpointed"), WAYS)
 def test_the_familys_own_loss_in_parts(two: Processes, family: Family, level: str, mode: str, checkpointed: bool) -> None:
     found = two.run(in_parts, family.name, mode, level, checkpointed, PARTS)
     if family.name in WHOLE_ONLY and level != "optimizer":
