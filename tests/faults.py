@@ -286,13 +286,13 @@ def train(trial: Trial, rank: int, found: Outcome, tell: Callable[[Any], None]) 
                     loss_fn(model, batch).backward()
                     injector.at("before_step")
                     optimizer.step()
-                found.states.append(_state(model, optimizer))
+                found.states.append(_state(model, optimizer, whole=in_parts(trial)))
                 found.events = [event.kind for event in run.events]
                 if rank == 0:
                     _validate(model, injector, data)
                 number += 1
                 injector.begin(number)
-    found.parameters = [float(v) for p in model.parameters() for v in p.detach().reshape(-1)]
+    found.parameters = _state(model, optimizer, whole=True)
 
 
 def _loss(mode: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -313,9 +313,11 @@ def _validate(model: nn.Module, injector: Injector, data: Samples) -> None:
     model.train()
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    tensors = [p.detach() for p in model.parameters()]
-    for p in model.parameters():
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> list[float]:
+    """Parameters, `whole` also where they are held in parts; else what the optimizer holds here, too."""
+    held = model.state_dict() if whole else dict(model.named_parameters())
+    tensors = [held[name].detach() for name, _ in model.named_parameters()]
+    for p in () if whole else model.parameters():
         tensors += [value for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
     return [float(v) for t in tensors for v in t.reshape(-1)]
 
@@ -410,10 +412,17 @@ def _process(script: Callable[..., None], trial: Trial, rank: int, port: int, pi
 # ---- what should have become of them
 
 
+def in_parts(trial: Trial) -> bool:
+    """Whether each pass takes all processes."""
+    return trial.shard in ("gradients", "parameters")
+
+
 def survives(trial: Trial, fault: Fault) -> bool:
     """Whether training goes on after this fault."""
     if not fault.kind.startswith("memory"):
         return False
+    if in_parts(trial) and fault.place not in ("collate", "exchange"):
+        return False  # the others wait for it inside a pass that takes all
     if fault.place in ("collate", "loss", "optimizer", "half optimizer"):
         return trial.mode == "step"
     return fault.place in (*IN_MICRO_BATCHES, "reduce", "exchange")

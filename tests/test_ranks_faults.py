@@ -44,6 +44,18 @@ def test_more_random_faults(seed: int) -> None:
     checked(drawn(seed))
 
 
+SHARDED = [
+    pytest.param(shard, seed, id=f"{shard}-{seed}", marks=() if seed < 202 else pytest.mark.slow)
+    for shard in ("optimizer", "gradients", "parameters")
+    for seed in range(200, 212)
+]
+
+
+@pytest.mark.parametrize(("shard", "seed"), SHARDED)
+def test_random_faults_of_what_is_held_in_parts(shard: str, seed: int) -> None:
+    checked(drawn(seed, shard))
+
+
 @pytest.mark.parametrize("mode", ["step", "script"])
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
 def test_a_sum_that_runs_out_of_memory_is_taken_up_again(mode: str, ranks: tuple[int, ...]) -> None:

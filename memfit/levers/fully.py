@@ -118,6 +118,8 @@ class FullySharded:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._hidden:
+            if self._seen is None:
+                self._seen = map_leaves(_like, (args, kwargs))
             return self._plain(*args, **kwargs)
         kind = GLANCE if not torch.is_grad_enabled() else COUNTED if self.counting else APART
         self._seen = map_leaves(_apart, (args, kwargs))
@@ -127,7 +129,8 @@ class FullySharded:
         self._ranks.ask(want, PASSING)
         self._announced = False
         self._ranks.passing = True
-        out = self._run(args, kwargs, partial(self._announce, kind, len(self._nodes)))
+        with self._ranks.noticing(PASSING):
+            out = self._run(args, kwargs, partial(self._announce, kind, len(self._nodes)))
         self._ranks.passing = False
         outputs = _with_graph(out)
         self._own = [weakref.ref(tensor) for tensor in outputs]
@@ -190,7 +193,7 @@ class FullySharded:
                 found="another process runs the model, and this one has seen no input to run it on along with that",
                 next_move="run the model on every process once before one runs it alone",
             )
-        return self._seen
+        return map_leaves(lambda leaf: leaf.made() if isinstance(leaf, _Like) else leaf, self._seen)
 
     @contextmanager
     def _aside(self, *, apart: bool) -> Iterator[None]:
@@ -373,21 +376,24 @@ def _unshard(units: Sequence[Any], classes: dict[nn.Module, type]) -> None:
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
-    held = {id(p) for p in model.parameters()}
-    outside = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in held]
-    recurrent = next((name for name, m in model.named_modules() if isinstance(m, nn.RNNBase)), None)
-    norm = next((name for name, m in model.named_modules() if m.__dict__.get("sparse") is True), None)
-    found = (
-        "the optimizer trains parameters that are not the model's"
-        if outside
-        else f"{recurrent} keeps a list of its weights"
-        if recurrent is not None
-        else f"{norm} has sparse gradients"
-        if norm is not None
-        else ""
-    )
-    if found:
+    found = next(_obstacles(model, optimizer), None)
+    if found is not None:
         raise Refused("holding parameters or gradients in parts", found=found, next_move="pass shard='optimizer' or 'off'")
+
+
+def _obstacles(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
+    import torch.distributed.fsdp as fsdp
+
+    if not hasattr(getattr(fsdp, "FSDPModule", None), "set_force_sum_reduction_for_comms"):
+        yield f"torch {torch.__version__} cannot yet sum gradients in parts"
+    held = {id(p) for p in model.parameters()}
+    if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
+        yield "the optimizer trains parameters that are not the model's"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            yield f"{name} keeps a list of its weights"
+        if module.__dict__.get("sparse") is True:
+            yield f"{name} has sparse gradients"
 
 
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
@@ -427,7 +433,23 @@ def _class_forward(model: nn.Module) -> Callable[..., Any]:
 
 
 def _apart(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+class _Like:
+    """A tensor that only a trace has seen; not a dataclass, whose fields would be leaves of their own."""
+
+    def __init__(self, seen: torch.Tensor) -> None:
+        self._shape = tuple(map(int, seen.shape))
+        self._as = {"dtype": seen.dtype, "device": seen.device, "requires_grad": seen.requires_grad}
+
+    def made(self) -> torch.Tensor:
+        """Ones: tokens that any vocabulary has, masks that hide nothing, numbers to divide by."""
+        return torch.ones(self._shape, **self._as)  # type: ignore[call-overload,no-any-return]
+
+
+def _like(leaf: Any) -> Any:
+    return _Like(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _part_like(value: Any, parameter: Any) -> Any:

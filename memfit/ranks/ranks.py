@@ -13,7 +13,8 @@ import atexit
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ NOTHING, FAILED, ENDED = 0, -1, -2
 """What a process wants of the others beside their exchange; a service, where it is above zero."""
 Service = Callable[[Sequence[int]], None]
 """What all processes do for those (ranks) that ask for it."""
+GONE = ("closed by peer", "reset by peer", "Broken pipe", "gloo/transport")
+"""What gloo says where a process at the other end has ended (torch 2.13)."""
+HELPING = "running along with another process"
 UNFINISHED = "an error ended a pass over parameters that are held in parts"
 ADDING = "adding up over all processes"
 
@@ -108,6 +112,16 @@ class Ranks:
             if want in served or not served:
                 return [each.numbers for each in told]
 
+    @contextmanager
+    def noticing(self, doing: str) -> Iterator[None]:
+        """What libraries raise inside where another process is gone, as RankFailed."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or any(word in str(error) for word in GONE):
+                raise self.lost(doing) from error
+            raise
+
     def pass_along(self, passes: Passes) -> None:
         """From now on passes take all processes."""
         self._passes = passes
@@ -176,9 +190,10 @@ class Ranks:
             service([rank for rank, each in enumerate(told) if each.want == code])
         chosen = 0 if self._passes is None else self._passes.chosen(wants)
         if chosen and self._passes is not None:
-            self.passing = True
-            self._passes.do(chosen, wants[self.rank] == chosen, told[wants.index(chosen)].numbers)
-            self.passing = False
+            with self.noticing(HELPING):
+                self.passing = True
+                self._passes.do(chosen, wants[self.rank] == chosen, told[wants.index(chosen)].numbers)
+                self.passing = False
         return asked | ({chosen} if chosen else set())
 
     def _check(self, told: Sequence[Told], doing: str, *, ending: bool = False) -> None:

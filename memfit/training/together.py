@@ -98,7 +98,8 @@ class Together:
     def announcing(self) -> Iterator[None]:
         """What fails inside is told to the others, who are about to agree on this step."""
         try:
-            yield
+            with self.ranks.noticing("a step"):
+                yield
         except RankFailed:
             raise
         except BaseException as error:
