@@ -60,7 +60,7 @@ def main() -> None:
     rows = []
     for size in map(int, asked.processes.split(",")):
         for level in asked.levels.split(","):
-            processes = Processes(size)  # each begins anew: what one training left would count for the next
+            processes = Processes(size, patience=900)  # each begins anew: what one training left would count for the next
             for rank, found in enumerate(processes.run(held, level, asked.steps)):
                 rows.append({"processes": size, "level": level, "rank": rank, **found})
             processes.end()

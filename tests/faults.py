@@ -421,8 +421,8 @@ def survives(trial: Trial, fault: Fault) -> bool:
     """Whether training goes on after this fault."""
     if not fault.kind.startswith("memory"):
         return False
-    if in_parts(trial) and fault.place not in ("collate", "exchange"):
-        return False  # the others wait for it inside a pass that takes all
+    if in_parts(trial) and fault.place != "exchange":
+        return False  # the others wait for its passes
     if fault.place in ("collate", "loss", "optimizer", "half optimizer"):
         return trial.mode == "step"
     return fault.place in (*IN_MICRO_BATCHES, "reduce", "exchange")
