@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from processes import free_port
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
@@ -349,9 +349,7 @@ def run(trial: Trial, script: Callable[..., None] = train) -> list[Outcome]:
     """What became of every process. `script(trial, rank, outcome, tell)` is what they run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults_warm"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     pipes, processes = [], []
     for rank in range(trial.size):
         ours, theirs = context.Pipe(duplex=False)

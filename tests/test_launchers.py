@@ -77,9 +77,7 @@ def test_two_machines_by_accelerate_train_as_one_with_two_processes(tmp_path: Pa
     one_machine = ("--num_machines", "1", "--main_process_port", "0")
     launchers.started((*common, *one_machine, script, "target", str(paths[0])), **ON_CPU)
     two_machines = ("--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port)
-    machines = [
-        (*common, *two_machines, "--machine_rank", str(machine), script, "target", str(paths[1])) for machine in (0, 1)
-    ]
+    machines = [(*common, *two_machines, "--machine_rank", str(machine), script, "target", str(paths[1])) for machine in (0, 1)]
     launchers.started(*machines, **ON_CPU)
     one, two = map(found_in, paths)
     assert one["processes"] == two["processes"] == 2 and one["steps"] == two["steps"] == 8
@@ -150,3 +148,40 @@ def test_processes_that_accelerate_does_not_count_are_refused(tmp_path: Path) ->
     told = r"the launcher started 2, and accelerate found no GPU(?s:.)*ACCELERATE_USE_CPU=true"
     with pytest.raises(AssertionError, match=told):
         in_notebook(tmp_path / "found.json", "notebook", "guest", 2)
+
+
+# ---- the end
+
+
+COUNTS_THREADS = """
+import atexit, os
+import torch, torch.distributed as dist
+import memfit
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 2)
+atexit.register(lambda: print("threads", before, with_memfit, threads(), flush=True))
+before = threads()
+data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = memfit.wrap(model, optimizer, torch.utils.data.DataLoader(data, 8), target_batch=8, micro_batch=2)
+for x, y in loader:
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+with_memfit = threads()
+"""
+
+
+def test_threads_end_before_python_does(tmp_path: Path) -> None:
+    """Those of gloo that still let go of tensors when Python ends take the process down (pytorch/pytorch#190489)."""
+    script = tmp_path / "counts.py"
+    script.write_text(COUNTS_THREADS)
+    (said,) = launchers.started(launchers.torchrun(str(script)))
+    counts = [[int(count) for count in line.split()[1:]] for line in said.splitlines() if line.startswith("threads")]
+    assert len(counts) == 2, said
+    for before, inside, after in counts:
+        assert inside > before and after <= before, said

@@ -41,9 +41,7 @@ class Exchange:
     def __init__(self, talk: Any, size: int) -> None:
         self.talk, self.size = talk, size
 
-    def told(
-        self, want: int, doing: str, numbers: Sequence[float] = (), patience: timedelta | None = None
-    ) -> list[Told]:
+    def told(self, want: int, doing: str, numbers: Sequence[float] = (), patience: timedelta | None = None) -> list[Told]:
         """What every process says, by rank. Raises RuntimeError where one cannot be reached (within `patience`)."""
         frame = [float(want), float(zlib.crc32(doing.encode())), float(len(numbers)), *numbers]
         found = self._gathered(frame[:FRAME], FRAME, patience)
@@ -58,6 +56,12 @@ class Exchange:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.talk)
         return found
+
+    def close(self) -> None:
+        """End the threads of the group, which nothing is under way in. One that still lets go of the tensors of its last
+        exchange when Python ends takes the process down (pytorch/pytorch#190489, in torch 2.13)."""
+        talk, self.talk = self.talk, None
+        dist.destroy_process_group(talk)
 
     def _gathered(self, mine: list[float], size: int, patience: timedelta | None) -> list[list[float]]:
         sent = torch.tensor(mine + [0.0] * (size - len(mine)), dtype=torch.float64)

@@ -46,21 +46,25 @@ ADDING = "adding up over all processes"
 class Ranks:
     """All processes of a training; `rank` is this one, `size` how many there are.
 
-    Attributes: `group` (the process group that gradients are reduced over), `talk` (that of what is agreed on), `passing`
-    (whether this process is inside a pass that takes all of them: where an error ended it, the others wait in there, hear
-    nothing, and are released by the end of this process alone). Processes that end help the others until all do.
+    Attributes: `group` (the process group that gradients are reduced over), `passing` (whether this process is inside a pass
+    that takes all of them: where an error ended it, the others wait in there, hear nothing, and are released by the end of
+    this process alone). Processes that end help the others until all do.
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
         self.device, self.group = device, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         members = None if group is None else dist.get_process_group_ranks(group)
-        self.talk: Any = dist.new_group(members, backend="gloo")
-        self._exchange = Exchange(self.talk, self.size)
+        self._exchange = Exchange(dist.new_group(members, backend="gloo"), self.size)
         self._services: list[weakref.WeakMethod[Service]] = []
         self._passes: Passes | None = None
         self._over, self.passing = "", False
         atexit.register(self.end)
+
+    @property
+    def talk(self) -> Any:
+        """The process group of what is agreed on."""
+        return self._exchange.talk
 
     def gather(self, value: Any, doing: str) -> list[Any]:
         """What every process gives, by rank; any picklable value. Raises RankFailed where one failed or is gone."""
@@ -136,8 +140,9 @@ class Ranks:
             while not self._over and not self.passing and dist.is_initialized():
                 told = self._exchange.told(ENDED, "")
                 self._check(told, "ending", ending=True)
-                if not self._serve(told):
-                    return  # the others have ended as well, or want another step, and learn that there is none
+                if not self._serve(told):  # the others have ended as well, or want another step, and learn that there is none
+                    self._over = "the script has ended"
+                    return self._exchange.close()
         except (RuntimeError, ValueError):
             return  # the others are gone, or their process group is
 
