@@ -118,7 +118,7 @@ def test_the_parameters_do_not_depend_on_the_number_of_processes(
             assert difference(found, alone) <= 1e-12
 
 
-def counted(mode: str, accumulation: int, bucket: int) -> tuple[int, int]:
+def counted(mode: str, accumulation: int, bucket: int, shard: str) -> tuple[int, int]:
     """(sums over processes in two steps, micro-batches that ran in them) of 16 samples each, gradients in buckets of so many
     bytes."""
     model, summed, ran = network(), list[int](), list[int]()
@@ -126,7 +126,7 @@ def counted(mode: str, accumulation: int, bucket: int) -> tuple[int, int]:
     batch = tuple(part[:16] for part in dataset().tensors)  # type: ignore[attr-defined]
     settings: dict[str, Any] = {"loss_fn": loss_fn, "sample": batch} if mode == "step" else {}
     usual, buckets.BUCKET = buckets.BUCKET, bucket
-    run = memfit.wrap(model, optimizer, micro_batch=16 // accumulation, **settings)
+    run = memfit.wrap(model, optimizer, micro_batch=16 // accumulation, shard=shard, **settings)
     buckets.BUCKET, all_reduce = usual, dist.all_reduce
 
     def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -152,11 +152,12 @@ def counted(mode: str, accumulation: int, bucket: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("bucket", "collectives"), [(25 << 20, 1), (900, 2)])
 @pytest.mark.parametrize("mode", ["step", "script"])
+@pytest.mark.parametrize("shard", ["off", "optimizer"])
 def test_gradients_are_reduced_once_however_many_micro_batches_there_are(
-    mode: str, bucket: int, collectives: int, two: Processes
+    shard: str, mode: str, bucket: int, collectives: int, two: Processes
 ) -> None:
     for accumulation in (1, 4, 16):
-        assert two.run(counted, mode, accumulation, bucket) == [(2 * collectives, 2 * accumulation)] * 2
+        assert two.run(counted, mode, accumulation, bucket, shard) == [(2 * collectives, 2 * accumulation)] * 2
 
 
 class Fails(nn.Module):
