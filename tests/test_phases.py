@@ -129,7 +129,9 @@ def test_an_evaluation_is_told_where_it_takes_more_than_the_training(device: str
     first = large.explain(4).evaluation
     second = little.explain(4).evaluation
     assert first is not None and first.exceeds and second is not None and not second.exceeds
-    assert first.peak == large.evaluation() == little.evaluation(100_000)
+    assert first.peak == large.evaluation()
+    other = little.evaluation(100_000)  # (its bound is another one where this process's heap has changed in between)
+    assert (first.peak.allocated, first.peak.expected) == (other.allocated, other.expected)
     assert "with batches of 100000: more than the training step" in str(large.explain(4))
     assert "with batches of 1: not more than the training step" in str(little.explain(4))
     assert "evaluation 100000" in str(large) and "gradients clipped to a norm of 1, zero_grad before forward" in str(large)
