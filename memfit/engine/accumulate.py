@@ -58,9 +58,9 @@ class Work(Protocol):
 class Weighting:
     """How the losses of micro-batches make the loss of the whole."""
 
-    kind: Literal["samples", "sum", "term", "count"]
+    kind: Literal["samples", "sum", "term", "count", "share"]
     """samples: by their number. sum: each counts 1. term: by the denominator of the one known mean the loss consists of.
-    count: by `count` of the micro-batch."""
+    count: by `count` of the micro-batch. share: each counts 1, and processes weigh by their samples."""
     label: str
     """In words, for the report."""
     count: CountOf | None = None
@@ -236,6 +236,8 @@ class Pass:
         loss = checked_loss(self._work.loss(outputs))
         if self._weighting.kind == "count" and count is not None:
             return loss, self._deferred(count, count, part)
+        if self._weighting.kind == "share" and self._staging.parts is not None:
+            return loss, self._deferred(samples, self._work.samples, part)
         return loss, self._by_samples(samples, part) if self._weighting.kind == "samples" else 1.0
 
     def _by_samples(self, samples: int, part: float) -> Count | float:

@@ -8,9 +8,11 @@ from typing import Protocol
 
 import torch
 
+from memfit.batches.cut import Axis
 from memfit.training.call import Call
-from memfit.training.route import Step
-from memfit.training.works import CallWork, KnownLossEnd, OutputsWork
+from memfit.training.expression import Node, narrow_firsts, twinned
+from memfit.training.learn import twin_of_part
+from memfit.training.works import CallWork, ExpressionWork, OutputsWork
 
 Twin = Callable[[torch.Tensor], torch.Tensor]
 
@@ -65,25 +67,22 @@ class AllOutputs(OwnLoss):
 
 
 @dataclass(frozen=True)
-class KnownLoss:
-    """A loss of torch.nn.functional outside the model."""
+class Expression:
+    """What the script computes from the output: a loss of torch.nn.functional, or a sum of terms."""
 
     name: str
-    leaf: int
-    """The output leaf it is computed from."""
-    steps: tuple[Step, ...]
-    """The way there."""
-    end: KnownLossEnd
-    """The loss itself."""
+    node: Node
+    """The number it comes to."""
 
     def work(self, call: Call, precision: str, borrowed: Sequence[torch.Tensor] = ()) -> CallWork:
-        return CallWork(
-            call, self.leaf, self.steps, self.end, precision=precision, draws=False, borrowed=borrowed
-        )
+        return ExpressionWork(call, self.node, precision=precision, draws=False, borrowed=borrowed)
 
     def twin(self, twin: Twin, samples: int) -> tuple[Consumer, Sequence[torch.Tensor]]:
-        end, made = self.end.twin(twin, samples)
-        return replace(self, end=end), made
+        def of(tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:
+            return twin_of_part(tensor if axis is None else axis.like_first(tensor, samples), twin)
+
+        node, made = twinned(self.node, of)
+        return replace(self, node=node), made
 
     def first(self, samples: int, *, backwards: bool) -> Consumer:
-        return replace(self, end=self.end.first(samples, backwards=backwards))
+        return replace(self, node=narrow_firsts(self.node, samples, backwards=backwards))

@@ -50,6 +50,8 @@ class Kind:
     """Whether its forward writes into the tensors it is given."""
     weighting: Weighting = BY_SAMPLES
     """How its own loss is weighted, once inferred."""
+    several: bool = False
+    """Whether its output goes into several losses."""
     planned: dict[str, Planned] = field(default_factory=dict)
     """Plans by what consumes the output."""
 

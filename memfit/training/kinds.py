@@ -136,6 +136,10 @@ class Kinds:
         call = next(ways_to_cut(core.model, plain, tree, samples, core.device, core.settings.split))
         return self._task(call, OWN_LOSS, Demand(samples), BY_SAMPLES)
 
+    def of(self, call: Call) -> Kind:
+        """What is known of calls like this one."""
+        return self._kinds[call.key]
+
     def weighting(self, call: Call) -> Weighting:
         """How the call's own loss is weighted."""
         return self._kinds[call.key].weighting

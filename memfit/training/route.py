@@ -1,14 +1,15 @@
 """The usual way from a model's output to its loss: views, slices and per-sample arithmetic that need not run yet.
 
 Each understood operation says where the samples lie in its result and how its arguments change for a micro-batch (views hold
-whole-batch sizes as plain numbers). Anything not listed here, or that moves samples in a way one axis cannot describe, makes
-the output materialise by replay. Not covered: arithmetic with other tensors, indexing along the batch.
+whole-batch sizes as plain numbers, and tensors of the batch are cut like the output that they meet). Anything not listed
+here, or that moves samples in a way one axis cannot describe, makes the output materialise by replay. Not covered: indexing
+along the batch, concatenating, matrix products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,64 +17,166 @@ import torch
 import torch.nn.functional as F
 
 from memfit.batches.cut import Axis
-from memfit.engine.context import Autocast, autocast_now, autocasting
+from memfit.batches.weights import KNOWN_LOSSES, Bound, entries_mean
+from memfit.engine.context import autocast_now
+from memfit.training.expression import Cut, Node, Sized, Step, Term
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
 
 
 @dataclass(frozen=True)
-class Step:
-    """One operation on the way, for any number of samples."""
+class Operand:
+    """An argument that has not been computed yet: what makes it, and what is known of it."""
 
-    function: Callable[..., Any]
-    """The torch function; its first argument is what the way has made so far."""
-    arguments: Callable[[int], Arguments]
-    """From a number of samples to the remaining arguments."""
+    node: Node
+    shape: tuple[int, ...]
     axis: Axis
-    """Where the samples lie in the result."""
-    autocast: tuple[Autocast, ...] = ()
-    """The autocast states it was called under."""
-
-    def apply(self, value: torch.Tensor, samples: int) -> torch.Tensor:
-        """The operation on the output of a micro-batch of `samples`."""
-        rest, kwargs = self.arguments(samples)
-        with autocasting(self.autocast):
-            return self.function(value, *rest, **kwargs)
+    floating: bool = True
 
 
-def step(
-    function: Any, shape: tuple[int, ...], axis: Axis, rest: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> Step | None:
-    """`function(x, *rest, **kwargs)` for an x of `shape` whose samples lie along `axis`; None if it is not understood."""
-    if _holds_tensor((*rest, *kwargs.values())):
-        return None
+Found = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Axis]
+"""A function, its arguments, and where the samples lie in its result."""
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Found | None]
+
+
+def step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Step | None:
+    """`function(*args, **kwargs)`, in which operands stand for what has not been computed; None if it is not understood."""
     rule = _RULES.get(function)
-    found = None if rule is None else rule(function, shape, axis, rest, kwargs)
-    return None if found is None else replace(found, autocast=autocast_now((device.type, "cpu")))
-
-
-def _pointwise(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Step | None:
-    if not all(isinstance(a, (int, float, bool, torch.dtype, type(None))) for a in (*rest, *kwargs.values())):
+    if rule is None or kwargs.get("inplace") or kwargs.get("out") is not None:
         return None
-    return Step(function, lambda n: (rest, kwargs), axis)
+    found = rule(function, args, {name: value for name, value in kwargs.items() if name not in ("inplace", "out")})
+    if found is None:
+        return None
+    made, arguments, keywords, axis = found
+    return Step(made, arguments, keywords, axis, autocast_now((device.type, "cpu")))
 
 
-def _cast(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Step | None:
+def total(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Term | None:
+    """`function(*args, **kwargs)` as a sum over all samples, or a mean; None if it is neither."""
+    if function not in _REDUCTIONS or not isinstance(args[0], Operand) or not args[0].floating:
+        return None
+    dims, keeps, rest = _reduced(args, kwargs)
+    if dims is None or keeps or rest or len(dims) < len(args[0].shape):
+        return None
+    summed = Step(torch.sum, (args[0].node,), {}, None, autocast_now((device.type, "cpu")))
+    return Term(summed, _product(args[0].shape) if "mean" in function.__name__ else 1)
+
+
+def known(function: Any, bound: Bound, operand: Callable[[Any], Operand | None], device: torch.device) -> Step | None:
+    """A known loss whose arguments are cut like its input; None where that has no samples apart from its classes, or where its
+    target is no part of the batch."""
+    first = operand(bound["input"])
+    assert first is not None
+    shape, axis = first.shape, first.axis
+    if "ignore_index" in bound and axis.dim == (0 if len(shape) == 1 else 1):
+        return None  # samples are the classes of the loss
+    cut = KNOWN_LOSSES[function].cut_with_input
+    classes = "ignore_index" in bound and not bound["target"].is_floating_point()
+    keywords: dict[str, Any] = {**bound, "input": first.node}
+    for name, value in bound.items():
+        if name == "input" or not isinstance(value, torch.Tensor):
+            continue
+        along = axis_of_argument(value, shape, axis, classes=classes) if name in cut else None
+        if name == "target" and along is None:
+            return None
+        other = operand(value)
+        if other is not None and other.axis != along:
+            return None
+        keywords[name] = Cut(value, along) if other is None else other.node
+    return Step(function, (), keywords, None, autocast_now((device.type, "cpu")))
+
+
+def term_of(loss: Step, bound: Bound) -> Term:
+    """A known loss of the whole batch as what its micro-batches add up to."""
+    if bound["reduction"] == "sum":
+        return Term(loss)
+    summed = Step(partial(_summed, loss.function), (), loss.keywords, None, loss.autocast)
+    return Term(summed, KNOWN_LOSSES[loss.function].denominator(bound))
+
+
+def axis_of_argument(
+    argument: torch.Tensor, shape: Sequence[int], axis: Axis, *, classes: bool = False
+) -> Axis | None:
+    """Where the samples lie in a tensor that meets a value of `shape`; None if it is the same for all."""
+    if classes and argument.dim() == len(shape) - 1:
+        dim = 0 if axis.dim == 0 else axis.dim - 1  # class indices lack the value's dimension 1
+    else:
+        dim = axis.dim - (len(shape) - argument.dim())  # broadcasting aligns the last dimensions
+    if dim < 0 or dim >= argument.dim() or argument.shape[dim] != shape[axis.dim]:
+        return None
+    return Axis(dim, axis.outer, axis.inner)
+
+
+def _summed(function: Any, **bound: Any) -> torch.Tensor:
+    """What a micro-batch adds to the numerator of a known mean; zero, not NaN, where it has nothing valid."""
+    mean, entries, _ = entries_mean(function, bound)
+    return mean * entries
+
+
+# ---- operations on one value
+
+
+def _alone(rule: Callable[..., Any]) -> Rule:
+    """A rule for an operation on one value, the rest constants."""
+
+    def applied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
+        first, rest = args[0], args[1:]
+        if not isinstance(first, Operand) or _holds_tensor((*rest, *kwargs.values())):
+            return None
+        found = rule(function, first.shape, first.axis, rest, kwargs)
+        if found is None:
+            return None
+        made, arguments, keywords, axis = found
+        return made, (first.node, *arguments), keywords, axis
+
+    return applied
+
+
+def _cast(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
     allowed = (torch.dtype, bool, type(None))
     if function is torch.Tensor.to and not all(isinstance(a, allowed) for a in (*rest, *kwargs.values())):
         return None  # to another device: the output is wanted there as a whole
-    return Step(function, lambda n: (rest, kwargs), axis)
+    return function, rest, kwargs, axis
 
 
-def _along(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Step | None:
+def _along(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
     """Softmax and its kind: fine along any dimension but the batch."""
     dim = kwargs.get("dim", rest[0] if rest else None)
     if not isinstance(dim, int) or dim % len(shape) == axis.dim:
         return None
-    return Step(function, lambda n: (rest, kwargs), axis)
+    return function, rest, kwargs, axis
 
 
-def _view(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Step | None:
+def _normalized(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
+    """F.normalize(value, p, dim)."""
+    dim = kwargs.get("dim", rest[1] if len(rest) > 1 else 1)
+    return None if not isinstance(dim, int) or dim % len(shape) == axis.dim else (function, rest, kwargs, axis)
+
+
+def _reducing(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
+    """Sums, means and their kind over other dimensions than the samples'."""
+    dims, keeps, _ = _reduced((Operand(None, shape, axis), *rest), kwargs)  # type: ignore[arg-type]
+    if dims is None or axis.dim in dims:
+        return None
+    moved = axis.dim if keeps else axis.dim - sum(dim < axis.dim for dim in dims)
+    return function, rest, kwargs, Axis(moved, axis.outer, axis.inner)
+
+
+def _reduced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int] | None, bool, bool]:
+    """(the dimensions that a sum or a mean goes over, whether they stay with size 1, whether it was told anything else)."""
+    shape, rest = args[0].shape, args[1:]
+    dim = kwargs.get("dim", kwargs.get("axis", rest[0] if rest else None))
+    keeps = bool(kwargs.get("keepdim", rest[1] if len(rest) > 1 else False))
+    more = bool(set(kwargs) - {"dim", "axis", "keepdim"} or len(rest) > 2)
+    if dim is None or dim == () or dim == []:
+        return set(range(len(shape))), keeps, more
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if not all(isinstance(d, int) and not isinstance(d, bool) for d in dims):
+        return None, keeps, more
+    return {d % len(shape) for d in dims}, keeps, more
+
+
+def _view(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
     if kwargs or not rest:
         return None
     sizes = tuple(rest[0]) if isinstance(rest[0], (tuple, list)) else rest
@@ -82,14 +185,14 @@ def _view(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Step
     return _reshaped(function, shape, axis, _resolved(sizes, shape))
 
 
-def _flatten(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Step | None:
+def _flatten(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
     start = kwargs.get("start_dim", rest[0] if rest else 0) % len(shape)
     end = kwargs.get("end_dim", rest[1] if len(rest) > 1 else -1) % len(shape)
     sizes = (*shape[:start], _product(shape[start : end + 1]), *shape[end + 1 :])
     return _reshaped(torch.Tensor.reshape, shape, axis, sizes)
 
 
-def _squeeze(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Step | None:
+def _squeeze(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
     dims = kwargs.get("dim", rest[0] if rest else None)
     if dims is None:
         chosen = {d for d, size in enumerate(shape) if size == 1}
@@ -100,31 +203,31 @@ def _squeeze(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> S
         return None
     left = [d for d in range(len(shape)) if d not in chosen]
     moved = Axis(left.index(axis.dim), axis.outer, axis.inner)
-    return Step(torch.squeeze, lambda n: ((tuple(sorted(chosen)),), {}), moved)
+    return torch.squeeze, (tuple(sorted(chosen)),), {}, moved
 
 
-def _unsqueeze(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Step | None:
+def _unsqueeze(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
     dim = kwargs.get("dim", rest[0] if rest else None) % (len(shape) + 1)
-    return Step(function, lambda n: (rest, kwargs), Axis(axis.dim + (dim <= axis.dim), axis.outer, axis.inner))
+    return function, rest, kwargs, Axis(axis.dim + (dim <= axis.dim), axis.outer, axis.inner)
 
 
-def _transpose(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Step | None:
+def _transpose(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
     if len(rest) != 2 or kwargs:
         return None
     first, second = (d % len(shape) for d in rest)
     dim = {first: second, second: first}.get(axis.dim, axis.dim)
-    return Step(function, lambda n: (rest, {}), Axis(dim, axis.outer, axis.inner))
+    return function, rest, {}, Axis(dim, axis.outer, axis.inner)
 
 
-def _permute(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Step | None:
+def _permute(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
     dims = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
     if kwargs or len(dims) != len(shape):
         return None
     order = [d % len(shape) for d in dims]
-    return Step(function, lambda n: (rest, {}), Axis(order.index(axis.dim), axis.outer, axis.inner))
+    return function, rest, {}, Axis(order.index(axis.dim), axis.outer, axis.inner)
 
 
-def _getitem(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Step | None:
+def _getitem(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
     index = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
     if not all(i is Ellipsis or i is None or isinstance(i, (int, slice)) for i in index) or index.count(Ellipsis) > 1:
         return None
@@ -141,7 +244,7 @@ def _getitem(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> S
             moved = Axis(out_dim, axis.outer, axis.inner)
         out_dim += 0 if isinstance(i, int) else 1
         dim += 1
-    return None if moved is None else Step(function, lambda n: (rest, {}), moved)
+    return None if moved is None else (function, rest, {}, moved)
 
 
 def _without_ellipsis(index: tuple[Any, ...], dims: int) -> list[Any]:
@@ -153,7 +256,7 @@ def _without_ellipsis(index: tuple[Any, ...], dims: int) -> list[Any]:
     return [*index[:at], *filler, *index[at + 1 :]]
 
 
-def _reshaped(function: Any, shape: Any, axis: Axis, sizes: tuple[int, ...]) -> Step | None:
+def _reshaped(function: Any, shape: Any, axis: Axis, sizes: tuple[int, ...]) -> Found | None:
     """A change of shape in row-major order: find the new dimension that the samples' factor lies in."""
     samples = axis.samples(shape[axis.dim])
     below = axis.inner * _product(shape[axis.dim + 1 :])  # how many entries one step from sample to sample skips
@@ -162,13 +265,9 @@ def _reshaped(function: Any, shape: Any, axis: Axis, sizes: tuple[int, ...]) -> 
         if below % suffix == 0 and (suffix * sizes[dim]) % (below * samples) == 0 and suffix * sizes[dim] > below:
             inner = below // suffix
             moved = Axis(dim, sizes[dim] // (inner * samples), inner)
-            return Step(function, partial(_view_arguments, sizes, moved), moved)
+            return function, (Sized(partial(_with_size, sizes, moved)),), {}, moved
         suffix *= sizes[dim]
     return None
-
-
-def _view_arguments(sizes: tuple[int, ...], axis: Axis, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (_with_size(sizes, axis, samples),), {}
 
 
 def _with_size(sizes: tuple[int, ...], axis: Axis, samples: int) -> tuple[int, ...]:
@@ -180,34 +279,157 @@ def _resolved(sizes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]
     return tuple(_product(shape) // max(known, 1) if size == -1 else size for size in sizes)
 
 
-def _product(sizes: tuple[int, ...]) -> int:
+def _product(sizes: Sequence[int]) -> int:
     product = 1
     for size in sizes:
         product *= size
     return product
 
 
+# ---- operations on several values
+
+
+def _pointwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
+    """Entry by entry, with broadcasting."""
+    met = _met((*args, *kwargs.values()))
+    if met is None:
+        return None
+    shape, axis = met
+    arguments = tuple(_argument(argument, shape, axis) for argument in args)
+    return function, arguments, {name: _argument(value, shape, axis) for name, value in kwargs.items()}, axis
+
+
+def _beside(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
+    """Distances and similarities along one dimension (by default the second, for similarities; the last, for distances)."""
+    names = dict(zip(("first", "second", "a", "b", "keepdim"), args))
+    values = [value for value in (*args, *kwargs.values()) if isinstance(value, (Operand, torch.Tensor))]
+    met = _met(values)
+    if met is None or len(values) != 2:
+        return None
+    shape, axis = met
+    by_similarity = function is F.cosine_similarity
+    dim = kwargs.get("dim", names.get("a", 1)) if by_similarity else len(shape) - 1
+    keeps = bool(kwargs.get("keepdim", names.get("keepdim", False))) and not by_similarity
+    if not isinstance(dim, int) or dim % len(shape) == axis.dim:
+        return None
+    moved = Axis(axis.dim - (not keeps and dim % len(shape) < axis.dim), axis.outer, axis.inner)
+    arguments = tuple(_argument(argument, shape, axis) for argument in args)
+    return function, arguments, {name: _argument(value, shape, axis) for name, value in kwargs.items()}, moved
+
+
+def _gathering(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
+    """gather(value, dim, index) along another dimension than the samples'."""
+    names = dict(zip(("input", "dim", "index"), args)) | kwargs
+    first, dim, index = names.get("input"), names.get("dim"), names.get("index")
+    if not isinstance(first, Operand) or not isinstance(dim, int) or not isinstance(index, torch.Tensor):
+        return None
+    axis = first.axis
+    fits = index.dim() == len(first.shape) and index.shape[axis.dim] == first.shape[axis.dim]
+    if not fits or dim % len(first.shape) == axis.dim:
+        return None
+    return torch.gather, (first.node, dim, Cut(index, axis)), {}, axis
+
+
+def _unreduced(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
+    """A loss with reduction="none": a value per entry, or per class index."""
+    loss = KNOWN_LOSSES[function]
+    bound = {**loss.defaults, **dict(zip(loss.names, args)), **kwargs}
+    first, target = bound.get("input"), bound.get("target")
+    if bound["reduction"] != "none" or bound.get("size_average") is not None or bound.get("reduce") is not None:
+        return None
+    if not isinstance(first, Operand):
+        if not isinstance(target, Operand) or "ignore_index" in bound:
+            return None
+        first = target
+    if "ignore_index" not in bound:
+        met = _met([value for value in bound.values() if isinstance(value, (Operand, torch.Tensor))])
+        if met is None:
+            return None
+        shape, axis = met
+        return function, (), {name: _argument(value, shape, axis) for name, value in bound.items()}, axis
+    shape, axis = first.shape, first.axis
+    if not isinstance(target, torch.Tensor) or axis.dim == (0 if len(shape) == 1 else 1):
+        return None
+    along = axis_of_argument(target, shape, axis, classes=not target.is_floating_point())
+    if along is None:
+        return None
+    weight = bound["weight"]
+    keywords = {**bound, "input": first.node, "target": Cut(target, along)}
+    if isinstance(weight, torch.Tensor):
+        keywords["weight"] = Cut(weight, None)
+    dim = axis.dim - (axis.dim > 1)  # (the classes' dimension is gone)
+    return function, (), keywords, Axis(dim, axis.outer, axis.inner)
+
+
+def _met(values: Sequence[Any]) -> tuple[tuple[int, ...], Axis] | None:
+    """(the shape that values broadcast to, where the samples lie in it); None where they do not meet sample by sample."""
+    operands = [value for value in values if isinstance(value, Operand)]
+    others = [value for value in values if isinstance(value, torch.Tensor)]
+    constants = [value for value in values if not isinstance(value, (Operand, torch.Tensor))]
+    if not operands or not all(isinstance(value, _CONSTANTS) for value in constants):
+        return None
+    try:
+        shape = torch.broadcast_shapes(*(value.shape for value in (*operands, *others)))
+    except RuntimeError:
+        return None  # run for real, the operation says itself what is wrong
+    places = {
+        Axis(each.axis.dim + len(shape) - len(each.shape), each.axis.outer, each.axis.inner) for each in operands
+    }
+    if len(places) > 1:
+        return None
+    axis = places.pop()
+    if any(each.shape[each.axis.dim] != shape[axis.dim] for each in operands) or any(t.requires_grad for t in others):
+        return None
+    return tuple(shape), axis
+
+
+def _argument(value: Any, shape: tuple[int, ...], axis: Axis) -> Any:
+    """What an argument is for a micro-batch."""
+    if isinstance(value, Operand):
+        return value.node
+    return Cut(value, axis_of_argument(value, shape, axis)) if isinstance(value, torch.Tensor) else value
+
+
 def _holds_tensor(values: tuple[Any, ...]) -> bool:
     return any(
-        isinstance(v, torch.Tensor) or (isinstance(v, (tuple, list)) and any(isinstance(i, torch.Tensor) for i in v))
+        isinstance(v, (torch.Tensor, Operand))
+        or (isinstance(v, (tuple, list)) and any(isinstance(i, (torch.Tensor, Operand)) for i in v))
         for v in values
     )
 
 
+def _named(*names: str) -> list[Any]:
+    """These functions, wherever torch has them."""
+    places = (torch.Tensor, torch, F)
+    return [getattr(place, name) for name in names for place in places if hasattr(place, name)]
+
+
 _T = torch.Tensor
-_RULES: dict[Any, Callable[..., Step | None]] = {
-    **dict.fromkeys((_T.view, _T.reshape), _view),
-    torch.reshape: _view,
-    **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
-    **dict.fromkeys((_T.squeeze, torch.squeeze), _squeeze),
-    **dict.fromkeys((_T.unsqueeze, torch.unsqueeze), _unsqueeze),
-    **dict.fromkeys((_T.transpose, torch.transpose), _transpose),
-    **dict.fromkeys((_T.permute, torch.permute), _permute),
-    _T.__getitem__: _getitem,
-    **dict.fromkeys((_T.log_softmax, torch.log_softmax, F.log_softmax), _along),
-    **dict.fromkeys((_T.softmax, torch.softmax, F.softmax), _along),
-    **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.contiguous), _cast),
-    **dict.fromkeys((_T.sigmoid, torch.sigmoid, F.sigmoid, _T.tanh, torch.tanh, F.logsigmoid), _pointwise),
-    **dict.fromkeys((_T.mul, _T.div, _T.add, _T.sub, _T.neg, torch.neg, torch.mul, torch.div), _pointwise),
-    **dict.fromkeys((_T.__mul__, _T.__rmul__, _T.__truediv__, _T.__neg__), _pointwise),
-}
+_REDUCTIONS = set(_named("sum", "mean"))
+_RULES: dict[Any, Rule] = {
+    **dict.fromkeys(
+        _named(
+            "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "rsub", "neg", "negative", "pow",
+            "exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "square", "abs", "absolute", "reciprocal", "sigmoid",
+            "tanh", "relu", "relu6", "leaky_relu", "elu", "silu", "gelu", "softplus", "logsigmoid", "sin", "cos", "erf",
+            "clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "where", "masked_fill", "lerp", "xlogy",
+            "addcmul", "addcdiv", "nan_to_num", "logaddexp", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__",
+            "__rmul__", "__truediv__", "__rtruediv__", "__div__", "__rdiv__", "__pow__", "__rpow__", "__neg__", "__abs__",
+        ),
+        _pointwise,
+    ),
+    **dict.fromkeys(_named("view", "reshape"), _alone(_view)),
+    **dict.fromkeys(_named("flatten"), _alone(_flatten)),
+    **dict.fromkeys(_named("squeeze"), _alone(_squeeze)),
+    **dict.fromkeys(_named("unsqueeze"), _alone(_unsqueeze)),
+    **dict.fromkeys(_named("transpose", "swapaxes", "swapdims"), _alone(_transpose)),
+    **dict.fromkeys(_named("permute"), _alone(_permute)),
+    _T.__getitem__: _alone(_getitem),
+    **dict.fromkeys(_named("log_softmax", "softmax", "cumsum", "glu"), _alone(_along)),
+    **dict.fromkeys(_named("normalize"), _alone(_normalized)),
+    **dict.fromkeys(_named("sum", "mean", "logsumexp", "amax", "amin", "prod"), _alone(_reducing)),
+    **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.contiguous), _alone(_cast)),
+    **dict.fromkeys(_named("cosine_similarity", "pairwise_distance"), _beside),
+    **dict.fromkeys(_named("gather"), _gathering),
+    **dict.fromkeys(KNOWN_LOSSES, _unreduced),
+}  # fmt: skip

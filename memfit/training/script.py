@@ -23,16 +23,15 @@ from memfit.engine.generators import random_state_kept
 from memfit.engine.handover import ALMOST, Factor, Total, hand_over
 from memfit.engine.joined import joined
 from memfit.training.call import Call
-from memfit.training.consumers import AllOutputs, Consumer, KnownLoss
+from memfit.training.consumers import AllOutputs, Consumer, Expression
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
+from memfit.training.expression import Cut, Node, Part, Step, Sum, Term, all_nodes, leaves_in, look_of, name_of
 from memfit.training.guard import AccumulationGuard
 from memfit.training.kind import BY_SAMPLES, Planned
 from memfit.training.kinds import LOSS_BOUND, OWN_LOSS, Kinds
 from memfit.training.outside import OutsideForward
-from memfit.training.route import Step
 from memfit.training.standin import StandIn, stand_ins
 from memfit.training.tune import Tuner
-from memfit.training.works import KnownLossEnd
 
 KEPT_VALUES = 16 << 20
 """Bytes up to which the values of an output are kept from the accumulate pass, for metrics read after the loss."""
@@ -169,22 +168,33 @@ class Script:
             call.receivers = [*self._core.staging.parameters(), *call.inputs.wanted]
         return list(call.receivers)
 
-    def accumulate_known_loss(self, standin: StandIn, function: Any, bound: dict[str, Any]) -> torch.Tensor | None:
-        """The loss by accumulate, or None where only replay is right."""
-        call = standin._call
-        others = [v for name, v in bound.items() if name != "input" and isinstance(v, torch.Tensor)]
-        differentiable = call.outputs.leaves[standin._leaf].differentiable
-        if standin._axis is None or call.values is not None or not differentiable:
-            return None
-        if any(t.requires_grad for t in others):
-            return None
-        end = KnownLossEnd(function, bound, tuple(standin.shape), standin._axis)
-        if not end.cuts_target:
-            return None
-        weighting = BY_SUM if bound["reduction"] == "sum" else BY_TERM
-        name = f"{function.__name__} {bound['reduction']} of {standin._leaf}"
+    def accumulates(self, call: Call, node: Node) -> bool:
+        """Whether what `node` comes to can be gathered by accumulate: nothing of it was made whole before."""
+        return call.values is None and all(call.outputs.leaves[leaf].differentiable for leaf in leaves_in(node))
+
+    def defers(self, call: Call) -> bool:
+        """Whether the output of calls like this one goes into several losses, which therefore wait for each other."""
+        return self._kinds.of(call).several
+
+    def consumed_again(self, call: Call) -> None:
+        """A call's output is wanted as a whole, or by another loss: where one was gathered already, losses of such calls
+        wait for each other from now on."""
+        if call.pieces and call.values is None:
+            self._kinds.of(call).several = True
+
+    def accumulate_known_loss(self, call: Call, loss: Step, reduction: str) -> torch.Tensor:
+        """A known loss by accumulate."""
+        self.consumed_again(call)
+        weighting = BY_SUM if reduction == "sum" else BY_TERM
         with self._core.announcing():
-            return self._accumulated(call, KnownLoss(name, standin._leaf, standin._steps, end), weighting)
+            return self._accumulated(call, Expression(f"{name_of(loss)} {reduction}", loss), weighting)
+
+    def accumulate_terms(self, call: Call, terms: Sequence[Term]) -> torch.Tensor:
+        """The sum of terms by accumulate."""
+        self.consumed_again(call)
+        node = Sum(tuple(terms))
+        with self._core.announcing():
+            return self._accumulated(call, Expression(name_of(node), node), BY_SHARE)
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
         """The model's own loss by accumulate."""
@@ -261,21 +271,25 @@ class Script:
             self._say_unseen()
             return total
 
-    def like_after(self, standin: StandIn, following: Step) -> torch.Tensor | None:
-        """A fake tensor like the result of a step on the stand-in; None where it cannot be told."""
-        arguments = following.arguments(standin._call.samples)
-        key = (following.function, tuple(standin.shape), standin.dtype, standin.device, repr(arguments), following.autocast)
+    def like_after(self, call: Call, following: Node, parents: Sequence[StandIn]) -> torch.Tensor | None:
+        """A fake tensor like the result of an operation on stand-ins; None where it cannot be told."""
+        key = look_of(following, {id(p._node): (tuple(p.shape), p.dtype, p.device) for p in parents}, call.samples)
         if key not in self._shapes:
-            self._shapes[key] = self._result_of(standin, following)
+            self._shapes[key] = self._result_of(following, parents, call.samples)
         return self._shapes[key]
 
-    def _result_of(self, standin: StandIn, following: Step) -> torch.Tensor | None:
+    def _result_of(self, following: Node, parents: Sequence[StandIn], samples: int) -> torch.Tensor | None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
+        known = {id(parent._node): parent for parent in parents}
         try:
             with FakeTensorMode():
-                value = torch.empty(tuple(standin.shape), dtype=standin.dtype, device=standin.device)
-                return following.apply(value, standin._call.samples)
+                part = Part({}, 0, samples)
+                for node in all_nodes(following):
+                    like = known.get(id(node)) if not isinstance(node, Cut) else node.tensor
+                    if like is not None:
+                        part.put(node, torch.empty(tuple(like.shape), dtype=like.dtype, device=like.device))
+                return part.value(following)
         except (RuntimeError, TypeError, ValueError, IndexError):
             return None  # run for real, the operation says itself what is wrong
 
@@ -297,7 +311,9 @@ class Script:
 
                 total.on_handover = handing_over
                 if self._core.together is not None:
-                    total.combine = self._combining(total, weighting)
+                    if weighting is BY_SHARE:
+                        self._say_unseen()
+                    total.combine = self._combining(total, BY_SAMPLES if weighting is BY_SHARE else weighting)
                 return hand_over(total)
         except BaseException:
             if first:
@@ -339,7 +355,7 @@ class Script:
 
     def _worth_keeping(self, call: Call, consumer: Consumer) -> frozenset[int]:
         """The outputs that the script still holds, if they are small together; a loss that is being computed is none."""
-        held = {standin._leaf for standin in call.standins if isinstance(standin, StandIn)}
+        held = {leaf for standin in call.standins if isinstance(standin, StandIn) for leaf in standin.leaves}
         held -= {call.outputs.loss} if consumer is OWN_LOSS else set()
         size = sum(call.outputs.leaves[i].bytes_for(call.samples) for i in held)
         return frozenset(held) if size <= KEPT_VALUES else frozenset()
@@ -355,6 +371,7 @@ def _computed(leaf: Any) -> Any:
 
 REPLAY = AllOutputs()
 BY_SUM = Weighting("sum", "as a sum")
+BY_SHARE = Weighting("share", "as what they add to the whole")
 
 
 def _reference(call: Call, consumer: Consumer, weighting: Weighting) -> MadeReference:

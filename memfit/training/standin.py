@@ -1,7 +1,8 @@
 """Stand-ins: tensors that stand for outputs of micro-batches that have not run yet.
 
-A stand-in knows its shape, dtype and device. A loss with a known reduction that consumes it, directly or through the steps
-of `route.py`, runs in accumulate. Any other use materialises it, differentiably: the stand-in is an output of an autograd
+A stand-in knows its shape, dtype and device. A loss with a known reduction, a sum or a mean that consumes it, directly or
+through the operations of `route.py`, runs in accumulate; where one call's output goes into several, these are stand-ins
+themselves, until their sum is wanted. Any other use materialises it, differentiably: the stand-in is an output of an autograd
 node whose backward replays the call, so no gradient is ever lost, whichever way the tensor is used.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,14 +22,31 @@ from memfit.batches.weights import all_arguments, known_loss
 from memfit.engine.context import without_inference_mode
 from memfit.engine.handover import give, refuse_create_graph
 from memfit.training.call import Call
-from memfit.training.route import Step, step
+from memfit.training.expression import Node, Output, Part, Step, Sum, Term, leaves_in
+from memfit.training.route import Operand, known, step, term_of, total
 
 
 class Owner(Protocol):
     """What stand-ins ask of the script mode that made them."""
 
-    def accumulate_known_loss(self, standin: StandIn, function: Any, bound: dict[str, Any]) -> torch.Tensor | None:
-        """The loss by accumulate, or None where that is not possible."""
+    def accumulates(self, call: Call, node: Node) -> bool:
+        """Whether what `node` comes to can be gathered by accumulate."""
+        ...
+
+    def defers(self, call: Call) -> bool:
+        """Whether the output of calls like this one goes into several losses, which therefore wait for each other."""
+        ...
+
+    def accumulate_known_loss(self, call: Call, loss: Step, reduction: str) -> torch.Tensor:
+        """A known loss by accumulate."""
+        ...
+
+    def accumulate_terms(self, call: Call, terms: Sequence[Term]) -> torch.Tensor:
+        """The sum of terms by accumulate."""
+        ...
+
+    def consumed_again(self, call: Call) -> None:
+        """A call's output is wanted as a whole."""
         ...
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
@@ -46,8 +65,8 @@ class Owner(Protocol):
         """What gradients of the outputs flow into."""
         ...
 
-    def like_after(self, standin: StandIn, following: Step) -> torch.Tensor | None:
-        """A tensor without data like the result of a step on the stand-in; None where it cannot be told."""
+    def like_after(self, call: Call, following: Node, parents: Sequence[StandIn]) -> torch.Tensor | None:
+        """A tensor without data like the result of an operation on stand-ins; None where it cannot be told."""
         ...
 
 
@@ -56,28 +75,28 @@ class StandIn(torch.Tensor):
 
     _call: Call
     _owner: Owner
-    _leaf: int
-    _steps: tuple[Step, ...]
+    _node: Node
     _axis: Axis | None
     _computed: torch.Tensor | None
-    _parent: StandIn | None
+    _parents: tuple[StandIn, ...]
+    _number: Number | None
 
     @staticmethod
     def make(
         owner: Owner,
         call: Call,
-        leaf: int,
+        node: Node,
         shape: tuple[int, ...],
         like: torch.Tensor | Any,
         axis: Axis | None,
         *,
-        steps: tuple[Step, ...] = (),
-        parent: StandIn | None = None,
+        parents: tuple[StandIn, ...] = (),
+        number: Number | None = None,
     ) -> StandIn:
-        """A stand-in of this shape, with the dtype and device of `like`."""
+        """A stand-in for `node`, of this shape, with the dtype and device of `like`."""
         standin = torch.Tensor._make_wrapper_subclass(StandIn, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
-        standin._owner, standin._call, standin._leaf, standin._axis = owner, call, leaf, axis
-        standin._steps, standin._parent, standin._computed = steps, parent, None
+        standin._owner, standin._call, standin._node, standin._axis = owner, call, node, axis
+        standin._parents, standin._computed, standin._number = parents, None, number
         call.standins.add(standin)
         return standin
 
@@ -100,27 +119,41 @@ class StandIn(torch.Tensor):
         """What it stands for, without a graph."""
         if self._computed is not None:
             return self._computed.detach()
-        if self._parent is not None:
-            value = self._parent.detached()  # where nothing has run yet, this plans, which takes graphs
+        if self._parents:
+            # (where nothing has run yet, this plans, which takes graphs)
+            values = [parent.detached() for parent in self._parents]
             with torch.no_grad():
-                return self.from_parent(value)
+                return self.from_parents(values)
         return self._owner.values(self._call)[self._leaf]
 
     def read(self) -> torch.Tensor:
         """What it stands for, to be looked at. A loss is looked at before its backward: its gradients gather at the same
         time, so that it is not computed twice."""
-        before_backward = self._is_loss and self._parent is None and self._call.values is None
+        before_backward = (self._is_loss and not self._parents and self._call.values is None) or self._number is not None
         return self.computed() if before_backward else self.detached()
+
+    @property
+    def leaves(self) -> frozenset[int]:
+        """The output leaves that it is computed from."""
+        return leaves_in(self._node)
+
+    @property
+    def _leaf(self) -> int:
+        """The output leaf that it is, where it is one."""
+        return self._node.leaf if isinstance(self._node, Output) else -1
 
     @property
     def _is_loss(self) -> bool:
         """Whether it is what the model returns as its loss."""
         return self._call.outputs.loss == self._leaf
 
-    def from_parent(self, value: torch.Tensor) -> torch.Tensor:
-        """The last step of the way on the whole batch."""
+    def from_parents(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The last operation on the whole batch, from what its parents are."""
+        part = Part({}, 0, self._call.samples)
+        for parent, value in zip(self._parents, values):
+            part.put(parent._node, value)
         with torch._C.DisableTorchFunctionSubclass():
-            return self._steps[-1].apply(value, self._call.samples)
+            return part.value(self._node)
 
     def computed(self) -> torch.Tensor:
         """What it stands for, differentiable; the same tensor at every call."""
@@ -132,7 +165,7 @@ class StandIn(torch.Tensor):
     def settle(self) -> None:
         """Before it is written to: compute what was derived from it while it had its old values."""
         for other in list(self._call.standins):
-            if isinstance(other, StandIn) and other._leaf == self._leaf:
+            if isinstance(other, StandIn) and other.leaves & self.leaves:
                 other.computed()
 
     def without_data(self) -> torch.Tensor:
@@ -140,10 +173,13 @@ class StandIn(torch.Tensor):
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
     def _materialise(self) -> torch.Tensor:
-        if self._parent is not None:
-            return self.from_parent(self._parent.computed())
+        if self._number is not None:
+            return self._number.computed(self._owner, self._call, self)
+        if self._parents:
+            return self.from_parents([parent.computed() for parent in self._parents])
         if self._is_loss:
             return self._owner.accumulate_own_loss(self._call)
+        self._owner.consumed_again(self._call)
         about = self._call.outputs.leaves[self._leaf]
         value = self._owner.values(self._call)[self._leaf]
         return _Unwrap.apply(self, value) if about.differentiable else value  # type: ignore[no-any-return]
@@ -165,9 +201,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _LIKE and isinstance(args[0], StandIn):
         with torch._C.DisableTorchFunctionSubclass():
             return func(args[0].without_data(), *args[1:], **kwargs)
-    result = _known_loss(func, args, kwargs)
-    if result is None:
-        result = _next_step(func, args, kwargs)
+    result = _free(func, args, kwargs)
     if result is not None:
         return result
     if func is torch.autograd.grad:
@@ -204,7 +238,7 @@ class _Replay(torch.autograd.Function):
         made = []
         for i in wanted:
             leaf = call.outputs.leaves[i]
-            made.append(StandIn.make(owner, call, i, leaf.shape_for(call.samples), leaf, leaf.axis))
+            made.append(StandIn.make(owner, call, Output(i), leaf.shape_for(call.samples), leaf, leaf.axis))
         frozen = [s for s, i in zip(made, wanted) if not call.outputs.leaves[i].differentiable]
         ctx.mark_non_differentiable(*frozen)
         return tuple(made)
@@ -236,36 +270,200 @@ class _Unwrap(torch.autograd.Function):
 
 
 class _Then(torch.autograd.Function):
-    """One step of the way as an autograd node, for stand-ins that are consumed from C++."""
+    """One operation as an autograd node, for stand-ins that are consumed from C++; `others` are added to what it gives."""
 
     @staticmethod
-    def forward(ctx: Any, parent: StandIn, make: Callable[[StandIn], StandIn]) -> StandIn:
-        ctx.parent, made = parent, make(parent)
-        ctx.last = made._steps[-1]
-        return made
+    def forward(ctx: Any, make: Callable[[], StandIn], others: int, *inputs: torch.Tensor) -> StandIn:
+        ctx.made, ctx.parents = make(), inputs[: len(inputs) - others]
+        return ctx.made
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        parents, needed = ctx.parents, ctx.needs_input_grad[2:]
         with torch.enable_grad():
-            start = ctx.parent.detached().detach().requires_grad_()
-            made = ctx.last.apply(start, ctx.parent._call.samples)
-            return torch.autograd.grad(made, start, gradient)[0], None
+            starts = [parent.detached().detach() for parent in parents]
+            wanted = [start.requires_grad_() for start, need in zip(starts, needed) if need]
+            found = iter(torch.autograd.grad(ctx.made.from_parents(starts), wanted, gradient, allow_unused=True))
+        own = [next(found) if need else None for need in needed[: len(parents)]]
+        return None, None, *own, *(gradient if need else None for need in needed[len(parents) :])
 
 
-def _known_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    known = known_loss(func)
-    if known is None or not torch.is_grad_enabled() or _watching_saved_tensors():
+@dataclass(frozen=True)
+class Number:
+    """What a stand-in for a number of the whole batch adds up from: terms of a call, and what does not depend on it."""
+
+    terms: tuple[Term, ...]
+    others: tuple[torch.Tensor, ...] = ()
+
+    def computed(self, owner: Owner, call: Call, standin: StandIn) -> torch.Tensor:
+        """The number itself, with all gradients of the call gathered at once."""
+        if owner.accumulates(call, Sum(self.terms)):
+            value = owner.accumulate_terms(call, self.terms)
+        else:
+            value = standin.from_parents([parent.computed() for parent in standin._parents])
+        for other in self.others:
+            value = value + other
+        return value
+
+
+def _free(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """What is told without running the whole batch; None where only replay is right."""
+    standins = _standins((args, kwargs))
+    call = standins[0]._call
+    if any(s._call is not call or s._computed is not None for s in standins):
         return None
-    bound = known.bind(args, kwargs)
+    if all(s._number is not None for s in standins):
+        return _added(func, args, kwargs, standins)
+    if any(s._axis is None for s in standins) or not isinstance(func, Hashable):
+        return None
+    made = _known_loss(func, args, kwargs, standins)
+    if made is None:
+        made = _next_step(func, args, kwargs, standins)
+    return made
+
+
+def _known_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]) -> torch.Tensor | None:
+    about = known_loss(func)
+    first = standins[0]
+    if about is None or not _gathers() or not first.requires_grad:
+        return None
+    bound = about.bind(args, kwargs)
     if bound is None:
         return None
-    standins = [name for name, value in bound.items() if isinstance(value, StandIn)]
-    if standins == ["target"] and func in _SYMMETRIC:
-        bound["input"], bound["target"], standins = bound["target"], bound["input"], ["input"]
-    if standins != ["input"]:
+    if func in _SYMMETRIC and not isinstance(bound["input"], StandIn):
+        bound["input"], bound["target"] = bound["target"], bound["input"]
+    if not isinstance(bound["input"], StandIn) or any(_requires(v) for n, v in bound.items() if n != "input"):
         return None
-    standin: StandIn = bound["input"]
-    return standin._owner.accumulate_known_loss(standin, func, bound)
+    loss = known(func, bound, _operand, first.device)
+    if loss is None or not first._owner.accumulates(first._call, loss):
+        return None
+    if not first._owner.defers(first._call):
+        return first._owner.accumulate_known_loss(first._call, loss, bound["reduction"])
+    with torch._C.DisableTorchFunctionSubclass():
+        term = term_of(loss, bound)
+    return _number(term, standins)
+
+
+def _next_step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]) -> torch.Tensor | None:
+    first = standins[0]
+    arguments, keywords = _map_standins(_operand, args), _map_standins(_operand, kwargs)
+    following = step(func, arguments, keywords, first.device)
+    if following is None:
+        return _whole_sum(func, arguments, keywords, standins)
+    like = first._owner.like_after(first._call, following, standins)
+    if like is None:
+        return None
+
+    def make() -> StandIn:
+        return StandIn.make(
+            first._owner, first._call, following, tuple(like.shape), like, following.axis, parents=tuple(standins)
+        )
+
+    return _linked(make, standins)
+
+
+def _whole_sum(
+    func: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], standins: Sequence[StandIn]
+) -> torch.Tensor | None:
+    """A sum or a mean over all samples."""
+    first = standins[0]
+    if not _gathers() or not any(standin.requires_grad for standin in standins):
+        return None
+    term = total(func, arguments, keywords, first.device)
+    if term is None or not first._owner.accumulates(first._call, term):
+        return None
+    return _number(term, standins) if first._owner.defers(first._call) else first._owner.accumulate_terms(first._call, [term])
+
+
+def _number(term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
+    first, node = standins[0], Sum((term,))
+    like = first._owner.like_after(first._call, node, standins)
+    if like is None:
+        return None
+
+    def make() -> StandIn:
+        about = Number((term,))
+        return StandIn.make(first._owner, first._call, node, (), like, None, parents=tuple(standins), number=about)
+
+    return _linked(make, standins)
+
+
+def _added(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]) -> torch.Tensor | None:
+    """Numbers added up, or multiplied by one that does not depend on the batch."""
+    found = combined(func, args, kwargs)
+    if found is None:
+        return None
+    first = standins[0]
+    parents = tuple(dict.fromkeys(parent for standin in standins for parent in standin._parents))
+
+    def make() -> StandIn:
+        node = Sum(found.terms)
+        return StandIn.make(first._owner, first._call, node, (), first, None, parents=parents, number=found)
+
+    return _linked(make, parents, found.others)
+
+
+def combined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Number | None:
+    """The number that a sum, a difference or a multiple of numbers is; None where it is anything else."""
+    name = getattr(func, "__name__", "").strip("_")
+    if kwargs or len(args) != (1 if name in _NEGATING else 2):
+        return None
+    if name in _NEGATING:
+        return _times(_as_number(args[0]), -1.0)
+    first, second = (args[1], args[0]) if name == "rsub" else args
+    if name in _ADDING:
+        fits = all(isinstance(v, (StandIn, int, float)) or (isinstance(v, _T) and v.dim() == 0) for v in (first, second))
+        return _plus(_as_number(first), _times(_as_number(second), -1.0 if "sub" in name else 1.0)) if fits else None
+    ours, factor = (second, first) if isinstance(second, StandIn) else (first, second)
+    if not isinstance(factor, (int, float)):
+        return None
+    if name in _MULTIPLYING:
+        return _times(_as_number(ours), float(factor))
+    return _times(_as_number(ours), 1 / factor) if name in _DIVIDING and ours is first and factor else None
+
+
+def _as_number(value: Any) -> Number:
+    if isinstance(value, StandIn):
+        assert value._number is not None
+        return value._number
+    return Number((), () if isinstance(value, (int, float)) and value == 0 else (torch.as_tensor(value),))
+
+
+def _plus(first: Number, second: Number) -> Number:
+    return Number((*first.terms, *second.terms), (*first.others, *second.others))
+
+
+def _times(number: Number, factor: float) -> Number:
+    if factor == 1.0:
+        return number
+    return Number(tuple(t.times(factor) for t in number.terms), tuple(other * factor for other in number.others))
+
+
+def _linked(make: Callable[[], StandIn], parents: Sequence[StandIn], others: Sequence[torch.Tensor] = ()) -> StandIn:
+    inputs = (*parents, *others)
+    graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    return _Then.apply(make, len(others), *inputs) if graph else make()  # type: ignore[no-any-return]
+
+
+def _operand(value: Any) -> Operand | None:
+    if not isinstance(value, StandIn) or value._axis is None:
+        return None
+    return Operand(value._node, tuple(value.shape), value._axis, value.dtype.is_floating_point)
+
+
+def _standins(tree: Any) -> list[StandIn]:
+    found: list[StandIn] = []
+    _map_standins(found.append, tree)
+    return list(dict.fromkeys(found))
+
+
+def _requires(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _gathers() -> bool:
+    """Whether gradients may be gathered now."""
+    return torch.is_grad_enabled() and not _watching_saved_tensors()
 
 
 def _watching_saved_tensors() -> bool:
@@ -273,24 +471,6 @@ def _watching_saved_tensors() -> bool:
     may save anything here."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore[reportAttributeAccessIssue]
     return top is not None and top(False) is not None
-
-
-def _next_step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StandIn | None:
-    standin = args[0] if args else None
-    if not isinstance(standin, StandIn) or standin._computed is not None or standin._axis is None:
-        return None
-    following = step(func, tuple(standin.shape), standin._axis, args[1:], kwargs, standin.device)
-    like = None if following is None else standin._owner.like_after(standin, following)
-    if following is None or like is None:
-        return None
-
-    def make(parent: StandIn) -> StandIn:
-        return StandIn.make(
-            parent._owner, parent._call, parent._leaf, tuple(like.shape), like, following.axis,
-            steps=(*parent._steps, following), parent=parent,
-        )  # fmt: skip
-
-    return _Then.apply(standin, make) if torch.is_grad_enabled() and standin.requires_grad else make(standin)  # type: ignore[no-any-return]
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -327,6 +507,8 @@ def _map_standins(function: Callable[[StandIn], Any], tree: Any) -> Any:
 
 
 _T = torch.Tensor
+_NEGATING, _ADDING = ("neg", "negative"), ("add", "radd", "sub", "subtract", "rsub")
+_MULTIPLYING, _DIVIDING = ("mul", "multiply", "rmul"), ("div", "divide", "truediv", "true_divide")
 _SYMMETRIC = (torch.nn.functional.mse_loss, torch.nn.functional.l1_loss)
 _WRITING = {f"__{name}__" for name in (
     "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",

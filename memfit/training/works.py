@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.batches.cut import Axis
 from memfit.batches.tree import map_leaves, tensors
-from memfit.batches.weights import Count, known_loss
+from memfit.batches.weights import Count
 from memfit.engine.accumulate import CountOf
 from memfit.levers.precision import precision_applied
 from memfit.training.call import Call, copied
-from memfit.training.learn import twin_of_part
-from memfit.training.route import Step
+from memfit.training.expression import Node, Part, leaves_in, used_again
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 Piece = Callable[[int, int], Any]
@@ -70,8 +68,7 @@ class StepWork:
 class CallWork:
     """Script mode: one call of the model, and the loss its output goes into.
 
-    `leaf` is the output leaf the loss is computed from, `steps` the way there, `finish(value, start, stop)` the loss
-    itself (None: the leaf is the loss). With `draws`, the random state of each micro-batch is remembered, or repeated.
+    `leaf` is the output leaf that is the loss. With `draws`, the random state of each micro-batch is remembered, or repeated.
     Attributes: `keeps` (output leaves whose values are kept), `values` (those of each micro-batch, detached).
     `borrowed` are the tensors that stand for views of the batch while tracing.
     """
@@ -80,16 +77,13 @@ class CallWork:
         self,
         call: Call,
         leaf: int,
-        steps: Sequence[Step] = (),
-        finish: Callable[[torch.Tensor, int, int], torch.Tensor] | None = None,
         *,
         precision: str = "off",
         draws: bool = True,
         borrowed: Sequence[torch.Tensor] = (),
     ) -> None:
         self.borrowed = borrowed
-        self.call, self._leaf, self._steps, self._finish = call, leaf, steps, finish
-        self._precision, self.draws = precision, draws
+        self.call, self._leaf, self._precision, self.draws = call, leaf, precision, draws
         self.keeps: frozenset[int] = frozenset()
         self.values: list[dict[int, torch.Tensor]] = []
         self.samples, self.device = call.samples, call.device
@@ -106,13 +100,7 @@ class CallWork:
         return (arguments, start, stop), None if count is None else count(arguments)
 
     def forward(self, inputs: Any) -> Any:
-        if self._finish is None and not self._steps:
-            return inputs  # the model computes its loss itself: all of it is looked at for known means
-        arguments, start, stop = inputs
-        value = self._value(arguments)
-        if self.draws:  # not while tracing, where sizes may be guessed
-            self.call.outputs.leaves[self._leaf].check([value], [stop - start])
-        return value, start, stop
+        return inputs  # the model computes its loss itself: all of it is looked at for known means
 
     def _value(self, arguments: Any) -> Any:
         with precision_applied(self._precision, self.device):
@@ -122,13 +110,8 @@ class CallWork:
         return found[self._leaf]
 
     def loss(self, outputs: Any) -> torch.Tensor:
-        value, start, stop = outputs
-        if self._finish is None and not self._steps:
-            return self._value(value)
-        with precision_applied(self._precision, self.device):
-            for step in self._steps:
-                value = step.apply(value, stop - start)
-            return value if self._finish is None else self._finish(value, start, stop)
+        arguments, _, _ = outputs
+        return self._value(arguments)
 
     def extra_receivers(self) -> Sequence[torch.Tensor]:
         return self.call.inputs.wanted
@@ -156,64 +139,35 @@ class OutputsWork(CallWork):
         return torch.stack([value.sum().float() for value in outputs[0]]).sum()
 
 
-class KnownLossEnd:
-    """The end of the way: a loss of torch.nn.functional, its per-sample arguments cut like the value that goes in."""
+class ExpressionWork(CallWork):
+    """A call whose output goes into `node`, an expression that its micro-batches add up to, or a known mean."""
 
-    def __init__(self, function: Any, bound: dict[str, Any], shape: tuple[int, ...], axis: Axis) -> None:
-        self._function, self._bound = function, bound
-        known = known_loss(function)
-        assert known is not None
-        self._compete = "ignore_index" in bound and axis.dim == (0 if len(shape) == 1 else 1)
-        self._axes = {
-            name: axis_of_argument(bound[name], shape, axis, classes=_takes_classes(bound))
-            for name in known.cut_with_input
-            if isinstance(bound.get(name), torch.Tensor)
-        }
+    def __init__(
+        self,
+        call: Call,
+        node: Node,
+        *,
+        precision: str = "off",
+        draws: bool = True,
+        borrowed: Sequence[torch.Tensor] = (),
+    ) -> None:
+        super().__init__(call, 0, precision=precision, draws=draws, borrowed=borrowed)
+        self._node, self._leaves, self._shared = node, leaves_in(node), used_again(node)
 
-    @property
-    def cuts_target(self) -> bool:
-        """Whether the target has one entry per sample, as the value has, and samples are not the classes of the loss."""
-        return self._axes.get("target") is not None and not self._compete
+    def forward(self, inputs: Any) -> Any:
+        arguments, start, stop = inputs
+        with precision_applied(self._precision, self.device):
+            found = self.call.run(arguments)
+        if self.keeps:
+            self.values.append({leaf: found[leaf].detach() for leaf in self.keeps})
+        if self.draws:  # not while tracing, where sizes may be guessed
+            for leaf in self._leaves:
+                self.call.outputs.leaves[leaf].check([found[leaf]], [stop - start])
+        return Part({leaf: found[leaf] for leaf in self._leaves}, start, stop, self._shared)
 
-    def __call__(self, value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        pieces = {
-            name: axis.narrow(self._bound[name], start, stop) for name, axis in self._axes.items() if axis is not None
-        }
-        return self._function(**{**self._bound, **pieces, "input": value})
-
-    def first(self, samples: int, *, backwards: bool = False) -> KnownLossEnd:
-        """The same on copies of the first `samples` samples' arguments, in the opposite order if `backwards`."""
-        other = object.__new__(KnownLossEnd)
-        other._function, other._axes, other._compete = self._function, self._axes, self._compete
-        other._bound = {name: value for name, value in self._bound.items() if name != "input"}
-        for name, axis in self._axes.items():
-            if axis is not None:
-                part = axis.narrow(self._bound[name], 0, samples)
-                other._bound[name] = axis.reversed(part) if backwards else part.clone()
-        return other
-
-    def twin(self, twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> tuple[KnownLossEnd, list[torch.Tensor]]:
-        """The same on twins of the first `samples` samples' arguments, and those twins."""
-        other = object.__new__(KnownLossEnd)
-        other._function, other._axes, other._compete = self._function, self._axes, self._compete
-        other._bound = {name: value for name, value in self._bound.items() if name != "input"}
-        made = []
-        for name, value in other._bound.items():
-            if isinstance(value, torch.Tensor):
-                other._bound[name] = twin_of_part(_first(value, self._axes.get(name), samples), twin)
-                made.append(other._bound[name])
-        return other, made
-
-
-def axis_of_argument(argument: torch.Tensor, shape: tuple[int, ...], axis: Axis, *, classes: bool) -> Axis | None:
-    """Where the samples lie in a loss's argument that goes with a value of `shape`; None if it is the same for all."""
-    if classes and argument.dim() == len(shape) - 1:
-        dim = 0 if axis.dim == 0 else axis.dim - 1  # class indices lack the value's dimension 1
-    else:
-        dim = axis.dim - (len(shape) - argument.dim())  # broadcasting aligns the last dimensions
-    if dim < 0 or dim >= argument.dim() or argument.shape[dim] != shape[axis.dim]:
-        return None
-    return Axis(dim, axis.outer, axis.inner)
+    def loss(self, outputs: Any) -> torch.Tensor:
+        with precision_applied(self._precision, self.device):
+            return self._node.of(outputs)
 
 
 def moved(tree: Any, device: torch.device) -> Any:
@@ -224,11 +178,3 @@ def moved(tree: Any, device: torch.device) -> Any:
         return leaf.to(device, non_blocking=True)
 
     return map_leaves(move, tree)
-
-
-def _takes_classes(bound: dict[str, Any]) -> bool:
-    return "ignore_index" in bound and not bound["target"].is_floating_point()
-
-
-def _first(value: torch.Tensor, axis: Axis | None, samples: int) -> torch.Tensor:
-    return value if axis is None else axis.like_first(value, samples)

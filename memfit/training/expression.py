@@ -1,0 +1,295 @@
+"""What a script computes from outputs that have not run yet: kept as operations that run again for any micro-batch.
+
+Every operation knows where the samples lie in its result, so that what goes into it besides can be cut alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from memfit.batches.cut import Axis
+from memfit.engine.context import Autocast, autocasting
+
+
+class Part:
+    """Some samples on their way to the loss: what the model returned for them, by output leaf, and what was computed since."""
+
+    def __init__(self, outputs: Mapping[int, Any], start: int, stop: int, shared: Collection[int] = ()) -> None:
+        self.outputs, self.start, self.stop, self._shared = outputs, start, stop, shared
+        self._values: dict[int, Any] = {}
+
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        return self.stop - self.start
+
+    def value(self, node: Node) -> Any:
+        """What an operation gives for these samples; computed once for those (ids) that are `shared`, which are kept."""
+        found = self._values.get(id(node))
+        if found is None:
+            found = node.of(self)
+            if id(node) in self._shared:
+                self._values[id(node)] = found
+        return found
+
+    def put(self, node: Node, value: Any) -> None:
+        """Let this be what `node` gives."""
+        self._values[id(node)] = value
+
+
+class Node(Protocol):
+    """Something that has a value for every part of the batch."""
+
+    def of(self, part: Part) -> Any:
+        """Its value."""
+        ...
+
+    def parts(self) -> Iterator[Node]:
+        """What it is computed from."""
+        ...
+
+    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Node:
+        """The same with other tensors of the batch."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """A leaf of what the model returns."""
+
+    leaf: int
+
+    def of(self, part: Part) -> Any:
+        return part.outputs[self.leaf]
+
+    def parts(self) -> Iterator[Node]:
+        return iter(())
+
+    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Node:
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A tensor of the script's that has its samples along `axis`; None: the same for all of them."""
+
+    tensor: torch.Tensor
+    axis: Axis | None
+
+    def of(self, part: Part) -> torch.Tensor:
+        return self.tensor if self.axis is None else self.axis.narrow(self.tensor, part.start, part.stop)
+
+    def parts(self) -> Iterator[Node]:
+        return iter(())
+
+    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Node:
+        return change(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Sized:
+    """An argument that depends on the number of samples: sizes of views."""
+
+    of_samples: Callable[[int], Any]
+
+    def of(self, part: Part) -> Any:
+        return self.of_samples(part.samples)
+
+    def parts(self) -> Iterator[Node]:
+        return iter(())
+
+    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Node:
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One operation: a torch function whose arguments are constants and nodes."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    axis: Axis | None
+    """Where the samples lie in the result; None: it adds up over them."""
+    autocast: tuple[Autocast, ...] = ()
+    """The autocast states it was called under."""
+
+    def of(self, part: Part) -> Any:
+        arguments = [_of(argument, part) for argument in self.arguments]
+        keywords = {name: _of(argument, part) for name, argument in self.keywords.items()}
+        with autocasting(self.autocast):
+            return self.function(*arguments, **keywords)
+
+    def parts(self) -> Iterator[Node]:
+        yield from _nodes((*self.arguments, *self.keywords.values()))
+
+    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Node:
+        arguments = tuple(_mapped(argument, change, known) for argument in self.arguments)
+        keywords = {name: _mapped(argument, change, known) for name, argument in self.keywords.items()}
+        return replace(self, arguments=arguments, keywords=keywords)
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """What a micro-batch adds to a number of the whole batch: `coefficient * node / count`."""
+
+    node: Node
+    """A sum over samples."""
+    count: int | float | torch.Tensor = 1
+    """What the whole batch's sum is divided by."""
+    coefficient: float = 1.0
+
+    def of(self, part: Part) -> torch.Tensor:
+        value = part.value(self.node)
+        if isinstance(self.count, torch.Tensor):
+            return value * (self.coefficient / self.count).to(value.dtype)
+        scale = self.coefficient / self.count if self.count else float("nan")
+        return value if scale == 1.0 else value * scale
+
+    def parts(self) -> Iterator[Node]:
+        yield self.node
+
+    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Term:
+        return replace(self, node=mapped(self.node, change, known))
+
+    def times(self, factor: float) -> Term:
+        """The same, that many times."""
+        return replace(self, coefficient=self.coefficient * factor)
+
+
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """Terms added up."""
+
+    terms: tuple[Term, ...]
+
+    def of(self, part: Part) -> torch.Tensor:
+        total = part.value(self.terms[0])
+        for term in self.terms[1:]:
+            total = total + part.value(term)
+        return total
+
+    def parts(self) -> Iterator[Node]:
+        return iter(self.terms)
+
+    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Sum:
+        return Sum(tuple(mapped(term, change, known) for term in self.terms))  # type: ignore[misc]
+
+
+def is_node(value: Any) -> bool:
+    """Whether an argument has a value of its own for every part of the batch."""
+    return isinstance(value, (Step, Cut, Output, Sized, Term, Sum))
+
+
+def mapped(node: Any, change: Callable[[Cut], Node], known: dict[int, Node]) -> Any:
+    """The same operations on other tensors of the batch; what several of them use stays one."""
+    if id(node) not in known:
+        known[id(node)] = node.mapped(change, known)
+    return known[id(node)]
+
+
+def all_nodes(node: Node) -> Iterator[Node]:
+    """The node and all it is computed from, each once."""
+    open_, seen = [node], set[int]()
+    while open_:
+        following = open_.pop()
+        if id(following) not in seen:
+            seen.add(id(following))
+            yield following
+            open_.extend(following.parts())
+
+
+def used_again(node: Node) -> frozenset[int]:
+    """The ids of what several operations use."""
+    seen, again = set[int](), set[int]()
+    for each in all_nodes(node):
+        for part in each.parts():
+            (again if id(part) in seen else seen).add(id(part))
+    return frozenset(again)
+
+
+def leaves_in(node: Node) -> frozenset[int]:
+    """The output leaves that it is computed from."""
+    return frozenset(each.leaf for each in all_nodes(node) if isinstance(each, Output))
+
+
+def name_of(node: Node) -> str:
+    """The operations in words, the same for the same way."""
+    if isinstance(node, Output):
+        return f"output {node.leaf}"
+    if isinstance(node, Step):
+        inside = ", ".join(name_of(part) for part in node.parts() if not isinstance(part, (Cut, Sized)))
+        return f"{getattr(node.function, '__name__', 'operation')}({inside})"
+    return "+".join(name_of(part) for part in node.parts())
+
+
+def look_of(node: Node, known: Mapping[int, Any], samples: int) -> Hashable:
+    """What two operations share whose results look alike; `known` are those of (ids of) nodes that were made before."""
+    if id(node) in known:
+        return known[id(node)]
+    if isinstance(node, Cut):
+        return tuple(node.tensor.shape), node.tensor.dtype, node.tensor.device
+    if isinstance(node, Sized):
+        return node.of_samples(samples)
+    if isinstance(node, Step):
+        look = (_look(node.arguments, known, samples), _look(list(node.keywords.items()), known, samples))
+        return node.function, look, node.autocast
+    return type(node), tuple(look_of(part, known, samples) for part in node.parts())
+
+
+def _look(argument: Any, known: Mapping[int, Any], samples: int) -> Hashable:
+    if is_node(argument):
+        return look_of(argument, known, samples)
+    if type(argument) in (tuple, list):
+        return tuple(_look(item, known, samples) for item in argument)
+    return repr(argument)
+
+
+def narrow_firsts(node: Node, samples: int, *, backwards: bool) -> Node:
+    """The same on copies of the first `samples` samples of its tensors, in the opposite order if `backwards`."""
+
+    def first(cut: Cut) -> Node:
+        if cut.axis is None:
+            return cut
+        kept = cut.axis.narrow(cut.tensor, 0, samples)
+        return replace(cut, tensor=cut.axis.reversed(kept) if backwards else kept.clone())
+
+    return mapped(node, first, {})
+
+
+def twinned(
+    node: Node, twin: Callable[[torch.Tensor, Axis | None], torch.Tensor]
+) -> tuple[Node, Sequence[torch.Tensor]]:
+    """The same on twins of its tensors, and these twins."""
+    made: list[torch.Tensor] = []
+
+    def twin_of(cut: Cut) -> Node:
+        made.append(twin(cut.tensor, cut.axis))
+        return replace(cut, tensor=made[-1])
+
+    return mapped(node, twin_of, {}), made
+
+
+def _of(argument: Any, part: Part) -> Any:
+    if is_node(argument):
+        return part.value(argument)
+    return type(argument)(_of(item, part) for item in argument) if type(argument) in (tuple, list) else argument
+
+
+def _mapped(argument: Any, change: Callable[[Cut], Node], known: dict[int, Node]) -> Any:
+    if is_node(argument):
+        return mapped(argument, change, known)
+    nested = type(argument) in (tuple, list)
+    return type(argument)(_mapped(item, change, known) for item in argument) if nested else argument
+
+
+def _nodes(arguments: Any) -> Iterator[Node]:
+    for argument in arguments:
+        if is_node(argument):
+            yield argument
+        elif type(argument) in (tuple, list):
+            yield from _nodes(argument)
