@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,14 +35,16 @@ Split = Callable[[Any, list[int]], Sequence[Any]]
 """From a batch and sizes in samples to batches of those sizes."""
 Pieces = Callable[[int], Sequence[int]]
 """From a number of samples to the sizes they are cut into."""
+_NUMBERS = itertools.count()
 
 
 class Call:
     """The arguments and circumstances of a call, how it is cut, and what is known of its outputs.
 
     `pieces` and the random state of each are fixed by the first pass over it; later passes repeat them exactly. `receivers`
-    is what gradients of its outputs flow into, once it has outputs. With `copies`, micro-batches are copies: a model that
-    writes into its input then leaves the batch alone.
+    is what gradients of its outputs flow into, once it has outputs; `gathered` tells whether such gradients have been
+    computed. `calls` are those that it consists of, `offsets` where their outputs begin in its own, by their `number`. With
+    `copies`, micro-batches are copies: a model that writes into its input then leaves the batch alone.
     """
 
     def __init__(
@@ -60,10 +63,13 @@ class Call:
             model, plain, tree, layout, outputs, device,
         )  # fmt: skip
         self.samples, self.split, self.whole_piece = layout.samples, split, False
+        self.number = next(_NUMBERS)
+        self.calls: tuple[Call, ...] = (self,)
+        self.offsets = {self.number: 0}
         self.key: Hashable = None
         self.autocast = autocast_now((device.type, "cpu")) if autocast is None else tuple(autocast)
         self.modes, self.requires = modes_of(model), requires_of(model)
-        self.copies = False
+        self.copies = self.gathered = False
         self.receivers: Sequence[torch.Tensor] | None = None
         self.pieces: tuple[int, ...] = ()
         self.random: list[RandomState] = []

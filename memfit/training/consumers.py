@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -73,9 +73,11 @@ class Expression:
     name: str
     node: Node
     """The number it comes to."""
+    offsets: Mapping[int, int]
+    """Where the outputs of the calls that it is computed from begin, by their numbers."""
 
     def work(self, call: Call, precision: str, borrowed: Sequence[torch.Tensor] = ()) -> CallWork:
-        return ExpressionWork(call, self.node, precision=precision, draws=False, borrowed=borrowed)
+        return ExpressionWork(call, self.node, self.offsets, precision=precision, draws=False, borrowed=borrowed)
 
     def twin(self, twin: Twin, samples: int) -> tuple[Consumer, Sequence[torch.Tensor]]:
         def of(tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:

@@ -14,11 +14,14 @@ import torch
 from memfit.batches.cut import Axis
 from memfit.engine.context import Autocast, autocasting
 
+Leaf = tuple[int, int]
+"""A call's number, and the index of a leaf of its output."""
+
 
 class Part:
     """Some samples on their way to the loss: what the model returned for them, by output leaf, and what was computed since."""
 
-    def __init__(self, outputs: Mapping[int, Any], start: int, stop: int, shared: Collection[int] = ()) -> None:
+    def __init__(self, outputs: Mapping[Leaf, Any], start: int, stop: int, shared: Collection[int] = ()) -> None:
         self.outputs, self.start, self.stop, self._shared = outputs, start, stop, shared
         self._values: dict[int, Any] = {}
 
@@ -59,9 +62,9 @@ class Node(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """A leaf of what the model returns."""
+    """A leaf of what a call of the model returns."""
 
-    leaf: int
+    leaf: Leaf
 
     def of(self, part: Part) -> Any:
         return part.outputs[self.leaf]
@@ -212,7 +215,7 @@ def used_again(node: Node) -> frozenset[int]:
     return frozenset(again)
 
 
-def leaves_in(node: Node) -> frozenset[int]:
+def leaves_in(node: Node) -> frozenset[Leaf]:
     """The output leaves that it is computed from."""
     return frozenset(each.leaf for each in all_nodes(node) if isinstance(each, Output))
 
@@ -220,7 +223,7 @@ def leaves_in(node: Node) -> frozenset[int]:
 def name_of(node: Node) -> str:
     """The operations in words, the same for the same way."""
     if isinstance(node, Output):
-        return f"output {node.leaf}"
+        return f"output {node.leaf[1]}"
     if isinstance(node, Step):
         inside = ", ".join(name_of(part) for part in node.parts() if not isinstance(part, (Cut, Sized)))
         return f"{getattr(node.function, '__name__', 'operation')}({inside})"

@@ -140,6 +140,12 @@ class Kinds:
         """What is known of calls like this one."""
         return self._kinds[call.key]
 
+    def add(self, call: Call) -> None:
+        """A call that consists of others, each of which is known and proven."""
+        if call.key not in self._kinds:
+            shapes = shapes_per_sample(call.tree, call.layout)
+            self._kinds[call.key] = Kind(call.layout, shapes, {shapes: call.outputs}, proven=call.outputs)
+
     def weighting(self, call: Call) -> Weighting:
         """How the call's own loss is weighted."""
         return self._kinds[call.key].weighting

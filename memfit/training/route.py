@@ -8,8 +8,10 @@ along the batch, concatenating, matrix products.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -84,6 +86,78 @@ def known(function: Any, bound: Bound, operand: Callable[[Any], Operand | None],
             return None
         keywords[name] = Cut(value, along) if other is None else other.node
     return Step(function, (), keywords, None, autocast_now((device.type, "cpu")))
+
+
+@dataclass(frozen=True)
+class Unreduced:
+    """A loss whose mean is that of a value per entry, or per row, of its input."""
+
+    each: Step
+    """These values."""
+    summed: Step
+    """What they add up to."""
+    reduction: str
+    """What was asked for: none, mean, sum or batchmean."""
+    values: int
+    """How many values there are."""
+    rows: int
+    """Entries of the first dimension."""
+
+    def term(self) -> Term:
+        """The number of the whole batch."""
+        return Term(self.summed, {"mean": self.values, "batchmean": self.rows}.get(self.reduction, 1))
+
+
+def unreduced(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Unreduced | None:
+    """A loss of torch.nn.functional that divides by nothing but its entries or rows; None for others."""
+    if function not in _BY_ENTRY and function not in _BY_ROW:
+        return None
+    bound = _signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    reduction = given.pop("reduction")
+    if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
+        return None
+    found = _by_entry(given) if function in _BY_ENTRY else _by_row(given)
+    if found is None:
+        return None
+    keywords, axis, values, rows = found
+    autocast = autocast_now((device.type, "cpu"))
+    each = Step(function, (), {**keywords, "reduction": "none"}, axis, autocast)
+    return Unreduced(each, replace(each, keywords={**keywords, "reduction": "sum"}, axis=None), reduction, values, rows)
+
+
+def _by_entry(given: dict[str, Any]) -> tuple[dict[str, Any], Axis, int, int] | None:
+    met = _met(list(given.values()))
+    if met is None:
+        return None
+    shape, axis = met
+    return {name: _argument(value, shape, axis) for name, value in given.items()}, axis, _product(shape), shape[0]
+
+
+def _by_row(given: dict[str, Any]) -> tuple[dict[str, Any], Axis, int, int] | None:
+    operands = [value for value in given.values() if isinstance(value, Operand)]
+    others = [value for name, value in given.items() if isinstance(value, torch.Tensor) and name != "weight"]
+    rows = {value.shape[0] if len(value.shape) else 0 for value in (*operands, *others)}
+    axes = {value.axis for value in operands}
+    if len(rows) > 1 or len(axes) > 1 or any(value.requires_grad for value in others):
+        return None
+    axis = axes.pop()
+    if axis.dim or any(len(value.shape) < 2 for value in operands):
+        return None
+
+    def argument(name: str, value: Any) -> Any:
+        if isinstance(value, Operand):
+            return value.node
+        return Cut(value, None if name == "weight" else axis) if isinstance(value, torch.Tensor) else value
+
+    keywords = {name: argument(name, value) for name, value in given.items()}
+    return keywords, axis, _product(operands[0].shape[:-1]), rows.pop()
+
+
+@functools.cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def term_of(loss: Step, bound: Bound) -> Term:
@@ -406,6 +480,18 @@ def _named(*names: str) -> list[Any]:
 
 _T = torch.Tensor
 _REDUCTIONS = set(_named("sum", "mean"))
+_BY_ENTRY = set(
+    _named(
+        "huber_loss", "smooth_l1_loss", "kl_div", "soft_margin_loss", "poisson_nll_loss", "gaussian_nll_loss",
+        "margin_ranking_loss", "hinge_embedding_loss",
+    )
+)  # fmt: skip
+_BY_ROW = set(
+    _named(
+        "triplet_margin_loss", "triplet_margin_with_distance_loss", "cosine_embedding_loss", "multi_margin_loss",
+        "multilabel_margin_loss", "multilabel_soft_margin_loss",
+    )
+)  # fmt: skip
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         _named(

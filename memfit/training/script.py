@@ -27,6 +27,7 @@ from memfit.training.consumers import AllOutputs, Consumer, Expression
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.expression import Cut, Node, Part, Step, Sum, Term, all_nodes, leaves_in, look_of, name_of
 from memfit.training.guard import AccumulationGuard
+from memfit.training.joint import joint
 from memfit.training.kind import BY_SAMPLES, Planned
 from memfit.training.kinds import LOSS_BOUND, OWN_LOSS, Kinds
 from memfit.training.outside import OutsideForward
@@ -55,6 +56,7 @@ class Script:
         self._known = {id(p): p for p in core.model.parameters()}
         self._busy = False
         self._shapes: dict[Any, Any] = {}
+        self._joint: Callable[[], Call | None] = lambda: None
         self._keeps: Callable[[], Call | None] = lambda: None
         self.outside = OutsideForward(core.model, core.tell)
 
@@ -168,33 +170,39 @@ class Script:
             call.receivers = [*self._core.staging.parameters(), *call.inputs.wanted]
         return list(call.receivers)
 
+    def joint(self, calls: tuple[Call, ...]) -> Call | None:
+        """These calls as one, or None where they do not run together."""
+        if len({call.samples for call in calls}) > 1 or any(c.values is not None or c.gathered or c.split for c in calls):
+            return None
+        made = self._joint()
+        if made is None or [call.number for call in made.calls] != [call.number for call in calls]:
+            made = joint(calls)
+            self._joint = weakref.ref(made)
+            self._kinds.add(made)
+        return made
+
     def accumulates(self, call: Call, node: Node) -> bool:
         """Whether what `node` comes to can be gathered by accumulate: nothing of it was made whole before."""
-        return call.values is None and all(call.outputs.leaves[leaf].differentiable for leaf in leaves_in(node))
+        by_number = {each.number: each for each in call.calls}
+        return all(by_number[number].values is None for number, _ in leaves_in(node)) and all(
+            by_number[number].outputs.leaves[leaf].differentiable for number, leaf in leaves_in(node)
+        )
 
     def defers(self, call: Call) -> bool:
         """Whether the output of calls like this one goes into several losses, which therefore wait for each other."""
         return self._kinds.of(call).several
 
-    def consumed_again(self, call: Call) -> None:
-        """A call's output is wanted as a whole, or by another loss: where one was gathered already, losses of such calls
-        wait for each other from now on."""
-        if call.pieces and call.values is None:
-            self._kinds.of(call).several = True
-
     def accumulate_known_loss(self, call: Call, loss: Step, reduction: str) -> torch.Tensor:
         """A known loss by accumulate."""
-        self.consumed_again(call)
         weighting = BY_SUM if reduction == "sum" else BY_TERM
         with self._core.announcing():
-            return self._accumulated(call, Expression(f"{name_of(loss)} {reduction}", loss), weighting)
+            return self._accumulated(call, Expression(f"{name_of(loss)} {reduction}", loss, call.offsets), weighting)
 
     def accumulate_terms(self, call: Call, terms: Sequence[Term]) -> torch.Tensor:
         """The sum of terms by accumulate."""
-        self.consumed_again(call)
         node = Sum(tuple(terms))
         with self._core.announcing():
-            return self._accumulated(call, Expression(name_of(node), node), BY_SHARE)
+            return self._accumulated(call, Expression(name_of(node), node, call.offsets), BY_SHARE)
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
         """The model's own loss by accumulate."""
@@ -244,6 +252,7 @@ class Script:
         """The gradients of the receivers for these gradients of the outputs."""
         self.values(call)
         self._make_room(call)
+        self._gathers(call)
         core = self._core
         receivers = self.receivers(call)
         self._about_to_hand_over(receivers)
@@ -295,9 +304,18 @@ class Script:
 
     # ---- passes
 
+    def _gathers(self, call: Call) -> None:
+        """Gradients of a call are about to gather: where some have before, losses of such calls wait for each other from now
+        on."""
+        if call.gathered or any(each.gathered for each in call.calls):
+            self._kinds.of(call).several = True
+        for each in (call, *call.calls):
+            each.gathered = True
+
     def _accumulated(self, call: Call, consumer: Consumer, weighting: Weighting) -> torch.Tensor:
         """The loss of the whole call, its gradients gathered, as a tensor whose backward hands them over."""
         first = not call.pieces
+        self._gathers(call)
         try:
             with self.aside(), call.as_called(), nullcontext() if first else random_state_kept(call.device):
                 total = self._pass(call, consumer, weighting, first)
@@ -343,7 +361,10 @@ class Script:
         with core.buffers.kept(not first):
             total = core.accumulated(work, weighting, pieces_for, largest=core.limit(planned.plan), begin=begin)
         if work.values:
-            call.values = call.joined(work.values)
+            whole = call.joined(work.values)
+            for each in call.calls:
+                offset = call.offsets[each.number]
+                each.values = whole[offset : offset + len(each.outputs.leaves)]
         return total
 
     def _replay_plan(self, call: Call) -> Planned:
@@ -355,7 +376,9 @@ class Script:
 
     def _worth_keeping(self, call: Call, consumer: Consumer) -> frozenset[int]:
         """The outputs that the script still holds, if they are small together; a loss that is being computed is none."""
-        held = {leaf for standin in call.standins if isinstance(standin, StandIn) for leaf in standin.leaves}
+        standins = [standin for each in call.calls for standin in each.standins if isinstance(standin, StandIn)]
+        leaves = {leaf for standin in standins for leaf in standin.leaves}
+        held = {call.offsets[number] + leaf for number, leaf in leaves if number in call.offsets}
         held -= {call.outputs.loss} if consumer is OWN_LOSS else set()
         size = sum(call.outputs.leaves[i].bytes_for(call.samples) for i in held)
         return frozenset(held) if size <= KEPT_VALUES else frozenset()

@@ -22,12 +22,16 @@ from memfit.batches.weights import all_arguments, known_loss
 from memfit.engine.context import without_inference_mode
 from memfit.engine.handover import give, refuse_create_graph
 from memfit.training.call import Call
-from memfit.training.expression import Node, Output, Part, Step, Sum, Term, leaves_in
-from memfit.training.route import Operand, known, step, term_of, total
+from memfit.training.expression import Leaf, Node, Output, Part, Step, Sum, Term, leaves_in
+from memfit.training.route import Operand, known, step, term_of, total, unreduced
 
 
 class Owner(Protocol):
     """What stand-ins ask of the script mode that made them."""
+
+    def joint(self, calls: tuple[Call, ...]) -> Call | None:
+        """These calls as one, or None where they do not run together."""
+        ...
 
     def accumulates(self, call: Call, node: Node) -> bool:
         """Whether what `node` comes to can be gathered by accumulate."""
@@ -43,10 +47,6 @@ class Owner(Protocol):
 
     def accumulate_terms(self, call: Call, terms: Sequence[Term]) -> torch.Tensor:
         """The sum of terms by accumulate."""
-        ...
-
-    def consumed_again(self, call: Call) -> None:
-        """A call's output is wanted as a whole."""
         ...
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
@@ -97,7 +97,8 @@ class StandIn(torch.Tensor):
         standin = torch.Tensor._make_wrapper_subclass(StandIn, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
         standin._owner, standin._call, standin._node, standin._axis = owner, call, node, axis
         standin._parents, standin._computed, standin._number = parents, None, number
-        call.standins.add(standin)
+        for each in call.calls:
+            each.standins.add(standin)
         return standin
 
     @classmethod
@@ -133,14 +134,14 @@ class StandIn(torch.Tensor):
         return self.computed() if before_backward else self.detached()
 
     @property
-    def leaves(self) -> frozenset[int]:
+    def leaves(self) -> frozenset[Leaf]:
         """The output leaves that it is computed from."""
         return leaves_in(self._node)
 
     @property
     def _leaf(self) -> int:
         """The output leaf that it is, where it is one."""
-        return self._node.leaf if isinstance(self._node, Output) else -1
+        return self._node.leaf[1] if isinstance(self._node, Output) else -1
 
     @property
     def _is_loss(self) -> bool:
@@ -164,7 +165,7 @@ class StandIn(torch.Tensor):
 
     def settle(self) -> None:
         """Before it is written to: compute what was derived from it while it had its old values."""
-        for other in list(self._call.standins):
+        for other in [standin for call in self._call.calls for standin in call.standins]:
             if isinstance(other, StandIn) and other.leaves & self.leaves:
                 other.computed()
 
@@ -179,7 +180,6 @@ class StandIn(torch.Tensor):
             return self.from_parents([parent.computed() for parent in self._parents])
         if self._is_loss:
             return self._owner.accumulate_own_loss(self._call)
-        self._owner.consumed_again(self._call)
         about = self._call.outputs.leaves[self._leaf]
         value = self._owner.values(self._call)[self._leaf]
         return _Unwrap.apply(self, value) if about.differentiable else value  # type: ignore[no-any-return]
@@ -238,7 +238,7 @@ class _Replay(torch.autograd.Function):
         made = []
         for i in wanted:
             leaf = call.outputs.leaves[i]
-            made.append(StandIn.make(owner, call, Output(i), leaf.shape_for(call.samples), leaf, leaf.axis))
+            made.append(StandIn.make(owner, call, Output((call.number, i)), leaf.shape_for(call.samples), leaf, leaf.axis))
         frozen = [s for s, i in zip(made, wanted) if not call.outputs.leaves[i].differentiable]
         ctx.mark_non_differentiable(*frozen)
         return tuple(made)
@@ -309,20 +309,31 @@ class Number:
 def _free(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """What is told without running the whole batch; None where only replay is right."""
     standins = _standins((args, kwargs))
-    call = standins[0]._call
-    if any(s._call is not call or s._computed is not None for s in standins):
+    if any(s._computed is not None or s._owner is not standins[0]._owner for s in standins):
+        return None
+    call = _common(standins)
+    if call is None:
         return None
     if all(s._number is not None for s in standins):
-        return _added(func, args, kwargs, standins)
+        return _added(call, func, args, kwargs, standins)
     if any(s._axis is None for s in standins) or not isinstance(func, Hashable):
         return None
-    made = _known_loss(func, args, kwargs, standins)
+    made = _known_loss(call, func, args, kwargs, standins)
     if made is None:
-        made = _next_step(func, args, kwargs, standins)
+        made = _next_step(call, func, args, kwargs, standins)
     return made
 
 
-def _known_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]) -> torch.Tensor | None:
+def _common(standins: Sequence[StandIn]) -> Call | None:
+    """The call whose micro-batches make all of these; None where there is none."""
+    call = standins[0]._call
+    calls = tuple({each.number: each for standin in standins for each in standin._call.calls}.values())
+    return call if len(calls) == len(call.calls) else standins[0]._owner.joint(calls)
+
+
+def _known_loss(
+    call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]
+) -> torch.Tensor | None:
     about = known_loss(func)
     first = standins[0]
     if about is None or not _gathers() or not first.requires_grad:
@@ -332,63 +343,68 @@ def _known_loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standi
         return None
     if func in _SYMMETRIC and not isinstance(bound["input"], StandIn):
         bound["input"], bound["target"] = bound["target"], bound["input"]
-    if not isinstance(bound["input"], StandIn) or any(_requires(v) for n, v in bound.items() if n != "input"):
+    if not isinstance(bound["input"], StandIn) or any(map(_requires, bound.values())):
         return None
     loss = known(func, bound, _operand, first.device)
-    if loss is None or not first._owner.accumulates(first._call, loss):
+    if loss is None or not first._owner.accumulates(call, loss):
         return None
-    if not first._owner.defers(first._call):
-        return first._owner.accumulate_known_loss(first._call, loss, bound["reduction"])
+    if not first._owner.defers(call):
+        return first._owner.accumulate_known_loss(call, loss, bound["reduction"])
     with torch._C.DisableTorchFunctionSubclass():
         term = term_of(loss, bound)
-    return _number(term, standins)
+    return _number(call, term, standins)
 
 
-def _next_step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]) -> torch.Tensor | None:
+def _next_step(
+    call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]
+) -> torch.Tensor | None:
     first = standins[0]
     arguments, keywords = _map_standins(_operand, args), _map_standins(_operand, kwargs)
-    following = step(func, arguments, keywords, first.device)
+    loss = unreduced(func, arguments, keywords, first.device)
+    if loss is not None and loss.reduction != "none":
+        return _gathered(call, loss.term(), standins)
+    following = step(func, arguments, keywords, first.device) if loss is None else loss.each
     if following is None:
-        return _whole_sum(func, arguments, keywords, standins)
-    like = first._owner.like_after(first._call, following, standins)
+        term = total(func, arguments, keywords, first.device)
+        return None if term is None else _gathered(call, term, standins)
+    like = first._owner.like_after(call, following, standins)
     if like is None:
         return None
 
     def make() -> StandIn:
         return StandIn.make(
-            first._owner, first._call, following, tuple(like.shape), like, following.axis, parents=tuple(standins)
+            first._owner, call, following, tuple(like.shape), like, following.axis, parents=tuple(standins)
         )
 
     return _linked(make, standins)
 
 
-def _whole_sum(
-    func: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], standins: Sequence[StandIn]
-) -> torch.Tensor | None:
-    """A sum or a mean over all samples."""
+def _gathered(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
+    """A sum or a mean over all samples, where gradients flow through it."""
     first = standins[0]
     if not _gathers() or not any(standin.requires_grad for standin in standins):
         return None
-    term = total(func, arguments, keywords, first.device)
-    if term is None or not first._owner.accumulates(first._call, term):
+    if not first._owner.accumulates(call, term):
         return None
-    return _number(term, standins) if first._owner.defers(first._call) else first._owner.accumulate_terms(first._call, [term])
+    return _number(call, term, standins) if first._owner.defers(call) else first._owner.accumulate_terms(call, [term])
 
 
-def _number(term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
+def _number(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
     first, node = standins[0], Sum((term,))
-    like = first._owner.like_after(first._call, node, standins)
+    like = first._owner.like_after(call, node, standins)
     if like is None:
         return None
 
     def make() -> StandIn:
         about = Number((term,))
-        return StandIn.make(first._owner, first._call, node, (), like, None, parents=tuple(standins), number=about)
+        return StandIn.make(first._owner, call, node, (), like, None, parents=tuple(standins), number=about)
 
     return _linked(make, standins)
 
 
-def _added(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]) -> torch.Tensor | None:
+def _added(
+    call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]
+) -> torch.Tensor | None:
     """Numbers added up, or multiplied by one that does not depend on the batch."""
     found = combined(func, args, kwargs)
     if found is None:
@@ -398,7 +414,7 @@ def _added(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: S
 
     def make() -> StandIn:
         node = Sum(found.terms)
-        return StandIn.make(first._owner, first._call, node, (), first, None, parents=parents, number=found)
+        return StandIn.make(first._owner, call, node, (), first, None, parents=parents, number=found)
 
     return _linked(make, parents, found.others)
 
@@ -458,7 +474,8 @@ def _standins(tree: Any) -> list[StandIn]:
 
 
 def _requires(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    """Whether gradients flow into a tensor that is there already."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, StandIn) and value.requires_grad
 
 
 def _gathers() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,13 +146,15 @@ class ExpressionWork(CallWork):
         self,
         call: Call,
         node: Node,
+        offsets: Mapping[int, int],
         *,
         precision: str = "off",
         draws: bool = True,
         borrowed: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(call, 0, precision=precision, draws=draws, borrowed=borrowed)
-        self._node, self._leaves, self._shared = node, leaves_in(node), used_again(node)
+        self._node, self._shared = node, used_again(node)
+        self._leaves = {leaf: offsets[leaf[0]] + leaf[1] for leaf in leaves_in(node)}
 
     def forward(self, inputs: Any) -> Any:
         arguments, start, stop = inputs
@@ -161,9 +163,9 @@ class ExpressionWork(CallWork):
         if self.keeps:
             self.values.append({leaf: found[leaf].detach() for leaf in self.keeps})
         if self.draws:  # not while tracing, where sizes may be guessed
-            for leaf in self._leaves:
+            for leaf in self._leaves.values():
                 self.call.outputs.leaves[leaf].check([found[leaf]], [stop - start])
-        return Part({leaf: found[leaf] for leaf in self._leaves}, start, stop, self._shared)
+        return Part({leaf: found[i] for leaf, i in self._leaves.items()}, start, stop, self._shared)
 
     def loss(self, outputs: Any) -> torch.Tensor:
         with precision_applied(self._precision, self.device):
