@@ -174,7 +174,7 @@ def settings_from(
         check_count("target_batch", target_batch)
     _check_functions(loss_fn, before_step, weight, split)
     _check_accumulation(target_batch, script_accumulation, loss_fn)
-    _check_later(offload, methods, batchnorm)
+    _check_later(offload, batchnorm)
     check_shard(shard)
     check_accumulate_in(accumulate_in)
     micro, whole = micro_batch_from(micro_batch)
@@ -190,6 +190,7 @@ def settings_from(
         accumulate_in=accumulate_in,
         shard=shard,
         allow_inexact=inexact_from(allow_inexact, model),
+        methods=_methods_from(methods, model, loss_fn),
         weight=weight,
         split=split,
     )
@@ -366,13 +367,37 @@ def check_sharded(shard: str, ranks: Ranks | None) -> None:
         )
 
 
-def _check_later(offload: Any, methods: Any, batchnorm: Any) -> None:
+def _methods_from(value: Any, model: nn.Module, loss_fn: Any) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name for name in names_from("methods", value) if name != "forward"))
+    missing = [name for name in names if not callable(getattr(model, name, None))]
+    if missing:
+        raise UsageError(
+            f"methods={list(names)!r}",
+            found=f"{type(model).__name__} has no method {missing[0]!r}",
+            next_move="name methods that the script calls on the model, such as ['encode_image']",
+        )
+    if names and loss_fn is not None:
+        raise UsageError(
+            f"methods={list(names)!r} with loss_fn=",
+            found="a loss_fn gets micro-batches, on which it may call any method of the model",
+            next_move="leave methods= away",
+        )
+    taken = [name for name in names if name in _ANSWERED or isinstance(getattr(model, name), nn.Module)]
+    if taken:
+        raise UsageError(
+            f"methods={list(names)!r}",
+            found=f"{taken[0]!r} is a module, or a method that every torch module has",
+            next_move="wrap that module itself, or name methods of the model's own",
+        )
+    return names
+
+
+_ANSWERED = frozenset(dir(nn.Module))
+
+
+def _check_later(offload: Any, batchnorm: Any) -> None:
     if not is_one_of(offload, ("auto", "off")):
         raise UsageError(f"offload={offload!r}", found="this version keeps it off", next_move="leave offload= away")
-    if names_from("methods", methods):
-        raise UsageError(
-            f"methods={methods!r}", found="this version cuts calls of forward only", next_move="leave methods= away"
-        )
     if not is_one_of(batchnorm, ("micro",)):
         raise choice_of("batchnorm", batchnorm, ("micro",))
 

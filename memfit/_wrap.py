@@ -104,6 +104,7 @@ def wrap(
         script_accumulation: iterations that the script itself adds up per optimizer step.
         weight: step mode: the weight of a micro-batch, where memfit cannot infer it.
         split: (batch, sizes) -> batches of those sizes, where memfit cannot cut it; in script mode `batch` is (args, kwargs).
+        methods: script mode: methods of the model beside `forward` that the script calls, such as "encode_image", to be cut.
         allow_inexact: names of modules whose mixing of samples is accepted, and reported.
         accumulate_in: "float32" or "param": precision in which half precision gradients gather.
 

@@ -179,7 +179,7 @@ def test_target_batch_beyond_the_data_set_is_one_batch_per_epoch_and_said(
         ("shard", "optimizer", "trains alone"),
         ("offload", "cpu", "keeps it off"),
         ("shard", torch.ones(2), "does not know"),
-        ("methods", ("encode",), "calls of forward only"),
+        ("methods", ("encode",), "has no method 'encode'"),
         ("methods", "encode", "methods=['encode']"),
         ("methods", None, "type NoneType"),
         ("methods", [3], "a list of names"),

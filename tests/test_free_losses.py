@@ -1,4 +1,4 @@
-"""Losses that gather with the forwards that the script asked for: nothing runs twice, and gradients are those of the whole batch."""
+"""Losses that gather with the forwards that the script asked for, nothing twice, to the gradients of the whole batch."""
 
 from __future__ import annotations
 

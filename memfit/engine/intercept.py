@@ -1,8 +1,8 @@
-"""Standing in for a module's `forward` without changing what the module is.
+"""Standing in for a module's `forward`, or another method, without changing what the module is.
 
 The stand-in is an instance attribute, so type, state_dict, submodules and attributes stay as they were; copying or pickling
 the module gives the plain one. Calls under functorch, torch.jit and torch.export go straight through.
-Not covered: methods other than `forward` called from outside.
+Not covered: compiled methods other than `forward`.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from torch import nn
 
 
 class Interception:
-    """An instance's `forward`, answered by `handler(plain, args, kwargs)`; `plain` runs the module as it was.
+    """An instance's method `name`, answered by `handler(plain, args, kwargs)`; `plain` runs it as it was.
 
     `owner` is whoever has to be asked before the module is intercepted again.
     """
 
-    def __init__(self, module: nn.Module, handler: Callable[..., Any], owner: Any = None) -> None:
-        self.owner = owner
-        self.__signature__ = inspect.signature(module.forward)
+    def __init__(self, module: nn.Module, handler: Callable[..., Any], owner: Any = None, name: str = "forward") -> None:
+        self.owner, self._name = owner, name
+        self.__signature__ = inspect.signature(getattr(module, name))
         self._module = module
         self._handler = handler
-        self._had_own = "forward" in module.__dict__
-        self._own_forward = module.__dict__.get("forward")
-        self._compiled_call = getattr(module, "_compiled_call_impl", None)
+        self._had_own = name in module.__dict__
+        self._own = module.__dict__.get(name)
+        self._compiled_call = getattr(module, "_compiled_call_impl", None) if name == "forward" else None
         self._opaque: Callable[..., Any] | None = None
 
     @property
     def plain(self) -> Callable[..., Any]:
-        """The module's computation without the interception (compiled, where the module was compiled in place)."""
+        """The method without the interception (compiled, where the module was compiled in place)."""
         if self._compiled_call is not None:
             return self._run_compiled
-        return self._own_forward if self._had_own else self._class_forward()  # type: ignore[return-value]
+        return self._own if self._had_own else self._of_class()  # type: ignore[return-value]
 
     def install(self) -> None:
         """Put the stand-in into its place."""
-        self._module.forward = self  # type: ignore[method-assign]
+        setattr(self._module, self._name, self)
         if self._compiled_call is not None:
             # A compiled call would trace through the stand-in; the compiled code is kept and called from inside.
             self._module._compiled_call_impl = None  # type: ignore[assignment]
 
     def remove(self) -> None:
-        """Give the module its own forward back; does nothing if somebody replaced the stand-in meanwhile."""
-        if self._module.__dict__.get("forward") is not self:
+        """Give the module its own method back; does nothing if somebody replaced the stand-in meanwhile."""
+        if self._module.__dict__.get(self._name) is not self:
             return
         if self._had_own:
-            self._module.forward = self._own_forward  # type: ignore[method-assign]
+            setattr(self._module, self._name, self._own)
         else:
-            del self._module.__dict__["forward"]
+            del self._module.__dict__[self._name]
         if self._compiled_call is not None:
             self._module._compiled_call_impl = self._compiled_call  # type: ignore[assignment]
 
@@ -77,13 +77,13 @@ class Interception:
         finally:
             self.install()
 
-    def _class_forward(self) -> Callable[..., Any]:
-        return functools.partial(type(self._module).forward, self._module)
+    def _of_class(self) -> Callable[..., Any]:
+        return functools.partial(getattr(type(self._module), self._name), self._module)
 
     def __reduce__(self) -> Any:
         if self._had_own:
-            return _itself, (self._own_forward,)
-        return getattr, (self._module, "forward")
+            return _itself, (self._own,)
+        return getattr, (self._module, self._name)
 
 
 def interception_of(module: nn.Module) -> Interception | None:

@@ -62,11 +62,13 @@ class Kinds:
         for kind in self._kinds.values():
             kind.whole, kind.planned = 0, {}
 
-    def to_cut(self, plain: Callable[..., Any], tree: Tree, hint: int | None) -> tuple[Call | None, int | None]:
-        """(the call if it has to be cut, else None; the samples in it, if they can be told). `hint`: samples in the
-        loader's batch."""
+    def to_cut(
+        self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
+    ) -> tuple[Call | None, int | None]:
+        """(the call of the method `name` if it has to be cut, else None; the samples in it, if they can be told). `hint`:
+        samples in the loader's batch."""
         by_split = self._core.settings.split is not None
-        key = structure_of(tree, self._core.model, self._core.device, by_split=by_split)
+        key = name, structure_of(tree, self._core.model, self._core.device, by_split=by_split)
         kind = self._kinds.get(key)
         if by_split:
             samples = next(iter(self._told(tree, hint)), None)

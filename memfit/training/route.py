@@ -236,6 +236,16 @@ def _reducing(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> 
     return function, rest, kwargs, Axis(moved, axis.outer, axis.inner)
 
 
+def _norm(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
+    """norm(value, p, dim, keepdim) of a vector per sample, or per place in it."""
+    dim = kwargs.get("dim", rest[1] if len(rest) > 1 else None)
+    if dim is None:
+        return None
+    keeps = rest[2] if len(rest) > 2 else kwargs.get("keepdim", False)
+    found = _reducing(function, shape, axis, (dim, keeps), {})
+    return None if found is None else (function, rest, kwargs, found[3])
+
+
 def _reduced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int] | None, bool, bool]:
     """(the dimensions that a sum or a mean goes over, whether they stay with size 1, whether it was told anything else)."""
     shape, rest = args[0].shape, args[1:]
@@ -512,6 +522,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_named("permute"), _alone(_permute)),
     _T.__getitem__: _alone(_getitem),
     **dict.fromkeys(_named("log_softmax", "softmax", "cumsum", "glu"), _alone(_along)),
+    **dict.fromkeys(_named("norm"), _alone(_norm)),
     **dict.fromkeys(_named("normalize"), _alone(_normalized)),
     **dict.fromkeys(_named("sum", "mean", "logsumexp", "amax", "amin", "prod"), _alone(_reducing)),
     **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.contiguous), _alone(_cast)),

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -235,11 +236,14 @@ class Run:
     # ---- set up by wrap
 
     def intercept(self, script: Script) -> None:
-        """Script mode: answer the model's forward."""
-        interception = self._answering(script.answer)
-        interception.owner = self
-        interception.install()
-        self._undo.append(interception.remove)
+        """Script mode: answer the model's forward, and the methods that are to be cut as well."""
+        assert self._core is not None
+        model = self._core.model
+        methods = [Interception(model, partial(script.answer, name), name=name) for name in self._core.settings.methods]
+        for interception in (self._answering(partial(script.answer, "forward")), *methods):
+            interception.owner = self
+            interception.install()
+            self._undo.append(interception.remove)
 
     def take_over(self, taken: TakenOver | None, *, in_script: bool) -> None:
         """What the model came in, if in something, goes on answering."""

@@ -1,7 +1,7 @@
 """Script mode: the loop stays as it was; training calls of the model are cut into micro-batches behind stand-ins.
 
-Not covered: methods other than `forward` called from outside (said, where `forward` is not called), and tensors that leave
-the forward by other ways than its output (found and refused).
+Not covered: methods called from outside that are not listed as `methods=` (said, where `forward` is not called), and tensors
+that leave the forward by other ways than its output (found and refused).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Script:
         self._keeps: Callable[[], Call | None] = lambda: None
         self.outside = OutsideForward(core.model, core.tell)
 
-    def answer(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the intercepted forward returns."""
+    def answer(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the intercepted method returns."""
         if self._busy:
             return plain(*args, **kwargs)
         self.outside.called()
@@ -70,7 +70,7 @@ class Script:
         self.calls += 1
         args, kwargs = map_leaves(_computed, (args, kwargs))  # the output of another call may be this one's input
         with self.aside(), self._core.announcing():
-            call, samples = self._kinds.to_cut(plain, (args, kwargs), self._batch_samples())
+            call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples())
             self.samples_seen += samples or 0
             if call is None:
                 self._make_room(None)

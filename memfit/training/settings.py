@@ -33,6 +33,8 @@ class Settings:
     """float32: gradients of half precision parameters gather in float32; param: in their own precision."""
     allow_inexact: tuple[str, ...] = ()
     """Names of modules that may mix samples."""
+    methods: tuple[str, ...] = ()
+    """Methods of the model beside its forward whose calls are cut."""
     weight: Callable[[Any], float] | None = None
     """The weight of a micro-batch, if stated by hand."""
     split: Callable[[Any, Any], Any] | None = None
@@ -66,6 +68,8 @@ class Settings:
             found["shard"] = self.shard
         if self.script_accumulation > 1:
             found["script_accumulation"] = str(self.script_accumulation)
+        if self.methods:
+            found["methods"] = ", ".join(self.methods)
         if self.allow_inexact:
             found["allow_inexact"] = ", ".join(self.allow_inexact)
         return found
