@@ -174,7 +174,7 @@ def settings_from(
         check_count("target_batch", target_batch)
     _check_functions(loss_fn, before_step, weight, split)
     _check_accumulation(target_batch, script_accumulation, loss_fn)
-    _check_later(offload, batchnorm)
+    _check_offload_and_norms(offload, batchnorm)
     check_shard(shard)
     check_accumulate_in(accumulate_in)
     micro, whole = micro_batch_from(micro_batch)
@@ -190,6 +190,7 @@ def settings_from(
         accumulate_in=accumulate_in,
         shard=shard,
         allow_inexact=inexact_from(allow_inexact, model),
+        batchnorm=batchnorm,
         methods=_methods_from(methods, model, loss_fn),
         weight=weight,
         split=split,
@@ -395,11 +396,11 @@ def _methods_from(value: Any, model: nn.Module, loss_fn: Any) -> tuple[str, ...]
 _ANSWERED = frozenset(dir(nn.Module))
 
 
-def _check_later(offload: Any, batchnorm: Any) -> None:
+def _check_offload_and_norms(offload: Any, batchnorm: Any) -> None:
     if not is_one_of(offload, ("auto", "off")):
         raise UsageError(f"offload={offload!r}", found="this version keeps it off", next_move="leave offload= away")
-    if not is_one_of(batchnorm, ("micro",)):
-        raise choice_of("batchnorm", batchnorm, ("micro",))
+    if not is_one_of(batchnorm, ("micro", "whole")):
+        raise choice_of("batchnorm", batchnorm, ("micro", "whole"))
 
 
 def blocks_from(value: Any, model: nn.Module) -> tuple[tuple[str, ...] | None, bool]:

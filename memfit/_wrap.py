@@ -106,6 +106,8 @@ def wrap(
         split: (batch, sizes) -> batches of those sizes, where memfit cannot cut it; in script mode `batch` is (args, kwargs).
         methods: script mode: methods of the model beside `forward` that the script calls, such as "encode_image", to be cut.
         allow_inexact: names of modules whose mixing of samples is accepted, and reported.
+        batchnorm: whose statistics batch norm's running ones are: each micro-batch's in turn ("micro"), or those of the whole
+            effective batch, applied once ("whole"). Samples are normalised by their micro-batch's either way.
         accumulate_in: "float32" or "param": precision in which half precision gradients gather.
 
     Raises UsageError (a ValueError) for arguments that cannot be meant, DoesNotFit (a ValueError) if no plan fits, Refused

@@ -183,7 +183,7 @@ def test_target_batch_beyond_the_data_set_is_one_batch_per_epoch_and_said(
         ("methods", "encode", "methods=['encode']"),
         ("methods", None, "type NoneType"),
         ("methods", [3], "a list of names"),
-        ("batchnorm", "whole", "micro"),
+        ("batchnorm", "batch", "whole"),
         ("batchnorm", None, "micro"),
         ("accumulate_in", torch.float32, "float32, param"),
         ("accumulate_in", "float64", "float32, param"),

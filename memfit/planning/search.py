@@ -27,6 +27,7 @@ NEARLY = 1.02
 FEW_BLOCKS = 4
 """Up to this many blocks every choice of them is looked at; beyond, `choose_blocks` does, which knows the bytes of tensors but
 not how the margin above them changes."""
+WHOLE_NORMS = "BatchNorm normalises by each micro-batch's statistics; its running statistics are the whole batch's"
 NORMS = "BatchNorm takes its statistics from each micro-batch, so training differs from the whole batch's there"
 NODE = 3 << 10
 """Bytes of host memory that a tensor saved for backward takes beside its own (nodes of the graph, objects, headers of the

@@ -23,7 +23,7 @@ from memfit.hardware.heap import give_back_free_heap
 from memfit.levers.checkpoint import checkpoint_blocks
 from memfit.levers.fully import FullySharded
 from memfit.planning.plan import Plan
-from memfit.planning.search import NORMS
+from memfit.planning.search import NORMS, WHOLE_NORMS
 from memfit.profiling.profile import Profile
 from memfit.reporting.stderr import tell
 from memfit.reporting.verification import Verification
@@ -41,6 +41,7 @@ from memfit.training.settings import Settings
 from memfit.training.takeover import TakenOver
 from memfit.training.together import Together
 from memfit.training.tune import Tuner
+from memfit.training.wholenorm import WholeNorms
 
 NOTICEABLE = 8 << 20
 """Bytes that a new size of micro-batch may keep before it is not worth trying (a ResNet: 4 MiB resident, 40 reserved)."""
@@ -123,6 +124,7 @@ class Core:
         """What takes optimizer steps together with them; None in script mode."""
         self.company: Company | None = None
         """What they tell each other about themselves."""
+        self.whole_norms = WholeNorms(model) if settings.batchnorm == "whole" else None
         self.on_forget: list[Callable[[], None]] = []
         """Called when plans have to be made anew."""
         self.taken: TakenOver | None = None
@@ -151,7 +153,7 @@ class Core:
         self._tuner = None if profile is None else self._tuner_of(plan)
         self.on_plan()
         if plan.accumulation > 1 and self.normalises_batches():
-            self.tell(NORMS)
+            self.tell(NORMS if self.whole_norms is None else WHOLE_NORMS)
 
     def readopt(self, plan: Plan, profile: Profile | None, on_changed: Callable[[Plan], None]) -> None:
         """`adopt` for a plan that was in force before."""
@@ -301,7 +303,7 @@ class Core:
             scale = self.scale.scale if half else 1.0
             try:
                 run = partial(accumulate, work, pieces, self.staging, weighting)
-                with self.memory.running(), self.staging.counting():
+                with self.memory.running(), self.staging.counting(), self.norms_of(len(pieces)):
                     total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:
                 shares = difference.shares
@@ -313,7 +315,18 @@ class Core:
         if half:
             total.on_handover = self.scale.seen
         self._end_tuning()
+        self.apply_norms()
         return total
+
+    def norms_of(self, micro_batches: int) -> AbstractContextManager[None]:
+        """Inside, that many micro-batches run; `apply_norms` then writes the batch statistics of all of them at once, where
+        batchnorm="whole" asks for it."""
+        return nullcontext() if self.whole_norms is None else self.whole_norms.gathered(micro_batches)
+
+    def apply_norms(self) -> None:
+        """In several processes, those are of all and written by `combine`."""
+        if self.whole_norms is not None and self.together is None:
+            self.whole_norms.applied()
 
     def announcing(self) -> AbstractContextManager[None]:
         """What fails inside is told to the other processes, which would wait for this one."""
@@ -329,7 +342,12 @@ class Core:
             self.taken.check_syncs()
         half = self.settings.accumulate_in == "float32"
         with nullcontext() if self.company is None else self.company.exchanging(_samples_in(total)):
-            return self.together.combine(total, weighting, half=half, unproven=unproven, divided=divided)
+            counts = total.weight != 0.0 if isinstance(total.weight, float) else True
+            other = self.together.combine(total, weighting, half=half, unproven=unproven, divided=divided)
+        if other is None and self.whole_norms is not None:
+            gather = partial(self.together.ranks.gather, doing="batch norm's running statistics")
+            self.whole_norms.applied(gather, counts=counts)
+        return other
 
     def computing(self, *, again: bool = False) -> AbstractContextManager[None]:
         """What micro-batches run in, so that processes know how fast they are; see `Company.computing`."""

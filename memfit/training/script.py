@@ -238,11 +238,14 @@ class Script:
             if not repeated:
                 call.forget_pass()
             keep = 0 if core.staging.parts is not None else planned.plan.keep  # (passes of all processes go in one order)
-            call.compute_values(core.pieces(call.samples, largest), keep, core.staging, core.buffers)
+            pieces = core.pieces(call.samples, largest)
+            with nullcontext() if repeated else core.norms_of(len(pieces)):
+                call.compute_values(pieces, keep, core.staging, core.buffers)
 
         try:
             with core.computing():
                 core.recovery.run(attempt, core.limit(planned.plan))
+            core.apply_norms()
         except BaseException:
             if not repeated:
                 call.forget_pass()

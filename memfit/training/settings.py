@@ -33,6 +33,8 @@ class Settings:
     """float32: gradients of half precision parameters gather in float32; param: in their own precision."""
     allow_inexact: tuple[str, ...] = ()
     """Names of modules that may mix samples."""
+    batchnorm: str = "micro"
+    """Whose statistics batch norm's running ones are: each micro-batch's ("micro"), or the effective batch's ("whole")."""
     methods: tuple[str, ...] = ()
     """Methods of the model beside its forward whose calls are cut."""
     weight: Callable[[Any], float] | None = None
@@ -68,6 +70,8 @@ class Settings:
             found["shard"] = self.shard
         if self.script_accumulation > 1:
             found["script_accumulation"] = str(self.script_accumulation)
+        if self.batchnorm != "micro":
+            found["batchnorm"] = self.batchnorm
         if self.methods:
             found["methods"] = ", ".join(self.methods)
         if self.allow_inexact:
