@@ -43,8 +43,9 @@ class Call:
 
     `pieces` and the random state of each are fixed by the first pass over it; later passes repeat them exactly. `receivers`
     is what gradients of its outputs flow into, once it has outputs; `gathered` tells whether such gradients have been
-    computed. `calls` are those that it consists of, `offsets` where their outputs begin in its own, by their `number`. With
-    `copies`, micro-batches are copies: a model that writes into its input then leaves the batch alone.
+    computed. `several` are those that it consists of, if of others; `offsets` where, by their `number`, the outputs of its
+    `calls` begin in its own. With `copies`, micro-batches are copies: a model that writes into its input then leaves the
+    batch alone.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Call:
         )  # fmt: skip
         self.samples, self.split, self.whole_piece = layout.samples, split, False
         self.number = next(_NUMBERS)
-        self.calls: tuple[Call, ...] = (self,)
+        self.several: tuple[Call, ...] = ()
         self.offsets = {self.number: 0}
         self.key: Hashable = None
         self.autocast = autocast_now((device.type, "cpu")) if autocast is None else tuple(autocast)
@@ -79,6 +80,11 @@ class Call:
         self.standins: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         written = (*tensors(tree), *(() if gathers_in_parts(model) else model.parameters()))
         self._versions = [(t, t._version) for t in written if not t.is_inference()]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """Those that it consists of; where it is one, itself."""
+        return self.several or (self,)
 
     def check_unchanged(self) -> None:
         """Raise torch's own error if an input or a parameter was modified in place since the call."""

@@ -32,7 +32,7 @@ def joint(calls: Sequence[Call]) -> Call:
     made = Call(first.model, plain, tree, layout, outputs, first.device, autocast=first.autocast)
     made.key = ("joint", *(call.key for call in calls))
     made.copies = any(call.copies for call in calls)
-    made.calls, made.offsets, offset = tuple(calls), {}, 0
+    made.several, made.offsets, offset = tuple(calls), {}, 0
     for call in calls:
         made.offsets[call.number] = offset
         offset += len(call.outputs.leaves)

@@ -308,7 +308,7 @@ class Run:
         """`loss_fn` over the intercepted model."""
 
         def loss(batch: Any) -> torch.Tensor:
-            interception = self._answering(script.answer)
+            interception = self._answering(partial(script.answer, "forward"))
             interception.install()
             try:
                 with script.outside.watching():

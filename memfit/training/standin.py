@@ -150,11 +150,7 @@ class StandIn(torch.Tensor):
 
     def from_parents(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The last operation on the whole batch, from what its parents are."""
-        part = Part({}, 0, self._call.samples)
-        for parent, value in zip(self._parents, values):
-            part.put(parent._node, value)
-        with torch._C.DisableTorchFunctionSubclass():
-            return part.value(self._node)
+        return _last(self._node, self._parents, values, self._call.samples)
 
     def computed(self) -> torch.Tensor:
         """What it stands for, differentiable; the same tensor at every call."""
@@ -274,8 +270,9 @@ class _Then(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], StandIn], others: int, *inputs: torch.Tensor) -> StandIn:
-        ctx.made, ctx.parents = make(), inputs[: len(inputs) - others]
-        return ctx.made
+        made = make()
+        ctx.node, ctx.samples, ctx.parents = made._node, made._call.samples, inputs[: len(inputs) - others]
+        return made
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -283,9 +280,19 @@ class _Then(torch.autograd.Function):
         with torch.enable_grad():
             starts = [parent.detached().detach() for parent in parents]
             wanted = [start.requires_grad_() for start, need in zip(starts, needed) if need]
-            found = iter(torch.autograd.grad(ctx.made.from_parents(starts), wanted, gradient, allow_unused=True))
+            value = _last(ctx.node, parents, starts, ctx.samples)
+            found = iter(torch.autograd.grad(value, wanted, gradient, allow_unused=True))
         own = [next(found) if need else None for need in needed[: len(parents)]]
         return None, None, *own, *(gradient if need else None for need in needed[len(parents) :])
+
+
+def _last(node: Node, parents: Sequence[StandIn], values: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
+    """The last operation of a way on the whole batch, where its parents have these values."""
+    part = Part({}, 0, samples)
+    for parent, value in zip(parents, values):
+        part.put(parent._node, value)
+    with torch._C.DisableTorchFunctionSubclass():
+        return part.value(node)
 
 
 @dataclass(frozen=True)
