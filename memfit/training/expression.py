@@ -13,6 +13,7 @@ import torch
 
 from memfit.batches.cut import Axis
 from memfit.engine.context import Autocast, autocasting
+from memfit.engine.handover import ALMOST
 
 Leaf = tuple[int, int]
 """A call's number, and the index of a leaf of its output."""
@@ -145,6 +146,8 @@ class Term:
     count: int | float | torch.Tensor = 1
     """What the whole batch's sum is divided by."""
     coefficient: float = 1.0
+    known: Step | None = None
+    """The loss of torch.nn.functional that it is a multiple of, if of one alone."""
 
     def of(self, part: Part) -> torch.Tensor:
         value = part.value(self.node)
@@ -158,6 +161,19 @@ class Term:
 
     def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Term:
         return replace(self, node=mapped(self.node, change, known))
+
+    def counting(self, samples: int) -> tuple[float | None, Term]:
+        """(what it divides by that depends on the batch of so many samples, the same without that); None for plain sums."""
+        count, coefficient = self.count, self.coefficient
+        if isinstance(count, int) and count == 1:
+            if samples < 2 or abs(abs(coefficient) * samples - 1.0) >= ALMOST:
+                return None, self
+            count, coefficient = samples, coefficient * samples
+        return float(count), replace(self, count=1, coefficient=coefficient)
+
+    def over(self, count: torch.Tensor) -> Term:
+        """The same, divided by that."""
+        return replace(self, count=self.count * count, known=None)
 
     def times(self, factor: float) -> Term:
         """The same, that many times."""

@@ -163,9 +163,9 @@ def _signature(function: Any) -> inspect.Signature:
 def term_of(loss: Step, bound: Bound) -> Term:
     """A known loss of the whole batch as what its micro-batches add up to."""
     if bound["reduction"] == "sum":
-        return Term(loss)
+        return Term(loss, known=loss)
     summed = Step(partial(_summed, loss.function), (), loss.keywords, None, loss.autocast)
-    return Term(summed, KNOWN_LOSSES[loss.function].denominator(bound))
+    return Term(summed, KNOWN_LOSSES[loss.function].denominator(bound), known=loss)
 
 
 def axis_of_argument(

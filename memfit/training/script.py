@@ -10,6 +10,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from memfit.training.outside import OutsideForward
 from memfit.training.standin import StandIn, stand_ins
 from memfit.training.tune import Tuner
 
+DIVISORS = "what the losses of a step divide by"
 KEPT_VALUES = 16 << 20
 """Bytes up to which the values of an output are kept from the accumulate pass, for metrics read after the loss."""
 
@@ -188,21 +190,47 @@ class Script:
             by_number[number].outputs.leaves[leaf].differentiable for number, leaf in leaves_in(node)
         )
 
-    def defers(self, call: Call) -> bool:
-        """Whether the output of calls like this one goes into several losses, which therefore wait for each other."""
-        return self._kinds.of(call).several
+    @property
+    def alone(self) -> bool:
+        """Whether no other process trains with this one."""
+        return self._core.together is None
 
-    def accumulate_known_loss(self, call: Call, loss: Step, reduction: str) -> torch.Tensor:
+    def defers(self, call: Call) -> bool:
+        """Whether losses of calls like this one wait for what becomes of them: where there are several, and among several
+        processes, which add up sums and not what a script divides by counts of its own."""
+        return self._kinds.of(call).several or self._core.together is not None
+
+    def accumulate_known_loss(self, call: Call, loss: Step) -> torch.Tensor:
         """A known loss by accumulate."""
+        reduction = loss.keywords["reduction"]
         weighting = BY_SUM if reduction == "sum" else BY_TERM
         with self._core.announcing():
             return self._accumulated(call, Expression(f"{name_of(loss)} {reduction}", loss, call.offsets), weighting)
 
     def accumulate_terms(self, call: Call, terms: Sequence[Term]) -> torch.Tensor:
         """The sum of terms by accumulate."""
-        node = Sum(tuple(terms))
+        if len(terms) == 1 and terms[0].known is not None:
+            return self.accumulate_known_loss(call, terms[0].known) * terms[0].coefficient
         with self._core.announcing():
+            node = Sum(self.over_all(call, terms))
             return self._accumulated(call, Expression(name_of(node), node, call.offsets), BY_SHARE)
+
+    def over_all(self, call: Call, terms: Sequence[Term]) -> tuple[Term, ...]:
+        """The terms such that what processes come to, weighed by their samples, is what one process would over all samples:
+        sums add up, and the others are divided by counts over all."""
+        together = self._core.together
+        if together is None:
+            return tuple(terms)
+        own = self._own_weight(call.samples)
+        counted = [term.counting(call.samples) for term in terms]
+        told = together.ranks.agree([own, *(own and (count or 0.0) for count, _ in counted)], DIVISORS)
+        samples, *counts = (sum(numbers) for numbers in zip(*told))
+        part = own / samples if own else 1.0
+        sums = part * (together.ranks.size if together.mean else 1)
+        return tuple(
+            replace(term, count=sums if count is None else whole * part, known=None)
+            for (count, term), whole in zip(counted, counts)
+        )
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
         """The model's own loss by accumulate."""
@@ -273,7 +301,7 @@ class Script:
                 parameters = len(receivers) - len(call.inputs.wanted)
                 staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
             value = torch.zeros((), device=core.device)
-            return Total(value, receivers, staged, factor, weight=weight)
+            return Total(value, receivers, staged, factor, weight=weight, samples=call.samples)
 
         with self.aside(), core.announcing(), call.as_called():
             largest = max(call.pieces)
@@ -332,8 +360,6 @@ class Script:
 
                 total.on_handover = handing_over
                 if self._core.together is not None:
-                    if weighting is BY_SHARE:
-                        self._say_unseen()
                     total.combine = self._combining(total, BY_SAMPLES if weighting is BY_SHARE else weighting)
                 return hand_over(total)
         except BaseException:

@@ -41,12 +41,21 @@ class Owner(Protocol):
         """Whether the output of calls like this one goes into several losses, which therefore wait for each other."""
         ...
 
-    def accumulate_known_loss(self, call: Call, loss: Step, reduction: str) -> torch.Tensor:
+    def accumulate_known_loss(self, call: Call, loss: Step) -> torch.Tensor:
         """A known loss by accumulate."""
         ...
 
     def accumulate_terms(self, call: Call, terms: Sequence[Term]) -> torch.Tensor:
         """The sum of terms by accumulate."""
+        ...
+
+    def over_all(self, call: Call, terms: Sequence[Term]) -> tuple[Term, ...]:
+        """The terms as this process's part of what all come to; an exchange, where there are several."""
+        ...
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other process trains with this one."""
         ...
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
@@ -124,13 +133,16 @@ class StandIn(torch.Tensor):
             # (where nothing has run yet, this plans, which takes graphs)
             values = [parent.detached() for parent in self._parents]
             with torch.no_grad():
-                return self.from_parents(values)
+                value = self.from_parents(values)
+                return value if self._number is None else self._number.and_others(value)
         return self._owner.values(self._call)[self._leaf]
 
     def read(self) -> torch.Tensor:
         """What it stands for, to be looked at. A loss is looked at before its backward: its gradients gather at the same
         time, so that it is not computed twice."""
-        before_backward = (self._is_loss and not self._parents and self._call.values is None) or self._number is not None
+        if self._number is not None:  # (other processes may not look, so that nothing is agreed on by looking)
+            return self.computed() if self._owner.alone or self._number.is_known else self.detached()
+        before_backward = self._is_loss and not self._parents and self._call.values is None
         return self.computed() if before_backward else self.detached()
 
     @property
@@ -305,9 +317,18 @@ class Number:
     def computed(self, owner: Owner, call: Call, standin: StandIn) -> torch.Tensor:
         """The number itself, with all gradients of the call gathered at once."""
         if owner.accumulates(call, Sum(self.terms)):
-            value = owner.accumulate_terms(call, self.terms)
-        else:
-            value = standin.from_parents([parent.computed() for parent in standin._parents])
+            return self.and_others(owner.accumulate_terms(call, self.terms))
+        node = Sum(owner.over_all(call, self.terms))
+        values = [parent.computed() for parent in standin._parents]
+        return self.and_others(_last(node, standin._parents, values, call.samples))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is a multiple of one known loss."""
+        return len(self.terms) == 1 and self.terms[0].known is not None
+
+    def and_others(self, value: torch.Tensor) -> torch.Tensor:
+        """With what does not depend on the call."""
         for other in self.others:
             value = value + other
         return value
@@ -356,7 +377,7 @@ def _known_loss(
     if loss is None or not first._owner.accumulates(call, loss):
         return None
     if not first._owner.defers(call):
-        return first._owner.accumulate_known_loss(call, loss, bound["reduction"])
+        return first._owner.accumulate_known_loss(call, loss)
     with torch._C.DisableTorchFunctionSubclass():
         term = term_of(loss, bound)
     return _number(call, term, standins)
@@ -438,6 +459,9 @@ def combined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Number
         fits = all(isinstance(v, (StandIn, int, float)) or (isinstance(v, _T) and v.dim() == 0) for v in (first, second))
         return _plus(_as_number(first), _times(_as_number(second), -1.0 if "sub" in name else 1.0)) if fits else None
     ours, factor = (second, first) if isinstance(second, StandIn) else (first, second)
+    if isinstance(factor, _T) and factor.dim() == 0 and not _requires(factor) and name in _DIVIDING and ours is first:
+        number = _as_number(ours)
+        return Number(tuple(t.over(factor) for t in number.terms), tuple(other / factor for other in number.others))
     if not isinstance(factor, (int, float)):
         return None
     if name in _MULTIPLYING:

@@ -135,15 +135,18 @@ class Together:
         _check_rivals(counting)
         share, total.value = self._weigh(total, told, summed=weighting.kind == "sum")
         reached = [i for i, any_ in enumerate(map(any, zip(*(each.reached for each in told)))) if any_]
+        upstream = _upstream(told, self.ranks.rank)
         if self._staging.parts is not None:
-            self._hand_out_parts(total, _times(total.factor, share))
+            self._hand_out_parts(total, _times(total.factor, share), upstream)
             return None
         if any(not each.reached[i] for each in told for i in reached):
             gradients = self._filled(reached, gradients, half)
         summed = self._reducer.sum([self._scaled(gradients[i], _times(total.factor, share)) for i in reached])
         found = dict(zip(reached, summed))
         total.gradients = [
-            found.get(self._places[id(r)]) if id(r) in self._places else _scaled(g, share)
+            found.get(self._places[id(r)])
+            if id(r) in self._places
+            else _scaled(g, share if r.is_leaf else _times(share, upstream))
             for r, g in zip(total.receivers, total.gradients)
         ]
         # What inputs received is no part of the sum, and still waits for the factor.
@@ -155,11 +158,14 @@ class Together:
         self.share_buffers()
         return None
 
-    def _hand_out_parts(self, total: Total, factor: Factor) -> None:
+    def _hand_out_parts(self, total: Total, factor: Factor, upstream: float) -> None:
         """Parameters in parts were reduced while they gathered; what is left is the factor, the same everywhere."""
         gathered = self._staging.take_parts()
-        rest = total.gradients[len(gathered) :]
-        total.gradients = [_scaled_part(gradient, factor) for gradient in gathered] + [_scaled(g, factor) for g in rest]
+        rest = list(zip(total.receivers, total.gradients))[len(gathered) :]
+        total.gradients = [
+            *(_scaled_part(gradient, factor) for gradient in gathered),
+            *(_scaled(g, factor if r.is_leaf else _times(factor, upstream)) for r, g in rest),
+        ]
         total.factor = 1.0
         self._steps += 1
         self.share_buffers()
@@ -320,6 +326,13 @@ class Together:
 
     def _patiently(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         return patiently(make, self.ranks.device)
+
+
+def _upstream(told: Sequence[_Stated], rank: int) -> float:
+    """What gradients are multiplied by that go on to where inputs were computed: other models weigh processes by their samples
+    once more, and so does DistributedDataParallel."""
+    own = told[rank].samples
+    return sum(each.samples for each in told) / own if own else 1.0
 
 
 def _packed(answers: Sequence[bool]) -> list[float]:
