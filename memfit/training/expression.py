@@ -160,7 +160,9 @@ class Term:
         yield self.node
 
     def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Term:
-        return replace(self, node=mapped(self.node, change, known))
+        other = change(Cut(self.count, None)) if isinstance(self.count, torch.Tensor) else None
+        count = other.tensor if isinstance(other, Cut) else self.count
+        return replace(self, node=mapped(self.node, change, known), count=count)
 
     def counting(self, samples: int) -> tuple[float | None, Term]:
         """(what it divides by that depends on the batch of so many samples, the same without that); None for plain sums."""

@@ -110,6 +110,8 @@ class Unreduced:
 
 def unreduced(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Unreduced | None:
     """A loss of torch.nn.functional that divides by nothing but its entries or rows; None for others."""
+    if function is F.ctc_loss:
+        return _ctc(args, kwargs, device)
     if function not in _BY_ENTRY and function not in _BY_ROW:
         return None
     bound = _signature(function).bind(*args, **kwargs)
@@ -153,6 +155,34 @@ def _by_row(given: dict[str, Any]) -> tuple[dict[str, Any], Axis, int, int] | No
 
     keywords = {name: argument(name, value) for name, value in given.items()}
     return keywords, axis, _product(operands[0].shape[:-1]), rows.pop()
+
+
+def _ctc(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Unreduced | None:
+    """Connectionist temporal classification of [time, samples, signs]; targets one after the other are padded, to be cut."""
+    bound = _signature(F.ctc_loss).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    first, targets = given["log_probs"], given["targets"]
+    lengths = [torch.as_tensor(given[name]) for name in ("input_lengths", "target_lengths")]
+    fits = isinstance(first, Operand) and len(first.shape) == 3 and first.axis == Axis(1)
+    samples = first.shape[1] if fits else 0
+    if not fits or not isinstance(targets, torch.Tensor) or any(tuple(length.shape) != (samples,) for length in lengths):
+        return None
+    if targets.dim() == 1:
+        targets = torch.nn.utils.rnn.pad_sequence(list(targets.split(lengths[1].tolist())), batch_first=True)
+    along = Axis(0)
+    arguments = (first.node, Cut(targets, along), *(Cut(length, along) for length in lengths))
+    keywords = {name: given[name] for name in ("blank", "zero_infinity")}
+    autocast, reduction = autocast_now((device.type, "cpu")), given["reduction"]
+    each = Step(partial(F.ctc_loss, reduction="none"), arguments, keywords, along, autocast)
+    summed = _ctc_by_length if reduction == "mean" else partial(F.ctc_loss, reduction="sum")
+    return Unreduced(each, Step(summed, arguments, keywords, None, autocast), reduction, samples, samples)
+
+
+def _ctc_by_length(scores: torch.Tensor, targets: torch.Tensor, times: Any, lengths: Any, **settings: Any) -> torch.Tensor:
+    """The sum over samples of losses per sign: what torch's mean averages."""
+    found = F.ctc_loss(scores, targets, times, lengths, reduction="none", **settings)
+    return (found / lengths.clamp(min=1).to(found)).sum()
 
 
 @functools.cache

@@ -58,6 +58,8 @@ class Script:
         self._known = {id(p): p for p in core.model.parameters()}
         self._busy = False
         self._shapes: dict[Any, Any] = {}
+        self.in_step = False
+        """Whether it serves step mode's losses in two passes, which processes come to one by one."""
         self._joint: Callable[[], Call | None] = lambda: None
         self._keeps: Callable[[], Call | None] = lambda: None
         self.outside = OutsideForward(core.model, core.tell)
@@ -198,7 +200,7 @@ class Script:
     def defers(self, call: Call) -> bool:
         """Whether losses of calls like this one wait for what becomes of them: where there are several, and among several
         processes, which add up sums and not what a script divides by counts of its own."""
-        return self._kinds.of(call).several or self._core.together is not None
+        return self._kinds.of(call).several or not (self.alone or self.in_step)
 
     def accumulate_known_loss(self, call: Call, loss: Step) -> torch.Tensor:
         """A known loss by accumulate."""
@@ -219,7 +221,7 @@ class Script:
         """The terms such that what processes come to, weighed by their samples, is what one process would over all samples:
         sums add up, and the others are divided by counts over all."""
         together = self._core.together
-        if together is None:
+        if together is None or self.in_step:
             return tuple(terms)
         own = self._own_weight(call.samples)
         counted = [term.counting(call.samples) for term in terms]

@@ -419,7 +419,7 @@ def _gathered(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tens
 
 def _number(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
     first, node = standins[0], Sum((term,))
-    like = first._owner.like_after(call, node, standins)
+    like = first._owner.like_after(call, term.node, standins)
     if like is None:
         return None
 

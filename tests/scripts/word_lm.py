@@ -69,7 +69,7 @@ def main():
     total = 0.0
     for step in range(args.steps):
         inputs, targets = get_batch(data, step * BPTT)
-        model.zero_grad()
+        optimizer.zero_grad()
         hidden = repackage_hidden(hidden)
         output, hidden = model(inputs, hidden)
         loss = criterion(output, targets)
