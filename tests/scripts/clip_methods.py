@@ -40,8 +40,7 @@ def main():
     loader = DataLoader(TensorDataset(images, names), batch_size=args.batch_size, shuffle=True)
     model = CLIP(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    methods = ["encode_image", "encode_text"]
-    #: model, optimizer, loader = memfit.wrap(model, optimizer, loader, target_batch=args.batch_size, methods=methods)
+    #: model, optimizer, loader = memfit.wrap(model, optimizer, loader, methods=["encode_image", "encode_text"])
 
     model.train()
     for step, (image, text) in enumerate(loader):

@@ -94,7 +94,7 @@ def main():
         lossf = 0.0
         for _ in range(gradient_accumulation_steps):
             with ctx:
-                logits, loss = model(X, Y)
+                _, loss = model(X, Y)
                 loss = loss / gradient_accumulation_steps
             X, Y = get_batch()
             scaler.scale(loss).backward()

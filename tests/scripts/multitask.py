@@ -14,7 +14,8 @@ class MultiTask(nn.Module):
     def __init__(self, args):
         super().__init__()
         wide = 64 * args.width
-        self.backbone = nn.Sequential(nn.Linear(64, wide), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(wide, wide), nn.ReLU())
+        first, second = nn.Linear(64, wide), nn.Linear(wide, wide)
+        self.backbone = nn.Sequential(first, nn.ReLU(), nn.Dropout(args.dropout), second, nn.ReLU())
         self.digit, self.ink = nn.Linear(wide, 10), nn.Linear(wide, 8)
 
     def forward(self, x):
