@@ -209,3 +209,22 @@ def test_the_plan_counts_what_several_losses_need() -> None:
         out = model(x)
         (F.cross_entropy(out["classes"], y) + F.mse_loss(out["values"], target)).backward()
     assert run.plan is not None and run.plan.mode == "accumulate" and run.plan.accumulation == 8
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_tensors_of_the_batch_that_change_before_the_loss_are_an_error(late: bool) -> None:
+    """The difference would be computed from other values than those that it was written with."""
+    model, (x, _) = mlp(), points()
+    wrapped(model, 5)
+    target = TARGET.clone()
+    difference = model(x) - target
+    if not late:
+        loss = difference.square().mean()
+    target.zero_()
+    if late:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            difference.square().mean()
+    else:
+        loss.backward()
+        want = plain_gradients(mlp(), lambda m, x: (m(x) - TARGET).square().mean().backward(), x)
+        assert relative_error(gradients_of(model), want) <= 1e-12

@@ -6,7 +6,7 @@ Every operation knows where the samples lie in its result, so that what goes int
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -83,8 +83,19 @@ class Cut:
 
     tensor: torch.Tensor
     axis: Axis | None
+    version: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "version", 0 if self.tensor.is_inference() else self.tensor._version)
 
     def of(self, part: Part) -> torch.Tensor:
+        if not self.tensor.is_inference() and self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected version "
+                f"{self.version} instead. (memfit computes losses in micro-batches when they are wanted, with the tensors that "
+                "they were given; do not modify them before backward.)"
+            )
         return self.tensor if self.axis is None else self.axis.narrow(self.tensor, part.start, part.stop)
 
     def parts(self) -> Iterator[Node]:
