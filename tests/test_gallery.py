@@ -9,15 +9,11 @@ import pytest
 
 SINGLE_INSIDE = {"lora_bf16"}
 """Hugging Face's loss for causal language models computes in float32."""
-REFUSED = {
-    "moe_aux": "layers.1.aux_loss holds a tensor with a graph after the forward",
-    "distillation": "a dict outside the model (filled by a forward hook?) holds a tensor with a graph",
-    "detection_lists": "none of the call's tensors has a dimension of 8",
-}
-"""What memfit cannot cut: said, with the way out, where micro-batches are asked for; they run whole where there is room."""
-PAIRS = {"clip_methods"}
+MIXING = {"moe_aux": "layers.1.aux_loss mixes samples"}
+"""What cannot be cut exactly: said, with the way out, where micro-batches are asked for; they run whole where there is room."""
+PAIRS = {"clip_methods", "simclr"}
 """Where each process compares the samples that it has itself."""
-SECOND_FORWARD = {"adversarial", "clip_methods", "dcgan"}
+SECOND_FORWARD = {"adversarial", "clip_methods", "dcgan", "simclr"}
 """Output values are read before the loss, samples are compared, or a gradient goes on into another model."""
 
 
@@ -36,7 +32,7 @@ def test_the_same_training(name: str, tmp_path: Path) -> None:
     plain = gallery.plain(name, tmp_path, *options)
     whole = gallery.wrapped(name, tmp_path, *options, micro_batch="off")
     assert (gallery.losses_apart(whole, plain), gallery.parameters_apart(whole, plain)) == (0.0, 0.0)
-    if name in REFUSED:
+    if name in MIXING:
         return
     cut = gallery.wrapped(name, tmp_path, *options, micro_batch=5)
     assert gallery.losses_apart(cut, plain) <= exact and gallery.parameters_apart(cut, plain) <= exact
@@ -48,8 +44,11 @@ def test_the_same_training(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_cut_says_so(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MIXING)
+def test_what_cannot_be_cut_says_so_and_can_be_accepted(name: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as failed:
         gallery.wrapped(name, tmp_path, micro_batch=5)
-    assert REFUSED[name] in str(failed.value) and "next:" in str(failed.value)
+    assert MIXING[name] in str(failed.value) and "next:" in str(failed.value)
+    accepted = gallery.wrapped(name, tmp_path, micro_batch=5, allow_inexact=["layers"])
+    assert gallery.losses_apart(accepted, gallery.plain(name, tmp_path)) <= 0.05
+    assert "two passes" not in accepted.err

@@ -187,77 +187,6 @@ def test_state_that_the_forward_writes_differently_in_parts_is_refused_by_name()
 # ---- tensors that leave by other ways
 
 
-class Attribute(Wrapper):
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.net(x)
-        self.aux_loss = out.square().mean()
-        return out
-
-
-class ListAttribute(Wrapper):
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.net(x)
-        self.losses.append(out.square().mean())
-        return out
-
-
-class DictAttribute(Wrapper):
-    def __init__(self) -> None:
-        super().__init__()
-        self.features: dict[str, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.features["hidden"] = self.net[0](x)
-        return self.net(x)
-
-
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = Attribute()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.router(x)
-
-
-@pytest.mark.parametrize(
-    ("build", "name"),
-    [(Attribute, "aux_loss"), (ListAttribute, "losses"), (DictAttribute, "features"), (Nested, "router.aux_loss")],
-)
-def test_tensors_left_in_attributes_are_refused_by_name(build: Callable[[], nn.Module], name: str) -> None:
-    assert_refused(build(), name, "tensor with a graph", "allow_inexact=[")
-
-
-def test_tensors_collected_by_forward_hooks_are_refused() -> None:
-    model, collected = mlp(), []
-    model[0].register_forward_hook(lambda module, args, out: collected.append(out))
-    assert_refused(model, "list outside the model", "forward hook")
-
-
-def test_tensors_kept_by_name_in_a_dictionary_outside_are_refused() -> None:
-    model, collected = mlp(), {}
-    model[0].register_forward_hook(lambda module, args, out: collected.update(hidden=out))
-    assert_refused(model, "dict outside the model")
-
-
-def test_tensors_kept_by_an_object_outside_are_refused() -> None:
-    class Extractor:
-        def __init__(self, layer: nn.Module) -> None:
-            layer.register_forward_hook(self.keep)
-
-        def keep(self, module: nn.Module, args: Any, out: Tensor) -> None:
-            self.features = out
-
-    model = mlp()
-    extractor = Extractor(model[0])
-    assert_refused(model, "Extractor.features")
-    assert extractor.features.requires_grad
-
-
 def test_what_custom_functions_and_tensor_hooks_keep_is_no_side_door() -> None:
     class Keeping(torch.autograd.Function):
         @staticmethod
@@ -297,14 +226,6 @@ def test_a_cache_that_the_model_returns_is_no_side_door() -> None:
         out.loss.backward()
 
     assert_transparent(model, script, tokens, tolerance=1e-6)  # its loss is computed in float32
-
-
-def test_a_side_door_that_is_accepted() -> None:
-    model, (x, y) = Attribute(), points()
-    want = plain_gradients(Attribute(), trained, x, y)
-    wrapped(model, 5, allow_inexact=["aux_loss"])
-    trained(model, x, y)
-    assert relative_error(gradients_of(model), want) <= 1e-12
 
 
 def test_what_is_kept_detached_is_no_side_door() -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memfit._errors import RankFailed
-from memfit.batches.tree import flat, path_name
+from memfit.batches.tree import flat
 from memfit.engine.accumulate import Work, loss_of
 from memfit.engine.context import uncompiled
 from memfit.engine.staged import gathers_in_parts
@@ -25,7 +25,7 @@ from memfit.hardware.exhausted import is_out_of_memory, patiently
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.training.call import Call
 from memfit.training.learn import fake_outputs
-from memfit.training.outputs import Leaf
+from memfit.training.outputs import Leaf, name_in
 
 
 def call_alone(call: Call) -> str | None:
@@ -93,5 +93,5 @@ def _run_alone(run: Callable[[int], list[Any]], model: nn.Module, device: torch.
 def _lost_dimension(leaf: Leaf, value: Any) -> str | None:
     if leaf.axis is None or not isinstance(value, torch.Tensor) or value.dim() == len(leaf.shape):
         return None
-    where, shape = path_name(leaf.path, "output"), tuple(value.shape)
+    where, shape = name_in(leaf.path), tuple(value.shape)
     return f"{where} has the shape {shape} for it, not {leaf.shape_for(1)}"

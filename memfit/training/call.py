@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -67,7 +67,7 @@ class Call:
         self.number = next(_NUMBERS)
         self.several: tuple[Call, ...] = ()
         self.offsets = {self.number: 0}
-        self.key: Hashable = None
+        self.key: tuple[Any, ...] = ()
         self.autocast = autocast_now((device.type, "cpu")) if autocast is None else tuple(autocast)
         self.modes, self.requires = modes_of(model), requires_of(model)
         self.copies = self.gathered = False

@@ -6,6 +6,7 @@ Every operation knows where the samples lie in its result, so that what goes int
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -132,11 +133,13 @@ class Step:
     """Where the samples lie in the result; None: it adds up over them."""
     autocast: tuple[Autocast, ...] = ()
     """The autocast states it was called under."""
+    records: bool = field(default_factory=torch.is_grad_enabled)
+    """Whether gradients flow through it."""
 
     def of(self, part: Part) -> Any:
         arguments = [_of(argument, part) for argument in self.arguments]
         keywords = {name: _of(argument, part) for name, argument in self.keywords.items()}
-        with autocasting(self.autocast):
+        with autocasting(self.autocast), nullcontext() if self.records else torch.no_grad():
             return self.function(*arguments, **keywords)
 
     def parts(self) -> Iterator[Node]:

@@ -16,7 +16,7 @@ from memfit._errors import UsageError
 
 CAUSES = ("the loss", "the structure of the output", "the state of the model")
 """What refusals name that is no part of the model."""
-OPENINGS = ("output", "a list outside", "a dict outside", "a set outside")
+OPENINGS = ("output", "a list outside", "a dict outside", "the variable ")
 """How the names of outputs and of containers outside the model begin."""
 
 

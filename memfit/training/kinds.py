@@ -23,6 +23,7 @@ from memfit.training.buffers import beside_statistics
 from memfit.training.call import Call, Tree
 from memfit.training.consumers import Consumer, OwnLoss, Twin
 from memfit.training.core import Core
+from memfit.training.doors import Door, Doorway
 from memfit.training.kind import Kind, Planned
 from memfit.training.learn import (
     Shapes,
@@ -37,6 +38,7 @@ from memfit.training.outputs import Outputs
 from memfit.training.prove import Deviation
 from memfit.training.prover import Prover
 from memfit.training.recover import surviving
+from memfit.training.sidedoors import FoundDoors
 from memfit.training.task import Task
 
 LOSS_BOUND = 3
@@ -52,7 +54,8 @@ class Kinds:
 
     def __init__(self, core: Core) -> None:
         self._core, self._prover = core, Prover(core)
-        self._kinds: dict[Hashable, Kind] = {}
+        self._kinds: dict[tuple[Any, ...], Kind] = {}
+        self._doors: dict[str, tuple[Door, ...]] = {}
         self._unknown: set[Hashable] = set()
         self._untrained: set[Hashable] = set()
         self._time_first = any(getattr(module, "batch_first", True) is False for module in core.model.modules())
@@ -67,6 +70,17 @@ class Kinds:
     ) -> tuple[Call | None, int | None]:
         """(the call of the method `name` if it has to be cut, else None; the samples in it, if they can be told). `hint`:
         samples in the loader's batch."""
+        doors = self._doors.get(name)
+        try:
+            return self._to_cut(name, Doorway(plain, doors) if doors else plain, tree, hint)
+        except FoundDoors as found:
+            self._doors[name] = found.doors
+        self._kinds = {key: kind for key, kind in self._kinds.items() if key[0] != name}
+        return self._to_cut(name, Doorway(plain, self._doors[name]), tree, hint)
+
+    def _to_cut(
+        self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
+    ) -> tuple[Call | None, int | None]:
         by_split = self._core.settings.split is not None
         key = name, structure_of(tree, self._core.model, self._core.device, by_split=by_split)
         kind = self._kinds.get(key)
@@ -82,7 +96,9 @@ class Kinds:
             call.key = key if key in self._kinds else ("single", key)
         return call, samples
 
-    def _met(self, key: Hashable, plain: Callable[..., Any], tree: Tree, hint: int | None) -> tuple[Call | None, int | None]:
+    def _met(
+        self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree, hint: int | None
+    ) -> tuple[Call | None, int | None]:
         """`to_cut` for a call that nothing is known about yet."""
         told = self._told(tree, hint)
         if not told:
@@ -163,7 +179,7 @@ class Kinds:
         if deviation is not None or kind.weighting == before:
             raise self._prover.mixes(call, deviation or Deviation("the loss", float("inf"), 0.0))
 
-    def _first(self, key: Hashable, plain: Callable[..., Any], tree: Tree, samples: int) -> Call | None:
+    def _first(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree, samples: int) -> Call | None:
         core = self._core
         worst: tuple[Call, Deviation] | None = None
         for call in ways_to_cut(core.model, plain, tree, samples, core.device, core.settings.split):
@@ -192,7 +208,7 @@ class Kinds:
         assert worst is not None  # ways_to_cut raises where there is none
         raise self._prover.mixes(*worst)
 
-    def _single(self, key: Hashable, plain: Callable[..., Any], tree: Tree) -> Call | None:
+    def _single(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree) -> Call | None:
         """A process's share of one sample, of a kind that is not known yet: in one piece, its loss weighted by what it divides
         by, where that can be seen without another sample to prove it on."""
         core = self._core

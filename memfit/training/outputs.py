@@ -5,7 +5,7 @@ Not covered: outputs with two dimensions that grow with the batch (similarity ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +17,12 @@ from memfit.batches.pieces import bounds
 from memfit.batches.tree import Attribute, Path, leaves, path_name, rebuild
 
 _NUMBERS = ("int", "float", "bool", "complex", "str", "NoneType")
+
+
+class Named(str):
+    """The name of a place beside the output."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,11 @@ class Leaf:
     value: Any = None
     """For "value": what it is. For "opaque": its type."""
 
+    @property
+    def is_beside(self) -> bool:
+        """Whether it left the forward by another way than its output."""
+        return bool(self.path) and isinstance(self.path[0], Named)
+
     def shape_for(self, samples: int) -> tuple[int, ...]:
         """Its shape for that many samples."""
         if self.axis is None:
@@ -61,7 +72,7 @@ class Leaf:
         """The refusal of an output whose size depends on the values in its batch."""
         return Refused(
             "joining the outputs of micro-batches",
-            found=f"{path_name(self.path, 'output')} has the shape {_listed(found)} where {_listed(wanted)} was expected: its "
+            found=f"{name_in(self.path)} has the shape {_listed(found)} where {_listed(wanted)} was expected: its "
             "size depends on what is in its batch (such as its longest sample)",
             next_move="pass loss_fn= and call run.step(batch), where each micro-batch has a loss of its own; or pad to a "
             "length that is the same for all batches",
@@ -142,8 +153,8 @@ class Outputs:
 
     @property
     def loss(self) -> int | None:
-        """The index of the leaf that is the model's own loss, if there is exactly one."""
-        found = [i for i, leaf in enumerate(self.leaves) if leaf.kind == "loss"]
+        """The index of the leaf that is the model's own loss, if its output has exactly one."""
+        found = [i for i, leaf in enumerate(self.leaves) if leaf.kind == "loss" and not leaf.is_beside]
         return found[0] if len(found) == 1 else None
 
     @property
@@ -155,7 +166,7 @@ class Outputs:
         if hidden is not None:
             raise Refused(
                 "joining the outputs of micro-batches",
-                found=f"it returns a {hidden.value} ({path_name(hidden.path, 'output')}), with no tensors memfit sees",
+                found=f"it returns a {hidden.value} ({name_in(hidden.path)}), with no tensors memfit sees",
                 next_move="return tensors, in tuples, lists, dictionaries, dataclasses or as attributes of an object; or pass "
                 "loss_fn= and call run.step(batch)",
             )
@@ -176,6 +187,29 @@ class Outputs:
             return None
         made = [_settled_like(mine, its) for mine, its in zip(self.leaves, proven.leaves)]
         return None if None in made else replace(self, leaves=tuple(leaf for leaf in made if leaf is not None))
+
+
+@dataclass
+class Beside:
+    """An output, and by name what else left the forward."""
+
+    output: Any
+    beside: dict[str, Any]
+
+
+def name_in(path: Path) -> str:
+    """A leaf of an output as it would be typed."""
+    return path_name(path[1:], str(path[0])) if path and isinstance(path[0], Named) else path_name(path, "output")
+
+
+def _paths(output: Any) -> Iterator[tuple[Path, Any]]:
+    """The leaves of an output by what they are called."""
+    if not isinstance(output, Beside):
+        yield from leaves(output)
+        return
+    yield from leaves(output.output)
+    for name, value in output.beside.items():
+        yield from leaves(value, (Named(name),))
 
 
 class NotJoined:
@@ -202,7 +236,7 @@ class NotJoined:
 
 def learn_outputs(small: Any, few: int, large: Any, many: int) -> Outputs:
     """The outputs for any number of samples from those for `few` and for `many`. Raises Refused by name."""
-    first, second = list(leaves(small)), list(leaves(large))
+    first, second = list(_paths(small)), list(_paths(large))
     if [path for path, _ in first] != [path for path, _ in second]:
         raise Refused(
             "joining the outputs of micro-batches",
@@ -241,7 +275,7 @@ def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
             return Leaf("batch", path, **about, axis=Axis(grown[0], inner=inner))
     raise Refused(
         "joining the outputs of micro-batches",
-        found=f"{path_name(path, 'output')} has the shape {tuple(small.shape)} for {few} samples and {tuple(large.shape)} "
+        found=f"{name_in(path)} has the shape {tuple(small.shape)} for {few} samples and {tuple(large.shape)} "
         f"for {many}: it does not have one entry per sample",
         next_move="compute what needs all samples together outside the model, from outputs with one entry per sample",
     )

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from memfit.batches.pieces import bounds
-from memfit.batches.tree import leaves, path_name
+from memfit.batches.tree import leaves
 from memfit.engine.context import uncompiled
 from memfit.engine.slices import Draws
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.training.call import Call
-from memfit.training.outputs import Leaf, Outputs, turned
+from memfit.training.outputs import Leaf, Outputs, name_in, turned
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 """Relative difference up to which whole and parts count as equal: rounding of two summation orders stays an order of
@@ -47,6 +47,8 @@ class Deviation:
     """Relative L2 difference."""
     limit: float
     """Difference up to which they count as equal."""
+    others: tuple[str, ...] = ()
+    """What else deviates by more than its limit."""
 
     @property
     def agrees(self) -> bool:
@@ -80,16 +82,17 @@ def frozen_norms(call: Call) -> Call:
     return frozen
 
 
-def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, Deviation]:
-    """The call's outputs with it settled how they are joined, and how far joined parts of these sizes, or the state that
-    they leave in the model's buffers, are from the whole.
+def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Deviation]]:
+    """The call's outputs with it settled how they are joined, and how far joined parts of these sizes, and the state that
+    they leave in the model's buffers, are from the whole, the farthest first.
 
     What no gradient flows through and cannot be joined is marked so: using it is then refused, training is not.
     """
-    whole, parts, worst = _whole_and_parts(frozen_norms(call), sizes)
+    whole, parts, state = _whole_and_parts(frozen_norms(call), sizes)
+    deviations = [state]
     outputs = call.outputs
     if any(len(found) != len(outputs.leaves) for found in (whole, *parts)):
-        return outputs, Deviation("the structure of the output", float("inf"), 1.0)
+        return outputs, [Deviation("the structure of the output", float("inf"), 1.0)]
     settled = []
     for i, leaf in enumerate(outputs.leaves):
         if leaf.kind == "opaque" or i == outputs.loss:  # a single own loss has a weighting, proven apart
@@ -97,14 +100,14 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, Deviation
             continue
         leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], sizes)
         settled.append(leaf)
-        if leaf.differentiable and deviation.relative / deviation.limit > worst.relative / worst.limit:
-            worst = deviation
-    return replace(outputs, leaves=tuple(settled)), worst
+        deviations += [deviation] if leaf.differentiable else []
+    deviations.sort(key=lambda each: each.relative / each.limit if each.limit else each.relative, reverse=True)
+    return replace(outputs, leaves=tuple(settled)), deviations
 
 
 def _settled(leaf: Leaf, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[Leaf, Deviation]:
     """The leaf joined in the way that comes nearest to the whole, and how near that is."""
-    where = path_name(leaf.path, "output")
+    where = name_in(leaf.path)
     if leaf.kind == "value":
         same = all(value == leaf.value for value in (whole, *parts))  # while tracing, numbers read off tensors are guessed
         return leaf if same else _unjoined(leaf, whole), Deviation(where, 0.0, 1.0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
@@ -65,6 +66,7 @@ class Prover:
         proof = self._chosen(call, min(PROOF_SAMPLES, call.samples))
         allowed = core.settings.allow_inexact
         found = surviving(lambda: mixing_module(proof, self._sizes(proof), allowed), core.device, lambda text: None)
+        names = [deviation.where, *deviation.others] if found is None else [found.where]
         found = found or deviation
         what, also = f"{found.where} mixes samples", ""
         if _is_time_first(dict(core.model.named_modules()).get(found.where)):
@@ -78,7 +80,7 @@ class Prover:
             f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
             found=f"{what}: its value for {proof.samples} samples together differs by {found.relative:.2g} from that for the "
             f"same samples in two parts{why}",
-            next_move=f"{also}accept that with allow_inexact=[{found.where!r}], compute what needs all samples together "
+            next_move=f"{also}accept that with allow_inexact={names!r}, compute what needs all samples together "
             "outside the model, or give it a budget in which the batch runs whole",
         )
 
@@ -119,13 +121,15 @@ class Prover:
 
     def _prove_on(self, proof: Call, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
         core, sizes = self._core, self._sizes(proof)
-        outputs, deviation = joined_outputs(proof, sizes)
-        if not deviation.agrees:
-            if not self._is_allowed(deviation, proof):
-                return deviation
+        outputs, deviations = joined_outputs(proof, sizes)
+        apart = [deviation for deviation in deviations if not deviation.agrees]
+        refused = [deviation for deviation in apart if not self._is_allowed(deviation, proof)]
+        if refused:
+            return replace(refused[0], others=tuple(deviation.where for deviation in refused[1:]))
+        for deviation in apart:
             self._accept(deviation)
         kind.outputs[shapes] = call.outputs = proof.outputs = outputs
-        entrances = look_for_side_doors(proof, proof.samples, core.settings.allow_inexact)
+        entrances = look_for_side_doors(proof, proof.samples)
         core.staging.stage_also(entrances.parameters)
         kind.writes_input = call.copies = entrances.writes_input
         if len(sizes) < 2:
@@ -149,8 +153,10 @@ class Prover:
     def _is_allowed(self, deviation: Deviation, proof: Call) -> bool:
         """Whether the user accepted this deviation by its own name, or by those of the modules it comes from."""
         allowed, sizes = self._core.settings.allow_inexact, self._sizes(proof)
-        if not allowed or deviation.where in allowed:
-            return bool(allowed)
+        if any(deviation.where == name or deviation.where.startswith(f"{name}.") for name in allowed):
+            return True
+        if not allowed:
+            return False
         return mixing_module(proof, sizes, ()) is not None and mixing_module(proof, sizes, allowed) is None
 
     def _accept(self, deviation: Deviation) -> None:

@@ -33,7 +33,6 @@ class Operand:
     node: Node
     shape: tuple[int, ...]
     axis: Axis
-    floating: bool = True
 
 
 Found = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Axis]
@@ -55,7 +54,7 @@ def step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: t
 
 def total(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Term | None:
     """`function(*args, **kwargs)` as a sum over all samples, or a mean; None if it is neither."""
-    if function not in _REDUCTIONS or not isinstance(args[0], Operand) or not args[0].floating:
+    if function not in _REDUCTIONS or not isinstance(args[0], Operand):
         return None
     dims, keeps, rest = _reduced(args, kwargs)
     if dims is None or keeps or rest or len(dims) < len(args[0].shape):
@@ -241,6 +240,10 @@ def _cast(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Foun
     if function is torch.Tensor.to and not all(isinstance(a, allowed) for a in (*rest, *kwargs.values())):
         return None  # to another device: the output is wanted there as a whole
     return function, rest, kwargs, axis
+
+
+def _detach(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
+    return torch.Tensor.detach, rest, kwargs, axis
 
 
 def _along(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
@@ -541,6 +544,7 @@ _RULES: dict[Any, Rule] = {
             "clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "where", "masked_fill", "lerp", "xlogy",
             "addcmul", "addcdiv", "nan_to_num", "logaddexp", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__",
             "__rmul__", "__truediv__", "__rtruediv__", "__div__", "__rdiv__", "__pow__", "__rpow__", "__neg__", "__abs__",
+            "eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__",
         ),
         _pointwise,
     ),
@@ -554,8 +558,9 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_named("log_softmax", "softmax", "cumsum", "glu"), _alone(_along)),
     **dict.fromkeys(_named("norm"), _alone(_norm)),
     **dict.fromkeys(_named("normalize"), _alone(_normalized)),
-    **dict.fromkeys(_named("sum", "mean", "logsumexp", "amax", "amin", "prod"), _alone(_reducing)),
-    **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.contiguous), _alone(_cast)),
+    **dict.fromkeys(_named("sum", "mean", "logsumexp", "amax", "amin", "prod", "argmax", "argmin"), _alone(_reducing)),
+    **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.long, _T.int, _T.to, _T.contiguous), _alone(_cast)),
+    **dict.fromkeys((_T.detach, _T.data.__get__), _alone(_detach)),  # type: ignore[attr-defined]
     **dict.fromkeys(_named("cosine_similarity", "pairwise_distance"), _beside),
     **dict.fromkeys(_named("gather"), _gathering),
     **dict.fromkeys(KNOWN_LOSSES, _unreduced),

@@ -26,13 +26,14 @@ from memfit.engine.joined import joined
 from memfit.training.call import Call
 from memfit.training.consumers import AllOutputs, Consumer, Expression
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
+from memfit.training.doors import through
 from memfit.training.expression import Cut, Node, Part, Step, Sum, Term, all_nodes, leaves_in, look_of, name_of
 from memfit.training.guard import AccumulationGuard
 from memfit.training.joint import joint
 from memfit.training.kind import BY_SAMPLES, Planned
 from memfit.training.kinds import LOSS_BOUND, OWN_LOSS, Kinds
 from memfit.training.outside import OutsideForward
-from memfit.training.standin import StandIn, stand_ins
+from memfit.training.standin import StandIn, settle_looks, stand_ins
 from memfit.training.tune import Tuner
 
 DIVISORS = "what the losses of a step divide by"
@@ -81,7 +82,7 @@ class Script:
                 output = self._whole(lambda: plain(*args, **kwargs))
                 self._guard_whole(output)
                 return output
-        return stand_ins(self, call)
+        return through(call.plain, stand_ins(self, call))
 
     def _whole(self, run: Callable[[], Any]) -> Any:
         """A call that runs as it is; its gradients are those of all processes."""
@@ -311,7 +312,8 @@ class Script:
                 total = attempt(largest) if core.staging.parts is not None else core.recovery.run(attempt, largest)
             self._combine(total, BY_SAMPLES)
             self._say_unseen()
-            return total
+        settle_looks(call.calls)
+        return total
 
     def like_after(self, call: Call, following: Node, parents: Sequence[StandIn]) -> torch.Tensor | None:
         """A fake tensor like the result of an operation on stand-ins; None where it cannot be told."""
@@ -396,6 +398,7 @@ class Script:
             for each in call.calls:
                 offset = call.offsets[each.number]
                 each.values = whole[offset : offset + len(each.outputs.leaves)]
+            settle_looks(call.calls)
         return total
 
     def _replay_plan(self, call: Call) -> Planned:

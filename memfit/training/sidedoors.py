@@ -1,9 +1,9 @@
 """Finding what goes in and out of a forward by other ways than its arguments and its output.
 
-Tensors with a graph that stay behind in attributes or in forward hooks' lists are refused by name: cut into micro-batches,
-only the last one's would be seen, and gradients through them would be lost. Parameters of other modules that the forward
-uses are found, so that their gradients are staged too. Not covered: values kept detached, and what happens only under
-conditions the looked-at samples do not meet.
+Tensors with a graph that stay behind in attributes or in forward hooks' lists are joined as the output is: cut into
+micro-batches, only the last one's would be seen, and gradients through them would be lost. Parameters of other modules that
+the forward uses are found, so that their gradients are staged too. Not covered: values kept detached, and what happens only
+under conditions the looked-at samples do not meet.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from memfit.engine.staged import gathers_in_parts
 from memfit.engine.terms import leaves_of
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.training.call import Call
+from memfit.training.doors import Door, Doorway, Variable
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,25 @@ class SideEntrances:
     """Whether it writes into the tensors it is given."""
 
 
-def look_for_side_doors(call: Call, samples: int, allowed: Sequence[str] = ()) -> SideEntrances:
-    """Raise Refused if a tensor with a graph survives the call's forward without being part of its output.
+class FoundDoors(Exception):
+    """A forward leaves tensors in places where they can be joined."""
 
-    `allowed` are names (a module's attribute, such as "encoder.aux_loss") that the user accepts.
-    """
+    def __init__(self, doors: Sequence[Door]) -> None:
+        super().__init__(", ".join(door.name for door in doors))
+        self.doors = tuple(doors)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor was found; without a door where none can be made."""
+
+    name: str
+    door: Door | None = None
+
+
+def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
+    """Raise FoundDoors if a tensor with a graph survives the call's forward without being part of its output; Refused where
+    it cannot be joined there."""
     named = _computed_by_hooks(call.model)
     looked_at = copy.copy(call)
     looked_at.copies = True
@@ -56,19 +71,24 @@ def look_for_side_doors(call: Call, samples: int, allowed: Sequence[str] = ()) -
         mine = {id(leaf) for _, leaf in leaves(output)}
         alive = [t for t in (reference() for reference in watch.made) if t is not None and id(t) not in mine]
         found = _holders(alive, call.model, inside=_reachable(leaf for _, leaf in leaves(output)))
-        names = [name for name in found if name not in named and name not in allowed]
+        places = [place for place in found if place.name not in named]
         own = {id(t) for t in (*call.model.parameters(), *(t for t, _ in given))}
         leaves_ = [] if gathers_in_parts(call.model) else leaves_of(tensors(output))
         strangers = tuple(p for p in leaves_ if isinstance(p, nn.Parameter) and id(p) not in own)
-        found = SideEntrances(strangers, any(t._version != version for t, version in given))
-    if names:
+        entrances = SideEntrances(strangers, any(t._version != version for t, version in given))
+    doors = [place.door for place in places]
+    known = isinstance(call.plain, Doorway)
+    if places and not known and None not in doors:
+        raise FoundDoors(doors)  # type: ignore[arg-type]
+    if places:
+        name = next((place.name for place in places if place.door is None or known), places[0].name)
         raise Refused(
             "cutting the batch into micro-batches",
-            found=f"{names[0]} holds a tensor with a graph after the forward; of several micro-batches only the last would "
+            found=f"{name} holds a tensor with a graph after the forward; of several micro-batches only the last would "
             "be left there, and its gradient would be lost",
-            next_move=f"return it from forward, store it detached, or accept that with allow_inexact=[{names[0]!r}]",
+            next_move="return it from forward, or store it detached",
         )
-    return found
+    return entrances
 
 
 class _Made(TorchFunctionMode):
@@ -86,40 +106,64 @@ class _Made(TorchFunctionMode):
         return out
 
 
-def _holders(alive: list[torch.Tensor], model: nn.Module, inside: set[int]) -> list[str]:
-    """Names of what holds on to these tensors, other than the graph itself and the objects `inside` the output."""
+def _holders(alive: list[torch.Tensor], model: nn.Module, inside: set[int]) -> list[_Place]:
+    """What holds on to these tensors, other than the graph itself and the objects `inside` the output."""
     if not alive:
         return []
     wanted = {id(t) for t in alive}
-    places = {id(m.__dict__): (name, m.__dict__) for name, m in model.named_modules()}
-    found = []
+    modules = {id(m.__dict__): (name, m.__dict__) for name, m in model.named_modules()}
+    variables = _variables(model)
+    found: list[_Place] = []
     for holder in gc.get_referrers(*alive):
-        if holder is alive or id(holder) in inside or isinstance(holder, (types.FrameType, types.CellType)):
+        if holder is alive or id(holder) in inside or isinstance(holder, types.FrameType):
             continue
-        if id(holder) in places:
-            name, attributes = places[id(holder)]
-            found += [f"{name}.{key}" if name else key for key, value in attributes.items() if id(value) in wanted]
-        elif isinstance(holder, (list, dict, set)):
-            where = _container(holder, places, wanted)
-            found += [where] if where else []
+        if isinstance(holder, types.CellType):
+            found += [_place(variables[id(holder)], Variable(holder), "it")] if id(holder) in variables else []
+        elif id(holder) in modules:
+            name, attributes = modules[id(holder)]
+            keys = [key for key, value in attributes.items() if id(value) in wanted]
+            found += [_place(f"{name}.{key}" if name else key, attributes, key) for key in keys]
+        elif isinstance(holder, (list, tuple, dict, set)):
+            found += _container(holder, modules, wanted)
         elif not _is_ours(holder):
-            kept = [key for key, value in getattr(holder, "__dict__", {}).items() if id(value) in wanted]
-            found += [f"{type(holder).__name__}.{key}" for key in kept]
-    return list(dict.fromkeys(found))
+            held = getattr(holder, "__dict__", {})
+            kept = [key for key, value in held.items() if id(value) in wanted]
+            found += [_place(f"{type(holder).__name__}.{key}", held, key) for key in kept]
+    return list({place.name: place for place in found}.values())
 
 
-def _container(holder: Any, places: dict[int, tuple[str, dict[str, Any]]], wanted: set[int]) -> str | None:
-    for name, attributes in places.values():
+def _place(name: str, owner: Any, key: str) -> _Place:
+    return _Place(name, Door(name, owner, key))
+
+
+def _variables(model: nn.Module) -> dict[int, str]:
+    """The variables of functions around the model's forward hooks, by their id."""
+    found = {}
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            code = getattr(hook, "__code__", None)
+            if code is not None:
+                names = zip(code.co_freevars, getattr(hook, "__closure__", None) or ())
+                found |= {id(cell): f"the variable {name} of {hook.__qualname__}" for name, cell in names}
+    return found
+
+
+def _container(holder: Any, modules: dict[int, tuple[str, dict[str, Any]]], wanted: set[int]) -> list[_Place]:
+    for name, attributes in modules.values():
         for key, value in attributes.items():
             if value is holder:
-                return f"{name}.{key}" if name else key
-    if _belongs_to_ours(holder):
-        return None
+                place = f"{name}.{key}" if name else key
+                return [_Place(place) if isinstance(holder, set) else _place(place, attributes, key)]
+    if isinstance(holder, tuple) or _belongs_to_ours(holder):
+        return []
     for owner in gc.get_referrers(holder):
         if isinstance(holder, dict) and getattr(owner, "__dict__", None) is holder:
-            key = next(key for key, value in holder.items() if id(value) in wanted)
-            return f"{getattr(owner, '__name__', type(owner).__name__)}.{key}"
-    return None if isinstance(holder, set) else f"a {type(holder).__name__} outside the model (filled by a forward hook?)"
+            keys = [key for key, value in holder.items() if id(value) in wanted]
+            return [_place(f"{getattr(owner, '__name__', type(owner).__name__)}.{key}", holder, key) for key in keys]
+    if isinstance(holder, set):
+        return []
+    name = f"a {type(holder).__name__} outside the model (filled by a forward hook?)"
+    return [_place(name, {"it": holder}, "it")]
 
 
 def _belongs_to_ours(holder: Any) -> bool:
@@ -137,7 +181,8 @@ def _belongs_to_ours(holder: Any) -> bool:
 
 
 def _is_looking(owner: Any) -> bool:
-    return isinstance(owner, types.FrameType) and owner.f_code.co_filename == __file__
+    """Whether it holds a place only to look at it, or to serve it for another model."""
+    return isinstance(owner, Door) or (isinstance(owner, types.FrameType) and owner.f_code.co_filename == __file__)
 
 
 def _is_ours(owner: Any) -> bool:

@@ -22,7 +22,7 @@ from memfit.batches.weights import all_arguments, known_loss
 from memfit.engine.context import without_inference_mode
 from memfit.engine.handover import give, refuse_create_graph
 from memfit.training.call import Call
-from memfit.training.expression import Leaf, Node, Output, Part, Step, Sum, Term, leaves_in
+from memfit.training.expression import Leaf, Node, Output, Part, Sized, Step, Sum, Term, leaves_in
 from memfit.training.route import Operand, known, step, term_of, total, unreduced
 
 
@@ -89,6 +89,7 @@ class StandIn(torch.Tensor):
     _computed: torch.Tensor | None
     _parents: tuple[StandIn, ...]
     _number: Number | None
+    _looks: bool
 
     @staticmethod
     def make(
@@ -101,11 +102,13 @@ class StandIn(torch.Tensor):
         *,
         parents: tuple[StandIn, ...] = (),
         number: Number | None = None,
+        looks: bool = False,
     ) -> StandIn:
-        """A stand-in for `node`, of this shape, with the dtype and device of `like`."""
+        """A stand-in for `node`, of this shape, with the dtype and device of `like`; `looks`: made to be looked at, without a
+        graph. (A function of the script's own that returns it gives it one.)"""
         standin = torch.Tensor._make_wrapper_subclass(StandIn, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
         standin._owner, standin._call, standin._node, standin._axis = owner, call, node, axis
-        standin._parents, standin._computed, standin._number = parents, None, number
+        standin._parents, standin._computed, standin._number, standin._looks = parents, None, number, looks
         for each in call.calls:
             each.standins.add(standin)
         return standin
@@ -140,7 +143,8 @@ class StandIn(torch.Tensor):
     def read(self) -> torch.Tensor:
         """What it stands for, to be looked at. A loss is looked at before its backward: its gradients gather at the same
         time, so that it is not computed twice."""
-        if self._number is not None:  # (other processes may not look, so that nothing is agreed on by looking)
+        if self._number is not None and not self._looks:
+            # (other processes may not look, so that nothing is agreed on by looking)
             return self.computed() if self._owner.alone or self._number.is_known else self.detached()
         before_backward = self._is_loss and not self._parents and self._call.values is None
         return self.computed() if before_backward else self.detached()
@@ -149,6 +153,13 @@ class StandIn(torch.Tensor):
     def leaves(self) -> frozenset[Leaf]:
         """The output leaves that it is computed from."""
         return leaves_in(self._node)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the values that it is computed from have been made."""
+        calls = {call.number: call for call in self._call.calls}
+        made = {number: call.values for number, call in calls.items()}
+        return all((values := made[number]) is not None and values[leaf] is not None for number, leaf in self.leaves)
 
     @property
     def _leaf(self) -> int:
@@ -182,6 +193,9 @@ class StandIn(torch.Tensor):
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
     def _materialise(self) -> torch.Tensor:
+        if self._looks:
+            value = self.detached()
+            return _Unwrap.apply(self, value) if self.requires_grad else value  # type: ignore[no-any-return]
         if self._number is not None:
             return self._number.computed(self._owner, self._call, self)
         if self._parents:
@@ -201,11 +215,12 @@ class StandIn(torch.Tensor):
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a torch function gives for arguments among which there are stand-ins."""
+    args, kwargs = _map_standins(_looked_at, args), _map_standins(_looked_at, kwargs)
     if func in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if func in _DETACHING and isinstance(args[0], StandIn):
-        return args[0].read().detach()
+    if func in _DETACHING and isinstance(args[0], StandIn) and (args[0]._axis is None or args[0].is_there):
+        return args[0].read().detach()  # (of losses: kept in lists, stand-ins would keep their batches)
     if func in _LIKE and isinstance(args[0], StandIn):
         with torch._C.DisableTorchFunctionSubclass():
             return func(args[0].without_data(), *args[1:], **kwargs)
@@ -232,8 +247,33 @@ def stand_ins(owner: Owner, call: Call) -> Any:
     """The call's output with stand-ins for its tensors, connected to what gradients flow into."""
     wanted = call.outputs.tensors
     made = _Replay.apply(owner, call, wanted, *owner.receivers(call))
-    by_leaf = dict(zip(wanted, made if isinstance(made, tuple) else (made,)))
+    outputs = zip(wanted, made if isinstance(made, tuple) else (made,))
+    by_leaf = {i: _one_of_several(standin) for i, standin in outputs}
     return call.outputs.filled([by_leaf.get(i, _plain(leaf)) for i, leaf in enumerate(call.outputs.leaves)])
+
+
+def _one_of_several(standin: StandIn) -> StandIn:
+    """A loss that a model returns beside others, proven to be the mean or the sum of those of parts, as a number that can be
+    added to others."""
+    call, leaf = standin._call, standin._call.outputs.leaves[standin._leaf]
+    if leaf.kind != "loss" or standin._is_loss or not standin.requires_grad:
+        return standin
+    weighed = Step(torch.mul, (standin._node, Sized(int)), {}, None)
+    term = Term(weighed, call.samples) if leaf.joined == "mean" else Term(standin._node)
+    number = _number(call, term, (standin,))
+    return number if isinstance(number, StandIn) else standin
+
+
+def settle_looks(calls: Sequence[Call]) -> None:
+    """Compute what will be looked at while the values that a pass kept are there, and let go of the batch that it is computed
+    from: scripts keep predictions and counts in lists."""
+    alive = {id(s): s for call in calls for s in call.standins if isinstance(s, StandIn) and s._parents}
+    looks = [standin for standin in alive.values() if standin._looks and not standin.requires_grad]
+    for standin in looks:
+        standin.computed()
+    for standin in looks:
+        standin._parents, standin._number, standin._node = (), None, Output((-1, -1))
+        del standin._call
 
 
 class _Replay(torch.autograd.Function):
@@ -337,8 +377,10 @@ class Number:
 def _free(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """What is told without running the whole batch; None where only replay is right."""
     standins = _standins((args, kwargs))
-    if any(s._computed is not None or s._owner is not standins[0]._owner for s in standins):
+    if not standins or any(s._computed is not None or s._owner is not standins[0]._owner for s in standins):
         return None
+    if any(s._looks and s.requires_grad for s in standins):
+        return None  # with a backward of the script's own
     call = _common(standins)
     if call is None:
         return None
@@ -350,6 +392,11 @@ def _free(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
     if made is None:
         made = _next_step(call, func, args, kwargs, standins)
     return made
+
+
+def _looked_at(standin: StandIn) -> torch.Tensor:
+    """A number or a prediction that no gradient flows through is a tensor like any other once it was computed."""
+    return standin if standin._computed is None or not standin._looks else standin._computed
 
 
 def _common(standins: Sequence[StandIn]) -> Call | None:
@@ -398,34 +445,47 @@ def _next_step(
     like = first._owner.like_after(call, following, standins)
     if like is None:
         return None
+    differentiable = like.dtype.is_floating_point or like.dtype.is_complex
+    trains = differentiable and following.function is not torch.Tensor.detach and _flows(standins)
+    if not trains and all(standin.is_there for standin in standins):
+        return None
 
     def make() -> StandIn:
         return StandIn.make(
-            first._owner, call, following, tuple(like.shape), like, following.axis, parents=tuple(standins)
+            first._owner,
+            call,
+            following,
+            tuple(like.shape),
+            like,
+            following.axis,
+            parents=tuple(standins),
+            looks=not trains,
         )
 
-    return _linked(make, standins)
+    return _linked(make, standins if trains else ())
 
 
 def _gathered(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
-    """A sum or a mean over all samples, where gradients flow through it."""
+    """A sum or a mean over all samples: gathered, where gradients flow through it, or to be looked at later."""
     first = standins[0]
-    if not _gathers() or not any(standin.requires_grad for standin in standins):
-        return None
-    if not first._owner.accumulates(call, term):
+    if not _flows(standins):
+        return None if all(standin.is_there for standin in standins) else _number(call, term, standins)
+    if not _gathers() or not first._owner.accumulates(call, term):
         return None
     return _number(call, term, standins) if first._owner.defers(call) else first._owner.accumulate_terms(call, [term])
 
 
 def _number(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
     first, node = standins[0], Sum((term,))
-    like = first._owner.like_after(call, term.node, standins)
+    like, looks = first._owner.like_after(call, term.node, standins), not _flows(standins)
     if like is None:
         return None
 
     def make() -> StandIn:
         about = Number((term,))
-        return StandIn.make(first._owner, call, node, (), like, None, parents=tuple(standins), number=about)
+        return StandIn.make(
+            first._owner, call, node, (), like, None, parents=tuple(standins), number=about, looks=looks
+        )
 
     return _linked(make, standins)
 
@@ -439,10 +499,11 @@ def _added(
         return None
     first = standins[0]
     parents = tuple(dict.fromkeys(parent for standin in standins for parent in standin._parents))
+    looks = not _flows((*standins, *found.others))
 
     def make() -> StandIn:
         node = Sum(found.terms)
-        return StandIn.make(first._owner, call, node, (), first, None, parents=parents, number=found)
+        return StandIn.make(first._owner, call, node, (), first, None, parents=parents, number=found, looks=looks)
 
     return _linked(make, parents, found.others)
 
@@ -486,6 +547,11 @@ def _times(number: Number, factor: float) -> Number:
     return Number(tuple(t.times(factor) for t in number.terms), tuple(other * factor for other in number.others))
 
 
+def _flows(standins: Sequence[torch.Tensor]) -> bool:
+    """Whether gradients flow through what is computed from these."""
+    return torch.is_grad_enabled() and any(standin.requires_grad for standin in standins)
+
+
 def _linked(make: Callable[[], StandIn], parents: Sequence[StandIn], others: Sequence[torch.Tensor] = ()) -> StandIn:
     inputs = (*parents, *others)
     graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
@@ -495,7 +561,7 @@ def _linked(make: Callable[[], StandIn], parents: Sequence[StandIn], others: Seq
 def _operand(value: Any) -> Operand | None:
     if not isinstance(value, StandIn) or value._axis is None:
         return None
-    return Operand(value._node, tuple(value.shape), value._axis, value.dtype.is_floating_point)
+    return Operand(value._node, tuple(value.shape), value._axis)
 
 
 def _standins(tree: Any) -> list[StandIn]:
@@ -538,10 +604,9 @@ def _refuse_as_goal(goals: Any) -> None:
 
 
 def _plain(leaf: Any) -> Any:
-    from memfit.batches.tree import path_name
-    from memfit.training.outputs import NotJoined
+    from memfit.training.outputs import NotJoined, name_in
 
-    return NotJoined(path_name(leaf.path, "output"), leaf.value) if leaf.kind == "opaque" else leaf.value
+    return NotJoined(name_in(leaf.path), leaf.value) if leaf.kind == "opaque" else leaf.value
 
 
 def _map_standins(function: Callable[[StandIn], Any], tree: Any) -> Any:
