@@ -13,6 +13,7 @@ import torch
 
 from memfit._errors import DoesNotFit, Refused
 from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, shared_samples, uncuttable, unread
+from memfit.batches.lists import cut_lists, samples_in_lists
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, Weighting, Work
 from memfit.planning.search import Demand, keepable, search
@@ -20,7 +21,7 @@ from memfit.profiling.build import CHECK
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
 from memfit.training.buffers import beside_statistics
-from memfit.training.call import Call, Tree
+from memfit.training.call import Call, Split, Tree
 from memfit.training.consumers import Consumer, OwnLoss, Twin
 from memfit.training.core import Core
 from memfit.training.doors import Door, Doorway
@@ -81,10 +82,10 @@ class Kinds:
     def _to_cut(
         self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
     ) -> tuple[Call | None, int | None]:
-        by_split = self._core.settings.split is not None
-        key = name, structure_of(tree, self._core.model, self._core.device, by_split=by_split)
+        split = self._split(tree, hint)
+        key = name, structure_of(tree, self._core.model, self._core.device, split)
         kind = self._kinds.get(key)
-        if by_split:
+        if split is not None:
             samples = next(iter(self._told(tree, hint)), None)
         else:
             samples = None if kind is None else samples_by(tree, kind.layout)
@@ -122,12 +123,19 @@ class Kinds:
     def _told(self, tree: Tree, hint: int | None) -> tuple[int, ...]:
         """How many samples a call may have that nothing is known about, the likeliest first: the loader's, where they fit
         its tensors; their common first dimension; the only size that all of them have; the second where time may be first."""
-        by_split = self._core.settings.split is not None
-        fits = hint is not None and (by_split or _has_dimension(tree, hint))
+        split = self._split(tree, hint)
+        if split is cut_lists:
+            hint = samples_in_lists(tree, hint)
+        fits = hint is not None and (split is not None or _has_dimension(tree, hint))
         found = [hint if fits else shared_samples(tree)]
-        if not by_split:
+        if split is None:
             found += [common_size(tree), second_size(tree) if self._time_first else None]
         return tuple(dict.fromkeys(samples for samples in found if samples is not None))
+
+    def _split(self, tree: Tree, hint: int | None) -> Split | None:
+        """What cuts these arguments, where it is not the dimensions of their tensors."""
+        given = self._core.settings.split
+        return given if given is not None or samples_in_lists(tree, hint) is None else cut_lists
 
     def _runs_unknown(self, key: Hashable, tree: Tree, hint: int | None) -> None:
         """A call whose samples cannot be told: raise Refused if a prescribed micro-batch means it to be cut, else say that it
@@ -151,7 +159,7 @@ class Kinds:
         samples = shared_samples(tree)
         if samples is None:
             raise uncuttable("its tensors do not share a first dimension")
-        call = next(ways_to_cut(core.model, plain, tree, samples, core.device, core.settings.split))
+        call = next(ways_to_cut(core.model, plain, tree, samples, core.device, self._split(tree, None)))
         return self._task(call, OWN_LOSS, Demand(samples), BY_SAMPLES)
 
     def of(self, call: Call) -> Kind:
@@ -182,7 +190,7 @@ class Kinds:
     def _first(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree, samples: int) -> Call | None:
         core = self._core
         worst: tuple[Call, Deviation] | None = None
-        for call in ways_to_cut(core.model, plain, tree, samples, core.device, core.settings.split):
+        for call in ways_to_cut(core.model, plain, tree, samples, core.device, self._split(tree, samples)):
             if not self._trains(call):
                 self._untrained.add(key)
                 return None
@@ -212,7 +220,7 @@ class Kinds:
         """A process's share of one sample, of a kind that is not known yet: in one piece, its loss weighted by what it divides
         by, where that can be seen without another sample to prove it on."""
         core = self._core
-        call = next(ways_to_cut(core.model, plain, tree, 1, core.device, core.settings.split))
+        call = next(ways_to_cut(core.model, plain, tree, 1, core.device, self._split(tree, 1)))
         if not self._trains(call):
             return None
         shapes = shapes_per_sample(tree, call.layout)
@@ -238,7 +246,7 @@ class Kinds:
             return None
         core = self._core
         layout = Layout(kind.layout.axes, samples)
-        call = Call(core.model, plain, tree, layout, Outputs(None, ()), core.device, split=core.settings.split)
+        call = Call(core.model, plain, tree, layout, Outputs(None, ()), core.device, split=self._split(tree, samples))
         call.copies = kind.writes_input
         call.outputs = kind.outputs_of(call, shapes)
         if not fits:

@@ -14,6 +14,7 @@ from torch import nn
 
 from memfit._errors import MemfitError
 from memfit.batches.cut import Layout, candidate_layouts, like_first, uncuttable
+from memfit.batches.lists import cut_lists, look_of_lists
 from memfit.batches.tree import Attribute, Path, flat, is_column, leaves, map_leaves
 from memfit.engine.context import autocast_now, uncompiled
 from memfit.profiling.failures import TraceFailed
@@ -26,12 +27,14 @@ from memfit.training.outputs import Outputs, learn_outputs
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def structure_of(tree: Tree, model: nn.Module, device: torch.device, *, by_split: bool = False) -> Hashable:
+def structure_of(tree: Tree, model: nn.Module, device: torch.device, split: Split | None = None) -> Hashable:
     """What two calls share if they can be cut the same way: nesting, dtypes, plain values, mode and autocast.
 
-    `by_split`: only `split` knows how; what it cuts beside tensors (lists of lengths) may differ from call to call.
+    Where only `split` knows how, what it cuts beside tensors (lists of lengths) may differ from call to call.
     """
-    if by_split:
+    if split is cut_lists:
+        found = look_of_lists(tree)
+    elif split is not None:
         found = tuple(_kind(leaf) for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
     else:
         found = tuple((path, _kind(leaf, path)) for path, leaf in leaves(tree))

@@ -1,0 +1,78 @@
+"""Batches that hold a list with an entry for every sample: pictures of different sizes, and what is on them (detection).
+
+Such a list is cut by its entries, and tensors beside it by their first dimension. Not covered: lists of tensors of one size
+that one of its dimensions is the batch's, too, which cannot be told from a model's several inputs; lists inside of the
+batch's own dictionaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memfit.batches.pieces import bounds
+from memfit.batches.tree import leaves, tensors
+
+Tree = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def samples_in_lists(tree: Tree, hint: int | None) -> int | None:
+    """How many samples the arguments list, or None where they hold no such lists. `hint`: samples in the loader's batch."""
+    args, kwargs = tree
+    lists = [value for value in (*args, *kwargs.values()) if _lists_samples(value, hint)]
+    lengths = {len(value) for value in lists}
+    if len(lengths) != 1:
+        return None
+    samples = lengths.pop()
+    return samples if samples > 0 and hint in (None, samples) else None
+
+
+def cut_lists(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
+    """The arguments for parts of these sizes."""
+    args, kwargs = tree
+    samples = sum(sizes)
+
+    def part(value: Any, start: int, stop: int) -> Any:
+        listed = _is_list(value) and len(value) == samples
+        along = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == samples
+        return value[start:stop] if listed or along else value
+
+    return [
+        (tuple(part(value, *ends) for value in args), {name: part(value, *ends) for name, value in kwargs.items()})
+        for ends in bounds(sizes)
+    ]
+
+
+def look_of_lists(tree: Tree) -> Hashable:
+    """What two calls share that are cut alike, whatever is in their lists."""
+    args, kwargs = tree
+    return tuple((name, _look(value)) for name, value in (*enumerate(args), *kwargs.items()))
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it is a list of tensors, or of dictionaries with tensors."""
+    if type(value) not in (list, tuple) or not value:
+        return False
+    held = all(isinstance(item, torch.Tensor) and item.dim() == value[0].dim() > 0 for item in value)
+    return held or all(isinstance(item, Mapping) and tensors(item) for item in value)
+
+
+def _lists_samples(value: Any, hint: int | None) -> bool:
+    """Whether it is such a list with an entry for every sample: their sizes differ, or no tensor shows the samples itself."""
+    if not _is_list(value):
+        return False
+    if isinstance(value[0], Mapping) or len({tuple(item.shape) for item in value}) > 1:
+        return True
+    return len(value) == hint and not any(hint in item.shape for item in value)
+
+
+def _look(value: Any) -> Hashable:
+    if _is_list(value):
+        return "list", _look(value[0])
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.dim(), value.device.type, value.requires_grad
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return value
+    return tuple((path, _look(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__name__) for path, leaf in leaves(value))
