@@ -38,12 +38,6 @@ from memfit.training.settings import Settings
 
 def check_model(model: Any) -> torch.device:
     """The one device the model's parameters are on. Raises for anything memfit cannot train as it stands."""
-    if isinstance(model, (list, tuple)):
-        raise Refused(
-            f"wrapping {len(model)} models at once",
-            found="this version of memfit wraps one model",
-            next_move="wrap the largest one; the others run as they are",
-        )
     check_module(model)
     _check_wrappers(model)
     parameters = list(model.parameters())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from memfit._arguments import (
     check_data,
     check_model,
+    check_module,
     check_optimizer,
     check_plan,
     check_sharded,
@@ -24,6 +25,7 @@ from memfit._arguments import (
 )
 from memfit._asked import ASKED, Asked, PlanReady
 from memfit._errors import RankFailed, UsageError
+from memfit._several import BESIDE, Runs, wrap_several
 from memfit._tested import untested
 from memfit._values import check_flag
 from memfit.engine.intercept import interception_of, is_compiled
@@ -52,6 +54,7 @@ from memfit.training.together import Together
 from memfit.training.works import LossFn
 
 
+@overload
 def wrap(
     model: nn.Module,
     optimizer: Optimizer,
@@ -76,7 +79,42 @@ def wrap(
     allow_inexact: Sequence[str] = (),
     batchnorm: str = "micro",
     accumulate_in: str = "float32",
-) -> Run:
+) -> Run: ...
+
+
+@overload
+def wrap(model: Sequence[nn.Module], optimizer: Any, loader: Any = None, **settings: Any) -> Runs: ...
+
+
+@overload
+def wrap(model: nn.Module, optimizer: Sequence[Optimizer], loader: Any = None, **settings: Any) -> Runs: ...
+
+
+def wrap(  # pyright: ignore[reportInconsistentOverload]
+    model: Any,
+    optimizer: Any,
+    loader: Any = None,
+    *,
+    target_batch: int | None = None,
+    loss_fn: LossFn | None = None,
+    sample: Any = None,
+    budget: int | float | str | None = None,
+    micro_batch: int | str = "auto",
+    precision: str = "auto",
+    checkpoint: str | Sequence[str] = "auto",
+    shard: str = "auto",
+    offload: str = "auto",
+    plan: Plan | str | Path | None = None,
+    enabled: bool = True,
+    before_step: Callable[[], Any] | None = None,
+    script_accumulation: int = 1,
+    weight: Callable[[Any], float] | None = None,
+    split: Callable[[Any, Any], Any] | None = None,
+    methods: Sequence[str] = (),
+    allow_inexact: Sequence[str] = (),
+    batchnorm: str = "micro",
+    accumulate_in: str = "float32",
+) -> Run | Runs:
     """Fit the training of `model` into memory, with the gradients it would have had.
 
     Without `loss_fn` (script mode) the loop below stays as it was: one iteration of the returned loader is one optimizer
@@ -84,8 +122,8 @@ def wrap(
     `loss_fn(model, batch) -> scalar` (step mode) call `run.step(batch)`; the plan is made here.
 
     Arguments:
-        model: the module to train; it stays the same object.
-        optimizer: a torch optimizer over (some of) its parameters; it stays the same object.
+        model: the module to train; it stays the same object. Or a list of them, those that are frozen among them (script mode).
+        optimizer: a torch optimizer over (some of) its parameters; it stays the same object. Or a list of them.
         loader: a DataLoader, any iterable of whole batches, or None for scripts that fetch batches themselves.
         target_batch: samples per optimizer step; None: the script's own batches, only cut.
         loss_fn: the loss of a batch, for step mode.
@@ -113,6 +151,9 @@ def wrap(
     Raises UsageError (a ValueError) for arguments that cannot be meant, DoesNotFit (a ValueError) if no plan fits, Refused
     (a RuntimeError) for training that cannot be cut and stay the same, PlanFileError (a ValueError). Nothing is changed then.
     """
+    if isinstance(model, (list, tuple)) or isinstance(optimizer, (list, tuple)):
+        settings = {k: v for k, v in locals().items() if k not in ("model", "optimizer", "loader")}
+        return wrap_several(wrap, _frozen, model, optimizer, loader, settings)
     check_flag("enabled", enabled)
     asked = ASKED.get()
     if not enabled or os.environ.get("MEMFIT", "").lower() == "off":
@@ -198,10 +239,11 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     allowed, card = _allowed(given.budget, device, asked)
     together = 1 if ranks is None else beside(ranks, device)
     allowed = shared_among(allowed, together) if given.budget is None else allowed
-    _undo_earlier(given.model, optimizer)
+    _undo_earlier(given.model, optimizer, keep=BESIDE.get().runs)
     known = replace(settings, leftover=None if ranks else leftover(loader, settings.share), card=card)
     core = Core(model, optimizer, device, allowed, known, compiled=is_compiled(model))
     core.taken = given.taken
+    core.memory.expect_states_of(BESIDE.get().optimizers)
     if ranks is not None:
         core.together = Together(ranks, model, core.staging, given.taken)
         core.catch_up = None if loss_fn is None else CatchUp(ranks, model, optimizer)
@@ -215,7 +257,7 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     guard = None
     if given.target_batch is not None and loader is not None:
         guard = AccumulationGuard(given.target_batch, settings.script_accumulation)
-    script = Script(core, lambda: run.batch_samples, lambda: run.batches, guard if loss_fn is None else None)
+    script = _script(core, run, guard if loss_fn is None else None)
     if plan is not None:
         core.fix(plan)
     sharding = None if ranks is None else Sharding(core, ranks, shard)
@@ -228,6 +270,7 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
             _shared(sharding, prepare, stepper.plan_again)
             _tell_others(core, prepare)
             run.take_steps(stepper, loss_fn, given.before_step)
+            run.intercept_evaluation(script)
         else:
             _shared(sharding, lambda: None, lambda: None)
             _tell_others(core, lambda: None)
@@ -240,6 +283,24 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
         run.undo()
         raise
     run.follow(guard, script)
+    return run
+
+
+def _script(core: Core, run: Run, guard: AccumulationGuard | None = None) -> Script:
+    """Script mode by the loader of this run, or of another model's that is wrapped with it."""
+    drawing = next(iter(BESIDE.get().runs), run)
+    return Script(core, lambda: drawing.batch_samples, lambda: drawing.batches, guard)
+
+
+def _frozen(model: nn.Module, optimizer: Optimizer, budget: int | float | str | None) -> Run:
+    """A model without parameters to train, whose forwards are cut where they would not fit; `optimizer` is that of another."""
+    check_module(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    _undo_earlier(model, optimizer, keep=BESIDE.get().runs)
+    core = Core(model, optimizer, device, probe(budget=budget, device=device), Settings(), compiled=is_compiled(model))
+    run = Run(model, None, None, core=core)
+    core.owner = run
+    run.intercept(_script(core, run))
     return run
 
 
@@ -330,13 +391,13 @@ def _check_not_asked(asked: Asked | None) -> None:
         )
 
 
-def _undo_earlier(model: nn.Module, optimizer: Optimizer) -> None:
+def _undo_earlier(model: nn.Module, optimizer: Optimizer, keep: Sequence[Run]) -> None:
     """Wrapping again plans again: what an earlier wrap left on the model and the optimizer goes first."""
     found = [interception.owner for module in model.modules() if (interception := interception_of(module)) is not None]
     hooks = getattr(optimizer, "_optimizer_step_post_hooks", None) or {}
     found += [getattr(hook, "__self__", None) for hook in hooks.values()]
     for owner in found:
-        if isinstance(owner, Run):
+        if isinstance(owner, Run) and owner not in keep:
             owner.undo()
 
 

@@ -335,7 +335,6 @@ def test_a_loss_that_is_not_finite_while_planning() -> None:
 def test_things_that_are_no_model() -> None:
     refuses(UsageError, "type function", model=loss_fn, optimizer=sgd(mlp()))
     refuses(UsageError, "the model is of type SGD", model=sgd(mlp()), optimizer=sgd(mlp()))
-    refuses(Refused, "wraps one model", model=[mlp(), mlp()], optimizer=sgd(mlp()))
 
 
 @BOTH

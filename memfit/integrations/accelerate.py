@@ -153,15 +153,15 @@ class Accelerator(accelerate.Accelerator):
         source, target = loader, self._whole(loader)
         if loader is not None:
             source = as_configured(loader, self.dataloader_config, Place(self.process_index, self.num_processes))
-        self.run = memfit.wrap(model, optimizer, source, target_batch=target, **self._settings)
-        self.run.script_batch = self._script_batch(loader)
+        run: memfit.Run = memfit.wrap(model, optimizer, source, target_batch=target, **self._settings)  # pyright: ignore[reportAssignmentType]
+        self.run, run.script_batch = run, self._script_batch(loader)
         if self.is_main_process:
-            self._follower = Follower(self.run, self.trackers, processes_here(self.num_processes))
+            self._follower = Follower(run, self.trackers, processes_here(self.num_processes))
         ready: dict[int, Any] = {id(given): model}
         if loader is not None:
             place = places.get(id(loader))
             moves = self.device_placement if place is None else place
-            ready[id(loader)] = self._batches = OnDevice(self.run.loader, self.device, moves)
+            ready[id(loader)] = self._batches = OnDevice(run.loader, self.device, moves)
         return ready
 
     def prepare_model(

@@ -219,6 +219,12 @@ def state_bytes(optimizer: Optimizer) -> int:
     return there + int(missing * made / max(1, _bytes(chosen)))
 
 
+def state_there(optimizer: Optimizer) -> int:
+    """Bytes of the optimizer's state that exist already."""
+    there = [v for state in optimizer.state.values() if isinstance(state, dict) for v in state.values()]
+    return sum(v.numel() * v.element_size() for v in there if isinstance(v, torch.Tensor))
+
+
 def stepping_bytes(
     optimizer: Optimizer,
     device: torch.device,

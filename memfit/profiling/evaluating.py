@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Work
+from memfit.engine.context import uncompiled
+from memfit.kernels.onednn import stages
+from memfit.kernels.scratch import scratch
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.plainly import Variables
+from memfit.profiling.sandbox import collected_by_hand
 from memfit.profiling.timeline import Timeline
+from memfit.profiling.twins import on_twins
 
+MakeForward = Callable[[Callable[[torch.Tensor], torch.Tensor]], Callable[[], Any]]
+"""From a function that gives a tensor's twin to a forward on twins."""
 BATCHES = 2
 """Batches that are traced one after the other."""
 
@@ -41,6 +49,27 @@ def _evaluated(works: list[Work], ledger: Ledger, variables: Variables) -> Timel
         ledger.phase("evaluation")
         variables.hold_loss(work.loss(work.forward(inputs)))
     return ledger.timeline()
+
+
+def forwards(model: nn.Module, device: torch.device, makes: Sequence[MakeForward]) -> list[Timeline]:
+    """A timeline of each of these forwards without gradients, in the mode that the model is in. Raises TraceFailed."""
+    ledger = Ledger(device, inside=stages if device.type == "cpu" else _scratch_of if device.type == "cuda" else None)
+    with on_twins(model, device) as world, collected_by_hand():
+        made = [make(world.twin) for make in makes]
+        found = []
+        with world.entered(), ledger, uncompiled(), torch.no_grad():
+            for run in made:
+                ledger.restart()
+                ledger.window()
+                ledger.phase("evaluation")
+                output = run()
+                found.append(ledger.timeline())
+                del output
+    return found
+
+
+def _scratch_of(func: Any, args: Any, out: Any) -> tuple[int, ...]:
+    return (scratch(func, args, out),)
 
 
 @contextmanager

@@ -36,12 +36,13 @@ def inexact_from(names: Any, model: nn.Module) -> tuple[str, ...]:
             next_move="pass the names that a refusal shows, such as ('the loss',)",
         )
     for name in found:
-        if not _is_known(name, model):
+        if not is_known(name, model):
             raise _unknown(name, found, model)
     return found
 
 
-def _is_known(name: str, model: nn.Module) -> bool:
+def is_known(name: str, model: nn.Module) -> bool:
+    """Whether a refusal may show this name for the model."""
     if name in CAUSES or name.startswith(OPENINGS) or name == type(model).__name__ or name in dict(model.named_buffers()):
         return True
     modules = dict(model.named_modules())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from memfit.hardware.meter import Meter
 from memfit.planning.plan import Plan
 from memfit.planning.search import with_blocks
 from memfit.profiling.allocator import HEAP_WASTE, HIGH_HEAP_WASTE, heap_peak, mapped_swing, thresholds_pinned
-from memfit.profiling.build import state_bytes
+from memfit.profiling.build import state_bytes, state_there
 from memfit.profiling.profile import Profile
 
 MOST_WASTE = 20
@@ -47,6 +47,7 @@ class Memory:
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device, budget: Budget) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         give_back_free_heap()
+        self._coming: list[tuple[Optimizer, int]] = []
         self._seen: int | None = None
         self._resting = False
         self.reserved = device.type == "cpu" and _limits_what_is_reserved(budget)
@@ -58,14 +59,23 @@ class Memory:
         explicit = device.type == "cpu" and budget.held == 0
         self._base = 0 if explicit else max(0, budget.held - self._known_bytes())
 
+    def expect_states_of(self, optimizers: Sequence[Optimizer]) -> None:
+        """Keep room for the states of other optimizers of the model, whose first steps make them."""
+        self._coming = [(optimizer, state_bytes(optimizer)) for optimizer in optimizers]
+
     def budget(self) -> Budget:
         """The budget with what is held now beside the tensors that profiles count, and with what can still be had now."""
         give_back_free_heap()
         known = self._known_bytes()
-        held = max(0, self._base + self._meter.held() - known - self._start)
+        coming = sum(max(0, size - state_there(optimizer)) for optimizer, size in self._coming)
+        held = max(0, self._base + self._meter.held() - known - self._start) + coming
         # Planning itself, libraries and other processes have taken memory since the first look.
         free = photograph(self._device).free
         return replace(self._budget, held=held, limit=min(self._budget.limit, held + known + free))
+
+    def left(self) -> int:
+        """Bytes that can be had now beside all that is held."""
+        return self.budget().room - self._known_bytes()
 
     @property
     def allowed(self) -> Budget:

@@ -23,7 +23,7 @@ from memfit.levers.precision import PRECISIONS, lower_precisions, script_precisi
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search, with_blocks
 from memfit.profiling.allocator import thresholds_pinned
-from memfit.profiling.build import CHECK, Subject, measured_profile, state_bytes, traced_profile
+from memfit.profiling.build import CHECK, Subject, measured_profile, state_bytes, state_there, traced_profile
 from memfit.profiling.failures import TraceFailed, own_exception
 from memfit.profiling.parts import in_parts
 from memfit.profiling.profile import Profile
@@ -250,7 +250,7 @@ class Planner:
             return "how far that moves the gradient is not known before it runs there"
         every = with_blocks(own, own.blocks)
         # The optimizer's state is part of every peak, and before the first step it is not there yet.
-        missing = max(0, state_bytes(self._optimizer) - _state_there(self._optimizer))
+        missing = max(0, state_bytes(self._optimizer) - state_there(self._optimizer))
         if every.peak(1, accumulates=False).upper - missing + own.model.gradient_bytes > self._memory.budget().room:
             return f"how far that moves the gradient was not measured, as one sample in {own.precision} does not fit"
         works = (task.real_work("off"), task.real_work(lever))
@@ -323,8 +323,3 @@ class Planner:
             counted=self.settings.counted or self.settings.card is not None,
             loop=self.settings.loop,
         )
-
-def _state_there(optimizer: Optimizer) -> int:
-    """Bytes of the optimizer's state that exist already."""
-    there = [v for state in optimizer.state.values() if isinstance(state, dict) for v in state.values()]
-    return sum(v.numel() * v.element_size() for v in there if isinstance(v, torch.Tensor))

@@ -240,7 +240,16 @@ class Run:
         assert self._core is not None
         model = self._core.model
         methods = [Interception(model, partial(script.answer, name), name=name) for name in self._core.settings.methods]
-        for interception in (self._answering(partial(script.answer, "forward")), *methods):
+        self._install(self._answering(partial(script.answer, "forward")), *methods)
+
+    def intercept_evaluation(self, script: Script) -> None:
+        """Step mode: answer the model's forward where the script evaluates with it."""
+        assert self._core is not None
+        if self._taken is None and not self._core.compiled:
+            self._install(Interception(self.model, partial(script.evaluate, "forward")))
+
+    def _install(self, *interceptions: Interception) -> None:
+        for interception in interceptions:
             interception.owner = self
             interception.install()
             self._undo.append(interception.remove)

@@ -27,6 +27,7 @@ from memfit.training.call import Call
 from memfit.training.consumers import AllOutputs, Consumer, Expression
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.doors import through
+from memfit.training.evaluate import Evaluations
 from memfit.training.expression import Cut, Node, Part, Step, Sum, Term, all_nodes, leaves_in, look_of, name_of
 from memfit.training.guard import AccumulationGuard
 from memfit.training.joint import joint
@@ -54,7 +55,7 @@ class Script:
         self.samples_seen = self.calls = 0
         self._core, self._guard = core, guard
         self._batch_samples, self._batch_number = batch_samples, batch_number
-        self._kinds = Kinds(core)
+        self._kinds, self._evaluations = Kinds(core), Evaluations(core, self.aside)
         core.on_forget.append(self._kinds.forget)
         self._known = {id(p): p for p in core.model.parameters()}
         self._busy = False
@@ -70,8 +71,8 @@ class Script:
         if self._busy:
             return plain(*args, **kwargs)
         self.outside.called()
-        if not self._is_training_call():
-            return plain(*args, **kwargs)
+        if not self._is_training_call((args, kwargs)):
+            return self.evaluate(name, plain, args, kwargs)
         self.calls += 1
         args, kwargs = map_leaves(_computed, (args, kwargs))  # the output of another call may be this one's input
         with self.aside(), self._core.announcing():
@@ -83,6 +84,14 @@ class Script:
                 self._guard_whole(output)
                 return output
         return through(call.plain, stand_ins(self, call))
+
+    def evaluate(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the intercepted method returns where that takes no gradients of the model."""
+        if self._busy:
+            return plain(*args, **kwargs)
+        args, kwargs = map_leaves(_computed, (args, kwargs))
+        with self._going_through():
+            return self._evaluations.answer(name, plain, args, kwargs)
 
     def _whole(self, run: Callable[[], Any]) -> Any:
         """A call that runs as it is; its gradients are those of all processes."""
@@ -148,8 +157,10 @@ class Script:
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self._about_to_hand_over(list(self._known.values())))
 
-    def _is_training_call(self) -> bool:
-        if not torch.is_grad_enabled() or not any(p.requires_grad for p in self._known.values()):
+    def _is_training_call(self, tree: Any) -> bool:
+        """Whether gradients flow into its parameters, or through it into what it is given."""
+        trains = any(p.requires_grad for p in self._known.values()) or any(t.requires_grad for t in tensors(tree))
+        if not torch.is_grad_enabled() or not trains:
             return False
         if self._core.staging.holds_only(self._known):
             return True
@@ -160,10 +171,14 @@ class Script:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, calls of the model are our own and go straight through."""
+        with self._going_through(), without_inference_mode():  # a script may read an output, which runs the model, in it
+            yield
+
+    @contextmanager
+    def _going_through(self) -> Iterator[None]:
         before, self._busy = self._busy, True
         try:
-            with without_inference_mode():  # a script may read an output, which runs the model, in inference mode
-                yield
+            yield
         finally:
             self._busy = before
 

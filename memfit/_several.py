@@ -1,0 +1,149 @@
+"""Several models, or several optimizers, in one line: each model is wrapped by itself, with the optimizer that trains it.
+
+Not covered: step mode, and plans made beforehand, which are of one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from memfit._errors import UsageError
+from memfit.training.events import Event
+from memfit.training.inexact import is_known
+from memfit.training.run import Run
+
+STEP_MODE = ("loss_fn", "before_step", "sample", "weight", "plan")
+"""Settings that are about one model."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What else trains in the same script."""
+
+    runs: tuple[Run, ...] = ()
+    """Runs of other models, wrapped by the same line."""
+    optimizers: tuple[Any, ...] = ()
+    """Other optimizers of this model."""
+
+
+ALONE = Beside()
+BESIDE: ContextVar[Beside] = ContextVar("BESIDE", default=ALONE)
+
+
+class Runs:
+    """Several models that train together. Unpacks into (models, optimizers, loader), as they were given.
+
+    Attributes: `runs` (a Run for each model, in order; that of the first model which trains has the loader).
+    """
+
+    def __init__(self, models: Any, optimizers: Any, runs: Sequence[Run], loader: Any) -> None:
+        self.models, self.optimizers, self.runs, self.loader = models, optimizers, tuple(runs), loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.models, self.optimizers, self.loader))
+
+    def __repr__(self) -> str:
+        return f"memfit.Runs({', '.join(map(repr, self.runs))})"
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What happened so far, in all of them."""
+        return tuple(sorted((event for run in self.runs for event in run.events), key=lambda event: event.step))
+
+    def report(self) -> Any:
+        """The report of the model that takes most memory, of those that have a plan; `runs[i].report()` has the others'."""
+        planned = [run for run in self.runs if run.plan is not None]
+        return max(planned or self.runs, key=lambda run: 0 if run.plan is None else run.plan.predicted.peak).report()
+
+    def undo(self) -> None:
+        """Give everything back as it was before `wrap`."""
+        for run in reversed(self.runs):
+            run.undo()
+
+
+def wrap_several(
+    wrap: Callable[..., Run], frozen: Callable[..., Run], models: Any, optimizers: Any, loader: Any, settings: dict[str, Any]
+) -> Runs:
+    """`wrap` for each of the models, `frozen` for those that train nothing. Raises UsageError, with nothing changed."""
+    each = list(models) if isinstance(models, (list, tuple)) else [models]
+    stepped = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    _check(each, stepped, settings)
+    trained = [model for model in each if any(p.requires_grad for p in model.parameters())]
+    runs: dict[int, Run] = {}
+    try:
+        for model in (*trained, *(m for m in each if m not in trained)):
+            own = [optimizer for optimizer in stepped if _shared(optimizer, model)]
+            mine = _of_one(settings, model, first=not runs)
+            before = BESIDE.set(Beside(tuple(runs.values()), tuple(own[1:])))
+            try:
+                if model in trained:
+                    runs[id(model)] = wrap(model, (own or stepped)[0], None if runs else loader, **mine)
+                else:
+                    runs[id(model)] = frozen(model, stepped[0], mine["budget"])
+            finally:
+                BESIDE.reset(before)
+    except BaseException:
+        for run in runs.values():
+            run.undo()
+        raise
+    return Runs(models, optimizers, [runs[id(model)] for model in each], runs[id(trained[0])].loader)
+
+
+def _check(models: list[Any], optimizers: list[Any], settings: dict[str, Any]) -> None:
+    asked = f"wrapping {len(models)} models with {len(optimizers)} optimizers"
+    wrong = next((m for m in models if not isinstance(m, nn.Module)), None)
+    if not models or wrong is not None:
+        found = "there is no model" if not models else f"one of the models is of type {type(wrong).__name__}"
+        raise UsageError(asked, found=found, next_move="pass lists of torch.nn.Module and of their optimizers, then the loader")
+    if len({id(model) for model in models}) < len(models):
+        raise UsageError(asked, found="a model is listed twice", next_move="list every model once")
+    given = [name for name in STEP_MODE if settings[name] is not None]
+    if given:
+        raise UsageError(
+            asked,
+            found=f"{given[0]}= is about one model",
+            next_move="wrap the models one by one, or leave it away: the script's own loop may use all of them",
+        )
+    if not any(p.requires_grad for model in models for p in model.parameters()):
+        raise UsageError(asked, found="none of their parameters requires a gradient", next_move="unfreeze what is to train")
+    if len(models) > 1 or len(optimizers) > 1:
+        idle = next((o for o in optimizers if not any(_shared(o, model) for model in models)), None)
+        if idle is not None:
+            raise UsageError(
+                asked,
+                found=f"one optimizer ({type(idle).__name__}) holds no parameter of any of the models",
+                next_move="build it from their parameters(), after they were moved or converted",
+            )
+    if len(optimizers) > 1 and settings["shard"] not in ("auto", "off"):
+        raise UsageError(
+            f"shard={settings['shard']!r} with {len(optimizers)} optimizers",
+            found="one optimizer's state can be divided among processes",
+            next_move="pass one optimizer with several parameter groups, or shard='off'",
+        )
+
+
+def _of_one(settings: dict[str, Any], model: nn.Module, *, first: bool) -> dict[str, Any]:
+    """The settings that are about this model; the target is the loader's."""
+    mine = {**settings, "target_batch": settings["target_batch"] if first else None}
+    mine["methods"] = [name for name in settings["methods"] if hasattr(model, name)]
+    if not first:
+        mine["script_accumulation"] = 1
+    names = settings["allow_inexact"]
+    if isinstance(names, (list, tuple)):
+        mine["allow_inexact"] = [name for name in names if is_known(name, model)]
+    blocks = settings["checkpoint"]
+    if isinstance(blocks, (list, tuple)):
+        mine["checkpoint"] = [name for name in blocks if name in dict(model.named_modules())] or "off"
+    return mine
+
+
+def _shared(optimizer: Any, model: nn.Module) -> int:
+    """How many of the model's parameters the optimizer trains."""
+    groups = getattr(optimizer, "param_groups", ())
+    held = {id(p) for group in groups for p in group["params"]}
+    return sum(id(p) in held for p in model.parameters())
