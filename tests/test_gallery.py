@@ -19,9 +19,9 @@ SECOND_FORWARD = {"adversarial", "clip_methods", "dcgan", "simclr"}
 
 @pytest.mark.parametrize("name", gallery.NAMES)
 def test_the_line_is_one(name: str) -> None:
-    """For each model that is trained."""
+    """Beside the import."""
     lines = gallery.lines_of(name)
-    assert lines[0] == "#: import memfit" and len(lines) == (3 if name == "dcgan" else 2)
+    assert lines[0] == "#: import memfit" and len(lines) == 2
 
 
 @pytest.mark.slow

@@ -45,8 +45,7 @@ def main():
     criterion = nn.BCELoss()
     optimizerD = torch.optim.Adam(netD.parameters(), lr=2e-4, betas=(0.5, 0.999))
     optimizerG = torch.optim.Adam(netG.parameters(), lr=2e-4, betas=(0.5, 0.999))
-    #: memfit.wrap(netG, optimizerG)
-    #: netD, optimizerD, loader = memfit.wrap(netD, optimizerD, loader, target_batch=args.batch_size)
+    #: _, _, loader = memfit.wrap([netD, netG], [optimizerD, optimizerG], loader, target_batch=args.batch_size)
 
     for step, (data, noise) in enumerate(loader):
         # (1) the discriminator: real, then fake

@@ -1,0 +1,54 @@
+"""Runs one script of the gallery and says what memory it took from its first `memfit.wrap` on; started by benchmarks/scripts.py.
+
+    python benchmarks/script_child.py '{"memory": null, "enabled": true, ...settings of memfit.wrap}' SCRIPT ARGUMENTS...
+
+`memory` is how many bytes the process may grow by from there on, really (RLIMIT_DATA). The last line of output is JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def benchmarks_common() -> ModuleType:
+    """benchmarks/common.py under another name, as the scripts have a `common` of their own."""
+    spec = importlib.util.spec_from_file_location("benchmarks_common", Path(__file__).with_name("common.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    tools = benchmarks_common()
+    settings = json.loads(sys.argv[1])
+    room = settings.pop("memory")
+    sys.argv = sys.argv[2:]
+    sys.path[0] = str(tools.ROOT / "tests" / "scripts")
+    import memfit
+
+    wrap, start = memfit.wrap, {}
+
+    def limited(*given: Any, **own: Any) -> Any:
+        if not start:
+            tools.reset_peak()
+            now = tools.status()
+            start.update(anonymous=now["RssAnon"], data=now["VmData"])
+            if room is not None:
+                tools.limit_data(room)
+        return wrap(*given, **{**own, **settings})
+
+    memfit.wrap = limited
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    grown = tools.anonymous_peak() - start["anonymous"]
+    sys.stdout.write("\n" + json.dumps({"grown": grown, "data": tools.status()["VmData"] - start["data"]}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
