@@ -1,4 +1,4 @@
-"""Runs one script of the gallery and says what memory it took from its first `memfit.wrap` on; started by benchmarks/scripts.py.
+"""Runs one script of the gallery, its one line unmarked, and says what memory it took from that line on; a child of scripts.py.
 
     python benchmarks/script_child.py '{"memory": null, "enabled": true, ...settings of memfit.wrap}' SCRIPT ARGUMENTS...
 
