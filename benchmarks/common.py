@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 MiB = 2**20
 PINNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """glibc gives freed memory back at once: what a prediction can be judged by."""
+CGROUPS = Path("/sys/fs/cgroup/memory")
 FAMILIES = ("gpt", "bert", "vit", "t5", "resnet", "convnext", "unet", "lstm")
 CORRECTED = ("lstm", "resnet", "convnext", "unet", "superres")
 """Families whose kernels take scratch memory that tensors do not show; measured while planning, not predicted."""
@@ -70,6 +72,35 @@ def limit_data(room: int) -> int:
     limit = status()["VmData"] + room
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return limit
+
+
+def own_cgroup() -> Path:
+    """A memory cgroup (version 1) that this process is in from now on; empty ones of processes that ended are removed."""
+    for old in CGROUPS.glob("memfit-*"):
+        with contextlib.suppress(OSError):
+            old.rmdir()
+    group = CGROUPS / f"memfit-{os.getpid()}"
+    group.mkdir()
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    return group
+
+
+def limit_cgroup(group: Path, room: int) -> int:
+    """Let what is charged to a cgroup grow by `room` bytes at most, really; returns the limit."""
+    limit = int((group / "memory.usage_in_bytes").read_text()) + room
+    (group / "memory.limit_in_bytes").write_text(str(limit))
+    return limit
+
+
+def reset_charged(group: Path) -> int:
+    """Let `most_charged` begin again; returns what is charged to the cgroup now, in bytes."""
+    (group / "memory.max_usage_in_bytes").write_text("0")
+    return int((group / "memory.usage_in_bytes").read_text())
+
+
+def most_charged(group: Path) -> int:
+    """Most bytes charged to a cgroup since `reset_charged`."""
+    return int((group / "memory.max_usage_in_bytes").read_text())
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -2,7 +2,8 @@
 
     python benchmarks/script_child.py '{"memory": null, "enabled": true, ...settings of memfit.wrap}' SCRIPT ARGUMENTS...
 
-`memory` is how many bytes the process may grow by from there on, really (RLIMIT_DATA). The last line of output is JSON.
+`memory` is how many bytes the process may grow by from there on, really: a memory cgroup of its own ends it otherwise, as a
+container's does. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def main() -> None:
     tools = benchmarks_common()
     settings = json.loads(sys.argv[1])
     room = settings.pop("memory")
+    group = tools.own_cgroup()
     sys.argv = sys.argv[2:]
     sys.path[0] = str(tools.ROOT / "tests" / "scripts")
     import memfit
@@ -37,17 +39,15 @@ def main() -> None:
 
     def limited(*given: Any, **own: Any) -> Any:
         if not start:
-            tools.reset_peak()
-            now = tools.status()
-            start.update(anonymous=now["RssAnon"], data=now["VmData"])
+            start["held"] = tools.reset_charged(group)
             if room is not None:
-                tools.limit_data(room)
+                tools.limit_cgroup(group, room)
         return wrap(*given, **{**own, **settings})
 
     memfit.wrap = limited
     runpy.run_path(sys.argv[0], run_name="__main__")
-    grown = tools.anonymous_peak() - start["anonymous"]
-    sys.stdout.write("\n" + json.dumps({"grown": grown, "data": tools.status()["VmData"] - start["data"]}) + "\n")
+    grown = tools.most_charged(group) - start["held"]
+    sys.stdout.write("\n" + json.dumps({"grown": grown}) + "\n")
 
 
 if __name__ == "__main__":

@@ -244,6 +244,7 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     core = Core(model, optimizer, device, allowed, known, compiled=is_compiled(model))
     core.taken = given.taken
     core.memory.expect_states_of(BESIDE.get().optimizers)
+    core.memory.train()
     if ranks is not None:
         core.together = Together(ranks, model, core.staging, given.taken)
         core.catch_up = None if loss_fn is None else CatchUp(ranks, model, optimizer)

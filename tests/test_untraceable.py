@@ -168,3 +168,48 @@ def test_what_is_compiled_inside_a_forward_stays_compiled() -> None:
     ran.clear()
     model(points()[0]).sum().backward()
     assert ran
+
+
+class Uneven(nn.Module):
+    """Computes otherwise for even and for odd numbers of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 1024), nn.Linear(1024, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        return self.last(hidden if len(x) % 2 else hidden.exp().sin())
+
+
+def many(count: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 7), torch.randint(0, 4, (count,))
+
+
+def test_what_no_line_tells_for_all_sizes_is_measured() -> None:
+    model = Uneven()
+    found = memfit.profile(model, sgd(model), many(4096), loss_fn=cross_entropy)
+    assert found.source == "measured" and any("otherwise for other sizes" in note for note in found.notes)
+    assert found.peak(4096).upper > 3 * 4 * 1024 * 4096
+
+
+def test_for_a_card_that_is_not_here_it_is_traced_at_sizes_up_to_the_whole_sample() -> None:
+    model = Uneven()
+    found = memfit.profile(model, sgd(model), many(4096), loss_fn=cross_entropy, device="a100-40gb")
+    assert found.source == "traced at single sizes" and found.points[-1][0] == 4096
+    assert found.peak(4096).allocated > 3 * 4 * 1024 * 4096
+
+
+@pytest.mark.parametrize("kept_by", ["hook", "model"])
+def test_what_is_kept_until_the_next_forward_is_traced_with_the_size_it_has(kept_by: str) -> None:
+    """In a dict that a hook fills, or an attribute of the model."""
+    model = nn.Sequential(nn.Linear(7, 1024), nn.Tanh(), nn.Linear(1024, 4))
+    kept: dict[str, object] = {}
+    model[1].register_forward_hook(lambda module, _, output: setattr(module, "kept", output) if kept_by == "model" else None)
+    model[1].register_forward_hook(lambda module, _, output: kept.update(features=output) if kept_by == "hook" else None)
+    found = memfit.profile(model, sgd(model), many(64), loss_fn=cross_entropy)
+    bare = nn.Sequential(nn.Linear(7, 1024), nn.Tanh(), nn.Linear(1024, 4))
+    without = memfit.profile(bare, sgd(bare), many(64), loss_fn=cross_entropy)
+    assert found.source == "traced" and found.timeline is not None and without.timeline is not None
+    before, of_bare = (one.curve(64)[one.phases[1].start - 1] for one in (found.timeline, without.timeline))
+    assert before == of_bare + 64 * 1024 * 4

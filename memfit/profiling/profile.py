@@ -221,6 +221,13 @@ class Profile:
             slope = at_first / first
         return max(least, int(at_last + max(0.0, slope) * (micro_batch - last)))
 
+    def added_by(self, samples: int) -> int:
+        """Bytes that a micro-batch of that many samples adds, at its peak, to what is there before it."""
+        timeline = self.traced_at(samples)
+        if timeline is not None:
+            return timeline.growth(samples) + self.excess_at(samples)
+        return max(0, self.peak(samples).expected - (self.standing or self.model.parameter_bytes))
+
     def takes_much(self, samples: int, more: int) -> bool:
         """Whether so many bytes beyond the trace of that size are kernels' own."""
         return self.timeline is not None and more > HIDDEN_SHARE * self.timeline.growth(samples)

@@ -14,6 +14,7 @@ from memfit.profiling.operations import Operations, fit_operations
 
 CATEGORIES = ("parameters", "buffers", "input", "gradients", "optimizer", "kept", "transient", "other")
 """What an allocation is for: kept is saved for backward, transient comes and goes while computing."""
+_COMPUTED = [CATEGORIES.index(name) for name in ("kept", "transient", "other")]
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,12 @@ class Timeline:
         there = np.zeros(len(self.fixed), dtype=np.int64)
         np.add.at(there, self.event[: event + 1], np.where(self.birth[: event + 1], 1, -1))
         return np.flatnonzero(there > 0)
+
+    @property
+    def leaves_outputs(self) -> bool:
+        """Whether something that was computed outlives it, beside gradients and optimizer state."""
+        made = np.setdiff1d(self.alive(len(self.event) - 1), self.event[: self.phases[1].start])
+        return bool(np.isin(self.category[made], _COMPUTED).any())
 
     def phase_of(self, event: int) -> str:
         """The phase an event lies in."""

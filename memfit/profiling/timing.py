@@ -32,7 +32,9 @@ CLONE_LIMIT = 64 * MiB
 
 
 class Stopwatch:
-    """Times micro-batches on one device; every measurement discards what it computed. `reserved`: on that scale of `Meter`."""
+    """Times micro-batches on one device; every measurement discards what it computed. `reserved`: on that scale of `Meter`.
+    `make_room` is called with each micro-batch's samples before it runs, and returns the bytes that the heap, where it emptied
+    that, may take beyond the tensors."""
 
     def __init__(
         self,
@@ -44,12 +46,13 @@ class Stopwatch:
         *,
         reserved: bool = False,
         trimmed: bool = False,
+        make_room: Callable[[int], int] = lambda samples: 0,
     ) -> None:
         modules = dict(model.named_modules())
         self._blocks = {modules[name]: name for name in blocks}
         self._model, self._staging, self._weighting, self._device = model, staging, weighting, device
         self._meter: Meter | None = None
-        self._reserved, self._trimmed = reserved, trimmed
+        self._reserved, self._trimmed, self._make_room = reserved, trimmed, make_room
         # Pages of the heap that are free may or may not be resident: what stayed is only known where that does not matter.
         self._tells_kept = device.type == "cpu" and (reserved or thresholds_pinned())
 
@@ -76,6 +79,7 @@ class Stopwatch:
         timed = _Timed(work, self._now, marks)
         if self._trimmed:
             give_back_free_heap()  # what an earlier micro-batch left free would serve this one, and hide what it takes
+        heap = self._make_room(samples)
         self._meter.reset_peak()
         before, used, staged = self._meter.held(), self._used(), self._staging.staged_bytes()
         with self._block_times(found):
@@ -83,7 +87,7 @@ class Stopwatch:
         end = self._now()
         peak = self._meter.peak()
         begun, forward_done = marks[0], marks[-1]  # a micro-batch of weight zero has no forward
-        growth = None if peak is None else max(0, peak - before)
+        growth = None if peak is None else max(0, peak - before - heap)
         # Sparse gradients gather ever more rows, up to all of them: those stand for good, and are no kernels.
         kept = max(0, self._used() - used - (self._staging.staged_bytes() - staged))
         return Timing(samples, end - begun, forward_done - begun, tuple(found.items()), growth, kept)

@@ -186,6 +186,7 @@ class _Stepping:
         """The module that a parameter belongs to; of several that share it, the first."""
         self._buffers = {name: (b, b._version) for name, b in model.named_buffers()}
         self._loop, self.variables = manner.loop, Variables(ledger)
+        self._outputs_stay = False
         self._staging = (Directly if self._loop.plain else Staging)(model, self._outside.values())
         if manner.in_float32 and not self._loop.plain:
             self._staging.accumulate_in_float32()
@@ -195,7 +196,7 @@ class _Stepping:
     @property
     def works_per_step(self) -> int:
         """How many works a step may use up: a plain loop has one for each batch; what stays from the step before is made."""
-        return 10 if self._loop.plain else 5 if self._loop.gradients_stay else 3
+        return 10 if self._loop.plain else 5
 
     def begin(self) -> None:
         for name, module in self._model.named_modules():
@@ -225,6 +226,7 @@ class _Stepping:
         if like is None:
             last = steps[-1]
             first = self._begun(self._works(last, 1), last.pieces[:1])
+            self._outputs_stay = first.leaves_outputs
             self._optimize()
             found[0] = like = self._recorded(steps[0])
             found.setdefault(len(steps) - 1, continued(first, like) if len(last.pieces) == 1 else None)
@@ -248,8 +250,9 @@ class _Stepping:
         return self._ledger.timeline()
 
     def _settle(self, step: _Step) -> None:
-        """Let there be what the step before leaves: gradients, and in the loop's variables its batch, outputs and loss."""
-        if self._loop.plain or self._loop.gradients_stay:
+        """Let there be what the step before leaves: gradients, what the model or a hook keeps of a forward until the next one
+        (`self.aux_loss = ...`), and in the loop's variables its batch, outputs and loss."""
+        if self._loop.plain or self._loop.gradients_stay or self._outputs_stay:
             self._begun(self._works(step), step.pieces)
             self._clear(AFTER_STEP)
 

@@ -158,22 +158,35 @@ class Call:
         piece = map_leaves(copied, piece) if self.copies else piece
         return self.inputs.own(piece, start) if self.inputs.wanted else piece
 
-    def compute_values(self, pieces: Sequence[int], keep: int, staging: Staging, buffers: WrittenBuffers) -> None:
-        """The first pass of replay: the whole output without its activations, but for the last `keep` micro-batches."""
+    def compute_values(
+        self,
+        pieces: Sequence[int],
+        keep: int,
+        staging: Staging,
+        buffers: WrittenBuffers,
+        cut: Pieces,
+        before_each: Callable[[], None],
+    ) -> None:
+        """The first pass of replay: the whole output without its activations, but for the last `keep` micro-batches. Where
+        another pass came before, its micro-batches run again, which `cut` may cut further."""
         self.check_unchanged()
         first = self.begin(pieces)
         self.inputs.forget()
-        joins = [Joining(leaf, self.pieces) for leaf in self.outputs.leaves]
+        ran = [tuple(cut(size)) for size in self.pieces]
+        joins = [Joining(leaf, tuple(itertools.chain.from_iterable(ran))) for leaf in self.outputs.leaves]
         with buffers.kept(not first), _random_as_was(self.device, not first):
-            for index, (start, stop) in enumerate(bounds(self.pieces)):
+            for index, (start, _) in enumerate(bounds(self.pieces)):
                 self.draw_from(index)
-                with torch.set_grad_enabled(index >= len(self.pieces) - keep):
-                    found = self._forward_of(start, stop, staging)
-                if index >= len(self.pieces) - keep:
-                    self.kept[index] = found, self.inputs.at(start)
-                for i, join in enumerate(joins):
-                    join.add(found[i].detach() if isinstance(found[i], torch.Tensor) else found[i])
-                del found
+                kept = index >= len(self.pieces) - keep and len(ran[index]) == 1
+                for low, high in bounds(ran[index]):
+                    before_each()
+                    with torch.set_grad_enabled(kept):
+                        found = self._forward_of(start + low, start + high, staging)
+                    if kept:
+                        self.kept[index] = found, self.inputs.at(start)
+                    for i, join in enumerate(joins):
+                        join.add(found[i].detach() if isinstance(found[i], torch.Tensor) else found[i])
+                    del found
         self.values = [join.whole() for join in joins]
 
     def joined(self, parts: Sequence[dict[int, torch.Tensor]]) -> list[torch.Tensor | None]:
@@ -193,11 +206,17 @@ class Call:
             self.random.append(RandomState.capture(self.device))
 
     def replay(
-        self, gradients: Sequence[torch.Tensor | None], staging: Staging, buffers: WrittenBuffers, cut: Pieces
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        staging: Staging,
+        buffers: WrittenBuffers,
+        cut: Pieces,
+        before_each: Callable[[], None],
     ) -> None:
         """The second pass: run each micro-batch again and send the gradients of its outputs backward.
 
-        `cut` may cut the first pass's micro-batches further; draws then go on from where each began.
+        `cut` may cut the first pass's micro-batches further; draws then go on from where each began. `before_each` is called
+        before each of them.
         """
         self.check_unchanged()
         self.inputs.forget()
@@ -209,6 +228,7 @@ class Call:
                 if index not in self.kept:
                     self.random[index].restore(self.device)
                 for low, high in bounds(cut(self.pieces[index])):
+                    before_each()
                     self._backward_of(index, start + low, start + high, gradients, staging)
 
     def _forward_of(self, start: int, stop: int, staging: Staging) -> list[Any]:

@@ -112,6 +112,8 @@ class Core:
         self.least = 1
         """The fewest samples that the model can run; 2 where a single one fails or loses its dimension."""
         self.steps = 0
+        self.settled = False
+        """Whether a step was seen to take no more memory than was planned."""
         self.owner: object = None
         self.on_plan: Callable[[], None] = lambda: None
         self.fixed: Plan | None = None
@@ -151,6 +153,8 @@ class Core:
         self.readopt(plan, profile, on_changed)
         self.events.add(self.steps, "replan" if again else "plan", plan.summary())
         self._tuner = None if profile is None else self._tuner_of(plan)
+        if self._tuner is not None:
+            self.heap.ceiling = self.memory.heap_ceiling(_resized(plan, self._tuner.largest // plan.unit, {}), profile)
         self.on_plan()
         if plan.accumulation > 1 and self.normalises_batches():
             self.tell(NORMS if self.whole_norms is None else WHOLE_NORMS)

@@ -4,7 +4,7 @@ glibc keeps what was freed below its thresholds, and micro-batches of changing s
 twice the tensors. `malloc_trim` gives whole free pages back wherever they lie, at the price of faulting them in again, so
 it is called only when the process comes near its budget: between micro-batches, and before each block that is computed again.
 The allocator's settings stay the user's. Not covered: other C libraries, what fragments in between (HEAP_WASTE in
-`profiling/allocator.py` allows for that), proofs and timing while planning, and the seconds that giving back takes.
+`profiling/allocator.py` allows for that), proofs, and the seconds that giving back takes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ class HeapWatch:
 
     def check(self) -> None:
         """Look, and give back if need be; a few microseconds where there is no need."""
-        if self.ceiling is not None and self._held() > self.ceiling:
+        if self.ceiling is not None and self.held() > self.ceiling:
             give_back_free_heap()
             self.given_back += 1
 
-    def _held(self) -> int:
+    def held(self) -> int:
+        """Bytes of anonymous memory."""
         try:
             with open(_STATM, "rb", buffering=0) as file:
                 _, resident, shared, *_ = file.read(256).split()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from memfit.batches.cut import Layout
@@ -22,6 +23,8 @@ class Planned:
     profile: Profile | None
     """None for a plan that was made elsewhere."""
     demand: Demand
+    shapes: Shapes
+    """Shapes per sample that it was made for."""
 
     def tuned(self, plan: Plan) -> None:
         """Measuring while training found a better size."""
@@ -42,6 +45,10 @@ class Kind:
     """Its profile with its own loss, or with one bounded from its output."""
     whole: int = 0
     """Samples up to which it runs whole."""
+    beside: int = 0
+    """Calls up to which may wait for their backward meanwhile, having run whole themselves."""
+    refused: Hashable = None
+    """The circumstances in which it was found not to run whole; asked again only in others."""
     proven: Outputs | None = None
     """What it returned where cutting it was proven on real samples."""
     prove_at: int = 0

@@ -1,6 +1,9 @@
 """Deciding on training calls: whole or cut, proven how, planned how. One entry per kind of call that is met.
 
-Not covered: calls of different kinds that together do not fit; each is planned by itself.
+Calls that wait for one backward hold their activations together, and what a script's loss takes is seen only when it runs. So a
+call runs whole from the first only where that leaves room for what may come; else it is cut, until a step was seen to need no
+more than was planned. Not covered: calls of several models that fit whole one by one, and not together, where the last one
+takes what the first's backward needs.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, 
 from memfit.batches.lists import cut_lists, samples_in_lists
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, Weighting, Work
+from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, keepable, search
 from memfit.profiling.build import CHECK
 from memfit.profiling.profile import Profile
@@ -41,9 +45,15 @@ from memfit.training.prover import Prover
 from memfit.training.recover import surviving
 from memfit.training.sidedoors import FoundDoors
 from memfit.training.task import Task
+from memfit.training.underway import UNDERWAY
 
 LOSS_BOUND = 3
 """Copies of a model's output that an unseen loss is taken to need at once: log-probabilities, their gradient, a temporary."""
+RESERVE = 5
+"""A call runs whole before a step was seen only if one part in so many of what there is stays free."""
+PAIRS = 8
+"""Matrices of float32 with an entry for every two samples that an unseen loss may hold at once (contrastive ones compare all
+pairs: similarities, their logarithms both ways, and the gradients of all these), unless that is half of what there is."""
 PROVE_AGAIN = 4
 """A proof is repeated at the next batch, and then whenever this many times as many optimizer steps have been done."""
 
@@ -59,18 +69,25 @@ class Kinds:
         self._doors: dict[str, tuple[Door, ...]] = {}
         self._unknown: set[Hashable] = set()
         self._untrained: set[Hashable] = set()
+        self._open = self._most_open = 0
         self._time_first = any(getattr(module, "batch_first", True) is False for module in core.model.modules())
 
     def forget(self) -> None:
         """Plans have to be made anew."""
         for kind in self._kinds.values():
-            kind.whole, kind.planned = 0, {}
+            kind.whole, kind.refused, kind.planned = 0, None, {}
+
+    def ended(self) -> None:
+        """Backward has come to the calls since the last one, or the optimizer has stepped."""
+        self._open = 0
 
     def to_cut(
         self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
     ) -> tuple[Call | None, int | None]:
         """(the call of the method `name` if it has to be cut, else None; the samples in it, if they can be told). `hint`:
         samples in the loader's batch."""
+        self._open += 1
+        self._most_open = max(self._most_open, self._open)
         doors = self._doors.get(name)
         try:
             return self._to_cut(name, Doorway(plain, doors) if doors else plain, tree, hint)
@@ -242,7 +259,7 @@ class Kinds:
     def _known(self, kind: Kind, plain: Callable[..., Any], tree: Tree, samples: int) -> Call | None:
         shapes = shapes_per_sample(tree, kind.layout)
         fits = no_larger(shapes, kind.shapes)
-        if fits and samples <= kind.whole:
+        if fits and samples <= kind.whole and UNDERWAY.whole <= kind.beside:
             return None
         core = self._core
         layout = Layout(kind.layout.axes, samples)
@@ -276,7 +293,7 @@ class Kinds:
         """The inputs are larger than any planned for: everything is planned anew, before they run."""
         if self._core.fixed is not None:
             return
-        kind.shapes, kind.whole, kind.planned, kind.bound = shapes, 0, {}, self._bound(call)
+        kind.shapes, kind.whole, kind.refused, kind.planned, kind.bound = shapes, 0, None, {}, self._bound(call)
         sizes = " ".join("x".join(map(str, shape)) for shape in shapes if shape)
         self._core.note("replan", f"inputs larger than any before ({sizes} per sample): planned anew before they run")
 
@@ -295,6 +312,10 @@ class Kinds:
             return False
         if settings.precision not in ("auto", "off", "float32"):
             return False  # a prescribed precision is applied around micro-batches
+        waiting = UNDERWAY.whole
+        circumstances = call.samples, waiting, self._most_open, core.settled
+        if kind.refused == circumstances:
+            return False
         demand = Demand(call.samples, settings.target_batch, checkpoint=settings.checkpoint or ())
         if call.outputs.loss is None:
             demand = replace(demand, standing_per_sample=LOSS_BOUND * call.outputs.bytes_per_sample)
@@ -303,11 +324,25 @@ class Kinds:
         except DoesNotFit:
             if settings.whole:
                 raise
+            plan = None
+        if plan is None or not (settings.whole or self._leaves_room(call, plan, kind.bound)):
+            kind.whole, kind.refused = 0, circumstances
             return False
-        if core.plan is None:
+        if core.plan is None or (core.plan.share, core.plan.accumulation > 1) == (call.samples, True):
             core.adopt(replace(plan, notes=(*plan.notes, "fits as is: it runs whole, as the script wrote it")), kind.bound)
-        kind.whole = max(kind.whole, call.samples)
+        kind.whole, kind.beside = max(kind.whole, call.samples), waiting
         return True
+
+    def _leaves_room(self, call: Call, plan: Plan, profile: Profile) -> bool:
+        """Whether beside this call, running whole, there is room for those that will wait for the same backward, and before a
+        step was seen for what may come."""
+        core, grows = self._core, profile.added_by(call.samples)
+        reserve = 0
+        if not core.settled and not core.normalises_batches():  # (whose statistics would be others')
+            there = plan.room + grows
+            pairs = 0 if call.outputs.loss is not None else PAIRS * 4 * call.samples**2
+            reserve = max(there // RESERVE, min(pairs, there // 2))
+        return grows * (self._most_open - self._open) + reserve <= plan.room
 
     # ---- planning for what consumes the output
 
@@ -323,7 +358,7 @@ class Kinds:
         """The plan for this consumer of the call's output: made at its first use, and again where there is more room."""
         core, kind = self._core, self._kinds[call.key]
         if core.fixed is not None:
-            return Planned(core.fixed, None, Demand(call.samples))
+            return Planned(core.fixed, None, Demand(call.samples), ())
         demand = Demand(
             call.samples,
             core.settings.target_batch,
@@ -332,15 +367,33 @@ class Kinds:
             standing_per_sample=standing_per_sample,
         )
         found = kind.planned.get(consumer.name)
-        if found is None or call.samples > found.demand.share:
+        shapes = shapes_per_sample(call.tree, call.layout)
+        if found is not None and not no_larger(shapes, found.shapes):
+            found = None
+        if found is None or (call.samples > found.demand.share and not self._for_more(found, demand)):
             there = kind.bound if isinstance(consumer, OwnLoss) else None
             plan, profile = core.planner.plan(self._task(call, consumer, demand, weighting), profile=there)
             plan = keepable(plan, profile, self._most_kept(profile))
-            found = kind.planned[consumer.name] = Planned(plan, profile, demand)
+            found = kind.planned[consumer.name] = Planned(plan, profile, demand, shapes)
             core.adopt(plan, profile, found.tuned)
         elif demand.standing < found.demand.standing and found.profile is not None:
             self._roomier(found, demand.standing)
         return found
+
+    def _for_more(self, planned: Planned, demand: Demand) -> bool:
+        """A call with more samples, each no larger than was planned for: its plan rests on the same profile, as its own would
+        tell less of larger ones. Whether there is one."""
+        core = self._core
+        assert planned.profile is not None
+        try:
+            constrained = replace(core.planner.constrained(demand), equal=core.compiled)
+            plan = search([planned.profile], core.memory.budget(), constrained)
+        except DoesNotFit:
+            return False
+        planned.plan = keepable(plan, planned.profile, self._most_kept(planned.profile))
+        planned.demand = demand
+        core.adopt(planned.plan, planned.profile, planned.tuned)
+        return True
 
     def _roomier(self, planned: Planned, standing: int) -> None:
         """The script zeroes its gradients before the batch runs: their room can be used from now on."""

@@ -20,10 +20,11 @@ from memfit.engine.staged import Staging
 from memfit.hardware.exhausted import patiently
 from memfit.hardware.heap import give_back_free_heap
 from memfit.planning.search import Demand, micro_batch_sizes
-from memfit.profiling.allocator import HIGH_HEAP_WASTE, thresholds_pinned
+from memfit.profiling.allocator import HIGH_HEAP_WASTE, heap_peak, thresholds_pinned
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import Timing, never_slower
 from memfit.profiling.timing import Stopwatch, optimizer_seconds, time_sizes
+from memfit.training.heap import HeapWatch
 from memfit.training.memory import Memory
 from memfit.training.recover import surviving
 from memfit.training.task import Task
@@ -40,6 +41,9 @@ HIDDEN_KEPT = 16 << 20
 RESERVED_FOR_CONVOLUTION = 1600 << 10
 """Bytes that oneDNN reserves for the kernels of a convolution, forward and backward, with the first micro-batch of every size;
 one seventh becomes resident (measured with torch 2.13, one thread: 1.05 MiB in a ResNet, 0.96 in ConvNeXt, 1.54 in a U-Net)."""
+UNSEEN = 3
+"""One part in so many of what a micro-batch adds that kernels may take on the CPU beside what smaller ones did (MKL was seen to
+pack one or two of six matrices of 4,000 x 4,096, and those of smaller ones not)."""
 BUSY = 1.5
 """Processes that want to run, per core, from which on timings are taken to be disturbed (a training itself makes it 1)."""
 FAR = 2
@@ -163,7 +167,14 @@ class Measurer:
         work = task.real_work(profile.precision if profile.precision_is_lever else "off")
         traced = profile.timeline is not None
         watch = Stopwatch(
-            self._model, self._staging, task.weighting, self._device, profile.blocks, reserved=reserved, trimmed=not traced
+            self._model,
+            self._staging,
+            task.weighting,
+            self._device,
+            profile.blocks,
+            reserved=reserved,
+            trimmed=not traced,
+            make_room=self._giving_back(profile, allowed),
         )
         # What a new size of micro-batch keeps shows in the second at the earliest; what was not timed is not used then.
         least, seconds = (2, 2 * TIMING_SECONDS) if reserved else (1, TIMING_SECONDS)
@@ -174,7 +185,8 @@ class Measurer:
             """Whether it still fits after what smaller sizes took beyond their trace, and kept."""
             corrected = profile.with_timings(found, 0.0)
             kept = corrected.kept_for((size,)) + sum(timing.kept for timing in found)
-            return kept <= MOST_KEPT * allowed and corrected.peak(size).upper + kept <= allowed
+            unseen = corrected.added_by(size) // UNSEEN if self._device.type == "cpu" and traced else 0
+            return kept <= MOST_KEPT * allowed and corrected.peak(size).upper + kept + unseen <= allowed
 
         def longer(found: tuple[Timing, ...]) -> bool:
             """Where kernels take much, larger sizes say how much more closely than a line through the smallest."""
@@ -186,6 +198,22 @@ class Measurer:
 
         more = None if reserved else longer
         return time_sizes(watch, work, chosen, seconds, admit, least=least, longer=more, regardless=regardless)
+
+    def _giving_back(self, profile: Profile, allowed: int) -> Callable[[int], int]:
+        """What gives free pages of the C library's heap back before a micro-batch that would not fit beside them, and tells
+        what they may come to again."""
+        timeline, heap = profile.timeline, HeapWatch()
+        if timeline is None or self._device.type != "cpu" or self._memory.reserved or thresholds_pinned():
+            return lambda samples: 0
+        there = heap.held()
+
+        def make_room(samples: int) -> int:
+            heap.ceiling = there + max(0, allowed - profile.peak(samples).expected)
+            before = heap.given_back
+            heap.check()
+            return int(profile.heap_waste * heap_peak(timeline, samples)) if heap.given_back > before else 0
+
+        return make_room
 
     def _optimizer_seconds(self, allowed: int) -> float:
         return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))

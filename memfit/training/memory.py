@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -37,6 +38,10 @@ AHEAD = 1.5
 1.6 times what they touch)."""
 
 
+_TRAINING: weakref.WeakSet[Memory] = weakref.WeakSet()
+"""Of the models that train in this process: a script may wrap its generator and its discriminator one by one."""
+
+
 class Memory:
     """The memory of one model, optimizer and budget.
 
@@ -48,6 +53,7 @@ class Memory:
         self._model, self._optimizer, self._device = model, optimizer, device
         give_back_free_heap()
         self._coming: list[tuple[Optimizer, int]] = []
+        self._state = 0
         self._seen: int | None = None
         self._resting = False
         self.reserved = device.type == "cpu" and _limits_what_is_reserved(budget)
@@ -63,11 +69,33 @@ class Memory:
         """Keep room for the states of other optimizers of the model, whose first steps make them."""
         self._coming = [(optimizer, state_bytes(optimizer)) for optimizer in optimizers]
 
+    def train(self) -> None:
+        """From now on other models of this process keep room for this one's gradients and optimizer state."""
+        self._state = state_bytes(self._optimizer)
+        _TRAINING.add(self)
+
+    def end(self) -> None:
+        """It trains no more."""
+        _TRAINING.discard(self)
+
+    def lacking(self, beside: Memory) -> int:
+        """Bytes of gradients and optimizer state that its next step makes and are not there yet, unless they are `beside`'s."""
+        if self._model is beside._model:
+            return 0
+        others = {id(p) for p in beside._model.parameters()}
+        gradients = sum(
+            bytes_here(p) for p in self._model.parameters() if p.requires_grad and p.grad is None and id(p) not in others
+        )
+        own_state = 0 if self._optimizer is beside._optimizer else max(0, self._state - state_there(self._optimizer))
+        return gradients + own_state
+
     def budget(self) -> Budget:
-        """The budget with what is held now beside the tensors that profiles count, and with what can still be had now."""
+        """The budget with what is held now beside the tensors that profiles count, or will be by other models, and with what
+        can still be had now."""
         give_back_free_heap()
         known = self._known_bytes()
         coming = sum(max(0, size - state_there(optimizer)) for optimizer, size in self._coming)
+        coming += sum(other.lacking(self) for other in _TRAINING)
         held = max(0, self._base + self._meter.held() - known - self._start) + coming
         # Planning itself, libraries and other processes have taken memory since the first look.
         free = photograph(self._device).free

@@ -48,6 +48,11 @@ KERNELS = 5
 measured before it runs (an LSTM's kernels were seen to take 4.5 times its tensors, convolutions in float64 twice)."""
 
 
+def doubling(most: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and the most."""
+    return (*(1 << power for power in range((most - 1).bit_length())), most)
+
+
 class Planner:
     """Plans for one model, optimizer and budget, and remembers the profiles it made. `shard`: what is held in parts, so that
     `optimizer` is that of this process's part."""
@@ -159,6 +164,10 @@ class Planner:
         if not task.compiled:
             try:
                 found = self._traced(subject, task.make_work(lever), task.available, sizes, like)
+                if found.timeline is None and sizes is None and task.available >= CHECK:
+                    if self._is_here() and self._parts is None:
+                        raise TraceFailed("it runs otherwise for other sizes of micro-batches")
+                    found = self._traced(subject, task.make_work(lever), task.available, doubling(task.available), like)
                 notes = (*found.notes, *((FRAGMENTS,) if self._memory.reserved and not thresholds_pinned() else ()))
                 return replace(found, heap_waste=self._memory.heap_waste, notes=notes)
             except TraceFailed as failed:
@@ -184,9 +193,12 @@ class Planner:
         raised; and torch's own word where a block computes another thing when it is run again."""
         if checkpoint and isinstance(failed.__cause__, CheckpointError):
             raise failed.__cause__
-        card = self.settings.card
-        if card is not None or any(p.is_meta for p in self._model.parameters()):
-            raise own_exception(failed) or not_measurable(card, failed) from failed.__cause__
+        if not self._is_here():
+            raise own_exception(failed) or not_measurable(self.settings.card, failed) from failed.__cause__
+
+    def _is_here(self) -> bool:
+        """Whether it can be run: the device is here, and the parameters are."""
+        return self.settings.card is None and not any(p.is_meta for p in self._model.parameters())
 
     def _search(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
         """The plan by composition, then traced whole; where the trace needs more, that is learnt and searched again."""

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 HISTORY = 1000
 """Steps whose durations are remembered."""
+LOOKS = 16
+"""Steps within which one is to be seen that takes what was planned."""
 
 
 class Run:
@@ -137,6 +139,7 @@ class Run:
         self._undo.clear()
         if self._core is not None:
             self._core.release()
+            self._core.memory.end()
         loader = self.loader
         if isinstance(loader, (EffectiveLoader, PassedThrough)):
             self.loader = loader.source
@@ -389,9 +392,13 @@ class Run:
             core.memory.reset_peak()  # neither what planning itself held nor a plan before this one counts
             self._measured_plan, self._peak_from = core.plan, core.steps
         core.memory.stepped()
+        if not core.settled and core.steps <= LOOKS and core.plan is not None:
+            peak = self.measured_peak()
+            core.settled = peak is not None and peak <= core.plan.held + core.plan.predicted.upper
         if self._guard is not None:
             self._guard.stepped()
         if self._script is not None:
+            self._script.stepped()
             if self._stepper is None:
                 self._script.outside.stepped()
             self._compare_with_target(self._script)

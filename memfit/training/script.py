@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from memfit.engine.context import without_inference_mode
 from memfit.engine.generators import random_state_kept
 from memfit.engine.handover import ALMOST, Factor, Total, hand_over
 from memfit.engine.joined import joined
+from memfit.planning.plan import Plan
 from memfit.training.call import Call
 from memfit.training.consumers import AllOutputs, Consumer, Expression
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
@@ -36,10 +38,11 @@ from memfit.training.kinds import LOSS_BOUND, OWN_LOSS, Kinds
 from memfit.training.outside import OutsideForward
 from memfit.training.standin import StandIn, settle_looks, stand_ins
 from memfit.training.tune import Tuner
+from memfit.training.underway import UNDERWAY
 
 DIVISORS = "what the losses of a step divide by"
 KEPT_VALUES = 16 << 20
-"""Bytes up to which the values of an output are kept from the accumulate pass, for metrics read after the loss."""
+"""Bytes of outputs' values that are kept from the accumulate pass at least, for metrics read after the loss."""
 
 
 class Script:
@@ -63,7 +66,6 @@ class Script:
         self.in_step = False
         """Whether it serves step mode's losses in two passes, which processes come to one by one."""
         self._joint: Callable[[], Call | None] = lambda: None
-        self._keeps: Callable[[], Call | None] = lambda: None
         self.outside = OutsideForward(core.model, core.tell)
 
     def answer(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +81,7 @@ class Script:
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples())
             self.samples_seen += samples or 0
             if call is None:
-                self._make_room(None)
+                UNDERWAY.make_room(None)
                 output = self._whole(lambda: plain(*args, **kwargs))
                 self._guard_whole(output)
                 return output
@@ -151,11 +153,17 @@ class Script:
         return float(samples if told is None else min(told, samples) if samples > 1 else told)
 
     def _guard_whole(self, output: Any) -> None:
-        """What runs whole may be added up by the script as well as what is cut."""
-        if self._guard is not None:
-            for tensor in tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._about_to_hand_over(list(self._known.values())))
+        """What runs whole may be added up by the script as well as what is cut; its activations are there until backward."""
+        found = list(tensors(output))
+        UNDERWAY.ran_whole(self, found)
+        for tensor in found:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._about_to_hand_over(list(self._known.values())))
+
+    def stepped(self) -> None:
+        """The optimizer took a step."""
+        self._kinds.ended()
+        UNDERWAY.stepped(self)
 
     def _is_training_call(self, tree: Any) -> bool:
         """Whether gradients flow into its parameters, or through it into what it is given."""
@@ -268,15 +276,8 @@ class Script:
         assert call.values is not None
         return call.values
 
-    def _make_room(self, call: Call | None) -> None:
-        """`call` is to run: activations that another one kept go, as what fits was planned for one at a time."""
-        before = self._keeps()
-        if before is not None and before is not call:
-            before.kept.clear()
-        self._keeps = (lambda: None) if call is None else weakref.ref(call)
-
     def _first_pass(self, call: Call) -> None:
-        self._make_room(call)
+        UNDERWAY.make_room(call)
         core, planned, repeated = self._core, self._replay_plan(call), bool(call.pieces)
 
         def attempt(largest: int) -> None:
@@ -285,8 +286,9 @@ class Script:
                 call.forget_pass()
             keep = 0 if core.staging.parts is not None else planned.plan.keep  # (passes of all processes go in one order)
             pieces = core.pieces(call.samples, largest)
+            cut = partial(sizes, largest=largest, least=core.least)
             with nullcontext() if repeated else core.norms_of(len(pieces)):
-                call.compute_values(pieces, keep, core.staging, core.buffers)
+                call.compute_values(pieces, keep, core.staging, core.buffers, cut, core.heap.check)
 
         try:
             with core.computing():
@@ -300,7 +302,7 @@ class Script:
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
         """The gradients of the receivers for these gradients of the outputs."""
         self.values(call)
-        self._make_room(call)
+        UNDERWAY.make_room(call)
         self._gathers(call)
         core = self._core
         receivers = self.receivers(call)
@@ -315,7 +317,8 @@ class Script:
             factor = core.staging.relative_to(weight)
             incoming = gradients if factor == 1.0 else tuple(None if g is None else g * weight for g in gradients)
             with core.staging.counting():
-                call.replay(incoming, core.staging, core.buffers, lambda samples: sizes(samples, largest, core.least))
+                cut = partial(sizes, largest=largest, least=core.least)
+                call.replay(incoming, core.staging, core.buffers, cut, core.heap.check)
                 parameters = len(receivers) - len(call.inputs.wanted)
                 staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
             value = torch.zeros((), device=core.device)
@@ -389,13 +392,13 @@ class Script:
     def _pass(self, call: Call, consumer: Consumer, weighting: Weighting, first: bool) -> Total:
         core = self._core
         call.check_unchanged()
-        self._make_room(call)
+        UNDERWAY.make_room(call)
         planned = self._kinds.planned(call, consumer, weighting)
         if core.reference is None:
             core.reference = _reference(call, consumer, weighting)
         work = consumer.work(call, planned.plan.precision)
         work.draws = True
-        work.keeps = self._worth_keeping(call, consumer) if first else frozenset()
+        work.keeps = self._worth_keeping(call, consumer, planned.plan) if first else frozenset()
 
         def begin(pieces: Sequence[int]) -> None:
             work.values.clear()
@@ -423,16 +426,22 @@ class Script:
             self._core.reference = _reference(call, REPLAY, BY_SUM)
         return planned
 
-    def _worth_keeping(self, call: Call, consumer: Consumer) -> frozenset[int]:
-        """The outputs that the script still holds, if they are small together; a loss that is being computed is none."""
+    def _worth_keeping(self, call: Call, consumer: Consumer, plan: Plan) -> frozenset[int]:
+        """The outputs that the script still holds, the smallest first, as far as there is room beside the plan's peak; a loss
+        that is being computed is none."""
         standins = [standin for each in call.calls for standin in each.standins if isinstance(standin, StandIn)]
         leaves = {leaf for standin in standins for leaf in standin.leaves}
         held = {call.offsets[number] + leaf for number, leaf in leaves if number in call.offsets}
         held -= {call.outputs.loss} if consumer is OWN_LOSS else set()
-        size = sum(call.outputs.leaves[i].bytes_for(call.samples) for i in held)
-        return frozenset(held) if size <= KEPT_VALUES else frozenset()
+        size = {i: call.outputs.leaves[i].bytes_for(call.samples) for i in held}
+        left, kept = max(KEPT_VALUES, plan.room // 2), set()  # (parts and whole are there together)
+        for i in sorted(held, key=size.__getitem__):
+            left -= size[i]
+            kept |= {i} if left >= 0 else set()
+        return frozenset(kept)
 
     def _about_to_hand_over(self, receivers: Sequence[torch.Tensor]) -> None:
+        self._kinds.ended()
         if self._guard is not None:
             self._guard.handing_over(self._batch_number(), receivers)
 

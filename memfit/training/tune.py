@@ -49,6 +49,11 @@ class Tuner:
         self._turn = 0
 
     @property
+    def largest(self) -> int:
+        """The largest choice it may propose."""
+        return self.choices[-1]
+
+    @property
     def done(self) -> bool:
         """Whether every choice that is not hopeless was measured often enough, and then those near the fastest again."""
         return len(self.fitting) < 2 or self._passes > PATIENCE or (self._near_known and self._all_measured())

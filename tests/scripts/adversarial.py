@@ -3,8 +3,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import arguments, save, tell
-from sklearn.datasets import load_digits
+from common import arguments, load_digits, save, tell
 from torch.utils.data import DataLoader, TensorDataset
 
 #: import memfit
@@ -16,7 +15,7 @@ def fgsm_attack(image, epsilon, data_grad):
 
 def main():
     args = arguments(__doc__, batch_size=32)
-    digits = load_digits()
+    digits = load_digits(args)
     images = torch.tensor(digits.data, dtype=torch.get_default_dtype()) / 16
     loader = DataLoader(TensorDataset(images, torch.tensor(digits.target)), batch_size=args.batch_size, shuffle=True)
     wide = 64 * args.width

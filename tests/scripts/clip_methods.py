@@ -3,8 +3,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import arguments, save, tell
-from sklearn.datasets import load_digits
+from common import arguments, load_digits, save, tell
 from torch.utils.data import DataLoader, TensorDataset
 
 #: import memfit
@@ -34,9 +33,10 @@ class CLIP(nn.Module):
 
 def main():
     args = arguments(__doc__, batch_size=24)
-    digits = load_digits()
+    digits = load_digits(args)
     images = torch.tensor(digits.images, dtype=torch.get_default_dtype()) / 16
-    names = torch.stack([torch.tensor([label, (3 * label) % 10, label // 2, 11, 0]) for label in digits.target])
+    words = torch.tensor([[label, (3 * label) % 10, label // 2] for label in digits.target])
+    names = F.pad(F.pad(words.repeat(1, args.width), (0, 1), value=11), (0, 1))
     loader = DataLoader(TensorDataset(images, names), batch_size=args.batch_size, shuffle=True)
     model = CLIP(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)

@@ -10,18 +10,22 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import sklearn.datasets
 import torch
 from torch import Tensor, nn
 
 
 def arguments(description: str | None, batch_size: int) -> argparse.Namespace:
-    """The script's arguments; `batch_size` is its own default. Attributes: steps, batch_size, width (a factor for layers and
-    samples, for trainings that are to take memory), dropout, as_it_comes, out."""
+    """The script's arguments; `batch_size` is its own default. Attributes: steps, batch_size, width and times (factors of
+    layers and of the number of samples, for trainings that are to take memory), dropout, as_it_comes, out."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=batch_size)
     parser.add_argument("--width", type=int, default=1)
+    parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--as-it-comes", action="store_true", help="with dropout, batch norm and noise drawn inside the model")
     parser.add_argument("--out", type=Path, help="where the checkpoint goes")
@@ -30,6 +34,13 @@ def arguments(description: str | None, batch_size: int) -> argparse.Namespace:
     torch.set_default_dtype(getattr(torch, args.dtype))
     torch.manual_seed(0)
     return args
+
+
+def load_digits(args: argparse.Namespace) -> SimpleNamespace:
+    """Handwritten digits, each `args.times` times: data [n, 64] and images [n, 8, 8] of 0 to 16, target [n]."""
+    found = sklearn.datasets.load_digits()
+    repeated = {name: np.concatenate([found[name]] * args.times) for name in ("data", "images", "target")}
+    return SimpleNamespace(**repeated)
 
 
 def norm(args: argparse.Namespace, channels: int) -> nn.Module:

@@ -12,8 +12,8 @@ FEATURES, SIGNS = 8, 12
 
 
 class Utterances(Dataset):
-    def __init__(self):
-        self.lengths = [20 + (7 * i) % 25 for i in range(120)]
+    def __init__(self, args):
+        self.lengths = [20 + (7 * i) % 25 for i in range(120 * args.times)]
 
     def __len__(self):
         return len(self.lengths)
@@ -68,7 +68,7 @@ class SpeechModel(nn.Module):
 
 def main():
     args = arguments(__doc__, batch_size=10)
-    data = Utterances()
+    data = Utterances(args)
     loader = DataLoader(data, batch_sampler=DurationSampler(data.lengths, 30 * args.batch_size), collate_fn=collate)
     model = SpeechModel(args)
     criterion = nn.CTCLoss(blank=0, zero_infinity=True)

@@ -2,8 +2,7 @@
 
 import torch
 import torch.nn as nn
-from common import arguments, norm, save, tell
-from sklearn.datasets import load_digits
+from common import arguments, load_digits, norm, save, tell
 from torch.utils.data import DataLoader, TensorDataset
 
 #: import memfit
@@ -36,7 +35,7 @@ def discriminator(args):
 
 def main():
     args = arguments(__doc__, batch_size=24)
-    images = torch.tensor(load_digits().images, dtype=torch.get_default_dtype()).unsqueeze(1) / 8 - 1
+    images = torch.tensor(load_digits(args).images, dtype=torch.get_default_dtype()).unsqueeze(1) / 8 - 1
     noises = torch.randn(len(images), NZ, 1, 1)
     loader = DataLoader(TensorDataset(images, noises), batch_size=args.batch_size, shuffle=True)
     netG, netD = generator(args), discriminator(args)

@@ -10,8 +10,11 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Scenes(Dataset):
+    def __init__(self, args):
+        self.count = 120 * args.times
+
     def __len__(self):
-        return 120
+        return self.count
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
@@ -51,7 +54,7 @@ def collate_fn(batch):
 
 def main():
     args = arguments(__doc__, batch_size=8)
-    data_loader = DataLoader(Scenes(), batch_size=args.batch_size, shuffle=True, collate_fn=collate_fn)
+    data_loader = DataLoader(Scenes(args), batch_size=args.batch_size, shuffle=True, collate_fn=collate_fn)
     model = Detector(args)
     params = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=5e-4)

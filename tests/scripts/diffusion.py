@@ -6,8 +6,7 @@ import os
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import arguments, save, tell
-from sklearn.datasets import load_digits
+from common import arguments, load_digits, save, tell
 from torch.utils.data import DataLoader, TensorDataset
 
 #: import memfit
@@ -38,7 +37,7 @@ def update_ema(ema_model, model, decay=0.9):
 
 def main():
     args = arguments(__doc__, batch_size=16)
-    digits = load_digits()
+    digits = load_digits(args)
     images = torch.tensor(digits.images, dtype=torch.get_default_dtype()).unsqueeze(1) / 16
     labels = F.one_hot(torch.tensor(digits.target), 10).to(images.dtype)
     # drawn for each sample, so that any division of the batch meets the same

@@ -2,8 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from common import arguments, norm, save, tell
-from sklearn.datasets import load_digits
+from common import arguments, load_digits, norm, save, tell
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,10 +38,10 @@ def test(model, images, labels):
 
 def main():
     args = arguments(__doc__, batch_size=32)
-    digits = load_digits()
+    digits = load_digits(args)
     images = torch.tensor(digits.images, dtype=torch.get_default_dtype()).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)
-    loader = DataLoader(TensorDataset(images[:1500], labels[:1500]), batch_size=args.batch_size, shuffle=True)
+    loader = DataLoader(TensorDataset(images[:-297], labels[:-297]), batch_size=args.batch_size, shuffle=True)
     model = Net(args)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     #: model, optimizer, loader = memfit.wrap(model, optimizer, loader, target_batch=args.batch_size)
@@ -60,7 +59,7 @@ def main():
         if step + 1 == args.steps:
             break
     print(f"train: {correct} of {args.steps * args.batch_size}")
-    test(model, images[1500:], labels[1500:])
+    test(model, images[-297:], labels[-297:])
     save(args, model)
 
 

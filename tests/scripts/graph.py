@@ -16,7 +16,7 @@ class Batch:
         self.x, self.edge_index, self.batch, self.y, self.num_graphs = x, edge_index, batch, y, len(y)
 
 
-def graphs(n=240):
+def graphs(n):
     """Rings, stars, and rings with a chord from every node."""
     generator = torch.Generator().manual_seed(0)
     for i in range(n):
@@ -85,9 +85,9 @@ class GIN(nn.Module):
 
 def main():
     args = arguments(__doc__, batch_size=16)
-    dataset = list(graphs())
-    loader = DataLoader(dataset[:200], batch_size=args.batch_size, shuffle=True, collate_fn=collate)
-    test_loader = DataLoader(dataset[200:], batch_size=args.batch_size, collate_fn=collate)
+    dataset = list(graphs(240 * args.times))
+    loader = DataLoader(dataset[:-40], batch_size=args.batch_size, shuffle=True, collate_fn=collate)
+    test_loader = DataLoader(dataset[-40:], batch_size=args.batch_size, collate_fn=collate)
     model = GIN(args)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     #: model, optimizer, loader = memfit.wrap(model, optimizer, loader, target_batch=args.batch_size, split=split)

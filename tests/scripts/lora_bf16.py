@@ -22,7 +22,7 @@ class LoRA(nn.Module):
         return self.base(x) + ((x.to(self.A.dtype) @ self.A @ self.B) * self.scaling).to(x.dtype)
 
 
-def examples(n=160):
+def examples(n):
     generator = torch.Generator().manual_seed(0)
     for _ in range(n):
         ids = torch.randint(0, 120, (18,), generator=generator)
@@ -52,7 +52,7 @@ def main():
     for block in model.transformer.h:
         block.attn.c_attn = LoRA(block.attn.c_attn)
     print_trainable_parameters(model)
-    train_loader = DataLoader(list(examples()), batch_size=args.batch_size, shuffle=True)
+    train_loader = DataLoader(list(examples(160 * args.times)), batch_size=args.batch_size, shuffle=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     #: model, optimizer, train_loader = memfit.wrap(model, optimizer, train_loader, target_batch=args.batch_size)
 

@@ -50,7 +50,7 @@ class Model(nn.Module):
 def main():
     args = arguments(__doc__, batch_size=16)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 50, (200, 10), generator=generator)
+    tokens = torch.randint(0, 50, (200 * args.times, 10), generator=generator)
     loader = DataLoader(TensorDataset(tokens, (tokens * 3 + 1) % 50), batch_size=args.batch_size, shuffle=True)
     model = Model(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

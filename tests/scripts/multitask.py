@@ -3,8 +3,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import arguments, save, tell
-from sklearn.datasets import load_digits
+from common import arguments, load_digits, save, tell
 from torch.utils.data import DataLoader, TensorDataset
 
 #: import memfit
@@ -25,7 +24,7 @@ class MultiTask(nn.Module):
 
 def main():
     args = arguments(__doc__, batch_size=32)
-    digits = load_digits()
+    digits = load_digits(args)
     images = torch.tensor(digits.images, dtype=torch.get_default_dtype()) / 16
     ink = images.mean(2)
     known = ink > 0.1

@@ -3,22 +3,21 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import arguments, norm, save, tell
-from sklearn.datasets import load_digits
+from common import arguments, load_digits, norm, save, tell
 from torch.utils.data import DataLoader, Dataset
 
 #: import memfit
 
 
 class Triplets(Dataset):
-    def __init__(self):
-        digits = load_digits()
+    def __init__(self, args):
+        digits = load_digits(args)
         self.images = torch.tensor(digits.images, dtype=torch.get_default_dtype()).unsqueeze(1) / 16
         self.labels = torch.tensor(digits.target)
         self.by_label = [torch.nonzero(self.labels == digit).flatten() for digit in range(10)]
 
     def __len__(self):
-        return 1000
+        return len(self.labels) - 797
 
     def __getitem__(self, index):
         label = int(self.labels[index])
@@ -39,7 +38,7 @@ class EmbeddingNet(nn.Module):
 
 def main():
     args = arguments(__doc__, batch_size=24)
-    loader = DataLoader(Triplets(), batch_size=args.batch_size, shuffle=True)
+    loader = DataLoader(Triplets(args), batch_size=args.batch_size, shuffle=True)
     model = EmbeddingNet(args)
     criterion = nn.TripletMarginLoss(margin=1.0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

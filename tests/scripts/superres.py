@@ -5,8 +5,7 @@ import math
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import arguments, save, tell
-from sklearn.datasets import load_digits
+from common import arguments, load_digits, save, tell
 from torch.utils.data import DataLoader, TensorDataset
 
 #: import memfit
@@ -30,11 +29,11 @@ class Net(nn.Module):
 
 def main():
     args = arguments(__doc__, batch_size=16)
-    large = torch.tensor(load_digits().images, dtype=torch.get_default_dtype()).unsqueeze(1) / 16
+    large = torch.tensor(load_digits(args).images, dtype=torch.get_default_dtype()).unsqueeze(1) / 16
     large = F.interpolate(large, scale_factor=2 * args.width)
     small = F.avg_pool2d(large, 2)
-    loader = DataLoader(TensorDataset(small[:500], large[:500]), batch_size=args.batch_size, shuffle=True)
-    testing = DataLoader(TensorDataset(small[500:600], large[500:600]), batch_size=25)
+    loader = DataLoader(TensorDataset(small[:-1297], large[:-1297]), batch_size=args.batch_size, shuffle=True)
+    testing = DataLoader(TensorDataset(small[-1297:-1197], large[-1297:-1197]), batch_size=25)
     model = Net(args)
     criterion = nn.MSELoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

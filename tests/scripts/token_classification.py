@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForTokenClassification
 LABELS = 5
 
 
-def sentences(n=200):
+def sentences(n):
     generator = torch.Generator().manual_seed(0)
     for _ in range(n):
         length = int(torch.randint(5, 17, (1,), generator=generator))
@@ -40,7 +40,8 @@ def main():
         hidden_dropout_prob=args.dropout, attention_probs_dropout_prob=args.dropout,
     )  # fmt: skip
     model = BertForTokenClassification(config)
-    train_dataloader = DataLoader(list(sentences()), shuffle=True, collate_fn=collate, batch_size=args.batch_size)
+    dataset = list(sentences(200 * args.times))
+    train_dataloader = DataLoader(dataset, shuffle=True, collate_fn=collate, batch_size=args.batch_size)
     no_decay = ["bias", "LayerNorm.weight"]
     grouped = [
         {"params": [p for n, p in model.named_parameters() if not any(nd in n for nd in no_decay)], "weight_decay": 0.01},

@@ -2,8 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from common import arguments, save, tell
-from sklearn.datasets import load_digits
+from common import arguments, load_digits, save, tell
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,7 +43,7 @@ def loss_function(recon_x, x, mu, logvar):
 
 def main():
     args = arguments(__doc__, batch_size=32)
-    images = torch.tensor(load_digits().images, dtype=torch.get_default_dtype()) / 16
+    images = torch.tensor(load_digits(args).images, dtype=torch.get_default_dtype()) / 16
     noise = torch.randn(len(images), 8)
     loader = DataLoader(TensorDataset(images, noise), batch_size=args.batch_size, shuffle=True)
     model = VAE(args)

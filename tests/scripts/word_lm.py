@@ -37,10 +37,10 @@ def repackage_hidden(hidden):
     return hidden.detach() if isinstance(hidden, torch.Tensor) else tuple(repackage_hidden(h) for h in hidden)
 
 
-def corpus():
+def corpus(args):
     text = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text().split()
     known = {word: i for i, word in enumerate(sorted(set(text), key=lambda word: (-text.count(word), word))[: WORDS - 1])}
-    return torch.tensor([known.get(word, WORDS - 1) for word in text])
+    return torch.tensor([known.get(word, WORDS - 1) for word in text] * args.times)
 
 
 def batchify(data, batch_size):
@@ -57,7 +57,7 @@ def get_batch(source, i):
 
 def main():
     args = arguments(__doc__, batch_size=20)
-    data = batchify(corpus(), args.batch_size)
+    data = batchify(corpus(args), args.batch_size)
     model = RNNModel(args)
     criterion = nn.CrossEntropyLoss()
     lr = 5.0
