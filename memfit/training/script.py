@@ -39,6 +39,7 @@ from memfit.training.outside import OutsideForward
 from memfit.training.standin import StandIn, settle_looks, stand_ins
 from memfit.training.tune import Tuner
 from memfit.training.underway import UNDERWAY
+from memfit.training.where import line_of_script
 
 DIVISORS = "what the losses of a step divide by"
 KEPT_VALUES = 16 << 20
@@ -63,6 +64,7 @@ class Script:
         self._known = {id(p): p for p in core.model.parameters()}
         self._busy = False
         self._shapes: dict[Any, Any] = {}
+        self._lines = {""}
         self.in_step = False
         """Whether it serves step mode's losses in two passes, which processes come to one by one."""
         self._joint: Callable[[], Call | None] = lambda: None
@@ -271,10 +273,20 @@ class Script:
     def values(self, call: Call) -> list[Any]:
         """The joined outputs' leaves, computed on first use."""
         if call.values is None:
+            self._say_where(call)
             with self.aside(), self._core.announcing(), call.as_called(), torch.enable_grad():
                 self._first_pass(call)
         assert call.values is not None
         return call.values
+
+    def _say_where(self, call: Call) -> None:
+        """That the forward runs once more, and for which line."""
+        line = line_of_script()
+        if not call.samples or line in self._lines or self._core.settings.rank:
+            return
+        self._lines.add(line)
+        when = "after" if call.gathered else "before"
+        self._core.note("note", f"{line} takes values of an output {when} its loss ran: for that the forward runs once more")
 
     def _first_pass(self, call: Call) -> None:
         UNDERWAY.make_room(call)
@@ -301,6 +313,8 @@ class Script:
 
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
         """The gradients of the receivers for these gradients of the outputs."""
+        if call.values is None:  # (what it computes would be taken for a reader's)
+            self._lines.add(line_of_script())
         self.values(call)
         UNDERWAY.make_room(call)
         self._gathers(call)

@@ -1,0 +1,29 @@
+"""Which line of the user's is running: outside memfit, torch and other installed packages."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+
+def line_of_script() -> str:
+    """The innermost line of the user's own code that is running, as "train.py:48 (loss = margin(out))"; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(("<", *_others())):
+            code = linecache.getline(name, frame.f_lineno).strip()
+            return f"{Path(name).name}:{frame.f_lineno}" + (f" ({code[:60]})" if code else "")
+        frame = frame.f_back
+    return ""
+
+
+@cache
+def _others() -> tuple[str, ...]:
+    """Folders whose code is nobody's script."""
+    paths = sysconfig.get_paths()
+    return str(Path(__file__).parents[1]), *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))

@@ -1,0 +1,236 @@
+"""What scripts do with models and outputs beside training as books have it: as in plain PyTorch, or an error that says why."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from stepping import sgd
+from torch import Tensor, nn
+from zoo.plain import gradients_of, relative_error
+
+import memfit
+from memfit import Refused
+
+Loop = Callable[[nn.Module, Tensor, Tensor], Any]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(10, 6, generator=generator).double(), torch.randint(0, 4, (10,), generator=generator)
+
+
+class Beside(nn.Module):
+    """Returns something without a batch dimension beside its output."""
+
+    def __init__(self, what: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.what = net(), what
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.inner(x)
+        return out, self.what(out)
+
+
+def retained(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def kept_across_steps(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    kept = []
+    for _ in range(3):
+        kept.append(model(x))
+        model.zero_grad()
+        F.cross_entropy(kept[-1], y).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    return [out.detach().clone() for out in kept]
+
+
+def together(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    first, second = model(x), model(x + 1)
+    (F.cross_entropy(first, y) + F.cross_entropy(second, y)).backward()
+
+
+def listed(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    torch.stack([F.cross_entropy(model(x + i), y) for i in range(3)]).mean().backward()
+
+
+def added_in_place(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    loss: Any = 0.0
+    for i in range(3):
+        loss += F.cross_entropy(model(x + i), y)
+    (loss / 3).backward()
+
+
+def written_output(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    out = model(x)
+    out.mul_(2.0)
+    out[:, 0] = 0.0
+    F.cross_entropy(out, y).backward()
+
+
+def indexed_by_a_mask(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    out = model(x)
+    mask = y != 1
+    F.cross_entropy(out[mask], y[mask]).backward()
+
+
+def hooked(model: nn.Module, x: Tensor, y: Tensor) -> list[Any]:
+    seen = []
+    out = model(x)
+    out.register_hook(lambda gradient: seen.append(gradient.clone()))
+    out.retain_grad()
+    F.cross_entropy(out, y).backward()
+    return [*seen, out.grad]
+
+
+def looked_at(model: nn.Module, x: Tensor, y: Tensor) -> list[Any]:
+    out = model(x)
+    F.cross_entropy(out, y).backward()
+    found = [out.detach().numpy().sum(), out.tolist()[0][0], len(out), out.is_leaf, out.requires_grad, bool((out > 0).any())]
+    return [torch.tensor(float(value)) for value in found]
+
+
+def with_autograd_grad(model: nn.Module, x: Tensor, y: Tensor) -> list[Any]:
+    return list(torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters())))
+
+
+def saved(model: nn.Module, x: Tensor, y: Tensor) -> list[Any]:
+    file = io.BytesIO()
+    torch.save(model(x), file)
+    file.seek(0)
+    return [torch.load(file, weights_only=False).detach()]
+
+
+def jacobian(model: nn.Module, x: Tensor, y: Tensor) -> list[Any]:
+    return [torch.autograd.functional.jacobian(lambda given: model(given).sum(0), x)]
+
+
+def functional(model: nn.Module, x: Tensor, y: Tensor) -> list[Any]:
+    parameters = dict(model.named_parameters())
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, given, (x,)), y)
+
+    return list(torch.func.grad(loss)(parameters).values())
+
+
+LOOPS = [
+    retained, kept_across_steps, together, listed, added_in_place, written_output, indexed_by_a_mask, hooked, looked_at,
+    with_autograd_grad, saved, jacobian, functional,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_it_is_as_without_memfit(loop: Loop) -> None:
+    plain, model = net(), net()
+    want = loop(plain, *data())
+    run = memfit.wrap(model, sgd(model), micro_batch=3)
+    got = loop(model, *data())
+    run.undo()
+    for mine, its in zip(got or (), want or (), strict=True):
+        assert torch.allclose(torch.as_tensor(mine), torch.as_tensor(its), rtol=1e-12, atol=1e-14)
+    if any(p.grad is not None for p in plain.parameters()):
+        assert relative_error(gradients_of(model), gradients_of(plain)) < 1e-12
+
+
+@pytest.mark.parametrize("what", [lambda o: o.softmax(-1).amax(-1).mean(), lambda o: (o > 0).sum()], ids=["mean", "count"])
+def test_a_metric_without_a_batch_dimension_is_that_of_the_whole(what: Callable[[Tensor], Tensor]) -> None:
+    plain, model = Beside(what), Beside(what)
+    run = memfit.wrap(model, sgd(model), micro_batch=3)
+    (x, y) = data()
+    out, metric = model(x)
+    F.cross_entropy(out, y).backward()
+    assert metric.item() == pytest.approx(plain(x)[1].item(), rel=1e-12)
+    run.undo()
+
+
+def test_a_loss_has_one_backward_as_torch_says_it() -> None:
+    model, (x, y) = net(), data()
+    run = memfit.wrap(model, sgd(model), micro_batch=3)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+    run.undo()
+
+
+@pytest.mark.parametrize("writes", ["parameters", "input"])
+def test_what_changes_before_backward_is_torchs_own_error_with_memfits_reason(writes: str) -> None:
+    """An output of an earlier batch whose parameters have been stepped since; a batch that is written to."""
+    model, (x, y) = net(), data()
+    run = memfit.wrap(model, sgd(model), micro_batch=3)
+    out = model(x)
+    with torch.no_grad():
+        (model[0].weight if writes == "parameters" else x).add_(1.0)
+    with pytest.raises(RuntimeError, match=r"(?s)modified by an inplace operation.*memfit runs this call in micro-batches"):
+        F.cross_entropy(out, y).backward()
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()  # and the model goes on
+    run.undo()
+
+
+class Sometimes(nn.Module):
+    """Its output's size depends on what is in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[: max(1, int((x[:, 0] > 0).sum()))]
+
+
+def test_shapes_that_change_between_micro_batches_are_refused_by_name() -> None:
+    model = Sometimes()
+    run = memfit.wrap(model, sgd(model), micro_batch=3)
+    with pytest.raises(Refused, match=r"(?s)found:.*output.*next:"):
+        model(data()[0]).square().mean().backward()
+    run.undo()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_models_are_refused() -> None:
+    with pytest.raises(Refused, match=r"(?s)scripted.*next:"):
+        model = torch.jit.script(nn.Linear(3, 2))
+        memfit.wrap(model, sgd(model), micro_batch=3)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+def test_copies_are_plain(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model, (x, _) = net(), data()
+    run = memfit.wrap(model, sgd(model), micro_batch=3)
+    model(x)
+    other = copied(model)
+    assert type(other(x)) is Tensor and b"memfit" not in pickle.dumps(other)
+    assert torch.equal(other(x), net()(x))
+    run.undo()
+
+
+def test_a_line_that_reads_an_output_before_its_loss_is_said() -> None:
+    model, (x, y) = net(), data()
+    run = memfit.wrap(model, sgd(model), micro_batch=3)
+    for _ in range(2):
+        out = model(x)
+        largest = out.max().item()  # read here
+        F.cross_entropy(out, y).backward()
+    (said,) = (event.message for event in run.events if "the forward runs once more" in event.message)
+    assert "test_untidy.py" in said and "largest = out.max().item()" in said and largest and said in str(run.report()).replace(
+        "\n                ", " "
+    )
+    run.undo()
