@@ -40,7 +40,7 @@ MEMORY: dict[str, str] = {
     "moe_aux": "--width 8 --batch-size 2000 --times 20",
     "multitask": "--width 20 --batch-size 32000 --times 40",
     "siamese_triplet": "--width 8 --batch-size 2000 --times 3",
-    "simclr": "--width 4 --batch-size 64",
+    "simclr": "--width 4 --batch-size 200",
     "superres": "--width 8 --batch-size 64",
     "token_classification": "--width 4 --batch-size 2500 --times 30",
     "vae": "--width 64 --batch-size 16000 --times 20",
@@ -129,7 +129,7 @@ def memory() -> dict[str, Any]:
                 "needs_MiB": need >> 20,
                 "limit_MiB": limit >> 20,
                 "plain": "killed" if plain.get("died") == -9 else plain.get("error", "lives"),
-                "wrapped": wrapped.get("error") or f"killed ({wrapped['died']})" if "died" in wrapped else "trains",
+                "wrapped": "trains" if "died" not in wrapped else "killed" if wrapped["died"] == -9 else wrapped["error"],
                 "peak_MiB": wrapped.get("grown", 0) >> 20,
             }
             rows.append(row)

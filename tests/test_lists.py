@@ -95,3 +95,53 @@ def test_parts_hold_what_belongs_together() -> None:
     (images, own), settings = second
     assert len(images) == len(settings["targets"]) == 2 and own.tolist() == [4, 5] and settings["anchors"] is constant
     assert len(first[0][0]) == 4
+
+
+def sentences() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(1 + i % 3, 4, generator=generator, dtype=torch.float64) for i in range(N)]
+
+
+class OfNested(nn.Module):
+    """A sentence's mean, of a nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(4, 8).double(), nn.Linear(8, 3).double()
+
+    def forward(self, nested: Tensor, more: Tensor) -> Tensor:
+        means = torch.stack([self.first(sentence).tanh().mean(0) for sentence in nested.unbind()])
+        return self.head(means) + more
+
+
+class OfPacked(nn.Module):
+    """The last hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.head = nn.LSTM(4, 8).double(), nn.Linear(8, 3).double()
+
+    def forward(self, packed: Any, more: Tensor) -> Tensor:
+        return self.head(self.lstm(packed)[1][0][-1]) + more
+
+
+RAGGED = {
+    "jagged": (OfNested, lambda: torch.nested.nested_tensor(sentences(), layout=torch.jagged)),
+    "strided": (OfNested, lambda: torch.nested.nested_tensor(sentences())),
+    "packed": (OfPacked, lambda: nn.utils.rnn.pack_sequence(sentences(), enforce_sorted=False)),
+    "sorted": (OfPacked, lambda: nn.utils.rnn.pack_sequence(sorted(sentences(), key=len, reverse=True))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", RAGGED)
+def test_nested_tensors_and_packed_sequences_are_cut_by_their_samples(kind: str) -> None:
+    model, batch = RAGGED[kind]
+
+    def script(model: nn.Module, given: Any, more: Tensor) -> None:
+        F.cross_entropy(model(given, more), torch.arange(N) % 3).backward()
+
+    more = torch.randn(N, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    assert_transparent(model(), script, batch(), more, micro_batch=2)

@@ -409,18 +409,18 @@ def test_a_call_that_does_not_show_its_samples_is_refused_where_it_was_to_be_cut
             picked_script(model)
 
 
-def test_packed_sequences_are_refused() -> None:
+def test_packed_sequences_inside_of_other_arguments_are_refused() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.lstm = nn.LSTM(7, 4).double()
 
-        def forward(self, packed: Any) -> Tensor:
-            return self.lstm(packed)[1][0][-1]
+        def forward(self, given: Any) -> Tensor:
+            return self.lstm(given["packed"])[1][0][-1]
 
     def script(model: nn.Module, x: Tensor, y: Tensor) -> None:
         sequence = nn.utils.rnn.pack_sequence(list(x[:, None].expand(-1, 3, -1)))
-        F.cross_entropy(model(sequence), y).backward()
+        F.cross_entropy(model({"packed": sequence}), y).backward()
 
     model, (x, y) = Recurrent(), points()
     run = wrapped(model, 5, loader=[(x, y)])

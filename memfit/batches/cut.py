@@ -1,7 +1,7 @@
 """Where the samples lie in a batch, and cutting it into micro-batches.
 
-Not covered: samples of different sizes concatenated without a batch dimension (packed sequences, graphs); they are refused
-with the way out, `split=`.
+Not covered: samples of different sizes concatenated without a batch dimension (graphs, packed sequences inside of other
+arguments); they are refused with the way out, `split=`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Batches that hold a list with an entry for every sample: pictures of different sizes, and what is on them (detection).
+"""Batches that hold a list with an entry for every sample: pictures of different sizes, and what is on them (detection);
+nested tensors and packed sequences, which are such lists in one tensor.
 
 Such a list is cut by its entries, and tensors beside it by their first dimension. Not covered: lists of tensors of one size
 that one of its dimensions is the batch's, too, which cannot be told from a model's several inputs; lists inside of the
-batch's own dictionaries.
+batch's own dictionaries; outputs that are nested or packed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from memfit.batches.pieces import bounds
 from memfit.batches.tree import leaves, tensors
@@ -23,9 +25,10 @@ def samples_in_lists(tree: Tree, hint: int | None) -> int | None:
     args, kwargs = tree
     lists = [value for value in (*args, *kwargs.values()) if _lists_samples(value, hint)]
     lengths = {len(value) for value in lists}
+    lengths |= {_ragged(value) for value in (*args, *kwargs.values())} - {None}
     if len(lengths) != 1:
         return None
-    samples = lengths.pop()
+    samples = lengths.pop() or 0
     return samples if samples > 0 and hint in (None, samples) else None
 
 
@@ -35,6 +38,9 @@ def cut_lists(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
     samples = sum(sizes)
 
     def part(value: Any, start: int, stop: int) -> Any:
+        if _ragged(value) == samples:
+            cut = _part_of_packed if isinstance(value, PackedSequence) else _part_of_nested
+            return cut(value, start, stop)
         listed = _is_list(value) and len(value) == samples
         along = isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == samples
         return value[start:stop] if listed or along else value
@@ -66,6 +72,24 @@ def _lists_samples(value: Any, hint: int | None) -> bool:
     if isinstance(value[0], Mapping) or len({tuple(item.shape) for item in value}) > 1:
         return True
     return len(value) == hint and not any(hint in item.shape for item in value)
+
+
+def _ragged(value: Any) -> int | None:
+    """How many samples a nested tensor or a packed sequence has; None for anything else."""
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0])
+    return value.size(0) if isinstance(value, torch.Tensor) and value.is_nested else None
+
+
+def _part_of_nested(value: Any, start: int, stop: int) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(value.unbind()[start:stop]), layout=value.layout)
+
+
+def _part_of_packed(value: Any, start: int, stop: int) -> PackedSequence:
+    padded, lengths = pad_packed_sequence(value, batch_first=True)
+    lengths = lengths[start:stop]
+    rows = padded[start:stop, : int(lengths.max())]
+    return pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=value.sorted_indices is None)
 
 
 def _look(value: Any) -> Hashable:

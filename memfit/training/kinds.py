@@ -386,8 +386,8 @@ class Kinds:
         core = self._core
         assert planned.profile is not None
         try:
-            constrained = replace(core.planner.constrained(demand), equal=core.compiled)
-            plan = search([planned.profile], core.memory.budget(), constrained)
+            possible = core.planner.measurer.possible(core.planner.constrained(demand), planned.profile)
+            plan = search([planned.profile], core.memory.budget(), replace(possible, equal=core.compiled))
         except DoesNotFit:
             return False
         planned.plan = keepable(plan, planned.profile, self._most_kept(planned.profile))

@@ -139,6 +139,7 @@ class Memory:
             swing = max(0.0, plan.predicted.upper - fixed - ONE_MORE * kept)
         else:
             kept, swing = heap_peak(timeline, plan.micro_batch), mapped_swing(timeline, plan.micro_batch)
+            swing += 0 if profile is None else profile.excess_at(plan.micro_batch)
         if plan.held + plan.predicted.peak + MOST_WASTE * kept <= allowed:
             return None
         return int(allowed - self._base + self._start - swing - ONE_MORE * kept)
