@@ -39,7 +39,7 @@ def main():
     names = F.pad(F.pad(words.repeat(1, args.width), (0, 1), value=11), (0, 1))
     loader = DataLoader(TensorDataset(images, names), batch_size=args.batch_size, shuffle=True)
     model = CLIP(args)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.1)
     #: model, optimizer, loader = memfit.wrap(model, optimizer, loader, methods=["encode_image", "encode_text"])
 
     model.train()
