@@ -13,8 +13,8 @@ MIXING = {"moe_aux": "layers.1.aux_loss mixes samples"}
 """What cannot be cut exactly: said, with the way out, where micro-batches are asked for; they run whole where there is room."""
 PAIRS = {"clip_methods", "simclr"}
 """Where each process compares the samples that it has itself."""
-SECOND_FORWARD = {"adversarial", "clip_methods", "dcgan", "simclr"}
-"""Output values are read before the loss, samples are compared, or a gradient goes on into another model."""
+SECOND_FORWARD = {"clip_methods", "dcgan", "simclr"}
+"""Samples are compared, or a gradient goes on into another model."""
 
 
 @pytest.mark.parametrize("name", gallery.NAMES)

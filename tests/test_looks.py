@@ -22,6 +22,8 @@ METRICS: dict[str, Metric] = {
     "right ones": lambda out, y: (out.argmax(1) == y).sum(),
     "accuracy": lambda out, y: (out.argmax(dim=-1) == y).float().mean(),
     "mean confidence": lambda out, y: out.detach().softmax(1).amax(1).mean(),
+    "predictions of max": lambda out, y: out.max(1, keepdim=True)[1],
+    "by both": lambda out, y: (torch.min(out, dim=-1).indices == out.data.max(1).indices).sum(),
     "added up": lambda out, y: torch.tensor(3) + (out > 0).sum(),
 }
 
@@ -165,3 +167,19 @@ def test_reentrant_checkpointing_of_the_loss() -> None:
         checkpoint(loss, model(x), use_reentrant=True).backward()  # type: ignore[union-attr]
 
     assert_transparent(mlp(), script, *points())
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_the_largest_of_each_sample_in_a_loss_is_free(name: str) -> None:
+    def script(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        values, where = getattr(model(x), name)(1)
+        assert where.shape == y.shape
+        ((values - 1.0) ** 2).mean().backward()
+
+    model, (x, y) = mlp(), points()
+    assert_transparent(model, script, x, y, micro_batch=5)
+    wrapped(model, 5)
+    script(model, x, y)  # (the first time it is planned)
+    seen = Forwards(model[0])
+    script(model, x, y)
+    assert seen.sizes == [4, 4, 4]

@@ -269,6 +269,32 @@ def _reducing(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> 
     return function, rest, kwargs, Axis(moved, axis.outer, axis.inner)
 
 
+def max_values(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch.max(value, dim).values"""
+    return torch.max(value, *args, **kwargs)[0]
+
+
+def max_indices(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch.max(value, dim).indices"""
+    return torch.max(value, *args, **kwargs)[1]
+
+
+def min_values(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch.min(value, dim).values"""
+    return torch.min(value, *args, **kwargs)[0]
+
+
+def min_indices(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch.min(value, dim).indices"""
+    return torch.min(value, *args, **kwargs)[1]
+
+
+def _extreme(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
+    """The largest or the smallest over one other dimension than the samples'."""
+    dim = kwargs.get("dim", kwargs.get("axis", rest[0] if rest else None))
+    return _reducing(function, shape, axis, rest, kwargs) if type(dim) is int else None
+
+
 def _norm(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
     """norm(value, p, dim, keepdim) of a vector per sample, or per place in it."""
     dim = kwargs.get("dim", rest[1] if len(rest) > 1 else None)
@@ -535,6 +561,11 @@ _BY_ROW = set(
         "multilabel_margin_loss", "multilabel_soft_margin_loss",
     )
 )  # fmt: skip
+PAIRED: dict[Any, tuple[Any, Any]] = {
+    **dict.fromkeys(_named("max"), (max_values, max_indices)),
+    **dict.fromkeys(_named("min"), (min_values, min_indices)),
+}
+"""Functions that return (values, indices), by functions that return one of them."""
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         _named(
@@ -559,6 +590,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_named("norm"), _alone(_norm)),
     **dict.fromkeys(_named("normalize"), _alone(_normalized)),
     **dict.fromkeys(_named("sum", "mean", "logsumexp", "amax", "amin", "prod", "argmax", "argmin"), _alone(_reducing)),
+    **dict.fromkeys((max_values, max_indices, min_values, min_indices), _alone(_extreme)),
     **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.long, _T.int, _T.to, _T.contiguous), _alone(_cast)),
     **dict.fromkeys((_T.detach, _T.data.__get__), _alone(_detach)),  # type: ignore[attr-defined]
     **dict.fromkeys(_named("cosine_similarity", "pairwise_distance"), _beside),

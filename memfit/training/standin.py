@@ -23,7 +23,7 @@ from memfit.engine.context import without_inference_mode
 from memfit.engine.handover import give, refuse_create_graph
 from memfit.training.call import Call
 from memfit.training.expression import Leaf, Node, Output, Part, Sized, Step, Sum, Term, leaves_in
-from memfit.training.route import Operand, known, step, term_of, total, unreduced
+from memfit.training.route import PAIRED, Operand, known, step, term_of, total, unreduced
 
 
 class Owner(Protocol):
@@ -224,7 +224,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _LIKE and isinstance(args[0], StandIn):
         with torch._C.DisableTorchFunctionSubclass():
             return func(args[0].without_data(), *args[1:], **kwargs)
-    result = _free(func, args, kwargs)
+    result = _free_pair(func, args, kwargs) if func in PAIRED else _free(func, args, kwargs)
     if result is not None:
         return result
     if func is torch.autograd.grad:
@@ -392,6 +392,15 @@ def _free(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
     if made is None:
         made = _next_step(call, func, args, kwargs, standins)
     return made
+
+
+def _free_pair(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `_free` for a function that returns values and indices."""
+    values, indices = (_free(part, args, kwargs) for part in PAIRED[func])
+    if values is None or indices is None:
+        return None
+    made = torch.return_types.max if "max" in func.__name__ else torch.return_types.min  # pyright: ignore[reportAttributeAccessIssue]
+    return made((values, indices))
 
 
 def _looked_at(standin: StandIn) -> torch.Tensor:
