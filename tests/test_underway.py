@@ -54,18 +54,11 @@ def test_calls_that_fit_one_by_one_and_not_together_are_cut() -> None:
     run.undo()
 
 
-def test_a_batch_that_fits_closely_runs_whole_once_a_step_was_seen() -> None:
+def test_before_a_step_was_seen_a_batch_that_would_fill_the_room_is_cut() -> None:
     model, (x, y) = net(), (batch(), torch.arange(4000) % 8)
-    run = memfit.wrap(model, sgd(model), budget="190MiB")
-    cut = []
-    for _ in range(20):
-        model.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        run.optimizer.step()
-        assert run.plan is not None
-        cut.append(run.plan.accumulation)
-    assert cut[0] > 1 or cut == [1] * 20
-    assert cut[-1] == 1 or not run._core.settled  # type: ignore[union-attr]
+    run = memfit.wrap(model, sgd(model), budget="220MiB")
+    F.cross_entropy(model(x), y).backward()
+    assert run.plan is not None and run.plan.accumulation > 1
     run.undo()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from memfit.batches.cut import Layout
 from memfit.engine.accumulate import BY_SAMPLES, Weighting
@@ -47,7 +47,7 @@ class Kind:
     """Samples up to which it runs whole."""
     beside: int = 0
     """Calls up to which may wait for their backward meanwhile, having run whole themselves."""
-    refused: Hashable = None
+    refused: tuple[Any, ...] | None = None
     """The circumstances in which it was found not to run whole; asked again only in others."""
     proven: Outputs | None = None
     """What it returned where cutting it was proven on real samples."""

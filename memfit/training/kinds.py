@@ -39,6 +39,7 @@ from memfit.training.learn import (
     twin_call,
     ways_to_cut,
 )
+from memfit.training.measure import UNSEEN
 from memfit.training.outputs import Outputs
 from memfit.training.prove import Deviation
 from memfit.training.prover import Prover
@@ -313,9 +314,9 @@ class Kinds:
         if settings.precision not in ("auto", "off", "float32"):
             return False  # a prescribed precision is applied around micro-batches
         waiting = UNDERWAY.whole
-        circumstances = call.samples, waiting, self._most_open, core.settled
-        if kind.refused == circumstances:
-            return False
+        circumstances = core.settled, call.samples, waiting, self._most_open
+        if kind.refused == circumstances or (kind.planned and kind.refused and kind.refused[0] == core.settled):
+            return False  # (what is cut goes on being cut until more is known: looking takes time and memory)
         demand = Demand(call.samples, settings.target_batch, checkpoint=settings.checkpoint or ())
         if call.outputs.loss is None:
             demand = replace(demand, standing_per_sample=LOSS_BOUND * call.outputs.bytes_per_sample)
@@ -342,7 +343,9 @@ class Kinds:
             there = plan.room + grows
             pairs = 0 if call.outputs.loss is not None else PAIRS * 4 * call.samples**2
             reserve = max(there // RESERVE, min(pairs, there // 2))
-        return grows * (self._most_open - self._open) + reserve <= plan.room
+        ran = any(timing.samples == call.samples for timing in profile.timings)
+        unseen = grows // UNSEEN if core.device.type == "cpu" and not ran else 0
+        return grows * (self._most_open - self._open) + max(reserve, unseen) <= plan.room
 
     # ---- planning for what consumes the output
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 HISTORY = 1000
 """Steps whose durations are remembered."""
-LOOKS = 16
-"""Steps within which one is to be seen that takes what was planned."""
+LOOKS = 100
+"""Steps within which one is to be seen that takes what was planned; in the first of them sizes are still measured."""
 
 
 class Run:
