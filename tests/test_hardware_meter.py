@@ -54,6 +54,27 @@ def held_around_an_allocation() -> tuple[int, int, int]:
     return before, during, meter.held()
 
 
+def peaks_around_an_allocation() -> tuple[int, int | None, int | None]:
+    """What is held before 100 MiB are touched and freed, the peak, and the peak after it was reset."""
+    meter = Meter(CPU)
+    before = meter.held()
+    fresh_mebibytes(100)
+    first = meter.peak()
+    meter.reset_peak()
+    return before, first, meter.peak()
+
+
+def reserved_peaks_below_the_record() -> tuple[int, int | None, int | None]:
+    """The same of what is reserved, in a process that has reserved four times as much before."""
+    fresh_mebibytes(400)
+    meter = Meter(CPU, reserved=True)
+    before = meter.held()
+    torch.empty(100 * MiB, dtype=torch.uint8)
+    first = meter.peak()
+    meter.reset_peak()
+    return before, first, meter.peak()
+
+
 @linux
 def test_held_follows_an_allocation_up_and_down() -> None:
     before, during, after = in_a_new_process(held_around_an_allocation)
@@ -64,12 +85,7 @@ def test_held_follows_an_allocation_up_and_down() -> None:
 @linux
 @pytest.mark.skipif(not clear_refs_works(), reason="this system does not let VmHWM be cleared")
 def test_peak_remembers_what_is_freed_until_it_is_reset() -> None:
-    meter = Meter(CPU)
-    before = meter.held()
-    assert abs(fresh_mebibytes(100).numel() - 100 * MiB) == 0
-    first = meter.peak()
-    meter.reset_peak()
-    second = meter.peak()
+    before, first, second = in_a_new_process(peaks_around_an_allocation)
     assert first is not None and abs(first - before - 100 * MiB) < SLACK
     assert second is not None and abs(second - before) < SLACK
 
@@ -77,13 +93,7 @@ def test_peak_remembers_what_is_freed_until_it_is_reset() -> None:
 @linux
 def test_what_is_reserved_counts_untouched_and_its_peak_shows_below_the_record() -> None:
     """The kernel's record of the address space cannot be cleared: a larger peak before must not hide a later one."""
-    fresh_mebibytes(400)
-    meter = Meter(CPU, reserved=True)
-    before = meter.held()
-    torch.empty(100 * MiB, dtype=torch.uint8)
-    first = meter.peak()
-    meter.reset_peak()
-    second = meter.peak()
+    before, first, second = in_a_new_process(reserved_peaks_below_the_record)
     assert first is not None and abs(first - before - 100 * MiB) < SLACK
     assert second is not None and abs(second - before) < SLACK
 

@@ -70,6 +70,8 @@ class Weighting:
     is looked at before the gradients are handed over."""
     by_name: bool = False
     """Whether its known means are all called as attributes of torch.nn.functional, so that no other call is looked at."""
+    told: bool = False
+    """Whether the work says itself which known mean it computes (`terms.told`), so that no call is looked at."""
     inferred: bool = False
     """For "count": whether it was inferred, and not stated by hand."""
     rivals: tuple[CountOf, ...] = ()
@@ -83,6 +85,7 @@ class Weighting:
 
 BY_SAMPLES = Weighting("samples", "by samples")
 BY_TERM = Weighting("term", "by what its mean divides by")
+BY_TOLD_TERM = Weighting("term", "by what its mean divides by", told=True)
 
 
 class WeightsChanged(Exception):
@@ -244,7 +247,7 @@ class Pass:
         return part if self._staging.parts is None else self._deferred(samples, samples, part)
 
     def _term(self, outputs: Any, part: float) -> tuple[torch.Tensor, Count | float]:
-        with Terms(alone=True, by_name=self._weighting.by_name) as terms:
+        with Terms(alone=True, by_name=self._weighting.by_name or self._weighting.told) as terms:
             loss = checked_loss(self._work.loss(outputs))
         if len(terms.found) != 1 or not is_only_term(loss, terms.found[0]):
             raise WeightsChanged(f"{len(terms.found)} known means in a loss that was one")

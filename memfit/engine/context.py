@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from memfit.engine.modules import parameters_in
+
 
 @dataclass(frozen=True)
 class Autocast:
@@ -129,14 +131,14 @@ def requiring_as(flags: list[tuple[torch.Tensor, bool]]) -> Iterator[None]:
             p.requires_grad_(not wanted)
 
 
-def requires_of(model: nn.Module) -> list[tuple[torch.Tensor, bool]]:
-    """Every parameter's `requires_grad`."""
-    return [(p, p.requires_grad) for p in model.parameters()]
+def requires_of(modules: list[nn.Module]) -> list[tuple[torch.Tensor, bool]]:
+    """The `requires_grad` of every parameter that these modules hold."""
+    return [(p, p.requires_grad) for p in parameters_in(modules)]
 
 
-def modes_of(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+def modes_of(modules: list[nn.Module]) -> list[tuple[nn.Module, bool]]:
     """Every module's train/eval flag."""
-    return [(module, module.training) for module in model.modules()]
+    return [(module, module.training) for module in modules]
 
 
 def restore_tensors(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -5,9 +5,10 @@ Not covered: generators that a script makes for itself (`torch.Generator`, `nump
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,11 @@ class HostRandom:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
+
+    def is_in_force(self) -> bool:
+        """Whether nothing was drawn since."""
+        now = HostRandom.capture()
+        return self.python == now.python and pickle.dumps(self.numpy) == pickle.dumps(now.numpy)
 
     def written(self) -> dict[str, Any]:
         """As tensors and numbers; without NumPy's where its generator is not the one that it comes with."""
@@ -72,30 +78,32 @@ class RandomState:
     """The CPU generator's state."""
     device: torch.Tensor | None
     """The accelerator generator's state, or None on the CPU."""
-    host: HostRandom
-    """The states of Python's and NumPy's generators."""
+    host: HostRandom | None
+    """The states of Python's and NumPy's generators; None where they were left alone."""
 
     @staticmethod
-    def capture(device: torch.device) -> RandomState:
-        """The states now."""
+    def capture(device: torch.device, *, host: bool = True) -> RandomState:
+        """The states now; without `host` those of torch's generators alone, which takes a tenth of the time."""
+        outside = HostRandom.capture() if host else None
         if device.type == "cpu":
-            return RandomState(torch.get_rng_state(), None, HostRandom.capture())
+            return RandomState(torch.get_rng_state(), None, outside)
         module = torch.get_device_module(device)
         state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
-        return RandomState(torch.get_rng_state(), state, HostRandom.capture())
+        return RandomState(torch.get_rng_state(), state, outside)
 
     def restore(self, device: torch.device) -> None:
         """Put the states back."""
-        self.host.restore()
+        if self.host is not None:
+            self.host.restore()
         torch.set_rng_state(self.cpu)
         if self.device is not None:
             module = torch.get_device_module(device)
             module.set_rng_state(self.device) if device.type == "mps" else module.set_rng_state(self.device, device)
 
-
     def written(self) -> dict[str, Any]:
         """As tensors and numbers."""
-        return {"cpu": self.cpu, "device": self.device, **self.host.written()}
+        host = HostRandom.capture() if self.host is None else self.host
+        return {"cpu": self.cpu, "device": self.device, **host.written()}
 
     @staticmethod
     def read(written: dict[str, Any]) -> RandomState:
@@ -107,11 +115,47 @@ class RandomState:
         return RandomState(written["cpu"], device, HostRandom.read(written))
 
 
+LOOKS = 100
+"""Passes in which draws from Python's and NumPy's generators are looked for."""
+
+
+class HostDraws:
+    """Whether passes draw from Python's and NumPy's generators, whose states take a hundred times as long to keep as torch's.
+
+    That is looked at in the first passes. Where none draws, these states are not kept from then on; what begins to draw later
+    is noticed where a pass is repeated, and `missed` told of the first time.
+    """
+
+    def __init__(self, missed: Callable[[], None]) -> None:
+        self._drew, self._left, self._missed = False, LOOKS, missed
+
+    @property
+    def kept(self) -> bool:
+        """Whether passes have to keep their states."""
+        return self._drew or self._left > 0
+
+    def ran(self, before: HostRandom | None) -> None:
+        """A pass is done that began like this."""
+        if before is not None and not self._drew:
+            self._left -= 1
+            self._drew = not before.is_in_force()
+
+    @contextmanager
+    def repeated(self, device: torch.device, states: Sequence[RandomState]) -> Iterator[None]:
+        """`random_state_kept` for a pass that repeats another, which kept these."""
+        with random_state_kept(device) as before:
+            yield
+            unknown = any(state.host is None for state in states)
+            if unknown and before.host is not None and not before.host.is_in_force():
+                self._drew = True
+                self._missed()
+
+
 @contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """The random state after the block is the one before it."""
+def random_state_kept(device: torch.device) -> Iterator[RandomState]:
+    """The random state after the block is the one before it, which it is given."""
     before = RandomState.capture(device)
     try:
-        yield
+        yield before
     finally:
         before.restore(device)

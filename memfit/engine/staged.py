@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from memfit._errors import Refused
+from memfit.engine.modules import modules_of, parameters_in
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class Staging:
         """The parameters that receive gradients now, each once: the model's, then the outside ones."""
         if self.parts is not None:
             return [p for p in (*self.parts.parameters, *self.outside) if p.requires_grad]
-        found = [p for module in modules_of(self.model) for p in module._parameters.values()]
-        return list({id(p): p for p in (*found, *self.outside) if p is not None and p.requires_grad}.values())
+        found = parameters_in(modules_of(self.model))
+        if self.outside:
+            found = list({id(p): p for p in (*found, *self.outside)}.values())
+        return [p for p in found if p.requires_grad]
 
     def stage_also(self, parameters: Iterable[torch.Tensor]) -> None:
         """Stage these parameters too: they live in no module of the model and receive gradients through it."""
@@ -74,8 +77,7 @@ class Staging:
         """Whether every parameter in the model is one of `known` (ids): False inside `functional_call`."""
         if self.parts is not None:
             return True  # they take turns there with what is gathered from all processes
-        modules = modules_of(self.model)
-        return all(p is None or id(p) in known for module in modules for p in module._parameters.values())
+        return all(id(p) in known for p in parameters_in(modules_of(self.model)))
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -355,18 +357,6 @@ def _follow(parameter: torch.Tensor, alias: torch.Tensor) -> None:
     """Give the parameter the data that a forward gave its alias (`self.weight.data = renorm(...)`)."""
     if not _still_stands_for(alias, parameter):
         parameter.data = alias.detach()
-
-
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """`model.modules()`, in its order, without the names that it makes up for them."""
-    found: dict[nn.Module, None] = {}
-    pending: list[nn.Module | None] = [model]
-    while pending:
-        module = pending.pop()
-        if module is not None and module not in found:
-            found[module] = None
-            pending += reversed(module._modules.values())
-    return list(found)
 
 
 def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:

@@ -95,6 +95,12 @@ class Terms:
         return Term(mean, 1, count)
 
 
+def told(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call of a function of torch.nn.functional gives, answered by the `Terms` that is active, if one is."""
+    terms: Terms | None = getattr(_ACTIVE, "terms", None)
+    return function(*args, **kwargs) if terms is None else terms.answer(function, args, kwargs)
+
+
 class _Seen(TorchFunctionMode):
     """Every torch function that is called."""
 
@@ -133,8 +139,7 @@ def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def answered(*args: Any, **kwargs: Any) -> Any:
-        terms: Terms | None = getattr(_ACTIVE, "terms", None)
-        return function(*args, **kwargs) if terms is None else terms.answer(function, args, kwargs)
+        return told(function, args, kwargs)
 
     return answered
 

@@ -26,7 +26,8 @@ from memfit._errors import RankFailed, Refused
 from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.aside import aside
 from memfit.engine.context import restore_tensors
-from memfit.engine.staged import AS_GIVEN, LET_GO, bytes_here, modules_of
+from memfit.engine.modules import modules_of
+from memfit.engine.staged import AS_GIVEN, LET_GO, bytes_here
 from memfit.levers.checkpoint import candidate_blocks
 from memfit.ranks.passes import APART, BACKWARD, COUNTED, FORWARD, GLANCE, Passes, begins
 from memfit.ranks.ranks import Ranks

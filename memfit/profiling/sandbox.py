@@ -18,6 +18,7 @@ from torch import nn
 
 from memfit.engine.context import autocast_kept, modes_as, modes_of, restore_tensors
 from memfit.engine.generators import random_state_kept
+from memfit.engine.modules import modules_of
 from memfit.engine.staged import let_go
 from memfit.profiling.hooks import hooks_kept, put_back, refilled
 
@@ -32,7 +33,7 @@ def leave_no_trace(model: nn.Module, device: torch.device, *, buffers: bool = Tr
         random_state_kept(device),
         hooks_kept(model),
         attributes_kept(model),
-        modes_as(modes_of(model)),
+        modes_as(modes_of(modules_of(model))),
     ):
         copies = [(b, b.detach().clone()) for b in model.buffers()] if buffers else []
         try:

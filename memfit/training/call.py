@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from memfit._errors import UsageError
-from memfit.batches.cut import Axis, Layout, cut, cut_samples
+from memfit.batches.cut import Axis, Layout, cut_samples, cutter
 from memfit.batches.pieces import bounds
-from memfit.batches.tree import leaves, map_leaves, rebuild, tensors
+from memfit.batches.tree import flat, leaves, map_leaves, rebuild, tensors
 from memfit.engine.context import (
     Autocast,
     autocast_now,
@@ -25,7 +25,8 @@ from memfit.engine.context import (
     requiring_as,
     without_autocast,
 )
-from memfit.engine.generators import RandomState, random_state_kept
+from memfit.engine.generators import HostDraws, RandomState
+from memfit.engine.modules import modules_of
 from memfit.engine.staged import Staging, gathers_in_parts
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.outputs import Joining, Outputs
@@ -44,8 +45,8 @@ class Call:
     `pieces` and the random state of each are fixed by the first pass over it; later passes repeat them exactly. `receivers`
     is what gradients of its outputs flow into, once it has outputs; `gathered` tells whether such gradients have been
     computed. `several` are those that it consists of, if of others; `offsets` where, by their `number`, the outputs of its
-    `calls` begin in its own. With `copies`, micro-batches are copies: a model that writes into its input then leaves the
-    batch alone.
+    `calls` begin in its own; `host_draws` whether calls draw from Python's or NumPy's generators. With `copies`,
+    micro-batches are copies: a model that writes into its input then leaves the batch alone.
     """
 
     def __init__(
@@ -69,17 +70,21 @@ class Call:
         self.offsets = {self.number: 0}
         self.key: tuple[Any, ...] = ()
         self.autocast = autocast_now((device.type, "cpu")) if autocast is None else tuple(autocast)
-        self.modes, self.requires = modes_of(model), requires_of(model)
+        modules = modules_of(model)
+        self.modes, self.requires = modes_of(modules), requires_of(modules)
         self.copies = self.gathered = False
         self.receivers: Sequence[torch.Tensor] | None = None
         self.pieces: tuple[int, ...] = ()
         self.random: list[RandomState] = []
+        self.host_draws = HostDraws(lambda: None)
         self.values: list[torch.Tensor | None] | None = None
         self.kept: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}
         self.inputs = InputGradients(tree, layout if split is None else Layout((), layout.samples))
         self.standins: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-        written = (*tensors(tree), *(() if gathers_in_parts(model) else model.parameters()))
+        written = (*tensors(tree), *(() if gathers_in_parts(model) else (p for p, _ in self.requires)))
         self._versions = [(t, t._version) for t in written if not t.is_inference()]
+        self._cut: Callable[[int, int], Tree] | None = None
+        self._as_called = False
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -109,9 +114,16 @@ class Call:
         """Undo `begin`: the pass failed and another will take its place."""
         self.pieces, self.random, self.kept = (), [], {}
 
-    def as_called(self) -> AbstractContextManager[None]:
-        """A context in which the same parameters require gradients as when the call was made."""
-        return requiring_as(self.requires)
+    @contextmanager
+    def as_called(self) -> Iterator[None]:
+        """What a pass runs in: the same parameters require gradients, and the modules are in the same modes, as when the call
+        was made."""
+        before, self._as_called = self._as_called, True
+        try:
+            with requiring_as(self.requires), modes_as(self.modes):
+                yield
+        finally:
+            self._as_called = before
 
     def first(self, samples: int, *, backwards: bool = False) -> Call:
         """A call on copies of the first `samples` samples, without gradients for them; in the opposite order if `backwards`
@@ -141,12 +153,12 @@ class Call:
         """What the model returns for these arguments (None: all of the call's), in the call's own circumstances and the
         grad mode in force."""
         args, kwargs = self.tree if tree is None else tree
-        with modes_as(self.modes), autocasting(self.autocast):
+        with nullcontext() if self._as_called else modes_as(self.modes), autocasting(self.autocast):
             return self.plain(*args, **kwargs)
 
     def run(self, tree: Tree) -> list[Any]:
         """The leaves of `output`."""
-        return [leaf for _, leaf in leaves(self.output(tree))]
+        return flat(self.output(tree))
 
     def arguments(self, start: int, stop: int) -> Tree:
         """The arguments of one micro-batch; those that require gradients as leaves of their own."""
@@ -154,7 +166,9 @@ class Call:
             return self.tree
         if self.split is not None:
             return part_of_split(self.split, self.tree, start, stop, self.samples)
-        piece = cut(self.tree, self.layout, start, stop)
+        if self._cut is None:
+            self._cut = cutter(self.tree, self.layout)
+        piece = self._cut(start, stop)
         piece = map_leaves(copied, piece) if self.copies else piece
         return self.inputs.own(piece, start) if self.inputs.wanted else piece
 
@@ -174,7 +188,7 @@ class Call:
         self.inputs.forget()
         ran = [tuple(cut(size)) for size in self.pieces]
         joins = [Joining(leaf, tuple(itertools.chain.from_iterable(ran))) for leaf in self.outputs.leaves]
-        with buffers.kept(not first), _random_as_was(self.device, not first):
+        with buffers.kept(not first), nullcontext() if first else self.drawing_again():
             for index, (start, _) in enumerate(bounds(self.pieces)):
                 self.draw_from(index)
                 kept = index >= len(self.pieces) - keep and len(ran[index]) == 1
@@ -203,7 +217,11 @@ class Call:
         if index < len(self.random):
             self.random[index].restore(self.device)
         else:
-            self.random.append(RandomState.capture(self.device))
+            self.random.append(RandomState.capture(self.device, host=self.host_draws.kept))
+
+    def drawing_again(self) -> AbstractContextManager[None]:
+        """What a pass runs in that repeats the first: afterwards the random generators stand where they stood before."""
+        return self.host_draws.repeated(self.device, self.random)
 
     def replay(
         self,
@@ -221,7 +239,7 @@ class Call:
         self.check_unchanged()
         self.inputs.forget()
         # (checkpointed blocks run again within backward)
-        with modes_as(self.modes), buffers.kept(True), random_state_kept(self.device), staging.swapped():
+        with buffers.kept(True), self.drawing_again(), staging.swapped():
             # What was kept goes first: it gives its memory back before anything is run again.
             for index in sorted(range(len(self.pieces)), key=lambda i: i not in self.kept):
                 start = sum(self.pieces[:index])
@@ -345,7 +363,3 @@ class InputGradients:
         if axis is None:
             return sum(known[1:], start=known[0])
         return axis.join([torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in pieces])
-
-
-def _random_as_was(device: torch.device, wanted: bool) -> AbstractContextManager[None]:
-    return random_state_kept(device) if wanted else nullcontext()

@@ -16,6 +16,7 @@ from memfit._errors import Refused
 from memfit._units import format_bytes
 from memfit.batches.pieces import equal_sizes, next_size, sizes
 from memfit.engine.accumulate import SharesDiffer, Weighting, Work, accumulate
+from memfit.engine.generators import HostDraws
 from memfit.engine.handover import Total
 from memfit.engine.staged import Staging, bytes_here, check_nothing_escaped
 from memfit.hardware.budget import Budget
@@ -105,7 +106,8 @@ class Core:
         self.memory = (Memory if settings.card is None else CardMemory)(model, optimizer, device, budget)
         self.planner = Planner(model, optimizer, device, self.memory, settings, self.staging)
         self.scale = LossScale()
-        self.recovery = Recovery(device, self.staging, self.buffers, self._ran_out)
+        self.host_draws = HostDraws(self._missed_draws)
+        self.recovery = Recovery(device, self.staging, self.buffers, self._ran_out, self.host_draws)
         self.plan: Plan | None = None
         self.profile: Profile | None = None
         self.largest: int | None = None
@@ -463,6 +465,13 @@ class Core:
             self.steps,
             "out of memory",
             f"a micro-batch of {tried} ran out of memory within {budget} ({text}); the batch started again at {smaller}",
+        )
+
+    def _missed_draws(self) -> None:
+        """Say that a repeated pass drew otherwise than the first."""
+        self.tell(
+            "the forward began to draw from Python's or NumPy's random generator in a batch that ran in two passes, which drew "
+            "differently; from now on they draw the same"
         )
 
     def proof_ran_out(self, tried: int, smaller: int, text: str) -> None:

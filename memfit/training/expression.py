@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from memfit.batches.cut import Axis
 from memfit.engine.context import Autocast, autocasting
 from memfit.engine.handover import ALMOST
+from memfit.engine.terms import told
 
 Leaf = tuple[int, int]
 """A call's number, and the index of a leaf of its output."""
@@ -137,10 +139,29 @@ class Step:
     """Whether gradients flow through it."""
 
     def of(self, part: Part) -> Any:
-        arguments = [_of(argument, part) for argument in self.arguments]
-        keywords = {name: _of(argument, part) for name, argument in self.keywords.items()}
+        arguments, keywords = self._filled(part)
         with autocasting(self.autocast), nullcontext() if self.records else torch.no_grad():
             return self.function(*arguments, **keywords)
+
+    def told(self, part: Part) -> Any:
+        """`of` for a loss of torch.nn.functional, as whoever looks for known means wants it computed."""
+        arguments, keywords = self._filled(part)
+        with autocasting(self.autocast):
+            return told(self.function, arguments, keywords)
+
+    def _filled(self, part: Part) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for these samples."""
+        places, names = self._varying
+        keywords = {**self.keywords, **{name: _of(self.keywords[name], part) for name in names}} if names else self.keywords
+        if not places:
+            return self.arguments, keywords
+        return tuple([_of(argument, part) if i in places else argument for i, argument in enumerate(self.arguments)]), keywords
+
+    @cached_property
+    def _varying(self) -> tuple[frozenset[int], tuple[str, ...]]:
+        """Which of its arguments depend on the samples."""
+        places = frozenset(i for i, argument in enumerate(self.arguments) if any(_nodes((argument,))))
+        return places, tuple(name for name, argument in self.keywords.items() if any(_nodes((argument,))))
 
     def parts(self) -> Iterator[Node]:
         yield from _nodes((*self.arguments, *self.keywords.values()))

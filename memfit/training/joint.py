@@ -31,6 +31,7 @@ def joint(calls: Sequence[Call]) -> Call:
     outputs = Outputs(tuple(call.outputs.tree for call in calls), leaves)
     made = Call(first.model, plain, tree, layout, outputs, first.device, autocast=first.autocast)
     made.key = ("joint", *(call.key for call in calls))
+    made.host_draws = first.host_draws
     made.copies = any(call.copies for call in calls)
     made.several, made.offsets, offset = tuple(calls), {}, 0
     for call in calls:

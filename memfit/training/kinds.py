@@ -113,6 +113,7 @@ class Kinds:
             call, samples = (None, None) if key in self._untrained else self._met(key, plain, tree, hint)
         if call is not None:
             call.key = key if key in self._kinds else ("single", key)
+            call.host_draws = self._core.host_draws
         return call, samples
 
     def _met(

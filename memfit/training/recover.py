@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from memfit.engine.context import restore_tensors
-from memfit.engine.generators import RandomState
+from memfit.engine.generators import HostDraws, RandomState
 from memfit.engine.staged import Staging
 from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory, patiently
 from memfit.training.buffers import WrittenBuffers
@@ -27,7 +27,8 @@ class Again(Exception):
 class Recovery:
     """Runs an effective batch, again and smaller if memory runs out.
 
-    Attribute: `drew` (whether any drew from torch's generator on the host, which depends on how it was cut).
+    Attributes: `drew` (whether any drew from torch's generator on the host, which depends on how it was cut), `host_draws`
+    (whether any draws from Python's or NumPy's).
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class Recovery:
         staging: Staging,
         buffers: WrittenBuffers,
         on_failure: Callable[[int, int, str], None],
+        host_draws: HostDraws,
     ) -> None:
+        self.host_draws = host_draws
         self._device, self._staging, self._buffers, self._on_failure = device, staging, buffers, on_failure
         self.drew = False
 
@@ -45,11 +48,13 @@ class Recovery:
 
         Whatever `attempt` raises, gathered gradients are dropped, and random state and buffers are as they were before.
         """
-        random, copies = RandomState.capture(self._device), self._buffers.snapshot()
+        random = RandomState.capture(self._device, host=self.host_draws.kept)
+        copies = self._buffers.snapshot()
         while True:
             try:
                 done = attempt(largest)
                 self.drew = self.drew or _differ(random.cpu, torch.get_rng_state())
+                self.host_draws.ran(random.host)
                 return done
             except BaseException as error:
                 self._staging.discard()

@@ -19,9 +19,8 @@ import torch
 from memfit._errors import Refused
 from memfit.batches.pieces import sizes
 from memfit.batches.tree import map_leaves, tensors
-from memfit.engine.accumulate import BY_TERM, Weighting, WeightsChanged, Work
+from memfit.engine.accumulate import BY_TOLD_TERM, Weighting, WeightsChanged, Work
 from memfit.engine.context import without_inference_mode
-from memfit.engine.generators import random_state_kept
 from memfit.engine.handover import ALMOST, Factor, Total, hand_over
 from memfit.engine.joined import joined
 from memfit.planning.plan import Plan
@@ -231,7 +230,7 @@ class Script:
     def accumulate_known_loss(self, call: Call, loss: Step) -> torch.Tensor:
         """A known loss by accumulate."""
         reduction = loss.keywords["reduction"]
-        weighting = BY_SUM if reduction == "sum" else BY_TERM
+        weighting = BY_SUM if reduction == "sum" else BY_TOLD_TERM
         with self._core.announcing():
             return self._accumulated(call, Expression(f"{name_of(loss)} {reduction}", loss, call.offsets), weighting)
 
@@ -384,7 +383,7 @@ class Script:
         first = not call.pieces
         self._gathers(call)
         try:
-            with self.aside(), call.as_called(), nullcontext() if first else random_state_kept(call.device):
+            with self.aside(), call.as_called(), nullcontext() if first else call.drawing_again():
                 total = self._pass(call, consumer, weighting, first)
                 if self._batch_samples() == 0:
                     total.weight = 0.0

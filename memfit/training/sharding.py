@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memfit._errors import DoesNotFit
-from memfit.engine.staged import modules_of
+from memfit.engine.modules import modules_of
 from memfit.levers.fully import FullySharded
 from memfit.levers.shard import ShardedOptimizer, largest_part
 from memfit.planning.sharding import LEVELS, Standing, least_shard, levels_from

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from memfit.batches.tree import map_leaves, tensors
-from memfit.batches.weights import Count
+from memfit.batches.weights import Count, known_loss
 from memfit.engine.accumulate import CountOf
 from memfit.levers.precision import precision_applied
 from memfit.training.call import Call, copied
-from memfit.training.expression import Node, Part, leaves_in, used_again
+from memfit.training.expression import Node, Part, Step, leaves_in, used_again
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 Piece = Callable[[int, int], Any]
@@ -154,6 +154,7 @@ class ExpressionWork(CallWork):
     ) -> None:
         super().__init__(call, 0, precision=precision, draws=draws, borrowed=borrowed)
         self._node, self._shared = node, used_again(node)
+        self._compute = node.told if isinstance(node, Step) and known_loss(node.function) is not None else node.of
         self._leaves = {leaf: offsets[leaf[0]] + leaf[1] for leaf in leaves_in(node)}
 
     def forward(self, inputs: Any) -> Any:
@@ -169,7 +170,7 @@ class ExpressionWork(CallWork):
 
     def loss(self, outputs: Any) -> torch.Tensor:
         with precision_applied(self._precision, self.device):
-            return self._node.of(outputs)
+            return self._compute(outputs)
 
 
 def moved(tree: Any, device: torch.device) -> Any:
