@@ -8,8 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from helpers import wrapped
+from torch import Tensor, nn
 
-from memfit.engine.generators import HostRandom, RandomState, random_state_kept
+from memfit.engine import generators
+from memfit.engine.generators import HostDraws, HostRandom, RandomState, random_state_kept
 
 DRAWS: dict[str, Callable[[], object]] = {
     "nothing": lambda: None,
@@ -64,3 +67,68 @@ def test_a_global_generator_of_another_kind_is_captured_too() -> None:
         assert np.random.randn(3).tolist() == first
     finally:
         np.random.set_bit_generator(own)
+
+
+def test_states_are_kept_no_longer_where_no_pass_draws() -> None:
+    draws = HostDraws(lambda: None)
+    for _ in range(generators.LOOKS):
+        assert draws.kept
+        draws.ran(HostRandom.capture())
+    assert not draws.kept
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, np.random.randn], ids=["python", "numpy", "normal"])
+def test_states_are_kept_for_good_where_one_pass_drew(draw: Callable[[], float]) -> None:
+    draws = HostDraws(lambda: None)
+    before = HostRandom.capture()
+    draw()
+    draws.ran(before)
+    for _ in range(2 * generators.LOOKS):
+        draws.ran(HostRandom.capture())
+    assert draws.kept
+
+
+class Dropped(nn.Module):
+    """Drops a layer now and then, as LayerDrop does, from step `begins` on."""
+
+    def __init__(self, begins: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7).double(), nn.Linear(7, 3).double()
+        self.begins, self.steps, self.drawn = begins, 0, list[float]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.steps < self.begins:
+            return self.second(x)
+        self.drawn.append(random.random())
+        return self.second(self.first(x) if self.drawn[-1] < 0.5 else x)
+
+
+def in_two_passes(model: Dropped, x: Tensor) -> list[float]:
+    """Train on one batch by replay, and give what the micro-batches drew in each pass."""
+    model.drawn.clear()
+    torch.logsumexp(model(x).flatten(), 0).backward()
+    model.steps += 1
+    return model.drawn
+
+
+def test_both_passes_of_a_batch_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "LOOKS", 2)
+    model, x = Dropped(0), torch.randn(12, 7).double()
+    wrapped(model, 2)
+    for _ in range(5):
+        drawn = in_two_passes(model, x)
+        assert len(drawn) >= 12 and set(drawn[-6:]) == set(drawn[-12:-6])
+
+
+def test_draws_that_begin_late_are_said_and_repeated_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generators, "LOOKS", 2)
+    model, x = Dropped(4), torch.randn(12, 7).double()
+    run = wrapped(model, 2)
+    told = []
+    for _ in range(8):
+        before, drawn = random.getstate(), in_two_passes(model, x)
+        told.append(sum("began to draw" in event.message for event in run.events))
+        if model.steps > 5:
+            assert set(drawn[-6:]) == set(drawn[-12:-6])
+            assert random.getstate() != before
+    assert told == [0, 0, 0, 0, 1, 1, 1, 1]

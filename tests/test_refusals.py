@@ -118,6 +118,7 @@ def test_a_balance_loss_is_refused_where_it_is_used() -> None:
         out, balance = model(x)
         (F.cross_entropy(out, y) + 0.01 * balance).backward()
 
+    torch.manual_seed(0)  # with few samples, all parts of some batches choose their experts alike: nothing differs
     assert_refused(Balanced(), "differs by", "allow_inexact=[", script=script)
 
 

@@ -101,6 +101,8 @@ def builder(tree: Any) -> Callable[[Iterator[Any]], Any]:
     if parts is None:
         return next
     names, builders = [name for name, _ in parts], [builder(part) for _, part in parts]
+    if type(tree) is tuple:
+        return lambda values: tuple([build(values) for build in builders])
     return lambda values: _with_parts(tree, [build(values) for build in builders], names)
 
 

@@ -107,18 +107,20 @@ def accumulate(
     staging: Staging,
     weighting: Weighting,
     *,
+    parameters: Sequence[torch.Tensor] | None = None,
     scale: float = 1.0,
     shares: Sequence[Sequence[float]] | None = None,
     after_micro: Callable[[int], None] | None = None,
 ) -> Total:
     """Run all micro-batches and return the loss and gradients of the effective batch.
 
-    `pieces` are the micro-batches' sizes in samples, `scale` the loss scale while gathering (float16), `shares` the
-    correction of watched means where known already; `after_micro(i)` is called after each micro-batch.
+    `pieces` are the micro-batches' sizes in samples, `parameters` those that are staged where they are listed already,
+    `scale` the loss scale while gathering (float16), `shares` the correction of watched means where known already;
+    `after_micro(i)` is called after each micro-batch.
     Raises WeightsChanged or SharesDiffer where the weighting does not hold for this batch. The caller discards what was
     staged when an exception leaves.
     """
-    receivers = [*staging.parameters(), *work.extra_receivers()]
+    receivers = [*(staging.parameters() if parameters is None else parameters), *work.extra_receivers()]
     gathered = Pass(work, staging, weighting, scale)
     with gathering(staging, weighting):
         for index, (start, stop) in enumerate(bounds(pieces)):

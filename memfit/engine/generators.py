@@ -86,7 +86,7 @@ class RandomState:
         """The states now; without `host` those of torch's generators alone, which takes a tenth of the time."""
         outside = HostRandom.capture() if host else None
         if device.type == "cpu":
-            return RandomState(torch.get_rng_state(), None, outside)
+            return RandomState(torch.default_generator.get_state(), None, outside)
         module = torch.get_device_module(device)
         state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
         return RandomState(torch.get_rng_state(), state, outside)

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from memfit._errors import UsageError
 from memfit.batches.cut import Axis, Layout, cut_samples, cutter
 from memfit.batches.pieces import bounds
+from memfit.batches.shapes import Shapes, shapes_per_sample
 from memfit.batches.tree import flat, leaves, map_leaves, rebuild, tensors
 from memfit.engine.context import (
     Autocast,
@@ -85,6 +87,11 @@ class Call:
         self._versions = [(t, t._version) for t in written if not t.is_inference()]
         self._cut: Callable[[int, int], Tree] | None = None
         self._as_called = False
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Its shapes per sample."""
+        return shapes_per_sample(self.tree, self.layout)
 
     @property
     def calls(self) -> tuple[Call, ...]:

@@ -308,7 +308,7 @@ class Core:
             known = shares if shares is not None and len(shares) == len(pieces) else None
             scale = self.scale.scale if half else 1.0
             try:
-                run = partial(accumulate, work, pieces, self.staging, weighting)
+                run = partial(accumulate, work, pieces, self.staging, weighting, parameters=parameters)
                 with self.memory.running(), self.staging.counting(), self.norms_of(len(pieces)):
                     total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:

@@ -20,6 +20,7 @@ from memfit._errors import MemfitError
 from memfit.batches.cut import Layout, common_size, shared_samples
 from memfit.batches.lists import cut_lists, samples_in_lists
 from memfit.batches.pieces import bounds, sizes
+from memfit.batches.shapes import Shapes
 from memfit.batches.tree import tensors
 from memfit.engine.context import uncompiled
 from memfit.profiling.evaluating import forwards
@@ -28,7 +29,7 @@ from memfit.profiling.timeline import Timeline, fit
 from memfit.training.call import Call, Split, Tree
 from memfit.training.core import Core
 from memfit.training.doors import Doorway, through
-from memfit.training.learn import Shapes, fake_outputs, twin_call, ways_to_cut
+from memfit.training.learn import fake_outputs, twin_call, ways_to_cut
 from memfit.training.outputs import Joining, Leaf, NotJoined, Outputs, learn_outputs, name_in
 from memfit.training.planner import KERNELS
 from memfit.training.prove import joined_outputs, parts_of

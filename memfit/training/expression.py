@@ -164,7 +164,16 @@ class Step:
         return places, tuple(name for name, argument in self.keywords.items() if any(_nodes((argument,))))
 
     def parts(self) -> Iterator[Node]:
-        yield from _nodes((*self.arguments, *self.keywords.values()))
+        return iter(self._parts)
+
+    @cached_property
+    def leaves(self) -> frozenset[Leaf]:
+        """The output leaves that it is computed from."""
+        return frozenset().union(*map(leaves_in, self._parts))
+
+    @cached_property
+    def _parts(self) -> tuple[Node, ...]:
+        return tuple(_nodes((*self.arguments, *self.keywords.values())))
 
     def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Node:
         arguments = tuple(_mapped(argument, change, known) for argument in self.arguments)
@@ -236,9 +245,12 @@ class Sum:
         return Sum(tuple(mapped(term, change, known) for term in self.terms))  # type: ignore[misc]
 
 
+_KINDS = {Step, Cut, Output, Sized, Term, Sum}
+
+
 def is_node(value: Any) -> bool:
     """Whether an argument has a value of its own for every part of the batch."""
-    return isinstance(value, (Step, Cut, Output, Sized, Term, Sum))
+    return type(value) in _KINDS
 
 
 def mapped(node: Any, change: Callable[[Cut], Node], known: dict[int, Node]) -> Any:
@@ -270,7 +282,9 @@ def used_again(node: Node) -> frozenset[int]:
 
 def leaves_in(node: Node) -> frozenset[Leaf]:
     """The output leaves that it is computed from."""
-    return frozenset(each.leaf for each in all_nodes(node) if isinstance(each, Output))
+    if isinstance(node, Step):
+        return node.leaves
+    return frozenset([node.leaf]) if isinstance(node, Output) else frozenset().union(*map(leaves_in, node.parts()))
 
 
 def name_of(node: Node) -> str:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memfit.batches.cut import Layout
+from memfit.batches.shapes import Shapes
 from memfit.engine.accumulate import BY_SAMPLES, Weighting
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
 from memfit.training.call import Call
-from memfit.training.learn import Shapes, outputs_of
+from memfit.training.learn import outputs_of
 from memfit.training.outputs import Outputs
 
 

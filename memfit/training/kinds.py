@@ -9,7 +9,7 @@ takes what the first's backward needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from memfit._errors import DoesNotFit, Refused
 from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, shared_samples, uncuttable, unread
 from memfit.batches.lists import cut_lists, samples_in_lists
+from memfit.batches.shapes import Shapes, no_larger, samples_by, shapes_per_sample
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, Weighting, Work
 from memfit.planning.plan import Plan
@@ -30,15 +31,7 @@ from memfit.training.consumers import Consumer, OwnLoss, Twin
 from memfit.training.core import Core
 from memfit.training.doors import Door, Doorway
 from memfit.training.kind import Kind, Planned
-from memfit.training.learn import (
-    Shapes,
-    no_larger,
-    samples_by,
-    shapes_per_sample,
-    structure_of,
-    twin_call,
-    ways_to_cut,
-)
+from memfit.training.learn import look_of, structure_of, twin_call, ways_to_cut
 from memfit.training.measure import UNSEEN
 from memfit.training.outputs import Outputs
 from memfit.training.prove import Deviation
@@ -61,12 +54,31 @@ PROVE_AGAIN = 4
 OWN_LOSS = OwnLoss()
 
 
+RECOGNISED = 1000
+"""Looks of calls that are remembered."""
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What is seen of a call."""
+
+    key: tuple[Any, ...]
+    """What its kind is known by."""
+    kind: Kind | None
+    """Its kind, where it was met before."""
+    samples: int | None
+    """How many it has, where that is known."""
+    shapes: Shapes
+    """Its shapes per sample."""
+
+
 class Kinds:
     """All kinds of training calls that a model was called with."""
 
     def __init__(self, core: Core) -> None:
         self._core, self._prover = core, Prover(core)
         self._kinds: dict[tuple[Any, ...], Kind] = {}
+        self._recognised: dict[Hashable, Recognised] = {}
         self._doors: dict[str, tuple[Door, ...]] = {}
         self._unknown: set[Hashable] = set()
         self._untrained: set[Hashable] = set()
@@ -100,6 +112,23 @@ class Kinds:
     def _to_cut(
         self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
     ) -> tuple[Call | None, int | None]:
+        found = self._recognise(name, tree, hint)
+        key, samples = found.key, found.samples
+        if found.kind is not None and samples is not None:
+            call = self._known(found.kind, plain, tree, samples, found.shapes)
+        else:
+            call, samples = (None, None) if key in self._untrained else self._met(key, plain, tree, hint)
+        if call is not None:
+            call.key = key if key in self._kinds else ("single", key)
+            call.host_draws = self._core.host_draws
+        return call, samples
+
+    def _recognise(self, name: str, tree: Tree, hint: int | None) -> Recognised:
+        """Of which kind a call is, and how many samples it has."""
+        look = None if self._core.settings.split is not None else look_of(tree, self._core.model, self._core.device)
+        before = None if look is None else self._recognised.get((name, look))
+        if before is not None and self._kinds.get(before.key) is before.kind:
+            return before
         split = self._split(tree, hint)
         key = name, structure_of(tree, self._core.model, self._core.device, split)
         kind = self._kinds.get(key)
@@ -107,14 +136,11 @@ class Kinds:
             samples = next(iter(self._told(tree, hint)), None)
         else:
             samples = None if kind is None else samples_by(tree, kind.layout)
-        if kind is not None and samples is not None:
-            call = self._known(kind, plain, tree, samples)
-        else:
-            call, samples = (None, None) if key in self._untrained else self._met(key, plain, tree, hint)
-        if call is not None:
-            call.key = key if key in self._kinds else ("single", key)
-            call.host_draws = self._core.host_draws
-        return call, samples
+        found = Recognised(key, kind, samples, () if kind is None else shapes_per_sample(tree, kind.layout))
+        if look is not None and kind is not None:
+            self._recognised = {} if len(self._recognised) >= RECOGNISED else self._recognised
+            self._recognised[name, look] = found
+        return found
 
     def _met(
         self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree, hint: int | None
@@ -188,7 +214,7 @@ class Kinds:
     def add(self, call: Call) -> None:
         """A call that consists of others, each of which is known and proven."""
         if call.key not in self._kinds:
-            shapes = shapes_per_sample(call.tree, call.layout)
+            shapes = call.shapes
             self._kinds[call.key] = Kind(call.layout, shapes, {shapes: call.outputs}, proven=call.outputs)
 
     def weighting(self, call: Call) -> Weighting:
@@ -213,7 +239,7 @@ class Kinds:
             if not self._trains(call):
                 self._untrained.add(key)
                 return None
-            shapes = shapes_per_sample(tree, call.layout)
+            shapes = call.shapes
             self._prover.look_alone(call)
             kind = Kind(call.layout, shapes, {shapes: call.outputs}, None if core.fixed else self._bound(call))
             whole = self._runs_whole(kind, call)
@@ -242,7 +268,7 @@ class Kinds:
         call = next(ways_to_cut(core.model, plain, tree, 1, core.device, self._split(tree, 1)))
         if not self._trains(call):
             return None
-        shapes = shapes_per_sample(tree, call.layout)
+        shapes = call.shapes
         kind = Kind(call.layout, shapes, {shapes: call.outputs}, None if core.fixed else self._bound(call), weighting=BY_TERM)
         self._kinds[("single", key)] = kind
         return call
@@ -258,15 +284,16 @@ class Kinds:
             self._core.tell(f"the model runs whole: {refused.found}")
             return False
 
-    def _known(self, kind: Kind, plain: Callable[..., Any], tree: Tree, samples: int) -> Call | None:
-        shapes = shapes_per_sample(tree, kind.layout)
+    def _known(
+        self, kind: Kind, plain: Callable[..., Any], tree: Tree, samples: int, shapes: Shapes
+    ) -> Call | None:
         fits = no_larger(shapes, kind.shapes)
         if fits and samples <= kind.whole and UNDERWAY.whole <= kind.beside:
             return None
         core = self._core
         layout = Layout(kind.layout.axes, samples)
         call = Call(core.model, plain, tree, layout, Outputs(None, ()), core.device, split=self._split(tree, samples))
-        call.copies = kind.writes_input
+        call.copies, call.shapes = kind.writes_input, shapes
         call.outputs = kind.outputs_of(call, shapes)
         if not fits:
             self._grew(kind, call, shapes)
@@ -363,6 +390,11 @@ class Kinds:
         core, kind = self._core, self._kinds[call.key]
         if core.fixed is not None:
             return Planned(core.fixed, None, Demand(call.samples), ())
+        found, shapes = kind.planned.get(consumer.name), call.shapes
+        if found is not None and not no_larger(shapes, found.shapes):
+            found = None
+        if found is not None and call.samples <= found.demand.share and not found.demand.standing:
+            return found
         demand = Demand(
             call.samples,
             core.settings.target_batch,
@@ -370,10 +402,6 @@ class Kinds:
             standing=core.old_gradient_bytes(),
             standing_per_sample=standing_per_sample,
         )
-        found = kind.planned.get(consumer.name)
-        shapes = shapes_per_sample(call.tree, call.layout)
-        if found is not None and not no_larger(shapes, found.shapes):
-            found = None
         if found is None or (call.samples > found.demand.share and not self._for_more(found, demand)):
             there = kind.bound if isinstance(consumer, OwnLoss) else None
             plan, profile = core.planner.plan(self._task(call, consumer, demand, weighting), profile=there)

@@ -15,7 +15,7 @@ from torch import nn
 from memfit._errors import MemfitError
 from memfit.batches.cut import Layout, candidate_layouts, like_first, uncuttable
 from memfit.batches.lists import cut_lists, look_of_lists
-from memfit.batches.tree import Attribute, Path, flat, is_column, leaves, map_leaves
+from memfit.batches.tree import Attribute, Path, is_column, leaves, map_leaves
 from memfit.engine.context import autocast_now, uncompiled
 from memfit.profiling.failures import TraceFailed
 from memfit.profiling.fake import FakeWorld
@@ -23,8 +23,6 @@ from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.twins import on_twins
 from memfit.training.call import Call, Split, Tree
 from memfit.training.outputs import Outputs, learn_outputs
-
-Shapes = tuple[tuple[int, ...], ...]
 
 
 def structure_of(tree: Tree, model: nn.Module, device: torch.device, split: Split | None = None) -> Hashable:
@@ -45,36 +43,18 @@ def structure_of(tree: Tree, model: nn.Module, device: torch.device, split: Spli
     )
 
 
-def shapes_per_sample(tree: Tree, layout: Layout) -> Shapes:
-    """Every leaf's shape with the samples' factor taken out; nothing where only `split` knows what belongs to a sample."""
+def look_of(tree: Tree, model: nn.Module, device: torch.device) -> Hashable:
+    """What two calls share that are of one kind and have the same sizes; None where they are given more than tensors."""
+    args, kwargs = tree
     found = []
-    if not layout.cuts:
-        return ()
-    for leaf, axis in zip(flat(tree), layout.axes):
-        if not isinstance(leaf, torch.Tensor):
-            found.append(())
-        elif axis is None:
-            found.append(tuple(leaf.shape))
-        else:
-            found.append((*leaf.shape[: axis.dim], axis.outer * axis.inner, *leaf.shape[axis.dim + 1 :]))
-    return tuple(found)
-
-
-def samples_by(tree: Tree, layout: Layout) -> int | None:
-    """Samples in a call with this layout, or None if its tensors disagree."""
-    found = set()
-    for leaf, axis in zip(flat(tree), layout.axes):
-        if axis is not None:
-            size = len(leaf) if is_column(leaf) else leaf.shape[axis.dim]
-            found.add(axis.samples(size) if size % (axis.outer * axis.inner) == 0 else None)
-    return found.pop() if len(found) == 1 else None
-
-
-def no_larger(these: Shapes, those: Shapes) -> bool:
-    """Whether no dimension of `these` is larger than in `those`."""
-    return all(
-        len(a) == len(b) and all(x <= y for x, y in zip(a, b)) for a, b in zip(these, those, strict=True)
+    for part in (*args, *kwargs.values()):
+        if type(part) is not torch.Tensor or part.layout is not torch.strided or part.is_nested:
+            return None
+        found.append((part.shape, part.dtype, part.device.type, part.requires_grad))
+    casts = tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in dict.fromkeys((device.type, "cpu"))
     )
+    return len(args), tuple(kwargs), tuple(found), model.training, casts
 
 
 def ways_to_cut(

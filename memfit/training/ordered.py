@@ -11,11 +11,12 @@ import torch
 from memfit.batches.cut import Layout, cut, cut_samples, pieces_of
 from memfit.batches.pieces import bounds
 from memfit.batches.samples import SampleBatch
+from memfit.batches.shapes import Shapes
 from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.accumulate import WeightsChanged
 from memfit.training.call import Split, part_of_split
 from memfit.training.choose import marks_of, most_telling, spaced
-from memfit.training.learn import Shapes, twin_of_part
+from memfit.training.learn import twin_of_part
 
 RAGGED = 1.05
 """Samples whose sizes differ by more than this factor are ordered by size."""

@@ -14,6 +14,7 @@ from torch import nn
 from memfit._errors import Refused
 from memfit._units import format_bytes
 from memfit.batches.cut import cut
+from memfit.batches.shapes import Shapes
 from memfit.engine.accumulate import BY_SAMPLES
 from memfit.levers.checkpoint import checkpointed
 from memfit.planning.search import with_blocks
@@ -22,7 +23,6 @@ from memfit.training.call import Call
 from memfit.training.choose import marks_of, most_telling, spaced
 from memfit.training.core import Core
 from memfit.training.kind import Kind
-from memfit.training.learn import Shapes
 from memfit.training.prove import PROOF_SAMPLES, Deviation, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.training.recover import on_fewer, surviving
 from memfit.training.sidedoors import look_for_side_doors

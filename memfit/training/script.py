@@ -18,7 +18,7 @@ import torch
 
 from memfit._errors import Refused
 from memfit.batches.pieces import sizes
-from memfit.batches.tree import map_leaves, tensors
+from memfit.batches.tree import flat, rebuild, tensors
 from memfit.engine.accumulate import BY_TOLD_TERM, Weighting, WeightsChanged, Work
 from memfit.engine.context import without_inference_mode
 from memfit.engine.handover import ALMOST, Factor, Total, hand_over
@@ -77,7 +77,7 @@ class Script:
         if not self._is_training_call((args, kwargs)):
             return self.evaluate(name, plain, args, kwargs)
         self.calls += 1
-        args, kwargs = map_leaves(_computed, (args, kwargs))  # the output of another call may be this one's input
+        args, kwargs = _all_computed((args, kwargs))  # the output of another call may be this one's input
         with self.aside(), self._core.announcing():
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples())
             self.samples_seen += samples or 0
@@ -92,7 +92,7 @@ class Script:
         """What the intercepted method returns where that takes no gradients of the model."""
         if self._busy:
             return plain(*args, **kwargs)
-        args, kwargs = map_leaves(_computed, (args, kwargs))
+        args, kwargs = _all_computed((args, kwargs))
         with self._going_through():
             return self._evaluations.answer(name, plain, args, kwargs)
 
@@ -168,8 +168,9 @@ class Script:
 
     def _is_training_call(self, tree: Any) -> bool:
         """Whether gradients flow into its parameters, or through it into what it is given."""
-        trains = any(p.requires_grad for p in self._known.values()) or any(t.requires_grad for t in tensors(tree))
-        if not torch.is_grad_enabled() or not trains:
+        if not torch.is_grad_enabled():
+            return False
+        if not (any(p.requires_grad for p in self._known.values()) or any(t.requires_grad for t in tensors(tree))):
             return False
         if self._core.staging.holds_only(self._known):
             return True
@@ -459,8 +460,11 @@ class Script:
             self._guard.handing_over(self._batch_number(), receivers)
 
 
-def _computed(leaf: Any) -> Any:
-    return leaf.computed() if isinstance(leaf, StandIn) else leaf
+def _all_computed(tree: Any) -> Any:
+    found = flat(tree)
+    if not any(isinstance(leaf, StandIn) for leaf in found):
+        return tree
+    return rebuild(tree, iter([leaf.computed() if isinstance(leaf, StandIn) else leaf for leaf in found]))
 
 
 REPLAY = AllOutputs()

@@ -15,6 +15,7 @@ from memfit._errors import Refused, UsageError
 from memfit.batches.cut import Layout, candidate_layouts, look_of, refuse_no_batch, shared_samples, uncuttable
 from memfit.batches.pieces import pieces_by_size
 from memfit.batches.samples import SampleBatch
+from memfit.batches.shapes import Shapes, no_larger, shapes_per_sample
 from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.accumulate import BY_SAMPLES, Weighting, WeightsChanged, checked_loss
 from memfit.engine.handover import Total, hand_over
@@ -23,7 +24,6 @@ from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
 from memfit.training.call import copied
 from memfit.training.core import Core
-from memfit.training.learn import Shapes, no_larger, shapes_per_sample
 from memfit.training.ordered import Ordered
 from memfit.training.steptasks import Tasks
 from memfit.training.stepweights import Weigher
