@@ -24,7 +24,7 @@ check: $(VENV)/ready
 
 # On a quiet machine; results land in benchmarks/results.
 bench: $(VENV)/ready
-	for name in gradients memory prediction_cpu phases_cpu boundary_cpu heap cost speed ragged scripts; do $(RUN) benchmarks/$$name.py || exit 1; done
+	for name in gradients memory prediction_cpu phases_cpu boundary_cpu heap cost speed ragged scripts distributed faults sharding; do $(RUN) benchmarks/$$name.py || exit 1; done
 
 $(VENV)/ready: requirements-dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

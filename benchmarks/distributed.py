@@ -5,8 +5,9 @@
 Every way of training has a model of its own in the same processes, and they take turns, step by step, in an order that moves
 on: equal processes differ by up to 1.29. `by hand` is DistributedDataParallel with all micro-batches but the last in no_sync(),
 as its documentation writes it; `every micro-batch` leaves no_sync() out; `accelerate` is its gradient_accumulation_steps with
-accumulate(). A step is 8 micro-batches on each process. Processor seconds are those of both processes; what else runs on the
-machine disturbs them less.
+accumulate(). `reducing beside` sums gradients while the last micro-batch's backward runs, `reducing after` once it has;
+`memfit, step` does what it finds to be faster. A step is 8 micro-batches on each process. Processor seconds are those of both
+processes; what else runs on the machine disturbs them less.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from common import save, table
 
 ACCUMULATION, SAMPLES = 8, 1
 """Micro-batches per step on each process, and samples in each."""
-WARM = 6
-"""Rounds before those that count: planning, and proofs that are repeated."""
+WARM = 24
+"""Rounds before those that count: planning, proofs that are repeated, and both ways of reducing gradients tried."""
 
 
 def raced(rounds: int) -> dict[str, list[tuple[float, float]]]:
@@ -48,9 +49,11 @@ def raced(rounds: int) -> dict[str, list[tuple[float, float]]]:
         model = copy.deepcopy(start)
         return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def stepping() -> Any:
+    def stepping(beside: bool | None) -> Any:
+        """Gradients reduced beside the last micro-batch, after it, or as memfit decides."""
         model, optimizer = made()
         run = memfit.wrap(model, optimizer, loss_fn=family.loss, micro_batch=SAMPLES, sample=batch)
+        run._core.together.overlap.forced = beside
         return lambda: run.step(batch)
 
     def scripted() -> Any:
@@ -93,7 +96,8 @@ def raced(rounds: int) -> dict[str, list[tuple[float, float]]]:
 
         return step
 
-    ways = {"memfit, step": stepping(), "memfit, script": scripted(), "accelerate": accelerated()}
+    ways = {"memfit, step": stepping(None), "memfit, script": scripted(), "accelerate": accelerated()}
+    ways |= {"step, reducing beside": stepping(True), "step, reducing after": stepping(False)}
     ways |= {"by hand": distributed(False), "every micro-batch": distributed(True)}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(-WARM, rounds):

@@ -246,8 +246,7 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     core.memory.expect_states_of(BESIDE.get().optimizers)
     core.memory.train()
     if ranks is not None:
-        core.together = Together(ranks, model, core.staging, given.taken)
-        core.catch_up = None if loss_fn is None else CatchUp(ranks, model, optimizer)
+        _train_together(core, ranks, steps=loss_fn is not None, whole=shard in ("auto", "off"))
     run = Run(given.model, optimizer, None, core=core)
     core.owner = run
     run.script_batch = _script_batch(loader, settings)
@@ -285,6 +284,15 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
         raise
     run.follow(guard, script)
     return run
+
+
+def _train_together(core: Core, ranks: Ranks, *, steps: bool, whole: bool) -> None:
+    """Let a run put its gradients together with other processes'. `steps`: its optimizer steps are memfit's; `whole`: it may
+    hold all of its parameters and optimizer state."""
+    core.together = Together(ranks, core.model, core.staging, core.taken, overlaps=steps and whole)
+    if core.together.overlap is not None:
+        core.together.overlap.note = partial(core.note, "note")
+    core.catch_up = CatchUp(ranks, core.model, core.optimizer) if steps else None
 
 
 def _script(core: Core, run: Run, guard: AccumulationGuard | None = None) -> Script:

@@ -78,6 +78,8 @@ class Trial:
     """What of the training is held in parts."""
     norm: bool = False
     """Whether the model normalises by batches."""
+    overlap: bool | None = None
+    """Whether gradients are reduced beside the last micro-batch: wherever they can be, or never; None: as memfit decides."""
 
 
 @dataclass
@@ -98,6 +100,8 @@ class Outcome:
     """The faults that were met, and when."""
     events: list[str] = field(default_factory=list)
     """Kinds of events of the run."""
+    overlapped: int = 0
+    """Steps that reduced gradients beside the last micro-batch."""
     raised_at: float = 0.0
     """When the exception reached the end of the script."""
     ended: float = 0.0
@@ -271,6 +275,9 @@ def train(trial: Trial, rank: int, found: Outcome, tell: Callable[[Any], None]) 
     if trial.mode == "step":
         own = {"loss_fn": loss_fn, "before_step": lambda: injector.at("before_step")}
     run = memfit.wrap(model, optimizer, source, target_batch=TARGET, micro_batch=MICRO, shard=trial.shard, **own)
+    overlap = None if run._core is None or run._core.together is None else run._core.together.overlap
+    if overlap is not None:
+        overlap.forced = trial.overlap
     found.seen.clear()
     number = 0
     with _collectives(injector):
@@ -288,6 +295,7 @@ def train(trial: Trial, rank: int, found: Outcome, tell: Callable[[Any], None]) 
                     optimizer.step()
                 found.states.append(_state(model, optimizer, whole=in_parts(trial)))
                 found.events = [event.kind for event in run.events]
+                found.overlapped = 0 if overlap is None else overlap.ran
                 if rank == 0:
                     _validate(model, injector, data)
                 number += 1

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo.plain import gradients_of, relative_error
 
 import memfit
-from memfit.training.decides import Decides
+from memfit.training.decides import Decides, told_by
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -69,6 +69,29 @@ def huber(model: nn.Module, batch: Any) -> Tensor:
     return torch.where(off.abs() < 1, 0.5 * off.square(), off.abs() - 0.5).mean()
 
 
+def weighed_by_sign(model: nn.Module, batch: Any) -> Tensor:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    return loss * torch.sign(loss.detach() - 1.2)
+
+
+def first_by_weights(model: nn.Module, batch: Any) -> Tensor:
+    losses = each(model, batch)
+    weights = torch.zeros_like(losses, requires_grad=False)
+    weights[:8] = 1
+    return (losses * weights).sum() / weights.sum()
+
+
+def sample_by_sample(model: nn.Module, batch: Any) -> Tensor:
+    outs = model(batch[0])
+    return sum((F.smooth_l1_loss(outs[i], batch[0][i, :4]) for i in range(len(outs))), torch.zeros(())) / len(outs)
+
+
+def two_views(model: nn.Module, batch: Any) -> Tensor:
+    x = batch[0]
+    outs = model(torch.cat([x, 0.9 * x]))
+    return (outs[: len(x)] - outs[len(x) :]).square().mean() + sum(part.square().mean() for part in outs.split(len(x)))
+
+
 def with_accuracy(model: nn.Module, batch: Any) -> Tensor:
     out = model(batch[0])
     (out.argmax(1) == batch[1]).double().mean()
@@ -85,6 +108,28 @@ DECIDING: dict[str, tuple[Loss, str]] = {
     "limited": (lambda m, b: F.cross_entropy(m(b[0]), b[1]).clamp(max=1.1), "limits"),
     "hinge of a mean": (lambda m, b: F.relu(1.5 - F.cross_entropy(m(b[0]), b[1])), "limits"),
     "flooded": (lambda m, b: torch.maximum(F.cross_entropy(m(b[0]), b[1]), torch.tensor(0.5).double()), "limits"),
+    "flooding": (lambda m, b: (F.cross_entropy(m(b[0]), b[1]) - 1.3).abs() + 1.3, "limits"),
+    "weighed by a sign": (weighed_by_sign, "count"),
+    "sign": (lambda m, b: F.cross_entropy(m(b[0]), b[1]) * torch.sign(F.cross_entropy(m(b[0]), b[1]) - 1.2), "limits"),
+    "huber of a mean": (lambda m, b: F.smooth_l1_loss(m(b[0]).mean(), torch.tensor(-0.2).double(), beta=0.01), "limits"),
+    "other huber of a mean": (lambda m, b: F.huber_loss(m(b[0]).mean(), torch.tensor(-0.2).double(), delta=0.01), "limits"),
+    "distance of a mean": (lambda m, b: F.l1_loss(m(b[0]).mean(), torch.tensor(0.1).double()), "limits"),
+    "means of classes": (lambda m, b: m(b[0]).mean(0).abs().sum(), "limits"),
+    "norm of means": (lambda m, b: torch.linalg.vector_norm(m(b[0]).mean(0), 1), "limits"),
+    "copied sign": (lambda m, b: torch.copysign(m(b[0]).mean(), torch.ones(()).double()), "limits"),
+    "first samples": (lambda m, b: F.cross_entropy(m(b[0])[:8], b[1][:8]), "position"),
+    "first samples of the batch": (lambda m, b: F.cross_entropy(m(b[0][:8]), b[1][:8]), "position"),
+    "last samples": (lambda m, b: F.cross_entropy(m(b[0])[-8:, ...], b[1][-8:]), "position"),
+    "every other sample": (lambda m, b: F.cross_entropy(m(b[0])[::2], b[1][::2]), "position"),
+    "first piece": (lambda m, b: F.cross_entropy(m(b[0]).split(8)[0], b[1].split(8)[0]), "position"),
+    "first by weights": (first_by_weights, "position"),
+}
+FAILING_ON_FEW: dict[str, Loss] = {
+    "largest of more": lambda m, b: each(m, b).topk(7).values.mean(),
+    "pairs": lambda m, b: m(b[0]).view(len(b[0]) // 2, 2, 4).max(1).values.mean(),
+    "by position": lambda m, b: each(m, b)[torch.tensor([0, 3, 7])].mean(),
+    "one sample": lambda m, b: each(m, b)[9],
+    "narrowed": lambda m, b: m(b[0]).narrow(0, 2, 8).square().mean(),
 }
 NOT_DECIDING: dict[str, Loss] = {
     "mean": lambda m, b: F.cross_entropy(m(b[0]), b[1]),
@@ -100,24 +145,48 @@ NOT_DECIDING: dict[str, Loss] = {
     "best two classes": lambda m, b: m(b[0]).topk(2, dim=1).values.mean(),
     "clamped before its logarithm": lambda m, b: m(b[0]).softmax(1).clamp(min=1e-6).log().mean(),
     "penalty": lambda m, b: F.cross_entropy(m(b[0]), b[1]) + 1e-3 * sum(p.square().sum() for p in m.parameters()),
+    "other penalty": lambda m, b: F.cross_entropy(m(b[0]), b[1]) + 1e-3 * sum(p.abs().sum() for p in m.parameters()),
+    "limited scale": lambda m, b: F.cross_entropy(m(b[0]) * m[0].weight.norm().clamp(max=2), b[1]),
+    "distance per sample": lambda m, b: (m(b[0]).mean(1) - b[0].mean(1)).abs().mean(),
+    "known distances": lambda m, b: F.smooth_l1_loss(m(b[0]), b[0][:, :4]) + F.l1_loss(m(b[0])[..., -1], b[0][..., 0]),
+    "one class": lambda m, b: m(b[0])[:, 0].square().mean(),
+    "last class": lambda m, b: m(b[0])[..., -1].square().mean(),
+    "all but the last class": lambda m, b: F.cross_entropy(m(b[0])[:, :-1], b[1].clamp(max=2)),
+    "more classes than there are": lambda m, b: m(b[0])[:, None, :50].square().mean(),
+    "every other class": lambda m, b: m(b[0])[:, ::2].square().mean() + m(b[0]).split(9, 1)[0].square().mean(),
+    "all samples": lambda m, b: F.cross_entropy(m(b[0])[: len(b[0])], b[1][0:]),
+    "sample by sample": sample_by_sample,
+    "two views": two_views,
 }
+
+
+def told(model: nn.Module, loss: Loss) -> str | None:
+    """What is told of a loss by looks at 5 samples and their parts."""
+    looks = []
+    for low, high in (0, 5), (0, 2), (2, 5):
+        with Decides(model) as decides:
+            loss(model, tuple(tensor[low:high] for tensor in points()))
+        looks.append((high - low, decides))
+    return looks[0][1].how or told_by(looks)
+
+
+SWITCHING = (
+    *("confident", "hard", "counted in Python", "weights filled in", "limited", "hinge of a mean"),
+    *("flooding", "sign", "huber of a mean", "distance of a mean", "means of classes"),
+)
 
 
 @pytest.mark.parametrize(("loss", "word"), DECIDING.values(), ids=DECIDING)
 def test_a_decision_is_told(loss: Loss, word: str) -> None:
     model = mlp()
-    with Decides(model) as decides:
-        loss(model, points())
-    assert decides.how is not None and word in decides.how
+    how = told(model, loss)
+    assert how is not None and word in how
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("loss", NOT_DECIDING.values(), ids=NOT_DECIDING)
 def test_what_stays_apart_is_no_decision(loss: Loss) -> None:
-    model = mlp()
-    with Decides(model) as decides:
-        loss(model, points())
-    assert decides.how is None
+    assert told(mlp(), loss) is None
 
 
 def test_decisions_inside_the_model_are_its_own() -> None:
@@ -139,13 +208,56 @@ def test_decisions_inside_the_model_are_its_own() -> None:
     assert decides.how is None
 
 
-@pytest.mark.parametrize("name", ["confident", "hard", "counted in Python", "weights filled in", "limited", "hinge of a mean"])
+@pytest.mark.parametrize("name", [name for name, (_, word) in DECIDING.items() if word == "position"] + list(FAILING_ON_FEW))
+def test_losses_of_some_of_the_samples_are_exact(name: str) -> None:
+    """By their position in the batch; the few samples of a proof are all among them, or too few."""
+    loss = FAILING_ON_FEW.get(name) or DECIDING[name][0]
+    run, errors = errors_of(loss, learning_rate=0.0)
+    assert max(errors) <= 1e-9
+    assert any("two passes" in event.message for event in run.events)
+
+
+@pytest.mark.parametrize("name", ["one class", "last class", "all but the last class", "known distances", "two views", "huber"])
+def test_what_stays_apart_runs_once(name: str) -> None:
+    run, errors = errors_of(NOT_DECIDING[name], learning_rate=0.0)
+    assert max(errors) <= 1e-9
+    assert not any("two passes" in event.message for event in run.events)
+
+
+def test_what_fails_on_all_samples_fails_as_itself() -> None:
+    with pytest.raises(RuntimeError, match="invalid for input") as caught:
+        errors_of(lambda m, b: m(b[0]).view(7, 7).mean(), learning_rate=0.0)
+    assert not getattr(caught.value, "__notes__", None)
+
+
+def test_what_cannot_be_told_to_work_on_all_samples_says_what_to_do() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        losses = each(model, batch)
+        factor = float(losses.detach().numpy().sum() > 0)  # fake tensors have no values
+        if len(losses) < 7:
+            raise LookupError("too few")
+        return losses.mean() * factor
+
+    with pytest.raises(LookupError) as caught:
+        errors_of(loss, learning_rate=0.0)
+    if hasattr(caught.value, "add_note"):  # Python 3.11
+        assert "without loss_fn" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("name", SWITCHING)
 def test_gradients_are_exact_although_nothing_is_decided_at_first(name: str) -> None:
     """While the model is untrained, parts add up as they do for a plain mean; later they would not."""
-    loss, model = DECIDING[name][0], mlp()
+    run, errors = errors_of(DECIDING[name][0], learning_rate=0.5)
+    assert max(errors, default=0.0) <= 1e-9
+    assert any("two passes" in event.message for event in run.events)
+
+
+def errors_of(loss: Loss, *, learning_rate: float) -> tuple[memfit.Run, list[float]]:
+    """The run of an epoch of 20 steps, and by how much the gradients of each are off."""
+    model, errors = mlp(), []
     x, y = points(240)
     x, y = x * 3, x[:, :4].argmax(1)
-    optimizer, totals = torch.optim.SGD(model.parameters(), lr=0.5), []
+    optimizer, totals = torch.optim.SGD(model.parameters(), lr=learning_rate), []
     run = memfit.wrap(
         model,
         optimizer,
@@ -163,7 +275,7 @@ def test_gradients_are_exact_although_nothing_is_decided_at_first(name: str) -> 
         assert float(run.step(batch)) == pytest.approx(value.item(), rel=1e-9, abs=1e-12)
         wanted = gradients_of(twin)
         if any(gradient is not None and gradient.any() for gradient in wanted.values()):
-            assert relative_error(totals[-1], wanted) <= 1e-9
+            errors.append(relative_error(totals[-1], wanted))
         else:
             assert not any(gradient is not None and gradient.any() for gradient in totals[-1].values())
-    assert any("two passes" in event.message for event in run.events)
+    return run, errors

@@ -270,10 +270,11 @@ POORER = Setting(
 
 
 @pytest.mark.parametrize("mode", ["step", "script"])
-def test_a_rank_with_less_memory_has_its_share_in_more_micro_batches(mode: str, two: Processes) -> None:
+def test_a_rank_with_less_memory_has_its_share_in_micro_batches_that_fit(mode: str, two: Processes) -> None:
+    """The other one may have as many, where these are faster."""
     poor, rich = two.run(trained, dataclasses.replace(POORER, mode=mode))
     assert poor.shares[0] == (4096, 4096) and poor.plan == rich.plan
-    assert poor.statistics["accumulation"] > rich.statistics["accumulation"]
+    assert poor.statistics["accumulation"] > 1
     assert "Every rank" in poor.page and "76.0 MiB" in poor.report and "1.00 GiB" in poor.report
     assert "least room on rank 0" in poor.report
 
@@ -297,7 +298,7 @@ def test_all_compute_in_the_precision_that_one_needs(mode: str, two: Processes) 
 
 def test_a_precision_is_asked_for_alike(two: Processes) -> None:
     for text in two.run(differing.asked_differently):
-        assert "precision= is not the same everywhere: off on rank 0, bfloat16 on rank 1" in text
+        assert "they differ in precision: off on rank 0, bfloat16 on rank 1" in text
 
 
 def test_memory_that_ran_out_on_another_rank_is_in_the_report_of_rank_0(two: Processes) -> None:

@@ -97,5 +97,5 @@ def test_a_worker_that_is_killed_is_restarted_and_the_run_ends_as_if_it_had_not_
     await_step(tmp_path / "state.pt", 40)
     os.kill(started[0].workers()[-1], signal.SIGKILL)
     text = started[0].end()
-    assert text.count("memfit: batch 32") == 2, text[-3000:]  # rank 0 planned twice
+    assert text.count("memfit: batch 64, of which 32") == 2, text[-3000:]  # rank 0 planned twice
     assert apart(parameters(tmp_path), never_interrupted) <= 1e-5

@@ -38,9 +38,11 @@ def test_the_same_training(name: str, tmp_path: Path) -> None:
     assert gallery.losses_apart(cut, plain) <= exact and gallery.parameters_apart(cut, plain) <= exact
     assert "micro-batches of" in cut.err or name == "policy_gradient"  # (which acts on one sample at a time)
     assert ("two passes" in cut.err) == (name in SECOND_FORWARD)
-    if name not in PAIRS:
-        two = gallery.wrapped(name, tmp_path, *options, micro_batch=5, processes=2)
-        assert gallery.parameters_apart(two, plain) <= exact
+    two = gallery.wrapped(name, tmp_path, *options, micro_batch=5, processes=2)
+    if name in PAIRS:  # it trains: what such processes come to is in test_strays
+        assert gallery.parameters_apart(two, plain) <= 0.1 and len(two.losses) == len(plain.losses)
+        return
+    assert gallery.parameters_apart(two, plain) <= exact
 
 
 @pytest.mark.slow

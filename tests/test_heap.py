@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.training.heap import HeapWatch
 
 ROOT = Path(__file__).resolve().parent.parent
 FRAGMENTED = """
@@ -70,4 +75,70 @@ def test_blocks_that_are_computed_again_do_not_fragment_the_heap_beyond_the_budg
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
     limit, peak, blocks, _ = map(int, done.stdout.splitlines()[-1].split())
     assert blocks == 8
+    assert peak <= limit
+
+MANY = """
+import torch
+from torch import nn
+import memfit
+torch.manual_seed(0)
+wide = 4096
+model = nn.Sequential(nn.Linear(64, wide), nn.ReLU(), nn.Linear(wide, 8), nn.Linear(8, wide), nn.ReLU(), nn.Linear(wide, 64))
+optimizer = torch.optim.Adam(model.parameters())
+x = torch.randn(16000, 64)
+run = memfit.wrap(model, optimizer, budget="330MiB", micro_batch=69)
+for _ in range(2):
+    optimizer.zero_grad()
+    ((model(x) - x) ** 2).mean().backward()
+    optimizer.step()
+print(run.plan.limit, run.stats()["peak_measured"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the heap of glibc")
+def test_the_heap_is_watched_however_small_micro_batches_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    model = nn.Linear(4, 4)
+    run = memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="8GiB", micro_batch=2)
+    model(torch.randn(8, 4)).square().mean().backward()
+    assert run._core is not None and run.plan is not None
+    assert run.plan.limit // 2 < (run._core.heap.ceiling or 0) < 0.8 * run.plan.limit  # the rest is for what comes between
+
+
+class Tells(nn.Module):
+    """A layer that notes when its forward and its backward run."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.layer, self.events = nn.Linear(4, 4), events
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.events.append("forward")
+        out = self.layer(x)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: self.events.append("backward"))
+        return out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the heap of glibc")
+def test_the_heap_is_looked_at_between_forward_and_backward_and_after_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a forward left free may not serve its backward, whose tensors then come on top."""
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    events: list[str] = []
+    model = Tells(events)
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="8GiB", micro_batch=2)
+    for _ in range(2):  # the second time without proofs and measurements
+        events.clear()
+        monkeypatch.setattr(HeapWatch, "check", lambda watch: events.append("look"))
+        model(torch.randn(6, 4)).square().mean().backward()
+    assert events == ["forward", "look", "backward", "look"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the heap of glibc")
+def test_small_micro_batches_do_not_fill_the_budget_with_what_the_heap_keeps_of_each() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", MANY]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
+    limit, peak = map(int, done.stdout.split())
     assert peak <= limit

@@ -17,6 +17,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 from torch.utils.checkpoint import checkpoint
 
 from memfit.profiling.fake import FakeWorld
+from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import Loop
 
 WIDTH, SAMPLES = 24, 4
@@ -51,6 +52,37 @@ def test_a_loss_holds_on_fakes_what_it_holds_in_a_real_run(name: str) -> None:
             fake = LOSSES[name](*fakes)
             assert fake.shape == real.shape
             assert fake.untyped_storage().nbytes() == real.untyped_storage().nbytes()
+
+
+CTC: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "lengths in tensors": lambda x, signs, times, lengths: F.ctc_loss(x, signs, times, lengths, zero_infinity=True),
+    "lengths in lists": lambda x, signs, times, lengths: F.ctc_loss(x, signs, (9, 9, 7), (4, 2, 3), reduction="sum"),
+    "one after the other": lambda x, signs, times, lengths: F.ctc_loss(
+        x, signs.view(-1)[:9], (9, 9, 7), (4, 2, 3), reduction="sum"
+    ),
+    "each": lambda x, signs, times, lengths: F.ctc_loss(x, signs, times, lengths, reduction="none").sum(),
+}
+
+
+@pytest.mark.parametrize("name", CTC)
+def test_what_ctc_keeps_for_backward_is_traced(name: str) -> None:
+    """A value per step and place in the longest target, whose length is a value: what pads the targets bounds it."""
+    scores, signs = torch.randn(9, 3, 6).requires_grad_(), torch.randint(1, 6, (3, 4))
+    lengths = torch.tensor([9, 9, 7]), torch.tensor([4, 2, 3])
+
+    def bytes_taken(make: Callable[[Tensor], Tensor]) -> tuple[int, tuple[int, ...]]:
+        with Ledger(torch.device("cpu")) as ledger:
+            x, *others = map(make, (scores, signs, *lengths))
+            ledger.restart()
+            ledger.window()
+            loss = CTC[name](x.log_softmax(2), *others)
+            (gradient,) = torch.autograd.grad(loss, x)
+        return ledger.timeline().growth(1), tuple(gradient.shape)
+
+    world = FakeWorld()
+    real = bytes_taken(lambda tensor: tensor)
+    with world.entered():
+        assert bytes_taken(world.twin) == real
 
 
 class Net(nn.Module):

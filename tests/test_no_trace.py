@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from helpers import mlp, points, unseen, wrapped
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 from zoo import FAMILIES, Family, first_batch
 
@@ -99,6 +99,36 @@ def test_planning_leaves_no_trace() -> None:
     out = model(x)  # learns, profiles, proves; runs nothing of the batch
     assert_same(photograph(model, optimizer), before)
     del out
+
+
+@pytest.mark.parametrize("micro_batch", ["auto", 2])
+def test_parameters_of_the_loss_alone_train_from_where_they_were(micro_batch: Any) -> None:
+    """They live in no module of the model (a head with margins); nothing of planning, timing and proofs gathers in them."""
+    torch.manual_seed(0)
+    model, head = nn.Linear(6, 3).double(), nn.Linear(3, 3).double()
+    data = TensorDataset(torch.randn(24, 6).double(), torch.randint(0, 3, (24,)))
+    plain = copy.deepcopy((model, head))
+
+    def trained(model: nn.Module, head: nn.Module) -> SGD:
+        return SGD([*model.parameters(), *head.parameters()], lr=0.1)
+
+    run = memfit.wrap(
+        model,
+        trained(model, head),
+        DataLoader(data, batch_size=12),
+        loss_fn=lambda model, batch: F.cross_entropy(head(model(batch[0])), batch[1]),
+        micro_batch=micro_batch,
+    )
+    assert all(p.grad is None for p in head.parameters())
+    for batch in run.loader:
+        run.step(batch)
+    optimizer = trained(*plain)
+    for x, y in DataLoader(data, batch_size=12):
+        optimizer.zero_grad()
+        F.cross_entropy(plain[1](plain[0](x)), y).backward()
+        optimizer.step()
+    for got, want in zip((*model.parameters(), *head.parameters()), (p for m in plain for p in m.parameters())):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
 def test_the_whole_batch_runs_from_where_planning_began() -> None:

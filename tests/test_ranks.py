@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -244,7 +245,7 @@ def wrapped_as(width: int, target: int) -> str:
 
 def test_processes_that_were_given_different_things_are_told(two: Processes) -> None:
     for text in two.run(wrapped_as, 1, 12):
-        assert text.startswith("UsageError") and "model and optimizer is not the same everywhere" in text
+        assert text.startswith("UsageError") and "they differ in model and optimizer: " in text
     for text in two.run(wrapped_as, 0, 1):
         assert text.startswith("UsageError") and "2 processes train together" in text
     assert two.run(wrapped_as, 0, 12) == ["wrapped", "wrapped"]
@@ -323,25 +324,35 @@ class WithMethod(nn.Module):
         return self.body(x)
 
 
-def around_the_forward() -> str:
+def around_the_forward(begins: int) -> tuple[str, list[float]]:
+    """(what is said where a method is called from step `begins` on, in whose gradients processes differ; parameters then)."""
+    torch.manual_seed(0)
     model = WithMethod()
     optimizer = SGD(model.parameters(), lr=0.1)
     run = memfit.wrap(model, optimizer, loader_of("shuffled"), target_batch=TARGET, micro_batch=2)
+    steps = itertools.count()
     try:
-        for x, y in run.loader:
-            optimizer.zero_grad()
-            (F.cross_entropy(model(x), y) + model.encode(x).square().mean()).backward()
-            optimizer.step()
+        for _ in range(3):
+            for x, y in run.loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                (loss + model.encode(x).square().mean() if next(steps) >= begins else loss).backward()
+                optimizer.step()
     except memfit.Refused as error:
-        return str(error)
+        return str(error), []
     finally:
         run.undo()
-    return "nothing was said"
+    return "nothing was said", [float(p.sum()) for p in model.parameters()]
 
 
-def test_gradients_that_go_around_the_forward_are_noticed(two: Processes) -> None:
-    for text in two.run(around_the_forward):
-        assert "after 1 steps its parameters are not the same everywhere" in text and "own methods" in text
+def test_gradients_that_go_around_the_forward_are_averaged(two: Processes) -> None:
+    (text, first), (_, second) = two.run(around_the_forward, 0)
+    assert text == "nothing was said" and first == second
+
+
+def test_those_that_begin_between_two_looks_are_noticed(two: Processes) -> None:
+    for text, _ in two.run(around_the_forward, 2):
+        assert "after 4 steps its parameters are not the same everywhere" in text and "own methods" in text
 
 
 def evaluated() -> float:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,26 @@ def test_random_faults(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(FAST, SLOW))
 def test_more_random_faults(seed: int) -> None:
     checked(drawn(seed))
+
+
+BESIDE = [pytest.param(seed, marks=() if seed < 306 else pytest.mark.slow) for seed in range(300, 380)]
+
+
+@pytest.mark.parametrize("seed", BESIDE)
+def test_random_faults_where_gradients_are_reduced_beside_the_last_micro_batch(seed: int) -> None:
+    trial = drawn(seed)
+    before = tuple(fault for fault in trial.faults if "optimizer" not in fault.place)  # nothing of this is under way there
+    checked(replace(trial, mode="step", overlap=True, faults=before))
+
+
+@pytest.mark.parametrize("place", ["backward", "reduce"])
+@pytest.mark.parametrize("kind", ["memory", "error", "kill"])
+def test_faults_in_the_last_micro_batch_of_a_step_that_reduces_beside_it(kind: str, place: str) -> None:
+    nth = 2 if place == "backward" else 1
+    found = checked(Trial(2, "step", (Fault(1, place, 4, nth, kind=kind),), overlap=True))
+    left = found[:1] if kind == "kill" else found
+    assert all(len(outcome.states) == (faults.STEPS if kind == "memory" else 4) for outcome in left)
+    assert all(outcome.overlapped >= 3 for outcome in left)
 
 
 SHARDED = [

@@ -753,6 +753,24 @@ def test_a_checkpointed_loss() -> None:
     assert_transparent(mlp(), script, *points())
 
 
+@pytest.mark.parametrize("with_loss", [False, True])
+@pytest.mark.parametrize("micro_batch", ["auto", 2])
+def test_a_call_inside_of_the_scripts_own_checkpoint_runs_as_it_is(
+    micro_batch: Any, with_loss: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, (x, y) = mlp(), points()
+    plain = copy.deepcopy(model)
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=micro_batch)
+    for either in (model, plain):
+        if with_loss:
+            checkpoint(lambda x: F.cross_entropy(either(x), y), x, use_reentrant=False).backward()  # noqa: B023
+        else:
+            F.cross_entropy(checkpoint(either, x, use_reentrant=False), y).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters()))
+    assert "inside of the script's own checkpoint" in capsys.readouterr().err
+    run.undo()
+
+
 def test_a_model_called_twice_for_one_loss() -> None:
     """Siamese: the loss needs both outputs together."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -22,6 +22,8 @@ from memfit.engine.staged import Staging
 from memfit.engine.terms import Term, Terms, is_only_term, standing_in
 
 CountOf = Callable[[Any], Count]
+AroundLast = Callable[[Total], AbstractContextManager[None]]
+"""What the last micro-batch's backward runs in, from a total without gradients."""
 _NUMBERS = (torch.float32, torch.float64)
 
 
@@ -110,26 +112,30 @@ def accumulate(
     parameters: Sequence[torch.Tensor] | None = None,
     scale: float = 1.0,
     shares: Sequence[Sequence[float]] | None = None,
+    before_backward: Callable[[], None] | None = None,
     after_micro: Callable[[int], None] | None = None,
+    around_last: AroundLast | None = None,
 ) -> Total:
     """Run all micro-batches and return the loss and gradients of the effective batch.
 
     `pieces` are the micro-batches' sizes in samples, `parameters` those that are staged where they are listed already,
     `scale` the loss scale while gathering (float16), `shares` the correction of watched means where known already;
-    `after_micro(i)` is called after each micro-batch.
+    `before_backward()` is called after each forward, and `after_micro(i)` after each micro-batch; the backward of the last one
+    runs inside `around_last(total)`, which is given what the total will be, without its gradients.
     Raises WeightsChanged or SharesDiffer where the weighting does not hold for this batch. The caller discards what was
     staged when an exception leaves.
     """
     receivers = [*(staging.parameters() if parameters is None else parameters), *work.extra_receivers()]
-    gathered = Pass(work, staging, weighting, scale)
+    gathered = Pass(work, staging, weighting, scale, before_backward)
     with gathering(staging, weighting):
         for index, (start, stop) in enumerate(bounds(pieces)):
-            gathered.micro_batch(start, stop, None if shares is None else shares[index])
+            around = around_last if index == len(pieces) - 1 else None
+            gathered.micro_batch(start, stop, None if shares is None else shares[index], around)
             if after_micro is not None:
                 after_micro(index)
         if weighting.watch and shares is None:
             _check_shares(gathered.terms, pieces)
-        _check_rivals(gathered.rivals, pieces if weighting.count is None else gathered.chosen)
+        gathered.check_rivals(pieces)
     return gathered.total(receivers)
 
 
@@ -143,9 +149,17 @@ def gathering(staging: Staging, weighting: Weighting) -> Iterator[None]:
 class Pass:
     """The running sums of one pass over an effective batch."""
 
-    def __init__(self, work: Work, staging: Staging, weighting: Weighting, scale: float) -> None:
+    def __init__(
+        self,
+        work: Work,
+        staging: Staging,
+        weighting: Weighting,
+        scale: float,
+        before_backward: Callable[[], None] | None = None,
+    ) -> None:
         self.terms: list[list[Term]] = []
         self._work, self._staging, self._weighting, self._scale = work, staging, weighting, scale
+        self._before_backward = before_backward
         self._dtype: torch.dtype | None = None
         self._losses: list[torch.Tensor | float] = []
         self._weights: list[Count | float] = []
@@ -154,7 +168,10 @@ class Pass:
         self.rivals: list[tuple[Count, ...]] = []
         self.chosen: list[Count | None] = []
 
-    def micro_batch(self, start: int, stop: int, shares: Sequence[float] | None = None) -> None:
+    def micro_batch(
+        self, start: int, stop: int, shares: Sequence[float] | None = None, around: AroundLast | None = None
+    ) -> None:
+        """Run the samples `start:stop`; with `around`, the last ones."""
         inputs, count = self._work.inputs(start, stop, self._counting())
         if isinstance(count, (int, float)) and count == 0:
             self._check_nothing(inputs)
@@ -166,8 +183,14 @@ class Pass:
         self._dtype = self._dtype or loss.dtype
         self._losses.append(_value(loss))
         self._weights.append(weight)
-        with without_autocast(self._work.device):
+        if self._before_backward is not None:
+            self._before_backward()
+        with without_autocast(self._work.device), nullcontext() if around is None else around(self._whole([], [])):
             torch.autograd.backward(loss, self._beginning(loss, weight * self._scale))
+
+    def check_rivals(self, pieces: Sequence[int]) -> None:
+        """Raise WeightsChanged where a count that could not be told apart from the weights can be in this batch."""
+        _check_rivals(self.rivals, pieces if self._weighting.count is None else self.chosen)
 
     @staticmethod
     def _beginning(loss: torch.Tensor, factor: Count | float) -> torch.Tensor:
@@ -199,7 +222,10 @@ class Pass:
 
     def total(self, receivers: Sequence[torch.Tensor]) -> Total:
         parameters = len(receivers) - len(self._work.extra_receivers())
-        gradients = [*self._staging.take(receivers[:parameters]), *self._work.extra_gradients()]
+        return self._whole(receivers, [*self._staging.take(receivers[:parameters]), *self._work.extra_gradients()])
+
+    def _whole(self, receivers: Sequence[torch.Tensor], gradients: list[torch.Tensor | None]) -> Total:
+        """The total, as far as micro-batches have run, with these gradients."""
         device, exact = self._work.device, wide(self._work.device)
         if not self._losses:  # no micro-batch had anything valid: the whole would give 0/0 as well
             return Total(torch.full((), float("nan"), device=device), receivers, gradients, weight=0.0)

@@ -108,14 +108,14 @@ def uncompiled() -> Iterator[None]:
 @contextmanager
 def modes_as(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
     """The modules' train/eval flags as captured by `modes_of`; those in force come back afterwards."""
-    changed = [(module, module.training) for module, training in modes if module.training != training]
-    for module, training in modes:
+    changed = [(module, module.training, training) for module, training in modes if module.training != training]
+    for module, _, training in changed:
         module.training = training
     try:
         yield
     finally:
-        for module, training in changed:
-            module.training = training
+        for module, before, _ in changed:
+            module.training = before
 
 
 @contextmanager
@@ -143,9 +143,19 @@ def modes_of(modules: list[nn.Module]) -> list[tuple[nn.Module, bool]]:
 
 def restore_tensors(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Write each copy back into its original, without counting as a modification and without asking the device anything."""
+    if not copies:
+        return
     with torch.no_grad():
         for original, copy in copies:
             if original.shape != copy.shape:
                 original.set_(copy)  # pyright: ignore[reportArgumentType]
             else:
                 original.data.copy_(copy)
+
+
+def in_checkpoint() -> bool:
+    """Whether what runs now is inside of `torch.utils.checkpoint` (not its reentrant kind), which counts every tensor that it
+    saves, and expects as many when it runs again."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore[reportAttributeAccessIssue]
+    hooks = None if top is None else top(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

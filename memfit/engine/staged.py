@@ -191,6 +191,8 @@ class Staging:
             _set_gradients(self.parts.parameters, [None] * len(self.parts.parameters))
         for _p, alias in self._aliases.values():
             alias.grad = None
+        for p in self.outside if self._depth else ():  # (what they had before is set aside meanwhile)
+            p.grad = None
         self._wide.clear()
 
     def staged_bytes(self) -> int:

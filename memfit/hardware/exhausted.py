@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from memfit._errors import RankFailed
+
 T = TypeVar("T")
 TRIES = 3
 """How often something small is tried before its process is taken to have no memory left at all."""
@@ -45,7 +47,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that memory ran out, in any of the words that torch and its libraries use for it."""
     if isinstance(error, (MemoryError, getattr(torch, "OutOfMemoryError", MemoryError))):
         return True
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError) or isinstance(error, RankFailed):  # (whose text may say what ran out elsewhere)
         return False
     text = str(error).lower()
     return any(known in text for known in _TEXTS) or _ONEDNN.search(text) is not None

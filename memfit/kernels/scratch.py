@@ -233,6 +233,7 @@ UNKNOWN = frozenset(
         aten._unique2.default,
         aten.unique_consecutive.default,
         aten._ctc_loss.default,
+        aten._ctc_loss.Tensor,
         aten._fft_r2c.default,
         aten._fft_c2r.default,
         aten._fft_c2c.default,

@@ -73,7 +73,8 @@ def summary(plan: Plan) -> str:
     mode = ", two passes" if plan.mode == "replay" else ""
     memory = f"{peak(plan)} of {format_bytes(plan.limit)}"
     seconds = "" if plan.predicted.seconds is None else f", {format_seconds(plan.predicted.seconds)} per step"
-    return f"batch {cut(plan)}{with_levers}{mode}: {memory}{seconds}"
+    more = f"{plan.target_batch:,}, of which " if (plan.target_batch or plan.share) != plan.share else ""
+    return f"batch {more}{cut(plan)}{with_levers}{mode}: {memory}{seconds}"
 
 
 def cut(plan: Plan) -> str:

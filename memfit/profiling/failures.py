@@ -69,6 +69,12 @@ def _place(error: Exception) -> str:
     return f"{path.parent.name}/{path.name}, line {frame.lineno}"
 
 
+def is_ours(error: BaseException) -> bool:
+    """Whether a line of ours raised it that does more than call what was to be called."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return frame.filename.startswith(_OURS) and frame.name not in ("__torch_function__", "loss")
+
+
 def own_exception(failed: TraceFailed) -> BaseException | None:
     """The exception that ended a trace, where a `raise` of the user's or of a library's did and not torch: for what cannot be
     run for real it is taken to be meant."""

@@ -9,7 +9,7 @@ parameters that a forward writes in place, and other state that it keeps outside
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,10 +24,13 @@ from memfit.profiling.hooks import hooks_kept, put_back, refilled
 
 
 @contextmanager
-def leave_no_trace(model: nn.Module, device: torch.device, *, buffers: bool = True) -> Iterator[None]:
-    """Everything listed above is afterwards as it was. `buffers=False` where fake ones stand in their places meanwhile."""
+def leave_no_trace(
+    model: nn.Module, device: torch.device, *, buffers: bool = True, outside: Sequence[torch.Tensor] = ()
+) -> Iterator[None]:
+    """Everything listed above is afterwards as it was. `buffers=False` where fake ones stand in their places meanwhile;
+    `outside` are parameters that live in no module of the model."""
     let_go(model)
-    held = [(p, p.detach(), p.grad) for p in model.parameters()]
+    held = [(p, p.detach(), p.grad) for p in (*model.parameters(), *outside)]
     with (
         autocast_kept((device.type, "cpu", "cuda")),
         random_state_kept(device),

@@ -102,8 +102,9 @@ def trace_step(
     on_gpu = manner.target is not None or device.type == "cuda"
     inside = insides if on_gpu else stages if device.type == "cpu" else None
     ledger = Ledger(device, inside=inside, counts=Counts() if manner.counted else None)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]  # a loss may have some of its own
     with ExitStack() as stack:
-        stack.enter_context(leave_no_trace(model, device, buffers=False))
+        stack.enter_context(leave_no_trace(model, device, buffers=False, outside=trained))
         stack.enter_context(collected_by_hand())
         stack.enter_context(telling_failures(world))
         twins = stack.enter_context(world.replacing(model))

@@ -2,7 +2,7 @@
 
 Large gradients are reduced where they lie; small ones, and those whose elements do not lie in one piece, travel in buckets of
 DistributedDataParallel's size (bucket_cap_mb=25). How many collectives that takes depends on the parameters alone. Not covered:
-overlapping them with backward.
+overlapping them with backward, which `overlapped.py` does through the same memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ ALONE = 4 << 20
 
 class Reducer:
     """Sums gradients over `ranks`. The buckets are there from the start, so that nothing is allocated between the processes'
-    agreement and the sums."""
+    agreement and the sums. `overlaps`: sums may run beside a backward as well, for which large gradients need room, too.
 
-    def __init__(self, ranks: Ranks, parameters: Sequence[torch.Tensor]) -> None:
+    Attributes: `buffer` (the memory of buckets), `collectives` (how many carried gradients so far).
+    """
+
+    def __init__(self, ranks: Ranks, parameters: Sequence[torch.Tensor], *, overlaps: bool = False) -> None:
         self._ranks = ranks
         # (half precision gathers in float32)
         sizes = [p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad]
-        small = sum(size for size in sizes if size < ALONE)
-        self._buffer = torch.empty(min(BUCKET, small), dtype=torch.uint8, device=ranks.device)
-        self._buffer.zero_()  # memory that was never touched is not held yet, and plans would not count it
+        room = sum(size for size in sizes if size < ALONE or overlaps)
+        self.buffer = torch.empty(min(BUCKET, room), dtype=torch.uint8, device=ranks.device)
+        self.buffer.zero_()  # memory that was never touched is not held yet, and plans would not count it
         self.collectives = 0
 
     def sum(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -65,7 +68,7 @@ class Reducer:
         return found
 
     def _capacity(self, gradient: torch.Tensor) -> int:
-        return self._buffer.numel() // gradient.element_size()
+        return self.buffer.numel() // gradient.element_size()
 
     def _through(self, gradients: Sequence[torch.Tensor]) -> None:
         """One collective for these."""
@@ -74,7 +77,7 @@ class Reducer:
             make = partial(torch.empty, total, dtype=gradients[0].dtype, device=self._ranks.device)
             flat = patiently(make, self._ranks.device)
         else:
-            flat = self._buffer[: total * gradients[0].element_size()].view(gradients[0].dtype)
+            flat = self.buffer[: total * gradients[0].element_size()].view(gradients[0].dtype)
         places = [place.view(gradient.shape) for place, gradient in zip(flat.split([g.numel() for g in gradients]), gradients)]
         torch._foreach_copy_(places, list(gradients))  # pyright: ignore[reportPrivateImportUsage]
         self._ranks.sum([flat])

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from memfit._errors import MemfitError, RankFailed
 from memfit.hardware.exhausted import patiently
 from memfit.ranks.exchange import Exchange, Told
+from memfit.ranks.launched import Launched
 from memfit.ranks.passes import PASSES, Passes
 
 FAREWELL = timedelta(seconds=30)
@@ -145,6 +146,8 @@ class Ranks:
                     return self._exchange.close()
         except (RuntimeError, ValueError):
             return  # the others are gone, or their process group is
+        finally:
+            self._exchange.settle()
 
     def everywhere(self, rank: int) -> int:
         """The number of one of these processes among all that there are."""
@@ -152,7 +155,11 @@ class Ranks:
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
         """Each tensor (dense, contiguous) summed over all processes, in place. Raises RankFailed where one is gone."""
-        self._done([self._launched(dist.all_reduce, tensor) for tensor in tensors])
+        self.done([self.summing(tensor) for tensor in tensors])
+
+    def summing(self, tensor: torch.Tensor) -> Launched:
+        """As `sum` of one tensor, under way until `done`."""
+        return self._launched(lambda own: dist.all_reduce(own[0], group=self.group, async_op=True), [tensor])
 
     def concatenated(self, tensor: torch.Tensor) -> torch.Tensor:
         """The processes' tensors, alike but for their first dimension, one after the other by rank. Raises RankFailed where one
@@ -161,28 +168,37 @@ class Ranks:
         padded = patiently(lambda: tensor.new_zeros((max(counts), *tensor.shape[1:])), self.device)
         padded[: len(tensor)] = tensor
         found = [patiently(lambda: torch.empty_like(padded), self.device) for _ in counts]
-        self._done([self._launched(dist.all_gather, found, padded)])
+        gathered = self._launched(
+            lambda own: dist.all_gather(list(own[1:]), own[0], group=self.group, async_op=True), [padded, *found]
+        )
+        self.done([gathered])
         return torch.cat([part[:count] for part, count in zip(found, counts)])
 
     def from_first(self, tensors: Sequence[torch.Tensor]) -> None:
         """Each tensor as rank 0 has it, in place. Raises RankFailed where one process is gone."""
-        self._done([self._launched(dist.broadcast, tensor, self.everywhere(0)) for tensor in tensors])
+        first = self.everywhere(0)
+        self.done(
+            [self._launched(lambda own: dist.broadcast(own[0], first, group=self.group, async_op=True), [t]) for t in tensors]
+        )
 
-    def _launched(self, collective: Callable[..., Any], *arguments: Any) -> Any:
-        """A collective under way. Where memory runs out before it is, the others wait in theirs: it is tried again."""
+    def done(self, pending: Sequence[Launched]) -> None:
+        """Wait for what is under way. Raises RankFailed where a process is gone."""
         try:
-            return patiently(lambda: collective(*arguments, group=self.group, async_op=True), self.device)
+            for launched in pending:
+                launched.wait()
+        except RuntimeError as error:
+            raise self.lost(ADDING) from error
+        for launched in pending:
+            launched.settle()
+
+    def _launched(self, collective: Callable[[Sequence[torch.Tensor]], Any], tensors: Sequence[torch.Tensor]) -> Launched:
+        """A collective under way."""
+        try:
+            return Launched(collective, tensors)
         except BaseException as error:
             # They hear nothing in there: only the end of this process releases them, which therefore is not put off.
             self._over = f"rank {self.rank} failed: {_line_of(error)}"
             raise
-
-    def _done(self, pending: Sequence[Any]) -> None:
-        try:
-            for work in pending:
-                work.wait()
-        except RuntimeError as error:
-            raise self.lost(ADDING) from error
 
     def _serve(self, told: Sequence[Told]) -> set[int]:
         """Do what is asked for; returns what was done: all services, and one pass."""

@@ -54,7 +54,7 @@ class Company:
         self._speeds = Speeds()
         self._wanted: tuple[int, ...] | None = None
         self._seconds: tuple[float, ...] = ()
-        self._told: tuple[Plan | None, int] | None = None
+        self._told: tuple[Plan | None, int, bool] | None = None
         self._seen: tuple[Plan | None, tuple[RankFacts, ...], Plan | None] = (None, (), None)
 
     # ---- what is timed
@@ -75,6 +75,12 @@ class Company:
             yield
         self._exchanging.ends()
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, micro-batches that are under way wait for other processes."""
+        with self._computing.pausing(), self._exchanging.running():
+            yield
+
     # ---- what is told
 
     def stated(self) -> list[float]:
@@ -82,8 +88,7 @@ class Company:
         samples, seconds = self._computing.read()
         epoch, number = (0, 0) if self.shares is None else self.shares.position(self._thread)
         most = 0 if self._wanted is None else min(self._wanted[self._ranks.rank], self._most())
-        changed = self._told is None or self._told[0] is not self._core.plan or self._told[1] != len(self._core.events)
-        return [samples, seconds, float(epoch), float(number), float(most), float(self._core.tuning), float(changed)]
+        return [samples, seconds, float(epoch), float(number), float(most), float(self._core.tuning), float(self._changed())]
 
     def heard(self, told: Sequence[Sequence[float]], step: int) -> None:
         """What all said in a step. The same happens on every process."""
@@ -104,12 +109,19 @@ class Company:
 
     def meet(self, doing: str) -> None:
         """Every process tells all about itself."""
-        self._told = self._core.plan, len(self._core.events)
+        self._told = self._core.plan, len(self._core.events), self._peak() is not None
         before, self.facts = self.facts, tuple(self._ranks.gather(self._about(), doing))
         for old, new in zip(before, self.facts):
             if new.ran_out > old.ran_out and new.rank != self._ranks.rank:
                 self._core.note("note", f"on rank {new.rank} {new.latest}")
         self._agree_on_precision()
+
+    def _changed(self) -> bool:
+        """Whether there is more to tell than was told: another plan, events, the first step whose peak could be measured."""
+        if self._told is None:
+            return True
+        plan, events, measured = self._told
+        return plan is not self._core.plan or events != len(self._core.events) or (not measured and self._peak() is not None)
 
     def in_all(self, plan: Plan | None) -> Plan | None:
         """The plan of this process, with those of all."""

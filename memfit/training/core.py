@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from memfit._errors import Refused
 from memfit._units import format_bytes
 from memfit.batches.pieces import equal_sizes, next_size, sizes
-from memfit.engine.accumulate import SharesDiffer, Weighting, Work, accumulate
+from memfit.engine.accumulate import AroundLast, SharesDiffer, Weighting, Work, accumulate
 from memfit.engine.generators import HostDraws
 from memfit.engine.handover import Total
 from memfit.engine.staged import Staging, bytes_here, check_nothing_escaped
@@ -35,6 +35,7 @@ from memfit.training.elsewhere import CardMemory
 from memfit.training.events import Events
 from memfit.training.heap import HeapWatch
 from memfit.training.memory import Memory
+from memfit.training.overlap import Load
 from memfit.training.planner import Planner
 from memfit.training.recover import Again, Recovery
 from memfit.training.scaling import LossScale, computes_in_half
@@ -286,10 +287,12 @@ class Core:
         *,
         largest: int,
         begin: Callable[[Sequence[int]], None] = lambda pieces: None,
+        load: Callable[[Sequence[int]], Load] | None = None,
     ) -> Total:
         """The total of an effective batch, through recovery: smaller micro-batches, a lower loss scale or true shares where
         the first attempt shows that they are needed. `pieces_for(largest, tuner)` says how it is cut; while there is a
-        tuner, it says how large each micro-batch is."""
+        tuner, it says how large each micro-batch is. `load` says of pieces what they come to; with it, gradients may be reduced
+        beside the last micro-batch."""
         self._follow_drift()
         largest = largest if self.plan is None else min(largest, self.limit(self.plan))
         precision = self.plan.precision if self.plan is not None else "off"
@@ -307,13 +310,18 @@ class Core:
             self.prepare(len(pieces), parameters)
             known = shares if shares is not None and len(shares) == len(pieces) else None
             scale = self.scale.scale if half else 1.0
+            usual = load is not None and tuner is None and not half and shares is None
+            last = self._around_last(load(pieces) if load is not None and usual else None, weighting, parameters)
             try:
                 run = partial(accumulate, work, pieces, self.staging, weighting, parameters=parameters)
+                run = partial(run, around_last=last, before_backward=None if self.heap.ceiling is None else self.heap.check)
                 with self.memory.running(), self.staging.counting(), self.norms_of(len(pieces)):
                     total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:
                 shares = difference.shares
                 raise Again from None
+            if self.together is not None and self.together.overlap is not None:
+                self.together.overlap.attempted(total)
             return self.scale.accept(total) if half else total
 
         with self.computing():
@@ -323,6 +331,18 @@ class Core:
         self._end_tuning()
         self.apply_norms()
         return total
+
+    def _around_last(
+        self, load: Load | None, weighting: Weighting, parameters: Sequence[torch.Tensor]
+    ) -> AroundLast | None:
+        """What reduces gradients beside the last micro-batch of an attempt that begins, where all processes may agree to."""
+        overlap = None if self.together is None else self.together.overlap
+        if overlap is None:
+            return None
+        plan = self.plan
+        whole = plan is not None and plan.shard == "off" and not weighting.watch
+        room = 0 if plan is None else plan.limit - plan.held - plan.margin - plan.predicted.upper
+        return overlap.attempting(load if whole else None, weighting, parameters, room)
 
     def norms_of(self, micro_batches: int) -> AbstractContextManager[None]:
         """Inside, that many micro-batches run; `apply_norms` then writes the batch statistics of all of them at once, where

@@ -1,12 +1,15 @@
 """Whether a loss decides by what the model computed: which samples count, what it divides by, where it stops.
 
 Such a loss may add up from its parts on the samples of a proof and no more once the model has learnt: a threshold that nothing
-reaches yet, a limit that every part is above. It is told by the functions that it calls outside the model's forward. Not
-covered: decisions in Python (`if loss.item() > 1`), inside the model, and in custom kernels.
+reaches yet, a limit that every part is above, a number of samples to take that no part has. It is told by the functions that it
+calls outside the model's forward; what they do to the dimension of the samples shows beside other numbers of samples.
+Not covered: decisions in Python (`if loss.item() > 1`), inside the model, and in custom kernels; masks made of positions.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.batches.tree import tensors
 
-COMPARING = frozenset("gt ge lt le eq ne greater greater_equal less less_equal isclose argmax argmin topk".split())
+COMPARING = frozenset(
+    "gt ge lt le eq ne greater greater_equal less less_equal isclose argmax argmin topk sign sgn signbit heaviside".split()
+)
 """Functions whose results are decisions where their arguments were computed by the model."""
 ORDERING = frozenset("topk sort argsort msort kthvalue median nanmedian quantile".split())
 """Functions that order; along the only dimension of a vector, that is along its samples."""
@@ -26,20 +31,36 @@ INDEXING = frozenset("getitem index_select take masked_select index gather".spli
 """Functions that take entries by an index."""
 READING = frozenset("item int float bool index tolist".split())
 """Functions that make a number of Python's of a tensor; what is done with it is not seen."""
-LIMITING = frozenset("relu relu6 clamp clamp_min clamp_max clip minimum maximum max min where hardtanh threshold".split())
-"""Functions that have no gradient, or another, beyond a limit."""
+LIMITING = frozenset(
+    "relu relu6 clamp clamp_min clamp_max clip minimum maximum max min where hardtanh threshold abs absolute fabs sign sgn "
+    "copysign heaviside fmax fmin amax amin aminmax leaky_relu rrelu prelu elu selu celu softplus hardsigmoid hardswish "
+    "hardshrink softshrink round floor ceil trunc fix frac fmod remainder norm vector_norm linalg_norm linalg_vector_norm "
+    "dist l1_loss smooth_l1_loss huber_loss hinge_embedding_loss margin_ranking_loss multi_margin_loss "
+    "multilabel_margin_loss".split()
+)
+"""Functions that have no gradient, or another, beyond a limit, and may be straight on either side of it."""
+SPLITTING = frozenset("split unsafe_split".split())
+"""Functions that cut into pieces of a given size."""
+STEP = "step"
+"""In the place of a function's name: how far a slice goes from one entry to the next."""
 
 
 class Decides(TorchFunctionMode):
-    """While active, `how` says the first way in which a result with a gradient hangs on a decision (None: in no way)."""
+    """While active, `how` says the first way in which a result with a gradient hangs on a decision (None: in no way).
+
+    `limited` counts calls of functions with limits, by the shapes that they were given; `taken` has bounds, steps and sizes of
+    pieces, (function, dimension, its size, number). Both tell something beside looks at other numbers of samples: `told_by`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.how: str | None = None
+        self.limited: Counter[tuple[Any, ...]] = Counter()
+        self.taken: set[tuple[str, int, int, int]] = set()
         self._model, self._inside = model, 0
         self._hooks: list[Any] = []
         self._read = self._used = False
-        self._computed, self._decided, self._picked = (WeakTensorKeyDictionary() for _ in range(3))
+        self._computed, self._decided, self._picked, self._constant = (WeakTensorKeyDictionary() for _ in range(4))
 
     def __enter__(self) -> Decides:
         self._hooks = [self._model.register_forward_pre_hook(self._entered), self._model.register_forward_hook(self._left)]
@@ -61,11 +82,27 @@ class Decides(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._inside and self.how is None:
-            given = tensors((args, kwargs or {}))
+        if not self._inside:
+            given, made = tensors((args, kwargs or {})), tensors(result)
+            name = func.__name__.strip("_")
             if given:
-                self._look(func.__name__.strip("_"), given, tensors(result))
+                self.taken.update(_taken(name, args, kwargs or {}))
+                self._look_at_limits(name, given, made)
+                if self.how is None:
+                    self._look(name, given, made)
         return result
+
+    def _look_at_limits(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
+        """What comes of parameters alone (penalties, a clamped temperature) is the same in every part."""
+        constant = all(isinstance(t, nn.Parameter) or t in self._constant or not (t.requires_grad or t.dim()) for t in given)
+        if constant:
+            for tensor in made:
+                self._constant[tensor] = True
+            return
+        for tensor in made:
+            self._constant.pop(tensor, None)  # written in place
+        if name in LIMITING and any(t.requires_grad for t in made):
+            self.limited[(name, *(tuple(t.shape) for t in given))] += 1
 
     def _look(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         computed = any(t.requires_grad or t in self._computed for t in given)
@@ -96,6 +133,57 @@ class Decides(TorchFunctionMode):
             return "it orders samples by what the model computed"
         if any(t.dim() == 0 and not t.requires_grad for t in decided):
             return "it weighs by a count of what the model computed"
-        if name in LIMITING and all(t.dim() == 0 for t in given):
-            return "it limits what was added up over samples"
         return None
+
+
+def told_by(looks: Sequence[tuple[int, Decides]]) -> str | None:
+    """What the looks at a loss of so many samples each, the first of which has those of the others together, tell beside each
+    other: for losses of any kind."""
+    (samples, whole), *parts = looks
+    if not any(count < samples for count, _ in parts):
+        return None
+    for limited, times in whole.limited.items():  # what depends on the samples has other shapes, or is called for each of them
+        if all(part.limited[limited] == times for count, part in parts if count < samples):
+            return "it limits what was added up over samples"
+    for name, axis, size, number in whole.taken:
+        each, rest = divmod(size, samples)
+        if rest or not each or (name == STEP and each % number == 0):
+            continue
+        if all((name, axis, each * count, number) in part.taken for count, part in parts):
+            return "it takes samples by their position in the batch"
+    return None
+
+
+def _taken(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, int, int, int]]:
+    """The places of numbers in a call that another size of the dimension would give another meaning: bounds that it does not
+    reach, steps, and pieces that it is smaller than."""
+    if name in ("getitem", "setitem") and len(args) > 1:
+        for axis, index in _sliced(args[0], args[1]):
+            size = args[0].shape[axis]
+            for bound in (index.start, index.stop):
+                if type(bound) is int and bound and abs(bound) >= size:
+                    yield name, axis, size, bound
+            if type(index.step) is int and index.step > 1:
+                yield STEP, axis, size, index.step
+    elif name in SPLITTING and args:
+        tensor, pieces, axis = (*args, *kwargs.values(), 0)[:3]
+        if isinstance(tensor, torch.Tensor) and type(pieces) is int and type(axis) is int and pieces >= tensor.shape[axis]:
+            yield name, axis % tensor.dim(), tensor.shape[axis], pieces
+
+
+def _sliced(tensor: torch.Tensor, index: Any) -> Iterator[tuple[int, slice]]:
+    """(dimension, slice) for the slices in an index."""
+    entries = index if isinstance(index, tuple) else (index,)
+    used = [_dimensions(entry) for entry in entries]
+    axis = 0
+    for entry, dimensions in zip(entries, used):
+        if isinstance(entry, slice):
+            yield axis, entry
+        axis += tensor.dim() - sum(used) if entry is Ellipsis else dimensions
+
+
+def _dimensions(entry: Any) -> int:
+    """How many dimensions an entry of an index stands for."""
+    if entry is None or entry is Ellipsis or isinstance(entry, bool):
+        return 0
+    return entry.dim() if isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1

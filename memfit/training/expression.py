@@ -196,7 +196,9 @@ class Term:
     def of(self, part: Part) -> torch.Tensor:
         value = part.value(self.node)
         if isinstance(self.count, torch.Tensor):
-            return value * (self.coefficient / self.count).to(value.dtype)
+            # Neither a count of integers (divided in float32) nor a half precision's range limits it.
+            count = self.count.to(torch.promote_types(value.dtype, torch.float32))
+            return value * (self.coefficient / count).to(value.dtype)
         scale = self.coefficient / self.count if self.count else float("nan")
         return value if scale == 1.0 else value * scale
 

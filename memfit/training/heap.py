@@ -2,7 +2,8 @@
 
 glibc keeps what was freed below its thresholds, and micro-batches of changing shapes fragment what it keeps: it can come to
 twice the tensors. `malloc_trim` gives whole free pages back wherever they lie, at the price of faulting them in again, so
-it is called only when the process comes near its budget: between micro-batches, and before each block that is computed again.
+it is called only when the process comes near its budget: between micro-batches, between the forward and the backward of each
+(what a forward left free may not serve its backward, which then comes on top), and before each block that is computed again.
 The allocator's settings stay the user's. Not covered: other C libraries, what fragments in between (HEAP_WASTE in
 `profiling/allocator.py` allows for that), proofs, and the seconds that giving back takes.
 """
@@ -10,6 +11,7 @@ The allocator's settings stay the user's. Not covered: other C libraries, what f
 from __future__ import annotations
 
 import os
+import weakref
 
 from memfit.hardware.heap import give_back_free_heap
 
@@ -25,9 +27,10 @@ class HeapWatch:
         self.given_back = 0
         """How often it had to."""
         self._page = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+        self._open: tuple[int, int] | None = None
 
     def check(self) -> None:
-        """Look, and give back if need be; a few microseconds where there is no need."""
+        """Look, and give back if need be; two microseconds where there is no need."""
         if self.ceiling is not None and self.held() > self.ceiling:
             give_back_free_heap()
             self.given_back += 1
@@ -35,9 +38,16 @@ class HeapWatch:
     def held(self) -> int:
         """Bytes of anonymous memory."""
         try:
-            with open(_STATM, "rb", buffering=0) as file:
-                _, resident, shared, *_ = file.read(256).split()
+            _, resident, shared, *_ = os.pread(self._statm(), 256, 0).split()
         except OSError:
             self.ceiling = None
             return 0
         return (int(resident) - int(shared)) * self._page
+
+    def _statm(self) -> int:
+        """The open file, as opening it takes five times as long as reading; another one in a process that was forked since."""
+        if self._open is None or self._open[0] != os.getpid():
+            file = os.open(_STATM, os.O_RDONLY)
+            self._open = os.getpid(), file
+            weakref.finalize(self, os.close, file)
+        return self._open[1]

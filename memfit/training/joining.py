@@ -44,7 +44,7 @@ def check_alike(ranks: Ranks, model: nn.Module, optimizer: Optimizer, loader: An
     mine = {
         "model and optimizer": f"{facts.name} with {facts.optimizer} ({facts.parameters} parameters, {facts.fingerprint[:8]})",
         "samples in the loader": str(_samples(loader)),
-        **{f"{name}=": str(value) for name, value in asked.items()},
+        **{name: str(value) for name, value in asked.items()},
     }
     told: list[dict[str, str]] = ranks.gather(mine, WRAPPING)
     for name in mine:
@@ -53,7 +53,7 @@ def check_alike(ranks: Ranks, model: nn.Module, optimizer: Optimizer, loader: An
             by_rank = ", ".join(f"{value} on rank {i}" for i, value in enumerate(found))
             raise UsageError(
                 f"training over {ranks.size} processes",
-                found=f"{name} is not the same everywhere: {by_rank}",
+                found=f"they differ in {name}: {by_rank}",
                 next_move="build the model, the loader and the call of memfit.wrap alike on every process",
             )
 
@@ -88,10 +88,11 @@ def _boot() -> str:
 def check_share(ranks: Ranks, target_batch: int | None) -> None:
     """Every process has a sample of each effective batch at least. Raises UsageError."""
     if target_batch is not None and target_batch < ranks.size:
+        processes = "one process" if target_batch == 1 else f"{target_batch} processes"
         raise UsageError(
             f"target_batch={target_batch}",
             found=f"{ranks.size} processes train together, and each needs a sample of every effective batch",
-            next_move=f"ask for target_batch={ranks.size} or more, or start {target_batch} processes",
+            next_move=f"ask for target_batch={ranks.size} or more, or start {processes}",
         )
 
 

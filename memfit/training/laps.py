@@ -53,13 +53,27 @@ class Laps:
         self._open: list[tuple[Any, Any]] = []
         self._pending: deque[tuple[float, list[tuple[Any, Any]]]] = deque(maxlen=PENDING)
         self._seconds: deque[float] = deque(maxlen=REMEMBERED)
+        self._since: Any = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, the work is done."""
-        start = self._clock.now()
-        yield  # what fails is not timed
-        self._open.append((start, self._clock.now()))
+        before, self._since = self._since, self._clock.now()
+        try:
+            yield  # what fails is not timed
+            self._open.append((self._since, self._clock.now()))
+        finally:
+            self._since = before
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Inside, what is under way is not done."""
+        under_way = self._since is not None
+        if under_way:
+            self._open.append((self._since, self._clock.now()))
+        yield
+        if under_way:
+            self._since = self._clock.now()
 
     def ends(self, samples: float = 0.0) -> None:
         """A step has done this work, on so many samples."""

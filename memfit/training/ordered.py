@@ -125,6 +125,10 @@ class Ordered:
         """How many samples `copies` can make; None: any number."""
         return self.samples if self.in_order else None
 
+    def load(self, pieces: Sequence[int]) -> tuple[Shapes | None, int]:
+        """(the shapes that samples share, the most that a micro-batch of these sizes holds: elements, or samples)."""
+        return self.shapes, max((n * max(1, self.sizes[start]) for n, (start, _) in zip(pieces, bounds(pieces))), default=0)
+
     def cut_at(self, pieces: Sequence[int]) -> None:
         """Make all pieces of these sizes now where they are views: one after the other that takes a fraction of the time."""
         self._ready = {} if self._views is None else dict(zip(bounds(pieces), self._views(pieces)))

@@ -294,6 +294,9 @@ class Run:
             return
         self._guard, self._script = guard, script
         self._undo.append(register(self._stepped).remove)
+        if script is not None and self._stepper is None:
+            self._undo.append(self.optimizer.register_step_pre_hook(script.stepping).remove)
+            self._undo.append(script.watch_strays())
         if self._core is not None and self._core.together is not None:
             self._undo.append(self.optimizer.register_step_pre_hook(self._core.together.stepping).remove)
 

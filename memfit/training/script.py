@@ -20,7 +20,7 @@ from memfit._errors import Refused
 from memfit.batches.pieces import sizes
 from memfit.batches.tree import flat, rebuild, tensors
 from memfit.engine.accumulate import BY_TOLD_TERM, Weighting, WeightsChanged, Work
-from memfit.engine.context import without_inference_mode
+from memfit.engine.context import in_checkpoint, without_inference_mode
 from memfit.engine.handover import ALMOST, Factor, Total, hand_over
 from memfit.engine.joined import joined
 from memfit.planning.plan import Plan
@@ -36,6 +36,7 @@ from memfit.training.kind import BY_SAMPLES, Planned
 from memfit.training.kinds import LOSS_BOUND, OWN_LOSS, Kinds
 from memfit.training.outside import OutsideForward
 from memfit.training.standin import StandIn, settle_looks, stand_ins
+from memfit.training.strays import Strays
 from memfit.training.tune import Tuner
 from memfit.training.underway import UNDERWAY
 from memfit.training.where import line_of_script
@@ -68,12 +69,19 @@ class Script:
         """Whether it serves step mode's losses in two passes, which processes come to one by one."""
         self._joint: Callable[[], Call | None] = lambda: None
         self.outside = OutsideForward(core.model, core.tell)
+        self._strays: Strays | None = None
+        if core.together is not None:
+            said = partial(core.note, "note")
+            self._strays = Strays(core.together, core.model, said, batch_samples, lambda: self._busy)
 
     def answer(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the intercepted method returns."""
         if self._busy:
             return plain(*args, **kwargs)
         self.outside.called()
+        if in_checkpoint():
+            self._core.tell("a call of the model inside of the script's own checkpoint runs as it is, whole")
+            return plain(*args, **kwargs)
         if not self._is_training_call((args, kwargs)):
             return self.evaluate(name, plain, args, kwargs)
         self.calls += 1
@@ -122,6 +130,18 @@ class Script:
                 "their samples, as means do in DistributedDataParallel (a loss_fn= that memfit calls is weighed exactly)"
             )
 
+    def _say_added(self) -> None:
+        """That sums add up over processes, which memfit cannot tell from means whose divisor it does not see."""
+        together = self._core.together
+        if together is not None and not together.mean:
+            size = together.ranks.size
+            self._core.tell(
+                f"the loss is a sum over samples as far as memfit sees: sums add up over the {size} processes, where "
+                "DistributedDataParallel would take their mean. If it is divided by what a process counts in its own batch (a "
+                f"shape, a mask's .item(), weights that add up to 1), gradients are up to {size} times too large: use .mean(), "
+                "divide by a tensor that was summed over the batch, or pass loss_fn="
+            )
+
     def _combining(self, total: Total, weighting: Weighting) -> Callable[[Factor], Factor]:
         """What makes the total that of all processes, once. The factor is part of it: it may differ between them."""
         first: list[Factor] = []
@@ -146,6 +166,10 @@ class Script:
                 found="what its mean divides by is seen on some of them and not on others, so that it cannot be weighted alike",
                 next_move="give every process two samples of each batch at least, or pass loss_fn= to memfit.wrap",
             )
+        if self._core.together is not None and self._core.together.part is None:
+            self._say_added()
+        if self._strays is not None and self._core.staging.parts is None:
+            self._strays.combined()
 
     def _own_weight(self, samples: int) -> float:
         """What a call of so many samples weighs beside those of other processes: nothing where its batch is a stand-in for
@@ -160,6 +184,18 @@ class Script:
         for tensor in found:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._about_to_hand_over(list(self._known.values())))
+
+    def watch_strays(self) -> Callable[[], None]:
+        """Level gradients that no forward hands over, from the first backward on. Returns what ends that."""
+        if self._strays is None or self._core.staging.parts is not None:
+            return lambda: None
+        self._strays.watch()
+        return self._strays.undo
+
+    def stepping(self, *_: object) -> None:
+        """The optimizer begins a step."""
+        if self._strays is not None and self._core.staging.parts is None:
+            self._strays.level_before_step()
 
     def stepped(self) -> None:
         """The optimizer took a step."""
@@ -253,6 +289,8 @@ class Script:
         counted = [term.counting(call.samples) for term in terms]
         told = together.ranks.agree([own, *(own and (count or 0.0) for count, _ in counted)], DIVISORS)
         samples, *counts = (sum(numbers) for numbers in zip(*told))
+        if any(count is None for count, _ in counted):
+            self._say_added()
         part = own / samples if own else 1.0
         sums = part * (together.ranks.size if together.mean else 1)
         return tuple(

@@ -128,7 +128,8 @@ class Stepper:
         def gathered(weighting: Weighting) -> Total:
             if batch.is_whole:
                 weighting = without_idle_rivals(weighting, lambda: batch.piece(0, batch.samples))
-            return core.accumulated(work, weighting, pieces_for, largest=core.limit(plan))
+            load = batch.load if self._weights.known else None
+            return core.accumulated(work, weighting, pieces_for, largest=core.limit(plan), load=load)
 
         with core.staging.also(batch.wanted):
             weighting = self._weights.of(batch)

@@ -10,17 +10,19 @@ from typing import Any
 
 import torch
 
-from memfit._errors import Refused, UsageError
+from memfit._errors import MemfitError, Refused, UsageError
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, CountOf, Weighting, Work, loss_of, wide
 from memfit.engine.terms import Terms, is_only_term
+from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
 from memfit.planning.search import Demand, with_blocks
-from memfit.profiling.failures import TraceFailed
+from memfit.profiling.failures import TraceFailed, is_ours
 from memfit.profiling.profile import Profile
 from memfit.profiling.twins import on_twins
 from memfit.training.alone import loss_alone
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
+from memfit.training.decides import Decides, told_by
 from memfit.training.ordered import Ordered
 from memfit.training.prove import PROOF_SAMPLES, comparable, parts_of
 from memfit.training.recover import on_fewer, surviving
@@ -60,7 +62,7 @@ class Weigher:
         if self.together:
             return None
         if self.weighting is None or (batch.ragged and not self._proven_ragged):
-            return self._weigh(batch, share)  # padding differs between parts only where samples differ in size
+            return self._weigh_or_whole(batch, share)  # padding differs between parts only where samples differ in size
         if self._core.steps >= self._prove_at and self._inferred:
             self._prove_again(batch)
         return None
@@ -69,6 +71,32 @@ class Weigher:
     def _inferred(self) -> bool:
         """Whether the weighting rests on a proof alone: that of one known mean is looked at in every micro-batch."""
         return self._core.settings.weight is None and self.weighting is not None and self.weighting.kind != "term"
+
+    def _weigh_or_whole(self, batch: Ordered, share: int) -> Profile | None:
+        """As `_weigh`; a loss that fails on a few samples and not on all of them needs them together."""
+        try:
+            return self._weigh(batch, share)
+        except Exception as error:
+            if isinstance(error, MemfitError) or is_out_of_memory(error) or is_ours(error):
+                raise
+            failed = self._failure(batch, share)
+            if failed is not None and type(failed.__cause__) is type(error):
+                raise  # no matter how many samples there are
+            if failed is not None or self._core.settings.split is not None or self._core.together is not None:
+                _say_on_few(error)
+                raise
+            said = (str(error) or type(error).__name__).splitlines()[0]
+        self._run_together(f"of a few it cannot be computed: {said}")
+        return None
+
+    def _failure(self, batch: Ordered, samples: int) -> TraceFailed | None:
+        """What stands in the way of the loss of so many samples like these, told on fake tensors."""
+        try:
+            with self._on_twins(batch, samples) as work:
+                loss_of(work, samples)
+        except TraceFailed as failed:
+            return failed
+        return None
 
     def _weigh(self, batch: Ordered, share: int, before: Weighting | None = None) -> Profile | None:
         """How micro-batches are weighted, proven on a few samples, such as tell `before` from its rivals; returns the
@@ -176,14 +204,18 @@ class Weigher:
         self._core.note("note", "two samples do not fit at once: not proven that the model keeps samples apart")
 
     def _is_one_mean(self, batch: Ordered) -> bool:
-        """Whether the loss is one known mean, told on fake tensors."""
-        few = self._core.least
-        try:
-            with self._on_twins(batch, few) as work, Terms(alone=False) as terms:
-                loss = loss_of(work, few)
-                return len(terms.found) == 1 and is_only_term(loss, terms.found[0])
-        except TraceFailed:
-            return False
+        """Whether the loss is one known mean, of what keeps samples apart as far as calls tell, on fake tensors."""
+        looks: list[tuple[int, Decides]] = []
+        for samples in (PROOF_SAMPLES, *parts_of(PROOF_SAMPLES, self._core.least)):
+            try:
+                with self._on_twins(batch, samples) as work, Terms(alone=False) as terms, Decides(self._core.model) as decides:
+                    loss = loss_of(work, samples)
+                    if len(terms.found) != 1 or not is_only_term(loss, terms.found[0]):
+                        return False
+            except TraceFailed:
+                return False
+            looks.append((samples, decides))
+        return told_by(looks) is None
 
     @contextmanager
     def _on_twins(self, batch: Ordered, samples: int) -> Iterator[Work]:
@@ -252,6 +284,14 @@ class Weigher:
 
         weighting = self.weighting or BY_SAMPLES
         self._core.reference = MadeReference(few.samples, weighting, make, reversible=not batch.in_order)
+
+
+def _say_on_few(error: BaseException) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(  # type: ignore[attr-defined]
+            "memfit: raised by loss_fn on a few samples of a batch, while planning; where it needs more of them at once, "
+            "wrap without loss_fn and compute the loss in your own loop"
+        )
 
 
 def _by_hand(weight: Callable[[Any], float], device: torch.device) -> CountOf:

@@ -2,16 +2,16 @@
 
 Each process gathers its own share, with recovery of its own: nothing collective happens before all of them have. Then they
 agree that all succeeded, what each share weighs and which parameters any of them reached, and only then are gradients
-reduced. Not covered: losses that need the samples of all processes at once; each process computes them of its own.
+reduced; in step mode some may have been before, beside the last micro-batch (`overlap.py`). Not covered: losses that need the
+samples of all processes at once; each process computes them of its own.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,6 +25,19 @@ from memfit.hardware.exhausted import patiently
 from memfit.ranks.buckets import Reducer
 from memfit.ranks.ranks import Ranks
 from memfit.training.company import Company
+from memfit.training.overlap import EARLY, Overlap
+from memfit.training.stated import (
+    MOST_RIVALS,
+    STATED,
+    Stated,
+    check_rivals,
+    is_mean,
+    number_of,
+    packed,
+    share_of,
+    stated,
+    upstream_of,
+)
 from memfit.training.takeover import TakenOver
 from memfit.training.ways import Way, common, way_of, ways_of, weighting_by
 
@@ -33,38 +46,6 @@ LOOKED_AT = 256
 """Elements of each parameter that are compared between processes."""
 APART = 1e-6
 """Relative difference of what they add up to from which on parameters are taken to be different."""
-MOST_RIVALS = 6
-"""Counts that are compared between processes; there are seldom two."""
-STATED = 8 + 2 * MOST_RIVALS
-"""Numbers that every process states of a step before those about its parameters."""
-BITS = 48
-"""Answers that one number carries: what a double holds exactly."""
-
-
-@dataclass(frozen=True)
-class _Stated:
-    """What one process says of its part of a step."""
-
-    number: int
-    """The steps it has done."""
-    weight: float
-    """What its part weighs; not a number where that is known on the device alone."""
-    value: float
-    """Its loss; likewise."""
-    way: int | None
-    """How its losses are weighted; None where the part weighs nothing, which is so in any way."""
-    digest: float
-    """What its parameters come to, where that is looked at in this step."""
-    samples: float
-    """What it weighs by samples."""
-    divided: bool
-    """Whether the script divides its sum by that."""
-    torn: bool
-    """Whether its latest optimizer step was left halfway."""
-    rivals: dict[int, float]
-    """What it would weigh in other ways that hold on it."""
-    reached: tuple[bool, ...]
-    """Which parameters received gradients."""
 
 
 class Together:
@@ -72,10 +53,14 @@ class Together:
 
     Attributes: `mean` (whether sums are divided by the number of processes, as plain DistributedDataParallel does), `torn`
     (whether an optimizer step has begun here and not come to its end), `company` (what processes tell each other about
-    themselves in the same exchange, if they do).
+    themselves in the same exchange, if they do), `part` (this process's part of the latest batch, as means weigh it; None
+    where totals were added up), `overlap` (what reduces gradients beside the last micro-batch; None where nothing does, as in
+    script mode).
     """
 
-    def __init__(self, ranks: Ranks, model: nn.Module, staging: Staging, taken: TakenOver | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks, model: nn.Module, staging: Staging, taken: TakenOver | None = None, *, overlaps: bool = False
+    ) -> None:
         self.ranks = ranks
         self.mean, self._shares_buffers = (False, True) if taken is None else (taken.mean, taken.shares_buffers)
         self._model, self._staging = model, staging
@@ -85,14 +70,25 @@ class Together:
         self._places: dict[int, int] = {}
         self._look()
         self._sparse = {id(p) for p in sparse_parameters(model)}
-        self._reducer = Reducer(ranks, self._parameters)
+        self._reducer = Reducer(ranks, self._parameters, overlaps=overlaps)
+        self.overlap = Overlap(ranks, staging, self._reducer.buffer, self) if overlaps else None
         self._steps = 0
         self.torn = False
+        self.part: float | None = None
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that receive gradients, in the same order everywhere."""
+        return list(self._parameters)
+
+    def reduced(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """These, as many and alike on every process, summed over all; in place."""
+        return self._reducer.sum(gradients)
 
     @property
     def collectives(self) -> int:
         """Collectives that carried gradients so far."""
-        return self._reducer.collectives
+        return self._reducer.collectives + (0 if self.overlap is None else self.overlap.collectives)
 
     @contextmanager
     def announcing(self) -> Iterator[None]:
@@ -124,7 +120,11 @@ class Together:
         """
         self._look()
         gradients = {place: self._laid_out(place, gradient, half) for place, gradient in self._own(total).items()}
-        told = self._agreed(total, gradients, weighting, divided)
+        told, done = None if self.overlap is None else self.overlap.settled(), frozenset[int]()
+        if told is None:
+            told = self._agreed(total, gradients, weighting, divided)
+        elif self.overlap is not None:
+            done = self.overlap.reduced
         self._check(told)
         if self.company is not None:
             self.company.heard(self._heard, self._steps)
@@ -132,17 +132,18 @@ class Together:
         if len({each.way for each in counting}) > 1:
             nothing = told[self.ranks.rank].way is None
             return self._common(ways_of(weighting, unproven=unproven or nothing))
-        _check_rivals(counting)
+        check_rivals(counting)
         share, total.value = self._weigh(total, told, summed=weighting.kind == "sum")
         reached = [i for i, any_ in enumerate(map(any, zip(*(each.reached for each in told)))) if any_]
-        upstream = _upstream(told, self.ranks.rank)
+        rest = [i for i in reached if id(self._parameters[i]) not in done]
+        upstream = upstream_of(told, self.ranks.rank)
         if self._staging.parts is not None:
             self._hand_out_parts(total, _times(total.factor, share), upstream)
             return None
-        if any(not each.reached[i] for each in told for i in reached):
-            gradients = self._filled(reached, gradients, half)
-        summed = self._reducer.sum([self._scaled(gradients[i], _times(total.factor, share)) for i in reached])
-        found = dict(zip(reached, summed))
+        if any(not each.reached[i] for each in told for i in rest):
+            gradients = self._filled(rest, gradients, half)
+        summed = self._reducer.sum([self._scaled(gradients[i], _times(total.factor, share)) for i in rest])
+        found = {**{i: gradients[i] for i in reached}, **dict(zip(rest, summed))}
         total.gradients = [
             found.get(self._places[id(r)])
             if id(r) in self._places
@@ -156,7 +157,21 @@ class Together:
         total.factor = 1.0
         self._steps += 1
         self.share_buffers()
+        if self.overlap is not None:
+            self.overlap.heard(told, [self._parameters[i] for i in reached if id(self._parameters[i]) not in self._sparse])
         return None
+
+    def told_early(self, sums: Total, weighting: Weighting, *, willing: bool) -> list[Stated]:
+        """What every process says before the backward of its last micro-batch; `sums` has no gradients yet."""
+        about = self._about(sums, weighting, ready=willing)
+        return [stated(numbers, 0) for numbers in self.ranks.agree(about, EARLY)]
+
+    def told_of_sums(self, total: Total, weighting: Weighting, summed: frozenset[int], *, worked: bool) -> list[Stated]:
+        """What every process says of a part whose gradients were reduced beside its last micro-batch. Those of the parameters
+        in `summed` (ids) are of others alone."""
+        self._look()
+        reached = [place for place in self._own(total) if id(self._parameters[place]) not in summed]
+        return self._agreed(total, reached, weighting, False, worked=worked)
 
     def _hand_out_parts(self, total: Total, factor: Factor, upstream: float) -> None:
         """Parameters in parts were reduced while they gathered; what is left is the factor, the same everywhere."""
@@ -217,25 +232,43 @@ class Together:
         return found
 
     def _agreed(
-        self, total: Total, gradients: dict[int, torch.Tensor], weighting: Weighting, divided: bool
-    ) -> list[_Stated]:
+        self, total: Total, places: Collection[int], weighting: Weighting, divided: bool, *, worked: bool = True
+    ) -> list[Stated]:
+        """What every process says of its part; it has gradients in these places."""
+        about = self._about(total, weighting, divided=divided, digest=self._digest(), worked=worked)
+        reached = packed([i in places for i in range(len(self._parameters))])
+        of_itself = [] if self.company is None else self.company.stated()
+        told = self.ranks.agree([*about, *reached, *of_itself], STEP)
+        end = STATED + len(reached)
+        self._heard = [numbers[end:] for numbers in told]
+        return [stated(numbers[:end], len(self._parameters)) for numbers in told]
+
+    def _about(
+        self,
+        total: Total,
+        weighting: Weighting,
+        *,
+        divided: bool = False,
+        digest: float = 0.0,
+        worked: bool = True,
+        ready: bool | None = None,
+    ) -> list[float]:
         here = total.value.device.type == "cpu"
-        weight = _number(total.weight) if here else math.nan
-        value = _number(total.value) if here else math.nan
+        early = ready is not None and isinstance(total.weight, (int, float))
+        weight = number_of(total.weight) if here or early else math.nan
+        value = number_of(total.value) if here else math.nan
         rivals = [0.0] * (2 * MOST_RIVALS)
         if here:
             codes = [way.code for way in ways_of(weighting, unproven=False)[1:]]
-            watched = enumerate(map(_number, total.watched), start=1)  # known means, by their place in the loss
-            known = itertools.chain(*watched, *zip(codes, map(_number, total.rivals)))
+            watched = enumerate(map(number_of, total.watched), start=1)  # known means, by their place in the loss
+            known = itertools.chain(*watched, *zip(codes, map(number_of, total.rivals)))
             rivals = [*map(float, known), *rivals][: 2 * MOST_RIVALS]
-        reached = _packed([i in gradients for i in range(len(self._parameters))])
+        overlap, paces = self.overlap, (0.0, 0.0)
+        if overlap is not None:
+            ready, paces = overlap.ready if ready is None else ready, overlap.trials.stated()
         code = float(way_of(weighting).code)
-        about = [float(self._steps), weight, value, code, self._digest(), float(total.samples), float(divided)]
-        of_itself = [] if self.company is None else self.company.stated()
-        told = self.ranks.agree([*about, float(self.torn), *rivals, *reached, *of_itself], STEP)
-        end = STATED + len(reached)
-        self._heard = [numbers[end:] for numbers in told]
-        return [_stated(numbers[:end], len(self._parameters)) for numbers in told]
+        about = [float(self._steps), weight, value, code, digest, float(total.samples), float(divided), float(self.torn)]
+        return [*about, float(bool(ready)), float(worked), *paces, *rivals]
 
     def _digest(self) -> float:
         """What the first elements of all parameters add up to, in steps 1, 2, 4, 8, ...: it is the same everywhere."""
@@ -243,9 +276,9 @@ class Together:
             return 0.0
         with torch.no_grad():
             first = [p.detach().reshape(-1)[:LOOKED_AT].to(torch.float32).sum() for p in self._parameters if p.numel()]
-            return _number(torch.stack([some.cpu() for some in first]).double().sum()) if first else 0.0
+            return number_of(torch.stack([some.cpu() for some in first]).double().sum()) if first else 0.0
 
-    def _check(self, told: Sequence[_Stated]) -> None:
+    def _check(self, told: Sequence[Stated]) -> None:
         numbers = [each.number for each in told]
         if len(set(numbers)) > 1:
             raise Refused(
@@ -270,24 +303,25 @@ class Together:
                 next_move="call the model itself, whose forward may lead to those methods",
             )
 
-    def _weigh(self, total: Total, told: Sequence[_Stated], *, summed: bool) -> tuple[Factor, torch.Tensor]:
+    def _weigh(self, total: Total, told: Sequence[Stated], *, summed: bool) -> tuple[Factor, torch.Tensor]:
         """(what this process's gradients have to be multiplied by, the loss over all processes)."""
-        size = self.ranks.size
-        if summed and not _is_mean(told):
-            every = 1.0 / size if self.mean else 1.0
-            return every, self._summed(total, told, [float(each.way is not None) for each in told]) * every
+        share = share_of(told, self.ranks.rank, summed=summed, mean=self.mean)
+        if summed and not is_mean(told):
+            self.part = share if self.mean else None
+            return share, self._summed(total, told, [float(each.way is not None) for each in told]) * share
         if total.value.device.type == "cpu":
             weights = [each.samples if summed else each.weight for each in told]
-            whole = sum(weights)
-            value = self._summed(total, told, weights) / whole if whole else total.value * math.nan
-            return (weights[self.ranks.rank] / whole if whole else 0.0), value
+            whole, self.part = sum(weights), share
+            return share, self._summed(total, told, weights) / whole if whole else total.value * math.nan
+        samples = sum(each.samples for each in told)
+        self.part = told[self.ranks.rank].samples / samples if samples else 1.0 / self.ranks.size
         own = torch.as_tensor(total.weight, dtype=wide(total.value.device), device=total.value.device)
         both = torch.stack([own, torch.where(own == 0, 0.0, total.value * own)])
         self.ranks.sum([both])
         share = torch.where(both[0] == 0, 0.0, own / both[0])
         return share, (both[1] / both[0]).to(total.value.dtype)
 
-    def _summed(self, total: Total, told: Sequence[_Stated], weights: Sequence[float]) -> torch.Tensor:
+    def _summed(self, total: Total, told: Sequence[Stated], weights: Sequence[float]) -> torch.Tensor:
         if total.value.device.type != "cpu":
             value = total.value.detach().clone()
             self.ranks.sum([value])
@@ -328,61 +362,6 @@ class Together:
         return patiently(make, self.ranks.device)
 
 
-def _upstream(told: Sequence[_Stated], rank: int) -> float:
-    """What gradients are multiplied by that go on to where inputs were computed: other models weigh processes by their samples
-    once more, and so does DistributedDataParallel."""
-    own = told[rank].samples
-    return sum(each.samples for each in told) / own if own else 1.0
-
-
-def _packed(answers: Sequence[bool]) -> list[float]:
-    """Many answers in few numbers."""
-    parts = (answers[i : i + BITS] for i in range(0, len(answers), BITS))
-    return [float(sum(answer << bit for bit, answer in enumerate(part))) for part in parts]
-
-
-def _unpacked(numbers: Sequence[float], count: int) -> tuple[bool, ...]:
-    return tuple(bool(int(number) >> bit & 1) for number in numbers for bit in range(BITS))[:count]
-
-
-def _stated(numbers: Sequence[float], parameters: int) -> _Stated:
-    step, weight, value, way, digest, samples, divided, torn = numbers[:8]
-    pairs = zip(numbers[8:STATED:2], numbers[9:STATED:2])
-    return _Stated(
-        number=int(step),
-        weight=weight,
-        value=value,
-        way=int(way) if weight else None,
-        digest=digest,
-        samples=samples if weight else 0.0,
-        divided=bool(divided),
-        torn=bool(torn),
-        rivals={int(code): count for code, count in pairs if code},
-        reached=_unpacked(numbers[STATED:], parameters),
-    )
-
-
-def _is_mean(told: Sequence[_Stated]) -> bool:
-    """Whether sums are divided by the samples in them, as far as can be seen: a single sample is divided by one."""
-    counting = [each for each in told if each.way is not None]
-    return all(each.divided for each in counting) and any(each.samples > 1 for each in counting)
-
-
-def _check_rivals(told: Sequence[_Stated]) -> None:
-    """Raise Refused where another way of weighting holds on every process by itself, or for a term of the loss, and would weigh
-    them differently: no process alone could tell which is right."""
-    ways = set[int]().union(*(each.rivals for each in told))
-    for way in ways:
-        if all(way in each.rivals for each in told) and len({each.rivals[way] / each.weight for each in told}) > 1:
-            raise Refused(
-                "one loss over all processes",
-                found="what it, or a term of it, may be divided by (valid labels, a mask) is in proportion to the samples of "
-                "each process by itself, and not over all of them",
-                next_move="say by weight= what a part of a batch counts, or give every process more samples of each batch; "
-                "where one term of several is meant, divide each by what all processes count",
-            )
-
-
 def _scaled(gradient: torch.Tensor | None, factor: Factor) -> torch.Tensor | None:
     if gradient is None or (isinstance(factor, float) and factor == 1.0):
         return gradient
@@ -397,8 +376,3 @@ def _scaled_part(gradient: torch.Tensor | None, factor: Factor) -> torch.Tensor 
 
 def _times(one: Factor, other: Factor) -> Factor:
     return other if isinstance(one, float) and one == 1.0 else one * other
-
-
-def _number(value: Factor) -> float:
-    """A number that lies on the host, without asking torch for it as of a device."""
-    return float(value.detach().numpy()) if isinstance(value, torch.Tensor) else float(value)

@@ -25,7 +25,7 @@ from memfit.engine.intercept import is_compiled
 from memfit.engine.slices import Draws
 from memfit.engine.staged import Staging, gathers_in_parts, gradients_of
 from memfit.engine.terms import Terms, is_only_term, leaves_of
-from memfit.training.decides import Decides
+from memfit.training.decides import Decides, told_by
 from memfit.training.prove import TOLERANCE, Deviation, comparable, in_double, tolerance
 
 PROBED = 32 * MiB
@@ -83,7 +83,7 @@ class _Measured:
     term_count: float
     counts: tuple[float, ...]
     dtype: torch.dtype
-    decides: str | None
+    decides: Decides | None
 
     @property
     def says_something(self) -> bool:
@@ -133,7 +133,7 @@ class _Look:
             term_count=float(terms.found[0].count) if terms.found else 0.0,
             counts=tuple(float(c) for c in found),
             dtype=terms.lowest or (loss.dtype if loss.dtype in TOLERANCE else torch.float32),
-            decides=None if decides is None else decides.how,
+            decides=decides,
         )
         return measured, reached
 
@@ -169,9 +169,15 @@ def _choose(
     chosen = fitting[0][0]
     if not tells_sums:
         chosen = replace(chosen, sums=_difference(whole, parts, []) <= limit)
-    if chosen.kind != "term":  # what that one divides by is looked at in every micro-batch
-        chosen = replace(chosen, doubt=next((m.decides for m in (whole, *parts) if m.decides), None))
+    chosen = replace(chosen, doubt=_doubt([(m.samples, m.decides) for m in (whole, *parts) if m.decides], chosen.kind))
     return _with_rivals(chosen, fitting[1:]), deviation
+
+
+def _doubt(looks: Sequence[tuple[int, Decides]], kind: str) -> str | None:
+    """Why a weighting that holds on these samples may not on others; what one known mean divides by is looked at in every
+    micro-batch."""
+    alone = None if kind == "term" else next((decides.how for _, decides in looks if decides.how), None)
+    return alone or (told_by(looks) if looks else None)
 
 
 def _with_rivals(chosen: Weighting, others: Sequence[tuple[Weighting, list[float]]]) -> Weighting:

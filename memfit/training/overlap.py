@@ -1,0 +1,291 @@
+"""Gradients reduced beside the last micro-batch's backward: when all processes agree to, and what becomes of it.
+
+Before that backward the processes meet. Where each has run micro-batches as large before without an error, knows its weight on
+the host and weighs as the others do, gradients are scaled and reduced as they become ready (`ranks/overlapped.py`); else the
+batch ends as any other. One whose backward fails brings zeros, so that the others' end; then all tell how it went, and where
+it failed on any, all gather the batch again without this. What a backward may still be using is not changed: gradients that it
+made anew are copied. Not covered: half precision, parameters that live outside of the model and sparse gradients, which are
+reduced afterwards; parameters that are held in parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from memfit._errors import RankFailed, Refused
+from memfit.engine.accumulate import BY_SAMPLES, AroundLast, Weighting
+from memfit.engine.handover import Factor, Total
+from memfit.engine.staged import Staging
+from memfit.ranks.overlapped import Buckets, Flight
+from memfit.ranks.ranks import Ranks
+from memfit.training.company import Company
+from memfit.training.laps import Clock
+from memfit.training.recover import Again
+from memfit.training.stated import Stated, check_rivals, number_of, share_of
+from memfit.training.trials import Trials
+
+WORTH = 1 << 20
+"""Bytes of gradients from which on it is tried whether that pays: fewer are summed faster than one more exchange takes."""
+EARLY = "the last micro-batch of a training step"
+Load = tuple[Hashable, int]
+"""(what samples are alike in, how much of it the largest micro-batch has)"""
+
+
+class Meeting(Protocol):
+    """Where processes tell each other of a batch."""
+
+    mean: bool
+    """Whether sums are divided by the number of processes."""
+    company: Company | None
+    """What they tell each other about themselves, if they do."""
+
+    def told_early(self, sums: Total, weighting: Weighting, *, willing: bool) -> list[Stated]:
+        """What all say before the backward of the last micro-batch."""
+        ...
+
+    def told_of_sums(self, total: Total, weighting: Weighting, summed: frozenset[int], *, worked: bool) -> list[Stated]:
+        """What all say of parts whose gradients were reduced beside it."""
+        ...
+
+
+class Unlike(Again):
+    """A gradient came otherwise than gradients do. Nothing was handed over."""
+
+
+class Overlap:
+    """This process among those that reduce gradients beside their last micro-batches.
+
+    Attributes: `forced` (True: whenever all can; False: never; None: where it pays), `ready` (whether this process could have
+    in this batch), `reduced` (ids of the parameters whose gradients in the latest total are sums over all processes), `ran`
+    (steps that ended so), `collectives` (that carried gradients), `trials`, `note` (told of what was decided).
+    """
+
+    def __init__(self, ranks: Ranks, staging: Staging, buffer: torch.Tensor, meeting: Meeting) -> None:
+        self.forced: bool | None = None
+        self.ready = False
+        self.reduced: frozenset[int] = frozenset()
+        self.ran = self.collectives = 0
+        self.note: Callable[[str], None] = lambda message: None
+        self._clock = Clock(ranks.device)
+        self.trials = Trials(self._clock)
+        self._ranks, self._staging, self._buffer, self._meeting = ranks, staging, buffer, meeting
+        self._buckets = Buckets([], buffer)
+        self._known: tuple[int, ...] = ()
+        self._loads: dict[Hashable, int] = {}
+        self._barred = self._said = False
+        # Of the batch at hand: whether all meet in it before it ends; whether sums were launched of which not all told yet how
+        # they ended, what was told then, and which of them had no gradient of this process's.
+        self._due = self._launched = False
+        self._load: Load | None = None
+        self._weighting = BY_SAMPLES
+        self._told: list[Stated] | None = None
+        self._summed: frozenset[int] = frozenset()
+        self._begun: Any = None
+
+    # ---- in an attempt at a batch
+
+    def attempting(
+        self, load: Load | None, weighting: Weighting, parameters: Sequence[torch.Tensor], room: int
+    ) -> AroundLast | None:
+        """A batch begins, or begins again: then the others, who wait to hear of their sums, are told that these are void.
+
+        `load` is what the micro-batches come to, None where gradients cannot be reduced beside them; `room` the bytes for
+        gradients that have to be copied. Returns what the last one's backward runs in; None where it runs as the others.
+        """
+        if self._begun is None:
+            self._begun = self._clock.now()
+        if self._launched:
+            self._tell_failed()
+        self._load, self._weighting = None if self._barred else load, weighting
+        known, self._known = self._known, tuple(map(id, parameters))
+        if not self._due or self._load is None or not self._has_run(self._load) or known != self._known:
+            return None
+        return partial(self._around, room)
+
+    def attempted(self, total: Total) -> None:
+        """This process has gathered its part. Raises Again where gradients were reduced and it failed on another."""
+        self.ready = self._load is not None and not self._barred and _on_host(total)
+        if self._load is not None:
+            kind, size = self._load
+            self._loads = {**self._loads, kind: max(size, self._loads.get(kind, 0))}
+        if not self._launched:
+            return
+        with self._waiting():
+            told = self._meeting.told_of_sums(total, self._weighting, self._summed, worked=True)
+        self._launched = False
+        if not all(each.worked for each in told):
+            raise Again
+        self._told = told
+
+    def _has_run(self, load: Load) -> bool:
+        kind, size = load
+        return size <= self._loads.get(kind, 0)
+
+    @contextmanager
+    def _around(self, room: int, sums: Total) -> Iterator[None]:
+        """Inside, the last micro-batch's backward runs; `sums` is the total but for its gradients."""
+        before = self._gathered()
+        factor = self._agreed(sums, willing=_on_host(sums) and self._has_room(before, room))
+        if factor is None:
+            yield
+            return
+        flight = Flight(self._ranks, self._buckets)
+        self._launched = True
+        try:
+            with self._hooked(flight, factor, before):
+                yield
+            with self._waiting():
+                flight.finish(partial(self._rest, factor))
+        except BaseException as error:
+            if not isinstance(error, RankFailed):
+                with suppress(RankFailed):  # of those that failed, the next exchange tells
+                    flight.abandon()
+            raise
+        finally:
+            self.collectives += flight.launched
+
+    def _gathered(self) -> list[torch.Tensor | None]:
+        """The gradients so far."""
+        return [self._alias(place).grad for place in range(len(self._buckets.parameters))]
+
+    def _has_room(self, before: Sequence[torch.Tensor | None], room: int) -> bool:
+        """Whether the largest gradient that this backward makes anew can be there twice."""
+        new = [p for p, gradient in zip(self._buckets.parameters, before) if gradient is None]
+        return max((p.numel() * p.element_size() for p in new), default=0) <= room
+
+    def _agreed(self, sums: Total, *, willing: bool) -> float | None:
+        """What this process's gradients are to be multiplied by, once all have agreed; None where they have not."""
+        self._due = False
+        with self._waiting():
+            told = self._meeting.told_early(sums, self._weighting, willing=willing)
+        if not _alike(told):
+            return None
+        share = share_of(told, self._ranks.rank, summed=self._weighting.kind == "sum", mean=self._meeting.mean)
+        return number_of(sums.factor) * share
+
+    @contextmanager
+    def _hooked(self, flight: Flight, factor: float, before: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        """Inside, gradients go into the flight as soon as they are complete."""
+        handles = []
+        try:
+            for place, gradient in enumerate(before):
+                arrives = partial(self._arrives, flight, factor, place, gradient)
+                handles.append(self._alias(place).register_post_accumulate_grad_hook(arrives))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _arrives(
+        self, flight: Flight, factor: float, place: int, before: torch.Tensor | None, alias: torch.Tensor
+    ) -> None:
+        gradient = alias.grad
+        usual = gradient is not None and not gradient.is_sparse and gradient.dtype is alias.dtype
+        if gradient is None or not usual or flight.holds(place):
+            self._barred = True  # as where blocks are computed again by backwards of their own
+            raise Unlike
+        if gradient is not before:  # the backward may go on computing with what it lies in
+            alias.grad = gradient = gradient * factor
+        elif factor != 1.0:
+            gradient.mul_(factor)
+        flight.arrived(place, self._in_one_piece(place, alias, gradient))
+
+    def _rest(self, factor: float, place: int) -> torch.Tensor:
+        """A gradient that the last micro-batch did not reach; zeros where none did."""
+        alias = self._alias(place)
+        gradient = alias.grad
+        if gradient is None:
+            self._summed |= {id(self._buckets.parameters[place])}
+            alias.grad = gradient = torch.zeros_like(alias)
+        elif factor != 1.0:
+            gradient.mul_(factor)
+        return self._in_one_piece(place, alias, gradient)
+
+    def _in_one_piece(self, place: int, alias: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        if self._buckets.lies_alone(place) and not gradient.is_contiguous():
+            alias.grad = gradient = torch.empty_like(alias).copy_(gradient)
+        return gradient
+
+    def _alias(self, place: int) -> torch.Tensor:
+        return self._staging.alias(self._buckets.parameters[place])
+
+    # ---- when a batch is put together
+
+    def settled(self) -> list[Stated] | None:
+        """What all told of this batch, where gradients in it are reduced already; None where they are yet to be."""
+        if self._launched:
+            self._tell_failed()
+        elif self._due:  # this process came by another way: the others have met before their last micro-batches
+            self._meeting.told_early(_nothing(), BY_SAMPLES, willing=False)
+        self._due = False
+        told, self._told = self._told, None
+        self.reduced = frozenset() if told is None else frozenset(map(id, self._buckets.parameters))
+        self.ran += told is not None
+        return told
+
+    def heard(self, told: Sequence[Stated], reached: Sequence[torch.Tensor]) -> None:
+        """What all told of a batch that is put together now, and which parameters any of them reached, but those with sparse
+        gradients. The same happens on every process."""
+        beside = bool(self.reduced)
+        self.trials.heard([each.paces for each in told])
+        self._carry(reached)
+        safe = all(each.ready for each in told) and self._buckets.nbytes >= (1 if self.forced else WORTH)
+        if safe and self._begun is not None:
+            self.trials.ran(beside, self._begun, self._clock.now())
+        self._begun, self.ready, self._summed = None, False, frozenset()
+        self._due = safe and (self._pays() if self.forced is None else self.forced)
+
+    def _pays(self) -> bool:
+        """Whether the next batch is to be reduced so: in turn until it is known whether that pays."""
+        if self.trials.chosen and not self._said:
+            self._said = True
+            self.note(f"gradients are reduced beside the last micro-batch: {self.trials.gain:.0%} faster")
+        return self.trials.next_way()
+
+    def _carry(self, reached: Sequence[torch.Tensor]) -> None:
+        outside = set(map(id, self._staging.outside))
+        wanted = [p for p in reached if id(p) not in outside]
+        found = Buckets(wanted, self._buffer)
+        if list(map(id, found.parameters)) != list(map(id, self._buckets.parameters)):
+            self._buckets = found
+
+    def _tell_failed(self) -> None:
+        """The sums that were launched are void."""
+        self._launched, self._summed = False, frozenset()
+        self._meeting.told_of_sums(_nothing(), BY_SAMPLES, frozenset(), worked=False)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        company = self._meeting.company
+        return nullcontext() if company is None else company.waiting()
+
+
+def _alike(told: Sequence[Stated]) -> bool:
+    """Whether all can, and weigh their parts in one way. The same on every process."""
+    counting = [each for each in told if each.way is not None]
+    if not all(each.ready and not each.torn and each.weight == each.weight for each in told):
+        return False
+    if len({each.number for each in told}) > 1 or len({each.way for each in counting}) != 1:
+        return False
+    try:
+        check_rivals(counting)
+    except Refused:  # said when the batch is put together
+        return False
+    return True
+
+
+def _on_host(total: Total) -> bool:
+    """Whether what a part weighs is known without asking a device."""
+    return all(_lies_on_host(number) for number in (total.weight, total.factor))
+
+
+def _lies_on_host(number: Factor) -> bool:
+    return not isinstance(number, torch.Tensor) or number.device.type == "cpu"
+
+
+def _nothing() -> Total:
+    return Total(torch.zeros(()), [], [], weight=0.0)

@@ -1,0 +1,64 @@
+"""Whether reducing gradients beside the last micro-batch pays: a few steps of each way in turn, then the faster for good.
+
+Values in, values out: every process hears the same numbers and decides the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from memfit.training.laps import PENDING, Clock
+
+TRIED = 8
+"""Steps of each way that are timed."""
+GAIN = 0.01
+"""Part of a step that has to be saved."""
+
+
+class Trials:
+    """Attributes: `chosen` (whether it pays; None while both ways are tried), `gain` (the part of a step that it saves)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.chosen: bool | None = None
+        self.gain = 0.0
+        self._clock = clock
+        self._turn = False
+        self._pending: deque[tuple[bool, Any, Any]] = deque(maxlen=PENDING)
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    def next_way(self) -> bool:
+        """Whether gradients are to be reduced beside the last micro-batch of the next step, in which they can be."""
+        if self.chosen is None:
+            self._turn = not self._turn
+            return self._turn
+        return self.chosen
+
+    def ran(self, beside: bool, start: Any, stop: Any) -> None:
+        """A step began and ended, by the device's time."""
+        if self.chosen is None:
+            self._pending.append((beside, start, stop))
+
+    def stated(self) -> tuple[float, float]:
+        """Seconds per step with and without; zeros until enough of both are known here."""
+        while self._pending:
+            beside, start, stop = self._pending[0]
+            took = self._clock.between(start, stop)
+            if took is None:
+                break
+            self._pending.popleft()
+            self._seconds[beside].append(took)
+        if self.chosen is not None or min(map(len, self._seconds.values())) < TRIED:
+            return 0.0, 0.0
+        return median(self._seconds[True]), median(self._seconds[False])
+
+    def heard(self, paces: Sequence[tuple[float, float]]) -> None:
+        """What all processes stated; decides once all know."""
+        if self.chosen is not None or not all(beside and after for beside, after in paces):
+            return
+        beside, after = (max(seconds) for seconds in zip(*paces))
+        self.gain = 1.0 - beside / after
+        self.chosen = self.gain >= GAIN
+        self._pending.clear()
