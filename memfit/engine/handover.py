@@ -56,7 +56,7 @@ class _HandOver(torch.autograd.Function):
         ctx.total = total
         # A saved tensor makes autograd itself raise its own error on a second backward through a freed graph.
         ctx.save_for_backward(value)
-        return value.view_as(value)
+        return value.clone()  # (no view: autograd forbids in-place operations on views made in here, as in `loss /= 4`)
 
     @staticmethod
     def backward(ctx: Any, incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

@@ -78,6 +78,7 @@ class Call:
         self.receivers: Sequence[torch.Tensor] | None = None
         self.pieces: tuple[int, ...] = ()
         self.random: list[RandomState] = []
+        self.begins: int | None = None
         self.host_draws = HostDraws(lambda: None)
         self.values: list[torch.Tensor | None] | None = None
         self.kept: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}
@@ -113,13 +114,14 @@ class Call:
         """Fix how the call is cut; True on the first pass over it, False when an earlier pass is repeated."""
         if self.pieces:
             return False
-        self.pieces = tuple(pieces)
-        self.random = []
+        for each in (self, *self.several):
+            each.pieces, each.random = tuple(pieces), []
         return True
 
     def forget_pass(self) -> None:
         """Undo `begin`: the pass failed and another will take its place."""
-        self.pieces, self.random, self.kept = (), [], {}
+        for each in (self, *self.several):
+            each.pieces, each.random, each.kept, each.begins = (), [], {}, None
 
     @contextmanager
     def as_called(self) -> Iterator[None]:
@@ -223,8 +225,17 @@ class Call:
         """Let the random generators stand where micro-batch `index` began, or remember it on the first pass."""
         if index < len(self.random):
             self.random[index].restore(self.device)
-        else:
-            self.random.append(RandomState.capture(self.device, host=self.host_draws.kept))
+            return
+        self.random.append(RandomState.capture(self.device, host=self.host_draws.kept))
+        for each in self.several:
+            each.begins = index
+
+    def begun(self) -> None:
+        """Called where several calls run together, right before this one's forward: what it draws from is remembered, so that
+        it can also be repeated by itself."""
+        if self.begins is not None:
+            self.draw_from(self.begins)
+            self.begins = None
 
     def drawing_again(self) -> AbstractContextManager[None]:
         """What a pass runs in that repeats the first: afterwards the random generators stand where they stood before."""

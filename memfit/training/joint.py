@@ -21,6 +21,7 @@ def joint(calls: Sequence[Call]) -> Call:
         found = []
         for call, (args, kwargs) in zip(calls, trees):
             with modes_as(call.modes), autocasting(call.autocast):
+                call.begun()
                 found.append(call.plain(*args, **kwargs))
         return tuple(found)
 

@@ -541,34 +541,34 @@ def _holds_tensor(values: tuple[Any, ...]) -> bool:
     )
 
 
-def _named(*names: str) -> list[Any]:
+def named(*names: str) -> list[Any]:
     """These functions, wherever torch has them."""
     places = (torch.Tensor, torch, F)
     return [getattr(place, name) for name in names for place in places if hasattr(place, name)]
 
 
 _T = torch.Tensor
-_REDUCTIONS = set(_named("sum", "mean"))
+_REDUCTIONS = set(named("sum", "mean"))
 _BY_ENTRY = set(
-    _named(
+    named(
         "huber_loss", "smooth_l1_loss", "kl_div", "soft_margin_loss", "poisson_nll_loss", "gaussian_nll_loss",
         "margin_ranking_loss", "hinge_embedding_loss",
     )
 )  # fmt: skip
 _BY_ROW = set(
-    _named(
+    named(
         "triplet_margin_loss", "triplet_margin_with_distance_loss", "cosine_embedding_loss", "multi_margin_loss",
         "multilabel_margin_loss", "multilabel_soft_margin_loss",
     )
 )  # fmt: skip
 PAIRED: dict[Any, tuple[Any, Any]] = {
-    **dict.fromkeys(_named("max"), (max_values, max_indices)),
-    **dict.fromkeys(_named("min"), (min_values, min_indices)),
+    **dict.fromkeys(named("max"), (max_values, max_indices)),
+    **dict.fromkeys(named("min"), (min_values, min_indices)),
 }
 """Functions that return (values, indices), by functions that return one of them."""
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(
-        _named(
+        named(
             "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "rsub", "neg", "negative", "pow",
             "exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "square", "abs", "absolute", "reciprocal", "sigmoid",
             "tanh", "relu", "relu6", "leaky_relu", "elu", "silu", "gelu", "softplus", "logsigmoid", "sin", "cos", "erf",
@@ -579,21 +579,21 @@ _RULES: dict[Any, Rule] = {
         ),
         _pointwise,
     ),
-    **dict.fromkeys(_named("view", "reshape"), _alone(_view)),
-    **dict.fromkeys(_named("flatten"), _alone(_flatten)),
-    **dict.fromkeys(_named("squeeze"), _alone(_squeeze)),
-    **dict.fromkeys(_named("unsqueeze"), _alone(_unsqueeze)),
-    **dict.fromkeys(_named("transpose", "swapaxes", "swapdims"), _alone(_transpose)),
-    **dict.fromkeys(_named("permute"), _alone(_permute)),
+    **dict.fromkeys(named("view", "reshape"), _alone(_view)),
+    **dict.fromkeys(named("flatten"), _alone(_flatten)),
+    **dict.fromkeys(named("squeeze"), _alone(_squeeze)),
+    **dict.fromkeys(named("unsqueeze"), _alone(_unsqueeze)),
+    **dict.fromkeys(named("transpose", "swapaxes", "swapdims"), _alone(_transpose)),
+    **dict.fromkeys(named("permute"), _alone(_permute)),
     _T.__getitem__: _alone(_getitem),
-    **dict.fromkeys(_named("log_softmax", "softmax", "cumsum", "glu"), _alone(_along)),
-    **dict.fromkeys(_named("norm"), _alone(_norm)),
-    **dict.fromkeys(_named("normalize"), _alone(_normalized)),
-    **dict.fromkeys(_named("sum", "mean", "logsumexp", "amax", "amin", "prod", "argmax", "argmin"), _alone(_reducing)),
+    **dict.fromkeys(named("log_softmax", "softmax", "cumsum", "glu"), _alone(_along)),
+    **dict.fromkeys(named("norm"), _alone(_norm)),
+    **dict.fromkeys(named("normalize"), _alone(_normalized)),
+    **dict.fromkeys(named("sum", "mean", "logsumexp", "amax", "amin", "prod", "argmax", "argmin"), _alone(_reducing)),
     **dict.fromkeys((max_values, max_indices, min_values, min_indices), _alone(_extreme)),
     **dict.fromkeys((_T.float, _T.double, _T.half, _T.bfloat16, _T.long, _T.int, _T.to, _T.contiguous), _alone(_cast)),
     **dict.fromkeys((_T.detach, _T.data.__get__), _alone(_detach)),  # type: ignore[attr-defined]
-    **dict.fromkeys(_named("cosine_similarity", "pairwise_distance"), _beside),
-    **dict.fromkeys(_named("gather"), _gathering),
+    **dict.fromkeys(named("cosine_similarity", "pairwise_distance"), _beside),
+    **dict.fromkeys(named("gather"), _gathering),
     **dict.fromkeys(KNOWN_LOSSES, _unreduced),
 }  # fmt: skip

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +23,7 @@ from memfit.engine.handover import give, refuse_create_graph
 from memfit.training.call import Call
 from memfit.training.expression import Leaf, Node, Output, Part, Sized, Step, Sum, Term, leaves_in
 from memfit.training.route import PAIRED, Operand, known, step, term_of, total, unreduced
+from memfit.training.scalar import OUT_OF_PLACE, Scalar, combined
 
 
 class Owner(Protocol):
@@ -88,7 +88,7 @@ class StandIn(torch.Tensor):
     _axis: Axis | None
     _computed: torch.Tensor | None
     _parents: tuple[StandIn, ...]
-    _number: Number | None
+    _scalar: Scalar | None
     _looks: bool
 
     @staticmethod
@@ -101,14 +101,14 @@ class StandIn(torch.Tensor):
         axis: Axis | None,
         *,
         parents: tuple[StandIn, ...] = (),
-        number: Number | None = None,
+        scalar: Scalar | None = None,
         looks: bool = False,
     ) -> StandIn:
         """A stand-in for `node`, of this shape, with the dtype and device of `like`; `looks`: made to be looked at, without a
         graph. (A function of the script's own that returns it gives it one.)"""
         standin = torch.Tensor._make_wrapper_subclass(StandIn, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
         standin._owner, standin._call, standin._node, standin._axis = owner, call, node, axis
-        standin._parents, standin._computed, standin._number, standin._looks = parents, None, number, looks
+        standin._parents, standin._computed, standin._scalar, standin._looks = parents, None, scalar, looks
         for each in call.calls:
             each.standins.add(standin)
         return standin
@@ -137,15 +137,15 @@ class StandIn(torch.Tensor):
             values = [parent.detached() for parent in self._parents]
             with torch.no_grad():
                 value = self.from_parents(values)
-                return value if self._number is None else self._number.and_others(value)
+                return value if self._scalar is None else self._scalar.and_others(value)
         return self._owner.values(self._call)[self._leaf]
 
     def read(self) -> torch.Tensor:
         """What it stands for, to be looked at. A loss is looked at before its backward: its gradients gather at the same
         time, so that it is not computed twice."""
-        if self._number is not None and not self._looks:
+        if self._scalar is not None and not self._looks:
             # (other processes may not look, so that nothing is agreed on by looking)
-            return self.computed() if self._owner.alone or self._number.is_known else self.detached()
+            return self.computed() if self._owner.alone or self._scalar.is_known else self.detached()
         before_backward = self._is_loss and not self._parents and self._call.values is None
         return self.computed() if before_backward else self.detached()
 
@@ -196,8 +196,8 @@ class StandIn(torch.Tensor):
         if self._looks:
             value = self.detached()
             return _Unwrap.apply(self, value) if self.requires_grad else value  # type: ignore[no-any-return]
-        if self._number is not None:
-            return self._number.computed(self._owner, self._call, self)
+        if self._scalar is not None:
+            return self._scalar.and_others(self._gathered(self._scalar.terms))
         if self._parents:
             return self.from_parents([parent.computed() for parent in self._parents])
         if self._is_loss:
@@ -205,6 +205,13 @@ class StandIn(torch.Tensor):
         about = self._call.outputs.leaves[self._leaf]
         value = self._owner.values(self._call)[self._leaf]
         return _Unwrap.apply(self, value) if about.differentiable else value  # type: ignore[no-any-return]
+
+    def _gathered(self, terms: tuple[Term, ...]) -> torch.Tensor:
+        """What terms of the call add up to, with all gradients of the call gathered at once."""
+        if self._owner.accumulates(self._call, Sum(terms)):
+            return self._owner.accumulate_terms(self._call, terms)
+        node = Sum(self._owner.over_all(self._call, terms))
+        return _last(node, self._parents, [parent.computed() for parent in self._parents], self._call.samples)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.computed().__reduce_ex__(protocol)
@@ -227,6 +234,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _free_pair(func, args, kwargs) if func in PAIRED else _free(func, args, kwargs)
     if result is not None:
         return result
+    if func in OUT_OF_PLACE and _rewritten(func, args, kwargs):
+        return args[0]
     if func is torch.autograd.grad:
         _refuse_as_goal(kwargs.get("inputs", args[1] if len(args) > 1 else ()))
     if _writes(func, kwargs):
@@ -260,8 +269,8 @@ def _one_of_several(standin: StandIn) -> StandIn:
         return standin
     weighed = Step(torch.mul, (standin._node, Sized(int)), {}, None)
     term = Term(weighed, call.samples) if leaf.joined == "mean" else Term(standin._node)
-    number = _number(call, term, (standin,))
-    return number if isinstance(number, StandIn) else standin
+    scalar = _scalar(call, term, (standin,))
+    return scalar if isinstance(scalar, StandIn) else standin
 
 
 def settle_looks(calls: Sequence[Call]) -> None:
@@ -272,7 +281,7 @@ def settle_looks(calls: Sequence[Call]) -> None:
     for standin in looks:
         standin.computed()
     for standin in looks:
-        standin._parents, standin._number, standin._node = (), None, Output((-1, -1))
+        standin._parents, standin._scalar, standin._node = (), None, Output((-1, -1))
         del standin._call
 
 
@@ -317,6 +326,20 @@ class _Unwrap(torch.autograd.Function):
         return gradient, None
 
 
+class _Rewritten(torch.autograd.Function):
+    """Lets a stand-in, which an operation in place writes, go on as another one."""
+
+    @staticmethod
+    def forward(ctx: Any, standin: StandIn, made: StandIn) -> StandIn:
+        ctx.mark_dirty(standin)
+        ctx.set_materialize_grads(False)
+        return standin
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:  # type: ignore[override]
+        return None, gradient
+
+
 class _Then(torch.autograd.Function):
     """One operation as an autograd node, for stand-ins that are consumed from C++; `others` are added to what it gives."""
 
@@ -347,33 +370,6 @@ def _last(node: Node, parents: Sequence[StandIn], values: Sequence[torch.Tensor]
         return part.value(node)
 
 
-@dataclass(frozen=True)
-class Number:
-    """What a stand-in for a number of the whole batch adds up from: terms of a call, and what does not depend on it."""
-
-    terms: tuple[Term, ...]
-    others: tuple[torch.Tensor, ...] = ()
-
-    def computed(self, owner: Owner, call: Call, standin: StandIn) -> torch.Tensor:
-        """The number itself, with all gradients of the call gathered at once."""
-        if owner.accumulates(call, Sum(self.terms)):
-            return self.and_others(owner.accumulate_terms(call, self.terms))
-        node = Sum(owner.over_all(call, self.terms))
-        values = [parent.computed() for parent in standin._parents]
-        return self.and_others(_last(node, standin._parents, values, call.samples))
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is a multiple of one known loss."""
-        return len(self.terms) == 1 and self.terms[0].known is not None
-
-    def and_others(self, value: torch.Tensor) -> torch.Tensor:
-        """With what does not depend on the call."""
-        for other in self.others:
-            value = value + other
-        return value
-
-
 def _free(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """What is told without running the whole batch; None where only replay is right."""
     standins = _standins((args, kwargs))
@@ -384,7 +380,7 @@ def _free(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
     call = _common(standins)
     if call is None:
         return None
-    if all(s._number is not None for s in standins):
+    if all(s._scalar is not None for s in standins):
         return _added(call, func, args, kwargs, standins)
     if any(s._axis is None for s in standins) or not isinstance(func, Hashable):
         return None
@@ -436,7 +432,7 @@ def _known_loss(
         return first._owner.accumulate_known_loss(call, loss)
     with torch._C.DisableTorchFunctionSubclass():
         term = term_of(loss, bound)
-    return _number(call, term, standins)
+    return _scalar(call, term, standins)
 
 
 def _next_step(
@@ -478,22 +474,22 @@ def _gathered(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tens
     """A sum or a mean over all samples: gathered, where gradients flow through it, or to be looked at later."""
     first = standins[0]
     if not _flows(standins):
-        return None if all(standin.is_there for standin in standins) else _number(call, term, standins)
+        return None if all(standin.is_there for standin in standins) else _scalar(call, term, standins)
     if not _gathers() or not first._owner.accumulates(call, term):
         return None
-    return _number(call, term, standins) if first._owner.defers(call) else first._owner.accumulate_terms(call, [term])
+    return _scalar(call, term, standins) if first._owner.defers(call) else first._owner.accumulate_terms(call, [term])
 
 
-def _number(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
+def _scalar(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
     first, node = standins[0], Sum((term,))
     like, looks = first._owner.like_after(call, term.node, standins), not _flows(standins)
     if like is None:
         return None
 
     def make() -> StandIn:
-        about = Number((term,))
+        about = Scalar((term,))
         return StandIn.make(
-            first._owner, call, node, (), like, None, parents=tuple(standins), number=about, looks=looks
+            first._owner, call, node, (), like, None, parents=tuple(standins), scalar=about, looks=looks
         )
 
     return _linked(make, standins)
@@ -503,57 +499,39 @@ def _added(
     call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]
 ) -> torch.Tensor | None:
     """Numbers added up, or multiplied by one that does not depend on the batch."""
-    found = combined(func, args, kwargs)
-    if found is None:
+    found, first = combined(func, args, kwargs, _scalar_of), standins[0]
+    if found is None or any(tensor.dtype != first.dtype for tensor in (*standins, *found.constants)):
         return None
-    first = standins[0]
     parents = tuple(dict.fromkeys(parent for standin in standins for parent in standin._parents))
-    looks = not _flows((*standins, *found.others))
+    looks = not _flows((*standins, *found.constants))
 
     def make() -> StandIn:
         node = Sum(found.terms)
-        return StandIn.make(first._owner, call, node, (), first, None, parents=parents, number=found, looks=looks)
+        return StandIn.make(first._owner, call, node, (), first, None, parents=parents, scalar=found, looks=looks)
 
-    return _linked(make, parents, found.others)
-
-
-def combined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Number | None:
-    """The number that a sum, a difference or a multiple of numbers is; None where it is anything else."""
-    name = getattr(func, "__name__", "").strip("_")
-    if kwargs or len(args) != (1 if name in _NEGATING else 2):
-        return None
-    if name in _NEGATING:
-        return _times(_as_number(args[0]), -1.0)
-    first, second = (args[1], args[0]) if name == "rsub" else args
-    if name in _ADDING:
-        fits = all(isinstance(v, (StandIn, int, float)) or (isinstance(v, _T) and v.dim() == 0) for v in (first, second))
-        return _plus(_as_number(first), _times(_as_number(second), -1.0 if "sub" in name else 1.0)) if fits else None
-    ours, factor = (second, first) if isinstance(second, StandIn) else (first, second)
-    if isinstance(factor, _T) and factor.dim() == 0 and not _requires(factor) and name in _DIVIDING and ours is first:
-        number = _as_number(ours)
-        return Number(tuple(t.over(factor) for t in number.terms), tuple(other / factor for other in number.others))
-    if not isinstance(factor, (int, float)):
-        return None
-    if name in _MULTIPLYING:
-        return _times(_as_number(ours), float(factor))
-    return _times(_as_number(ours), 1 / factor) if name in _DIVIDING and ours is first and factor else None
+    return _linked(make, parents, found.constants)
 
 
-def _as_number(value: Any) -> Number:
-    if isinstance(value, StandIn):
-        assert value._number is not None
-        return value._number
-    return Number((), () if isinstance(value, (int, float)) and value == 0 else (torch.as_tensor(value),))
+def _rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation in place on a scalar that waits could be put off as well. What was made from the scalar before goes
+    on with its terms, and is not changed by that."""
+    standin = args[0]
+    if not isinstance(standin, StandIn) or standin._scalar is None or (standin.requires_grad and not torch.is_grad_enabled()):
+        return False
+    made = _free(OUT_OF_PLACE[func], args, kwargs)
+    if made is None:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        standin.detach_()
+        if made.requires_grad:
+            _Rewritten.apply(standin, made)
+    standin._node, standin._scalar, standin._parents = made._node, made._scalar, made._parents  # type: ignore[attr-defined]
+    standin._looks = made._looks  # type: ignore[attr-defined]
+    return True
 
 
-def _plus(first: Number, second: Number) -> Number:
-    return Number((*first.terms, *second.terms), (*first.others, *second.others))
-
-
-def _times(number: Number, factor: float) -> Number:
-    if factor == 1.0:
-        return number
-    return Number(tuple(t.times(factor) for t in number.terms), tuple(other * factor for other in number.others))
+def _scalar_of(value: Any) -> Scalar | None:
+    return value._scalar if isinstance(value, StandIn) else None
 
 
 def _flows(standins: Sequence[torch.Tensor]) -> bool:
@@ -629,8 +607,6 @@ def _map_standins(function: Callable[[StandIn], Any], tree: Any) -> Any:
 
 
 _T = torch.Tensor
-_NEGATING, _ADDING = ("neg", "negative"), ("add", "radd", "sub", "subtract", "rsub")
-_MULTIPLYING, _DIVIDING = ("mul", "multiply", "rmul"), ("div", "divide", "truediv", "true_divide")
 _SYMMETRIC = (torch.nn.functional.mse_loss, torch.nn.functional.l1_loss)
 _WRITING = {f"__{name}__" for name in (
     "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
