@@ -32,6 +32,11 @@ class MemfitError(Exception):
         return _rebuild, (type(self), self.asked, self.found, self.next_move)
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says in its first line; its type where it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def _rebuild(kind: type[MemfitError], asked: str, found: str, next_move: str) -> MemfitError:
     return kind(asked, found=found, next_move=next_move)
 

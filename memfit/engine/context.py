@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -151,6 +152,24 @@ def restore_tensors(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 original.set_(copy)  # pyright: ignore[reportArgumentType]
             else:
                 original.data.copy_(copy)
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Inside, hooks of `torch.autograd.graph.saved_tensors_hooks` and its kind do not see what is saved for backward."""
+    autograd = torch._C._autograd
+    found: list[Any] = []
+    while hasattr(autograd, "_top_saved_tensors_default_hooks"):
+        top = autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+        if top is None:
+            break
+        found.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(found):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def in_checkpoint() -> bool:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from memfit._errors import RankFailed, Refused
+from memfit._errors import RankFailed, Refused, first_line
 from memfit.engine.shadow import shadow_optimizer
 from memfit.ranks.ranks import Ranks
 
@@ -250,7 +250,7 @@ def _check_separable(optimizer: Optimizer) -> None:
         for one in _parameters(apart):
             _over(apart, [{"params": [one]}]).step()
     except Exception as error:
-        raise _inseparable(optimizer, f"a small copy of it cannot step: {str(error).splitlines()[0]}") from error
+        raise _inseparable(optimizer, f"a small copy of it cannot step: {first_line(error)}") from error
     if not all(torch.equal(p, q) for p, q in zip(_parameters(together), _parameters(apart))):
         raise _inseparable(optimizer, "a parameter's update depends on the others'")
 

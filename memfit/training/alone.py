@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._errors import RankFailed
+from memfit._errors import RankFailed, first_line
 from memfit.batches.tree import flat
 from memfit.engine.accumulate import Work, loss_of
 from memfit.engine.context import uncompiled
@@ -84,7 +84,7 @@ def _run_alone(run: Callable[[int], list[Any]], model: nn.Module, device: torch.
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, RankFailed):
                 raise
-            failed.append((str(error) or type(error).__name__).splitlines()[0])
+            failed.append(first_line(error))
         else:
             return failed[0] if failed else found
     return None

@@ -47,7 +47,8 @@ class Call:
     `pieces` and the random state of each are fixed by the first pass over it; later passes repeat them exactly. `receivers`
     is what gradients of its outputs flow into, once it has outputs; `gathered` tells whether such gradients have been
     computed. `several` are those that it consists of, if of others; `offsets` where, by their `number`, the outputs of its
-    `calls` begin in its own; `host_draws` whether calls draw from Python's or NumPy's generators. With `copies`,
+    `calls` begin in its own; `begins` the micro-batch of these that it is about to run in. `whole` is what it returned where it
+    ran as it is after all. `host_draws` tells whether calls draw from Python's or NumPy's generators. With `copies`,
     micro-batches are copies: a model that writes into its input then leaves the batch alone.
     """
 
@@ -79,6 +80,7 @@ class Call:
         self.pieces: tuple[int, ...] = ()
         self.random: list[RandomState] = []
         self.begins: int | None = None
+        self.whole: list[Any] | None = None
         self.host_draws = HostDraws(lambda: None)
         self.values: list[torch.Tensor | None] | None = None
         self.kept: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}
@@ -180,6 +182,14 @@ class Call:
         piece = self._cut(start, stop)
         piece = map_leaves(copied, piece) if self.copies else piece
         return self.inputs.own(piece, start) if self.inputs.wanted else piece
+
+    def run_whole(self) -> None:
+        """Run as the script wrote it: outputs then are tensors with a graph of their own."""
+        for each in self.calls:
+            if each.whole is None:
+                with each.as_called(), torch.enable_grad():
+                    each.whole = each.run(each.tree)
+                each.values = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in each.whole]
 
     def compute_values(
         self,

@@ -10,7 +10,7 @@ import torch
 
 from memfit.batches.cut import Axis
 from memfit.training.call import Call
-from memfit.training.expression import Node, narrow_firsts, twinned
+from memfit.training.expression import Node, Part, narrow_firsts, twinned
 from memfit.training.learn import twin_of_part
 from memfit.training.works import CallWork, ExpressionWork, OutputsWork
 
@@ -37,6 +37,10 @@ class Consumer(Protocol):
         """The same for a copy of the call's first samples, in the opposite order if `backwards`."""
         ...
 
+    def of_whole(self, call: Call) -> torch.Tensor:
+        """What it comes to for a call that ran whole."""
+        ...
+
 
 @dataclass(frozen=True)
 class OwnLoss:
@@ -54,6 +58,10 @@ class OwnLoss:
 
     def first(self, samples: int, *, backwards: bool) -> Consumer:
         return self
+
+    def of_whole(self, call: Call) -> torch.Tensor:
+        assert call.whole is not None and call.outputs.loss is not None
+        return call.whole[call.outputs.loss]
 
 
 @dataclass(frozen=True)
@@ -88,3 +96,7 @@ class Expression:
 
     def first(self, samples: int, *, backwards: bool) -> Consumer:
         return replace(self, node=narrow_firsts(self.node, samples, backwards=backwards))
+
+    def of_whole(self, call: Call) -> torch.Tensor:
+        leaves = {(c.number, i): leaf for c in call.calls if c.whole is not None for i, leaf in enumerate(c.whole)}
+        return Part(leaves, 0, call.samples).value(self.node)

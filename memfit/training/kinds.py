@@ -8,18 +8,21 @@ takes what the first's backward needs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from memfit._errors import DoesNotFit, Refused
+from memfit._errors import DoesNotFit, MemfitError, Refused, first_line
 from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, shared_samples, uncuttable, unread
 from memfit.batches.lists import cut_lists, samples_in_lists
 from memfit.batches.shapes import Shapes, no_larger, samples_by, shapes_per_sample
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, Weighting, Work
+from memfit.engine.context import without_saved_tensors_hooks
+from memfit.hardware.exhausted import is_out_of_memory
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, keepable, search
 from memfit.profiling.build import CHECK
@@ -30,6 +33,7 @@ from memfit.training.call import Call, Split, Tree
 from memfit.training.consumers import Consumer, OwnLoss, Twin
 from memfit.training.core import Core
 from memfit.training.doors import Door, Doorway
+from memfit.training.faults import is_fault, report_fault, strict
 from memfit.training.kind import Kind, Planned
 from memfit.training.learn import look_of, structure_of, twin_call, ways_to_cut
 from memfit.training.measure import UNSEEN
@@ -38,11 +42,10 @@ from memfit.training.prove import Deviation
 from memfit.training.prover import Prover
 from memfit.training.recover import surviving
 from memfit.training.sidedoors import FoundDoors
-from memfit.training.task import Task
+from memfit.training.task import LOSS_BOUND, Task
+from memfit.training.uncut import UncutCalls
 from memfit.training.underway import UNDERWAY
 
-LOSS_BOUND = 3
-"""Copies of a model's output that an unseen loss is taken to need at once: log-probabilities, their gradient, a temporary."""
 RESERVE = 5
 """A call runs whole before a step was seen only if one part in so many of what there is stays free."""
 PAIRS = 8
@@ -82,6 +85,7 @@ class Kinds:
         self._doors: dict[str, tuple[Door, ...]] = {}
         self._unknown: set[Hashable] = set()
         self._untrained: set[Hashable] = set()
+        self._uncut = UncutCalls(core)
         self._open = self._most_open = 0
         self._time_first = any(getattr(module, "batch_first", True) is False for module in core.model.modules())
 
@@ -101,6 +105,21 @@ class Kinds:
         samples in the loader's batch."""
         self._open += 1
         self._most_open = max(self._most_open, self._open)
+        try:
+            with without_saved_tensors_hooks():
+                return self._through_doors(name, plain, tree, hint)
+        except Exception as error:
+            found = self._recognise(name, tree, hint)
+            samples = found.samples if found.samples is not None else next(iter(self._told(tree, hint)), None)
+            with without_saved_tensors_hooks():
+                if self._uncut.accept(found.key, plain, tree, samples, error):
+                    return None, samples
+            raise
+
+    def _through_doors(
+        self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
+    ) -> tuple[Call | None, int | None]:
+        """`to_cut`; by what tensors leave the forward beside its output is found on the way."""
         doors = self._doors.get(name)
         try:
             return self._to_cut(name, Doorway(plain, doors) if doors else plain, tree, hint)
@@ -114,6 +133,8 @@ class Kinds:
     ) -> tuple[Call | None, int | None]:
         found = self._recognise(name, tree, hint)
         key, samples = found.key, found.samples
+        if self._uncut.covers(key, tree):
+            return None, samples if samples is not None else next(iter(self._told(tree, hint)), None)
         if found.kind is not None and samples is not None:
             call = self._known(found.kind, plain, tree, samples, found.shapes)
         else:
@@ -220,6 +241,26 @@ class Kinds:
     def weighting(self, call: Call) -> Weighting:
         """How the call's own loss is weighted."""
         return self._kinds[call.key].weighting
+
+    def runs_whole_after(self, call: Call, error: BaseException) -> bool:
+        """Whether a call may run whole whose pass in pieces raised this."""
+        if not isinstance(error, Exception) or isinstance(error, MemfitError) or is_out_of_memory(error):
+            return False
+        if strict() and is_fault(error):
+            return False
+        if self._core.together is not None or any(c.several or c.values is not None for c in call.calls):
+            return False
+        bounds = [self._kinds[c.key].bound for c in call.calls]
+        needs = [bound.peak(c.samples, accumulates=False).upper for c, bound in zip(call.calls, bounds) if bound is not None]
+        return sum(needs) <= self._core.memory.budget().room
+
+    def say_whole(self, call: Call, error: BaseException) -> None:
+        """That calls like this one run whole from now on, which failed in pieces and not as they are."""
+        for each in call.calls:
+            self._kinds[each.key].whole = sys.maxsize
+        what = f"{type(error).__name__}: {first_line(error)}"
+        self._core.tell(f"a batch failed in pieces and not as it is, and runs whole from now on: {what}")
+        report_fault(self._core, error)
 
     def prove_again(self, call: Call) -> None:
         """The weighting of the call's own loss did not hold on this batch: infer it anew. Raises Refused."""
@@ -387,6 +428,12 @@ class Kinds:
         standing_per_sample: int = 0,
     ) -> Planned:
         """The plan for this consumer of the call's output: made at its first use, and again where there is more room."""
+        with without_saved_tensors_hooks():
+            return self._planned(call, consumer, weighting, mode, standing_per_sample)
+
+    def _planned(
+        self, call: Call, consumer: Consumer, weighting: Weighting, mode: str, standing_per_sample: int
+    ) -> Planned:
         core, kind = self._core, self._kinds[call.key]
         if core.fixed is not None:
             return Planned(core.fixed, None, Demand(call.samples), ())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._errors import MemfitError
+from memfit._errors import MemfitError, first_line
 from memfit.batches.cut import Layout, candidate_layouts, like_first, uncuttable
 from memfit.batches.lists import cut_lists, look_of_lists
 from memfit.batches.tree import Attribute, Path, is_column, leaves, map_leaves
@@ -85,7 +85,7 @@ def ways_to_cut(
     if first_error is None:
         raise uncuttable(f"none of the call's tensors has a dimension of {samples}, the samples in the batch")
     _surface_own_error(_call(model, plain, tree, next(candidate_layouts(tree, samples)), device, None))
-    raise uncuttable(f"on a few samples the model says: {str(first_error).splitlines()[0]}") from first_error
+    raise uncuttable(f"on a few samples the model says: {first_line(first_error)}") from first_error
 
 
 def outputs_of(call: Call) -> Outputs:

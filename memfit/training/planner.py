@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointError
 
-from memfit._errors import DoesNotFit
+from memfit._errors import DoesNotFit, first_line
 from memfit._units import format_bytes
 from memfit.engine.staged import Staging
 from memfit.hardware.exhausted import is_out_of_memory
@@ -181,6 +181,11 @@ class Planner:
             lambda n: measured_profile(subject, work, task.available, self._staging, reason, n, reserved=reserved)
         )
 
+    def traced_whole(self, task: Task) -> Profile:
+        """The profile of a task that has a single size. Raises TraceFailed."""
+        profile = self._traced(self._subject(task, "off", ()), task.make_work("off"), 1, (1,), None)
+        return replace(profile, heap_waste=self._memory.heap_waste)
+
     def _traced(
         self, subject: Subject, make_work: MakeWork, available: int, sizes: Sequence[int] | None, like: Profile | None
     ) -> Profile:
@@ -236,7 +241,7 @@ class Planner:
         except RuntimeError as error:  # torch.utils.checkpoint's own check: the block computes another thing the second time
             raise DoesNotFit(
                 f"checkpointing {', '.join(plan.checkpoint)}",
-                found=str(error).splitlines()[0],
+                found=first_line(error),
                 next_move="pass checkpoint='off', or name blocks that compute the same when run again",
             ) from error
         if whole.timeline is None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from memfit._errors import first_line
 from memfit.engine.context import restore_tensors
 from memfit.engine.generators import HostDraws, RandomState
 from memfit.engine.staged import Staging
@@ -64,7 +65,7 @@ class Recovery:
                     continue
                 if largest <= 1 or not is_out_of_memory(error):
                     raise
-                text = _first_line(error)
+                text = first_line(error)
                 drop_frames(error)
             # Outside the except block: inside, the traceback would keep the failed frames' tensors alive.
             smaller = max(1, largest // 2)
@@ -80,7 +81,7 @@ def surviving(attempt: Callable[[], T], device: torch.device, otherwise: Callabl
     except BaseException as error:
         if not is_out_of_memory(error):
             raise
-        text = _first_line(error)
+        text = first_line(error)
         drop_frames(error)
     free_unused(device)
     return otherwise(text)
@@ -105,7 +106,3 @@ def on_fewer(
 def _differ(before: torch.Tensor, now: torch.Tensor) -> bool:
     """Whether two states of the host's generator differ; no device is asked for anything."""
     return before.numpy().tobytes() != now.numpy().tobytes()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -20,8 +20,8 @@ from memfit._errors import Refused
 from memfit.batches.pieces import sizes
 from memfit.batches.tree import flat, rebuild, tensors
 from memfit.engine.accumulate import BY_TOLD_TERM, Weighting, WeightsChanged, Work
-from memfit.engine.context import in_checkpoint, without_inference_mode
-from memfit.engine.handover import ALMOST, Factor, Total, hand_over
+from memfit.engine.context import in_checkpoint, without_inference_mode, without_saved_tensors_hooks
+from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
 from memfit.engine.joined import joined
 from memfit.planning.plan import Plan
 from memfit.training.call import Call
@@ -33,10 +33,11 @@ from memfit.training.expression import Cut, Node, Part, Step, Sum, Term, all_nod
 from memfit.training.guard import AccumulationGuard
 from memfit.training.joint import joint
 from memfit.training.kind import BY_SAMPLES, Planned
-from memfit.training.kinds import LOSS_BOUND, OWN_LOSS, Kinds
+from memfit.training.kinds import OWN_LOSS, Kinds
 from memfit.training.outside import OutsideForward
 from memfit.training.standin import StandIn, settle_looks, stand_ins
 from memfit.training.strays import Strays
+from memfit.training.task import LOSS_BOUND
 from memfit.training.tune import Tuner
 from memfit.training.underway import UNDERWAY
 from memfit.training.where import line_of_script
@@ -221,6 +222,13 @@ class Script:
             yield
 
     @contextmanager
+    def _in_pass(self, call: Call) -> Iterator[None]:
+        """Inside, micro-batches of the call run. What they save for backward is no part of the script's own graph, and its
+        hooks for saved tensors (a checkpoint around a loss counts them) do not see it."""
+        with self.aside(), call.as_called(), without_saved_tensors_hooks():
+            yield
+
+    @contextmanager
     def _going_through(self) -> Iterator[None]:
         before, self._busy = self._busy, True
         try:
@@ -312,7 +320,7 @@ class Script:
         """The joined outputs' leaves, computed on first use."""
         if call.values is None:
             self._say_where(call)
-            with self.aside(), self._core.announcing(), call.as_called(), torch.enable_grad():
+            with self._core.announcing(), self._in_pass(call), torch.enable_grad():
                 self._first_pass(call)
         assert call.values is not None
         return call.values
@@ -344,13 +352,16 @@ class Script:
             with core.computing():
                 core.recovery.run(attempt, core.limit(planned.plan))
             core.apply_norms()
-        except BaseException:
+        except BaseException as error:
             if not repeated:
                 call.forget_pass()
-            raise
+            if repeated or not self._runs_whole_after(call, error):
+                raise
 
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
         """The gradients of the receivers for these gradients of the outputs."""
+        if call.whole is not None:
+            return self._backward_of_whole(call, gradients)
         if call.values is None:  # (what it computes would be taken for a reader's)
             self._lines.add(line_of_script())
         self.values(call)
@@ -384,6 +395,15 @@ class Script:
             self._say_unseen()
         settle_looks(call.calls)
         return total
+
+    def _backward_of_whole(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
+        """As `replayed` for a call that ran whole after all: its own graph leads to the parameters."""
+        assert call.whole is not None
+        found = [(leaf, gradient) for leaf, gradient in zip(call.whole, gradients) if gradient is not None]
+        with self.aside():
+            torch.autograd.backward(*map(list, zip(*found)), retain_graph=graph_is_kept())
+        receivers = self.receivers(call)
+        return Total(torch.zeros((), device=self._core.device), receivers, [None] * len(receivers))
 
     def like_after(self, call: Call, following: Node, parents: Sequence[StandIn]) -> torch.Tensor | None:
         """A fake tensor like the result of an operation on stand-ins; None where it cannot be told."""
@@ -422,7 +442,7 @@ class Script:
         first = not call.pieces
         self._gathers(call)
         try:
-            with self.aside(), call.as_called(), nullcontext() if first else call.drawing_again():
+            with self._in_pass(call), nullcontext() if first else call.drawing_again():
                 total = self._pass(call, consumer, weighting, first)
                 if self._batch_samples() == 0:
                     total.weight = 0.0
@@ -436,10 +456,23 @@ class Script:
                 if self._core.together is not None:
                     total.combine = self._combining(total, BY_SAMPLES if weighting is BY_SHARE else weighting)
                 return hand_over(total)
-        except BaseException:
+        except BaseException as error:
             if first:
                 call.forget_pass()
-            raise
+            if not first or not self._runs_whole_after(call, error):
+                raise
+        return consumer.of_whole(call)
+
+    def _runs_whole_after(self, call: Call, error: BaseException) -> bool:
+        """Whether a call runs whole, as the script wrote it, because its first pass in pieces failed before anything was handed
+        over; what the model raises then as well is the script's own."""
+        if not self._kinds.runs_whole_after(call, error):
+            return False
+        self._core.staging.discard()
+        with self.aside():
+            call.run_whole()
+        self._kinds.say_whole(call, error)
+        return True
 
     def _pass(self, call: Call, consumer: Consumer, weighting: Weighting, first: bool) -> Total:
         core = self._core

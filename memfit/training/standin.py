@@ -196,6 +196,8 @@ class StandIn(torch.Tensor):
         if self._looks:
             value = self.detached()
             return _Unwrap.apply(self, value) if self.requires_grad else value  # type: ignore[no-any-return]
+        if isinstance(self._node, Output) and self._call.whole is not None:
+            return self._call.whole[self._leaf]
         if self._scalar is not None:
             return self._scalar.and_others(self._gathered(self._scalar.terms))
         if self._parents:

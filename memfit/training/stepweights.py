@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memfit._errors import MemfitError, Refused, UsageError
+from memfit._errors import MemfitError, Refused, UsageError, first_line
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, CountOf, Weighting, Work, loss_of, wide
 from memfit.engine.terms import Terms, is_only_term
@@ -85,7 +85,7 @@ class Weigher:
             if failed is not None or self._core.settings.split is not None or self._core.together is not None:
                 _say_on_few(error)
                 raise
-            said = (str(error) or type(error).__name__).splitlines()[0]
+            said = first_line(error)
         self._run_together(f"of a few it cannot be computed: {said}")
         return None
 

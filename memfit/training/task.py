@@ -9,6 +9,9 @@ from memfit.engine.accumulate import Weighting, Work
 from memfit.planning.search import Demand
 from memfit.profiling.trace import MakeWork
 
+LOSS_BOUND = 3
+"""Copies of a model's output that an unseen loss is taken to need at once: log-probabilities, their gradient, a temporary."""
+
 
 @dataclass(frozen=True)
 class Task:
