@@ -29,6 +29,7 @@ from memfit.hardware.budget import Budget, card_named, probe
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
+from memfit.profiling.kept import reaching
 from memfit.profiling.loop import Loop
 from memfit.profiling.profile import Profile
 from memfit.reporting.verification import Verification
@@ -37,6 +38,7 @@ from memfit.training.kinds import Kinds
 from memfit.training.run import Run
 from memfit.training.settings import Settings
 from memfit.training.step import Stepper
+from memfit.training.task import Task
 from memfit.training.works import LossFn
 
 
@@ -107,10 +109,17 @@ def profile(
         called = model if plain_loop or evaluation is not None else model.forward
         task = Kinds(core).task(called, _as_call(sample))
     lever = "off" if asked in ("auto", "off") else asked
-    found = core.planner.profile(task, lever, candidate_blocks(model) if every else blocks or ())
+    with reaching(loss_fn):
+        return _profiled(core, task, lever, candidate_blocks(model) if every else blocks or ())
+
+
+def _profiled(core: Core, task: Task, lever: str, blocks: Sequence[str]) -> Profile:
+    """The profile of a task, timed where its device is here."""
+    model, elsewhere = core.model, core.settings.card
+    found = core.planner.profile(task, lever, tuple(blocks))
     if elsewhere is not None:
         return core.planner.measurer.timed(task, found)
-    if on_meta:
+    if any(p.is_meta for p in model.parameters()):
         return found
     with checkpointed(model, found.checkpoint):
         return core.planner.with_single(task, core.planner.measurer.timed(task, found, thoroughly=True))

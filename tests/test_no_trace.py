@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo import FAMILIES, Family, first_batch
 
 import memfit
-from memfit.profiling.sandbox import attributes_kept
+from memfit.profiling.kept import kept
 
 
 class Busy(nn.Module):
@@ -431,6 +431,6 @@ def test_ordered_containers_that_changed_can_be_used_again() -> None:
     model = nn.Linear(2, 2)
     for _ in range(3):
         model.register_forward_hook(lambda *_: None)
-    with attributes_kept(model):
+    with kept(model):
         model._forward_hooks.popitem()
     assert len(model._forward_hooks.copy()) == 3

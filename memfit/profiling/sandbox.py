@@ -1,46 +1,53 @@
 """Leave no trace: what planning touches is put back bit for bit, also when it fails or is interrupted.
 
-Covered: random state of every device in use, of Python and of NumPy, buffers, gradients, train/eval modes, autocast, attributes
-that a forward writes on modules (one level of lists, dicts and sets inside them too), data that it gives a parameter.
-Parameters and optimizer state are never written by planning. What hooks leave behind is in `hooks.py`. Not covered:
-parameters that a forward writes in place, and other state that it keeps outside its modules.
+Covered: random state of every device in use, of Python and of NumPy, train/eval modes, autocast, what operators write into any
+tensor that was there before (`guard.py`), and what the user's code leaves in Python objects that it reaches (`kept.py`).
+The script's hooks for saved tensors are not called meanwhile. Not covered: files, iterators, other processes.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
-from memfit.engine.context import autocast_kept, modes_as, modes_of, restore_tensors
+from memfit.engine.context import autocast_kept, modes_as, modes_of, restore_tensors, without_saved_tensors_hooks
 from memfit.engine.generators import random_state_kept
 from memfit.engine.modules import modules_of
-from memfit.engine.staged import let_go
-from memfit.profiling.hooks import hooks_kept, put_back, refilled
+from memfit.engine.staged import gathers_in_parts, let_go
+from memfit.profiling.guard import UndoLog, writes_undone
+from memfit.profiling.kept import kept
 
 
 @contextmanager
 def leave_no_trace(
-    model: nn.Module, device: torch.device, *, buffers: bool = True, outside: Sequence[torch.Tensor] = ()
-) -> Iterator[None]:
-    """Everything listed above is afterwards as it was. `buffers=False` where fake ones stand in their places meanwhile;
-    `outside` are parameters that live in no module of the model."""
+    model: nn.Module,
+    device: torch.device,
+    *,
+    real: bool = True,
+    watching: bool = True,
+    outside: Sequence[torch.Tensor] = (),
+) -> Iterator[UndoLog | None]:
+    """Everything listed above is afterwards as it was. `real=False` where only fake tensors are computed with, so that nothing
+    is written; without `watching`, only writes that `guard.watched` saw are undone. `outside` are parameters that live in no
+    module of the model. Yields the log of what is written."""
     let_go(model)
     held = [(p, p.detach(), p.grad) for p in (*model.parameters(), *outside)]
+    in_parts = gathers_in_parts(model)
     with (
         autocast_kept((device.type, "cpu", "cuda")),
         random_state_kept(device),
-        hooks_kept(model),
-        attributes_kept(model),
         modes_as(modes_of(modules_of(model))),
+        without_saved_tensors_hooks(),
+        kept(model),
+        writes_undone(watching=watching) if real and not in_parts else nullcontext() as log,
     ):
-        copies = [(b, b.detach().clone()) for b in model.buffers()] if buffers else []
+        copies = [(b, b.detach().clone()) for b in model.buffers()] if real and in_parts else []
         try:
-            yield
+            yield log
         finally:
             let_go(model)
             restore_tensors(copies)
@@ -61,20 +68,3 @@ def collected_by_hand() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Attributes of all modules are afterwards the objects they were, simple containers with the same contents."""
-    before = [(module, dict(module.__dict__), _contents(module.__dict__)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes, contents in before:
-            put_back(module.__dict__, attributes)
-            for container, items in contents:
-                refilled(container, items)
-
-
-def _contents(attributes: dict[str, Any]) -> list[tuple[Any, Any]]:
-    return [(value, value.copy()) for value in attributes.values() if isinstance(value, (list, dict, set))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from memfit.engine.staged import Staging
 from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.profiling.allocator import thresholds_pinned
+from memfit.profiling.guard import watched
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.seconds import Timing, timing_at
 
@@ -60,10 +61,14 @@ class Stopwatch:
     def session(self, work: Work, first: int = 1) -> Iterator[None]:
         """Inside, micro-batches meet staged gradients, as all but the first of a step do; nothing is left of it. `first`:
         samples of the micro-batch that leaves them."""
-        with leave_no_trace(self._model, self._device), gathering(self._staging, self._weighting):
+        with (
+            leave_no_trace(self._model, self._device, watching=False) as log,
+            gathering(self._staging, self._weighting),
+        ):
             try:
                 # Kernels are chosen and libraries set up once per process: the first micro-batch is not representative.
-                Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, first)
+                with nullcontext() if log is None else watched(log):
+                    Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, first)
                 self._staging.fill()
                 self._meter = Meter(self._device, reserved=self._reserved)
                 yield

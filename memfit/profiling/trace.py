@@ -104,7 +104,7 @@ def trace_step(
     ledger = Ledger(device, inside=inside, counts=Counts() if manner.counted else None)
     trained = [p for group in optimizer.param_groups for p in group["params"]]  # a loss may have some of its own
     with ExitStack() as stack:
-        stack.enter_context(leave_no_trace(model, device, buffers=False, outside=trained))
+        stack.enter_context(leave_no_trace(model, device, real=False, outside=trained))
         stack.enter_context(collected_by_hand())
         stack.enter_context(telling_failures(world))
         twins = stack.enter_context(world.replacing(model))

@@ -18,5 +18,5 @@ def on_twins(model: nn.Module, device: torch.device) -> Iterator[FakeWorld]:
     """Inside, fakes stand in the places of the model's parameters and buffers; enter the world to run it. Raises TraceFailed
     for whatever is raised there."""
     world = FakeWorld()
-    with leave_no_trace(model, device, buffers=False), telling_failures(world), world.replacing(model):
+    with leave_no_trace(model, device, real=False), telling_failures(world), world.replacing(model):
         yield world

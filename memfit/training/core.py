@@ -130,6 +130,8 @@ class Core:
         self.company: Company | None = None
         """What they tell each other about themselves."""
         self.whole_norms = WholeNorms(model) if settings.batchnorm == "whole" else None
+        self.reached: tuple[object, ...] = ()
+        """What planning calls beside the model."""
         self.on_forget: list[Callable[[], None]] = []
         """Called when plans have to be made anew."""
         self.taken: TakenOver | None = None

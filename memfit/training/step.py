@@ -21,6 +21,7 @@ from memfit.engine.accumulate import BY_SAMPLES, Weighting, WeightsChanged, chec
 from memfit.engine.handover import Total, hand_over
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand
+from memfit.profiling.kept import reaching
 from memfit.profiling.profile import Profile
 from memfit.training.call import copied
 from memfit.training.core import Core
@@ -73,6 +74,7 @@ class Stepper:
         self.samples: int | None = None
         self._core, self._whole_loss = core, whole_loss
         self._tasks = Tasks(core, loss_fn)
+        core.reached = (loss_fn, core.settings.weight, core.settings.split)
         self._weights = Weigher(core, self._tasks)
         self._share = 1
         self._plans: list[Planned] = []
@@ -86,7 +88,8 @@ class Stepper:
 
     def prepare(self, like: Ordered, share: int | None) -> None:
         """Plan for effective batches of `share` samples (None: as many) like those in `like`, without running any."""
-        self._decide(like, share or like.samples)
+        with reaching(*self._core.reached):
+            self._decide(like, share or like.samples)
 
     def plan_again(self) -> None:
         """Forget the plans: what they rest on has changed."""
@@ -99,7 +102,7 @@ class Stepper:
 
     def loss(self, batch: Any) -> torch.Tensor:
         """The loss of an effective batch, its gradients gathered, as a tensor whose backward hands them over."""
-        with self._core.announcing():
+        with self._core.announcing(), reaching(*self._core.reached):
             return self._loss(batch)
 
     def _loss(self, batch: Any) -> torch.Tensor:

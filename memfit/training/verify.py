@@ -20,6 +20,7 @@ from memfit.batches.weights import Count
 from memfit.engine.accumulate import CountOf, Work, accumulate, checked_loss
 from memfit.engine.context import without_autocast
 from memfit.engine.slices import Draws
+from memfit.profiling.kept import reaching
 from memfit.reporting.verification import Verification
 from memfit.training.core import Core, Reference
 from memfit.training.prove import comparable
@@ -65,7 +66,7 @@ def verification_of(core: Core, reference: Reference | None) -> Verification:
     samples = _fitting(core, reference)
     for by_operations in (False, True):
         draws = Draws(by_operations=by_operations)
-        with comparable(core.model, core.device), core.without_levers():
+        with reaching(*core.reached), comparable(core.model, core.device), core.without_levers():
             whole = _whole(core, reference.work(samples), samples, draws.recording)
             if draws.unsliced and not by_operations:
                 continue

@@ -1,0 +1,148 @@
+"""What planning writes into tensors that were there before is copied before the first write, and written back afterwards.
+
+A dispatch mode sees every operator below autograd, whoever holds the tensor that is written (a module, a closure, a list), and
+by whichever alias (`.data`, a view, a detached tensor): what counts is the storage. Contents go back into the same storage, so
+that addresses and identities stay valid. Not covered: writes past the dispatcher (NumPy arrays over a tensor's memory,
+extensions that are no operators), and parameters that several processes hold in parts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as _KeptVersion
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_STATISTICS = ("running_mean", "running_var")
+_UNSAID = {
+    f"aten::{name}": _STATISTICS
+    for name in (
+        "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts",
+    )
+}  # fmt: skip
+"""Operators that write arguments without saying so in their schemas (torch 2.13, RegistrationDeclarations.h)."""
+_METADATA = ("aten::record_stream", "aten::detach_", "aten::requires_grad_", "aten::_assert_async")
+"""Operators whose schemas say that they write, and that leave the contents alone."""
+
+
+class UndoLog:
+    """Contents and versions of what was written since it began."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._versions: dict[int, tuple[torch.Tensor, Any]] = {}
+
+    def about_to_write(self, tensor: torch.Tensor) -> None:
+        """Keep what is there, the first time."""
+        storage = storage_of(tensor)
+        if storage is None:
+            return
+        if storage._cdata not in self._copies:
+            self._copies[storage._cdata] = storage, storage.clone()  # (held, so that no other comes to its address)
+        counted = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        if id(counted) not in self._versions and not counted.is_inference():
+            self._versions[id(counted)] = counted, _KeptVersion(counted)
+
+    def undo(self) -> None:
+        """Let everything be as it was. Versions too: graphs of the script's own may have saved these tensors."""
+        for storage, copy in self._copies.values():
+            if storage.nbytes() != copy.nbytes():
+                storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        for _, version in reversed(self._versions.values()):
+            version.__exit__()
+        self._copies, self._versions = {}, {}
+
+
+class WriteGuard(TorchDispatchMode):
+    """Tells `log` of every write to a storage that no operator has made since the guard began."""
+
+    supports_higher_order_operators = True  # they run as they are; what they consist of comes here by itself
+
+    def __init__(self, log: UndoLog) -> None:
+        super().__init__()
+        self._log = log
+        self._new: set[int] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports dynamo
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        places, makes = _known(func)
+        for index, name in places:
+            self._look(args[index] if index < len(args) else kwargs.get(name))
+        out = func(*args, **kwargs)
+        if makes:
+            self._note(out)
+        return out
+
+    def _look(self, value: Any) -> None:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            storage = storage_of(tensor)
+            if storage is not None and storage._cdata not in self._new:
+                self._log.about_to_write(tensor)
+
+    def _note(self, out: Any) -> None:
+        for item in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(item, (list, tuple)):
+                self._note(item)
+            elif (storage := storage_of(item)) is not None:
+                self._new.add(storage._cdata)
+
+
+@contextmanager
+def writes_undone(*, watching: bool = True) -> Iterator[UndoLog]:
+    """Inside, tensors may be written; afterwards all of them are as they were. With `watching`, whatever is written; without,
+    what `watched` saw: timings run without a mode, which takes some microseconds per operator."""
+    log = UndoLog()
+    try:
+        with watched(log) if watching else nullcontext():
+            yield log
+    finally:
+        log.undo()
+
+
+@contextmanager
+def watched(log: UndoLog) -> Iterator[None]:
+    """Inside, writes are noted in a log that somebody else undoes."""
+    with WriteGuard(log):
+        yield
+
+
+def storage_of(tensor: Any) -> torch.UntypedStorage | None:
+    """Where a tensor's data lies; None for what has none of its own (fake, meta, sparse, nested, in parts)."""
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    if hasattr(tensor, "to_local") or tensor.is_nested:
+        return None
+    try:
+        storage = tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # wrapper subclasses
+        return None
+    return None if storage.device.type == "meta" else storage
+
+
+@functools.cache
+def _known(func: Any) -> tuple[tuple[tuple[int, str], ...], bool]:
+    """((place, name) of the arguments that an operator writes, whether its results lie in storages of their own)."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher order operator: what it consists of comes by itself
+        return (), False
+    makes = schema.name == "aten::lift_fresh" or all(result.alias_info is None for result in schema.returns)
+    everything = tuple((i, argument.name) for i, argument in enumerate(schema.arguments))
+    if schema.name.startswith("c10d::"):  # whose schemas say nothing
+        return everything, False
+    unsaid = _UNSAID.get(schema.name, ())
+    said = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    if schema.name in _METADATA:
+        said = set()
+    return tuple((i, name) for i, name in everything if name in said or name in unsaid), makes

@@ -1,0 +1,334 @@
+"""What the user's code leaves in Python objects is put back after planning: objects keep their identities, contents come back.
+
+Planning runs the model, its hooks and the loss on few samples and on tensors that stand for data. Whatever these can reach is
+walked through once: attributes, containers of any depth, variables of functions within functions, partials, bound methods, and
+the globals and class attributes that the user's own code names. What tensors hold is the write guard's. Not covered:
+iterators, files, other processes, data sets, what extensions keep, and objects of installed packages that hold more than data
+(loggers, trackers).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import io
+import logging
+import random
+import sys
+import sysconfig
+import threading
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where modules keep their hooks; with "_global" in front, where torch keeps those of all modules."""
+_REACHED: ContextVar[tuple[Any, ...]] = ContextVar("reached", default=())
+"""What planning calls beside the model: the loss function, what cuts and weighs batches."""
+MOST = 200_000
+"""Objects that are walked through at most."""
+LONG = 10_000
+"""Entries of a container up to which they are walked through as well."""
+LARGE = 64 << 20
+"""Bytes of a NumPy array up to which it is copied."""
+_SIMPLE = frozenset((type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice))
+_SHARED: tuple[type, ...] = (
+    type, types.CodeType, types.GeneratorType, types.CoroutineType, types.FrameType, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size, torch.jit.ScriptModule, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
+    DataLoader, Dataset, Sampler, enum.Enum, io.IOBase, logging.Logger, logging.Handler, threading.Thread,
+    type(threading.Lock()), type(threading.RLock()), threading.Event, threading.Condition, torch._C._FunctionBase,
+)  # fmt: skip
+_CONTAINERS = (dict, list, set, deque)
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OF_MODULES = frozenset((*KINDS, "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+Undo = Callable[[], None]
+
+
+@contextmanager
+def kept(model: nn.Module) -> Iterator[Kept]:
+    """Inside, whatever the model and what it says it reaches lead to may be changed."""
+    found = Kept()
+    hooks = [hook for kind in KINDS for hook in getattr(nn.modules.module, "_global" + kind, {}).values()]
+    found.look((model, *hooks, *_REACHED.get()))
+    try:
+        yield found
+    finally:
+        found.undo()
+
+
+@contextmanager
+def reaching(*roots: Any) -> Iterator[None]:
+    """Inside, planning calls these beside the model."""
+    token = _REACHED.set((*_REACHED.get(), *roots))
+    try:
+        yield
+    finally:
+        _REACHED.reset(token)
+
+
+def refilled(container: Any, items: Any) -> None:
+    """Give the container the contents that it had, if they changed."""
+    if isinstance(container, (list, deque)):
+        if len(container) != len(items) or any(a is not b for a, b in zip(container, items)):
+            container.clear()
+            container.extend(items)
+    elif isinstance(container, dict):
+        if list(container) != list(items) or any(container[key] is not items[key] for key in items):
+            kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # it keeps an order of its own
+            kind.clear(container)
+            kind.update(container, items)
+    elif container != items:
+        container.clear()
+        container.update(items)
+
+
+def put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    """Give an object the attributes that it had; at no moment is one missing."""
+    for name in attributes.keys() - before.keys():
+        del attributes[name]
+    attributes.update(before)
+
+
+class Kept:
+    """Everything reached, and how to put it back."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._undo: list[Undo] = []
+        self._open: deque[Any] = deque()
+        self._alive: list[Undo] = []  # not the objects themselves: whoever looks for what holds a container must not find this
+
+    def look(self, roots: Iterable[Any]) -> None:
+        """Walk through all that these reach."""
+        self._open.extend(roots)
+        while self._open and len(self._seen) < MOST:
+            value = self._open.popleft()
+            if type(value) not in _SIMPLE and id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._alive.append(functools.partial(id, value))
+                self._one(value)
+        self._open.clear()
+
+    def undo(self) -> None:
+        """Put everything back; what fails does not keep the rest from it."""
+        failed: BaseException | None = None
+        for undo in reversed(self._undo):
+            try:
+                undo()
+            except Exception as error:
+                failed = failed or error
+        self._undo, self._alive = [], []
+        if failed is not None:
+            raise failed
+
+    def _one(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._tensor(value)
+        elif isinstance(value, nn.Module):
+            self._attributes(value)
+            self._class(type(value))
+        elif isinstance(value, _CONTAINERS):
+            self._container(value)
+        elif isinstance(value, (tuple, frozenset)):
+            self._open.extend(value)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, functools.partial):
+            self._open.extend((value.func, value.args, value.keywords))
+        elif isinstance(value, types.MethodType):
+            self._open.extend((value.__self__, value.__func__))
+        elif isinstance(value, types.BuiltinMethodType):
+            self._open.extend(() if isinstance(value.__self__, (types.ModuleType, type(None))) else (value.__self__,))
+        elif isinstance(value, types.CellType):
+            self._cell(value)
+        elif isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy"):
+            self._state(value)
+        elif not isinstance(value, (*_SHARED, types.ModuleType)) and not hasattr(type(value), "__next__"):
+            self._object(value)
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        """Which data it has (`p.data = ...`), and which gradient."""
+        if hasattr(tensor, "to_local") or tensor.layout is not torch.strided or not tensor.is_leaf or tensor.is_nested:
+            return
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return
+        data, gradient = tensor.detach(), tensor.grad
+
+        def undo() -> None:
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
+            if _place(tensor) != _place(data):
+                tensor.data = data
+
+        self._undo.append(undo)
+
+    def _container(self, container: Any) -> None:
+        items = container.copy()
+        self._undo.append(lambda: refilled(container, items))
+        if len(items) <= LONG:
+            self._open.extend(items.values() if isinstance(items, dict) else items)
+        if type(container) not in (*_CONTAINERS, OrderedDict) and not is_installed(type(container).__module__):
+            self._attributes(container)
+
+    def _function(self, function: types.FunctionType) -> None:
+        self._open.extend((function.__closure__, function.__defaults__, function.__kwdefaults__))
+        if function.__dict__:
+            self._open.append(function.__dict__)
+        if not is_installed(function.__globals__.get("__name__")):
+            self._names(function.__globals__, names_in(function.__code__))
+
+    def _cell(self, cell: types.CellType) -> None:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not assigned yet
+            return
+
+        def undo() -> None:
+            cell.cell_contents = value
+
+        self._undo.append(undo)
+        self._open.append(value)
+
+    def _names(self, known: dict[str, Any], names: Iterable[str]) -> None:
+        """Globals that code names, and the data of the user's modules that it names."""
+        for name in names:
+            value = known.get(name)
+            if value is None and name not in known:
+                continue
+            if isinstance(value, types.ModuleType):
+                self._module(value)
+            elif isinstance(value, type):
+                self._class(value)
+            else:
+                self._undo.append(functools.partial(_rebound, known, name, value))
+                self._open.append(value)
+
+    def _module(self, module: types.ModuleType) -> None:
+        if id(module) in self._seen or is_installed(module.__name__):
+            return
+        self._seen.add(id(module))
+        self._names(module.__dict__, [name for name, value in module.__dict__.items() if _is_data(name, value)])
+
+    def _object(self, value: Any) -> None:
+        kind = type(value)
+        if not is_installed(kind.__module__) or _holds_data(value):
+            self._attributes(value)
+            self._class(kind)
+
+    def _attributes(self, value: Any) -> None:
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            items = dict(own)
+            self._undo.append(lambda: put_back(own, items))
+            self._open.extend(item for name, item in items.items() if name not in _OF_MODULES or item)
+        for name in _slots(type(value)):
+            if hasattr(value, name):
+                item = getattr(value, name)
+                self._undo.append(functools.partial(_set_slot, value, name, item))
+                self._open.append(item)
+
+    def _class(self, kind: type) -> None:
+        """Counters and registries on the user's classes, and what their methods name."""
+        for base in kind.__mro__:
+            if id(base) in self._seen or is_installed(base.__module__) or issubclass(base, enum.Enum):
+                continue
+            self._seen.add(id(base))
+            for name, item in list(vars(base).items()):
+                if isinstance(item, (staticmethod, classmethod)):
+                    item = item.__func__
+                if isinstance(item, property):
+                    self._open.extend((item.fget, item.fset))
+                elif isinstance(item, types.FunctionType):
+                    self._open.append(item)
+                elif not name.startswith("__") and not hasattr(type(item), "__get__"):
+                    self._undo.append(functools.partial(_set_on_class, base, name, item))
+                    self._open.append(item)
+
+    def _state(self, value: Any) -> None:
+        """Generators and arrays, which know themselves what they hold."""
+        if isinstance(value, torch.Generator):
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._undo.append(functools.partial(value.setstate, value.getstate()))
+        elif hasattr(value, "bit_generator"):
+            self._undo.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif hasattr(value, "set_state"):
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
+        elif hasattr(value, "flags") and value.flags.writeable and not value.dtype.hasobject and value.nbytes <= LARGE:
+            copy = value.copy()
+            self._undo.append(lambda: value.__setitem__(..., copy))
+
+
+def is_installed(module: str | None) -> bool:
+    """Whether a module is not the user's: built in, of the standard library, of an installed package, or memfit's own."""
+    if module == "__main__":
+        return False
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return file is None or file.startswith(_INSTALLED) or (module or "").partition(".")[0] in ("memfit", "torch")
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names that code, and the functions within it, look up: globals and attributes alike."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    try:
+        storage = tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        storage = 0
+    return storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _rebound(known: dict[str, Any], name: str, value: Any) -> None:
+    if known.get(name) is not value:
+        known[name] = value
+
+
+def _set_on_class(base: type, name: str, item: Any) -> None:
+    if vars(base).get(name) is not item:
+        setattr(base, name, item)
+
+
+def _set_slot(value: Any, name: str, item: Any) -> None:
+    try:
+        object.__setattr__(value, name, item)
+    except AttributeError:
+        return
+
+
+def _is_data(name: str, value: Any) -> bool:
+    return not name.startswith("__") and not isinstance(value, (types.ModuleType, type, types.FunctionType))
+
+
+def _holds_data(value: Any, depth: int = 3) -> bool:
+    """Whether an object has nothing in it but numbers, words, tensors, and containers and objects of such."""
+    own = getattr(value, "__dict__", None)
+    return own is not None and depth > 0 and all(_is_plain(item, depth) for item in own.values())
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    if type(value) in _SIMPLE or isinstance(value, (torch.Tensor, nn.Module, type, torch.dtype, torch.device)):
+        return True
+    if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) <= LONG and all(_is_plain(item, depth) for item in items)
+    return not isinstance(value, _SHARED) and _holds_data(value, depth - 1)
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        names = base.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
