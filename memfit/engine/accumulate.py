@@ -16,6 +16,7 @@ import torch
 from memfit._errors import UsageError
 from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
+from memfit.engine.composed import Composition
 from memfit.engine.context import without_autocast
 from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging
@@ -34,6 +35,8 @@ class Work(Protocol):
     """Samples in the effective batch."""
     device: torch.device
     """Where the model computes."""
+    composition: Composition
+    """How the state that its forwards move is composed."""
 
     def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:
         """The samples `start:stop` cut or collated, on the device; with `count`, also what it says of them."""
@@ -127,7 +130,7 @@ def accumulate(
     """
     receivers = [*(staging.parameters() if parameters is None else parameters), *work.extra_receivers()]
     gathered = Pass(work, staging, weighting, scale, before_backward)
-    with gathering(staging, weighting):
+    with gathering(staging, weighting), work.composition.over_pass():
         for index, (start, stop) in enumerate(bounds(pieces)):
             around = around_last if index == len(pieces) - 1 else None
             gathered.micro_batch(start, stop, None if shares is None else shares[index], around)
@@ -172,6 +175,7 @@ class Pass:
         self, start: int, stop: int, shares: Sequence[float] | None = None, around: AroundLast | None = None
     ) -> None:
         """Run the samples `start:stop`; with `around`, the last ones."""
+        self._work.composition.before_micro_batch()
         inputs, count = self._work.inputs(start, stop, self._counting())
         if isinstance(count, (int, float)) and count == 0:
             self._check_nothing(inputs)
@@ -180,6 +184,7 @@ class Pass:
         del inputs
         loss, weight = self._loss(outputs, stop - start, count, shares)
         del outputs
+        self._work.composition.after_forward(stop - start)
         self._dtype = self._dtype or loss.dtype
         self._losses.append(_value(loss))
         self._weights.append(weight)

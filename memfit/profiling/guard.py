@@ -34,7 +34,7 @@ class UndoLog:
     """Contents and versions of what was written since it began."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage, torch.Tensor]] = {}
         self._versions: dict[int, tuple[torch.Tensor, Any]] = {}
 
     def about_to_write(self, tensor: torch.Tensor) -> None:
@@ -43,14 +43,24 @@ class UndoLog:
         if storage is None:
             return
         if storage._cdata not in self._copies:
-            self._copies[storage._cdata] = storage, storage.clone()  # (held, so that no other comes to its address)
+            # (held, so that no other comes to its address)
+            self._copies[storage._cdata] = storage, storage.clone(), _whole_of(tensor, storage)
         counted = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         if id(counted) not in self._versions and not counted.is_inference():
             self._versions[id(counted)] = counted, _KeptVersion(counted)
 
+    def moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(a tensor, what it held before) for what was written and is not the same."""
+        found = []
+        for storage, copy, tensor in self._copies.values():
+            if storage.nbytes() == copy.nbytes() and not torch.equal(_bytes_of(storage), _bytes_of(copy)):
+                before = tensor.new_empty(0).set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyright: ignore
+                found.append((tensor, before))
+        return found
+
     def undo(self) -> None:
         """Let everything be as it was. Versions too: graphs of the script's own may have saved these tensors."""
-        for storage, copy in self._copies.values():
+        for storage, copy, _ in self._copies.values():
             if storage.nbytes() != copy.nbytes():
                 storage.resize_(copy.nbytes())
             storage.copy_(copy)
@@ -129,6 +139,18 @@ def storage_of(tensor: Any) -> torch.UntypedStorage | None:
     except (RuntimeError, NotImplementedError):  # wrapper subclasses
         return None
     return None if storage.device.type == "meta" else storage
+
+
+def _whole_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """The tensor that was written if it is all that its storage holds, else the storage's bytes."""
+    for found in (tensor.detach(), tensor._base):
+        if found is not None and found.numel() * found.element_size() == storage.nbytes():
+            return found.detach()
+    return _bytes_of(storage)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
 
 
 @functools.cache

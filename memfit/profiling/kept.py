@@ -28,6 +28,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from memfit.engine.composed import MISSING, Contents, Entry, Place, Variable
+
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where modules keep their hooks; with "_global" in front, where torch keeps those of all modules."""
 _REACHED: ContextVar[tuple[Any, ...]] = ContextVar("reached", default=())
@@ -48,13 +50,15 @@ _SHARED: tuple[type, ...] = (
 _CONTAINERS = (dict, list, set, deque)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OF_MODULES = frozenset((*KINDS, "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+_OURS = ("forward", "training", *_OF_MODULES)
+"""Attributes of modules that are no state of a forward."""
 Undo = Callable[[], None]
 
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[Kept]:
     """Inside, whatever the model and what it says it reaches lead to may be changed."""
-    found = Kept()
+    found = Kept({id(module.__dict__): name for name, module in model.named_modules()})
     hooks = [hook for kind in KINDS for hook in getattr(nn.modules.module, "_global" + kind, {}).values()]
     found.look((model, *hooks, *_REACHED.get()))
     try:
@@ -97,9 +101,16 @@ def put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 class Kept:
-    """Everything reached, and how to put it back."""
+    """Everything reached, and how to put it back. `names` are those of modules, by the ids of their attributes."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: dict[int, str]) -> None:
+        self._names_of = names
+        self._entries: list[tuple[dict[Any, Any], dict[Any, Any], str]] = []
+        self._contents: list[tuple[Any, Any, str]] = []
+        self._variables: list[tuple[types.CellType, Any]] = []
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        self._no_state: set[int] = set()
+        self._tensors: list[tuple[str, torch.Tensor]] = []
         self._seen: set[int] = set()
         self._undo: list[Undo] = []
         self._open: deque[Any] = deque()
@@ -128,10 +139,42 @@ class Kept:
         if failed is not None:
             raise failed
 
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of a buffer or a parameter of the model."""
+        storage = tensor.untyped_storage()._cdata
+        return next((name for name, own in self._tensors if own.untyped_storage()._cdata == storage), "a tensor")
+
+    def moved(self) -> list[tuple[Place, Any]]:
+        """(a place, the value it had) of what is not as it was."""
+        found: list[tuple[Place, Any]] = []
+        for known, name, before in self._globals:
+            if known.get(name, MISSING) is not before:
+                found.append((Entry(known, name, name), before))
+        for holder, before, owner in self._entries:
+            if id(holder) in self._no_state:
+                continue
+            for name in [*before, *(name for name in holder if name not in before)]:
+                is_ours = name in _OURS or _is_ours(before.get(name)) or _is_ours(holder.get(name))
+                if holder.get(name, MISSING) is not before.get(name, MISSING) and not is_ours:
+                    found.append((Entry(holder, name, f"{owner}.{name}".lstrip(".")), before.get(name, MISSING)))
+        for container, before, owner in self._contents:
+            if len(container) != len(before) or any(a is not b for a, b in zip(container, before)):
+                found.append((Contents(container, owner), list(before)))
+        for cell, before in self._variables:
+            if cell.cell_contents is not before:
+                found.append((Variable(cell, "a variable"), before))
+        return found
+
     def _one(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             self._tensor(value)
         elif isinstance(value, nn.Module):
+            owner = self._names_of.get(id(value.__dict__), type(value).__name__)
+            for name, tensor in (*value._parameters.items(), *value._buffers.items()):
+                if tensor is not None and type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
+                    self._tensors.append((f"{owner}.{name}".lstrip("."), tensor))
+            self._no_state.update(id(value.__dict__.get(name)) for name in _OF_MODULES if name != "_buffers")
+            self._names_of.setdefault(id(value._buffers), owner)
             self._attributes(value)
             self._class(type(value))
         elif isinstance(value, _CONTAINERS):
@@ -172,6 +215,10 @@ class Kept:
     def _container(self, container: Any) -> None:
         items = container.copy()
         self._undo.append(lambda: refilled(container, items))
+        if isinstance(container, dict):
+            self._entries.append((container, items, self._names_of.get(id(container), "a dictionary")))
+        elif isinstance(container, (list, deque)):
+            self._contents.append((container, items, "a list"))
         if len(items) <= LONG:
             self._open.extend(items.values() if isinstance(items, dict) else items)
         if type(container) not in (*_CONTAINERS, OrderedDict) and not is_installed(type(container).__module__):
@@ -194,6 +241,7 @@ class Kept:
             cell.cell_contents = value
 
         self._undo.append(undo)
+        self._variables.append((cell, value))
         self._open.append(value)
 
     def _names(self, known: dict[str, Any], names: Iterable[str]) -> None:
@@ -208,6 +256,7 @@ class Kept:
                 self._class(value)
             else:
                 self._undo.append(functools.partial(_rebound, known, name, value))
+                self._globals.append((known, name, value))
                 self._open.append(value)
 
     def _module(self, module: types.ModuleType) -> None:
@@ -227,6 +276,7 @@ class Kept:
         if isinstance(own, dict):
             items = dict(own)
             self._undo.append(lambda: put_back(own, items))
+            self._entries.append((own, items, self._names_of.get(id(own), type(value).__name__)))
             self._open.extend(item for name, item in items.items() if name not in _OF_MODULES or item)
         for name in _slots(type(value)):
             if hasattr(value, name):
@@ -280,6 +330,10 @@ def names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from names_in(constant)
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("memfit")
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

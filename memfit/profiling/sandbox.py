@@ -10,16 +10,33 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from memfit.engine.composed import Data, Place
 from memfit.engine.context import autocast_kept, modes_as, modes_of, restore_tensors, without_saved_tensors_hooks
 from memfit.engine.generators import random_state_kept
 from memfit.engine.modules import modules_of
 from memfit.engine.staged import gathers_in_parts, let_go
 from memfit.profiling.guard import UndoLog, writes_undone
-from memfit.profiling.kept import kept
+from memfit.profiling.kept import Kept, kept
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What is undone afterwards."""
+
+    kept: Kept
+    log: UndoLog | None
+    """None where nothing is written for real."""
+
+    def moved(self) -> dict[tuple[Any, ...], tuple[Place, Any]]:
+        """What is not as it was: places by their keys, with the values that they had."""
+        found = [*self.kept.moved(), *((Data(t, self.kept.name_of(t)), b) for t, b in (self.log.moved() if self.log else ()))]
+        return {place.key: (place, before) for place, before in found}
 
 
 @contextmanager
@@ -30,10 +47,10 @@ def leave_no_trace(
     real: bool = True,
     watching: bool = True,
     outside: Sequence[torch.Tensor] = (),
-) -> Iterator[UndoLog | None]:
+) -> Iterator[Traces]:
     """Everything listed above is afterwards as it was. `real=False` where only fake tensors are computed with, so that nothing
     is written; without `watching`, only writes that `guard.watched` saw are undone. `outside` are parameters that live in no
-    module of the model. Yields the log of what is written."""
+    module of the model. Yields what is undone."""
     let_go(model)
     held = [(p, p.detach(), p.grad) for p in (*model.parameters(), *outside)]
     in_parts = gathers_in_parts(model)
@@ -42,12 +59,12 @@ def leave_no_trace(
         random_state_kept(device),
         modes_as(modes_of(modules_of(model))),
         without_saved_tensors_hooks(),
-        kept(model),
+        kept(model) as found,
         writes_undone(watching=watching) if real and not in_parts else nullcontext() as log,
     ):
         copies = [(b, b.detach().clone()) for b in model.buffers()] if real and in_parts else []
         try:
-            yield log
+            yield Traces(found, log)
         finally:
             let_go(model)
             restore_tensors(copies)

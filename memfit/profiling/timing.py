@@ -62,12 +62,12 @@ class Stopwatch:
         """Inside, micro-batches meet staged gradients, as all but the first of a step do; nothing is left of it. `first`:
         samples of the micro-batch that leaves them."""
         with (
-            leave_no_trace(self._model, self._device, watching=False) as log,
+            leave_no_trace(self._model, self._device, watching=False) as traces,
             gathering(self._staging, self._weighting),
         ):
             try:
                 # Kernels are chosen and libraries set up once per process: the first micro-batch is not representative.
-                with nullcontext() if log is None else watched(log):
+                with nullcontext() if traces.log is None else watched(traces.log):
                     Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, first)
                 self._staging.fill()
                 self._meter = Meter(self._device, reserved=self._reserved)
@@ -142,7 +142,7 @@ class _Timed:
 
     def __init__(self, work: Work, now: Callable[[], float], marks: list[float]) -> None:
         self._work, self._now, self._marks = work, now, marks
-        self.samples, self.device = work.samples, work.device
+        self.samples, self.device, self.composition = work.samples, work.device, work.composition
         self.extra_receivers, self.extra_gradients = work.extra_receivers, work.extra_gradients
 
     def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:

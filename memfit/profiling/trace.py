@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Weighting, Work, accumulate
+from memfit.engine.composed import Composition
 from memfit.engine.context import uncompiled
 from memfit.engine.generators import HostRandom
 from memfit.engine.handover import Total, hand_over
@@ -312,7 +313,7 @@ class _Watched:
     def __init__(self, works: list[Work], stepping: _Stepping) -> None:
         self._works, self._work, self._turn = works, works[0], -1
         self._stepping, self._ledger, self._plain = stepping, stepping._ledger, stepping._loop.plain
-        self.samples, self.device = self._work.samples, self._work.device
+        self.samples, self.device, self.composition = self._work.samples, self._work.device, Composition()
 
     def extra_receivers(self) -> Sequence[torch.Tensor]:
         return () if self._plain else self._work.extra_receivers()

@@ -17,6 +17,7 @@ from memfit.batches.cut import Axis, Layout, cut_samples, cutter
 from memfit.batches.pieces import bounds
 from memfit.batches.shapes import Shapes, shapes_per_sample
 from memfit.batches.tree import flat, leaves, map_leaves, rebuild, tensors
+from memfit.engine.composed import Composition
 from memfit.engine.context import (
     Autocast,
     autocast_now,
@@ -48,8 +49,9 @@ class Call:
     is what gradients of its outputs flow into, once it has outputs; `gathered` tells whether such gradients have been
     computed. `several` are those that it consists of, if of others; `offsets` where, by their `number`, the outputs of its
     `calls` begin in its own; `begins` the micro-batch of these that it is about to run in. `whole` is what it returned where it
-    ran as it is after all. `host_draws` tells whether calls draw from Python's or NumPy's generators. With `copies`,
-    micro-batches are copies: a model that writes into its input then leaves the batch alone.
+    ran as it is after all; `composition` says how the state that it moves is composed. `host_draws` tells whether calls draw
+    from Python's or NumPy's generators. With `copies`, micro-batches are copies: a model that writes into its input then leaves
+    the batch alone.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Call:
         self.random: list[RandomState] = []
         self.begins: int | None = None
         self.whole: list[Any] | None = None
+        self.composition = Composition()
         self.host_draws = HostDraws(lambda: None)
         self.values: list[torch.Tensor | None] | None = None
         self.kept: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}
@@ -207,14 +210,17 @@ class Call:
         self.inputs.forget()
         ran = [tuple(cut(size)) for size in self.pieces]
         joins = [Joining(leaf, tuple(itertools.chain.from_iterable(ran))) for leaf in self.outputs.leaves]
-        with buffers.kept(not first), nullcontext() if first else self.drawing_again():
+        moving = self.composition.over_pass() if first else self.composition.kept()
+        with moving, buffers.kept(not first), nullcontext() if first else self.drawing_again():
             for index, (start, _) in enumerate(bounds(self.pieces)):
                 self.draw_from(index)
                 kept = index >= len(self.pieces) - keep and len(ran[index]) == 1
                 for low, high in bounds(ran[index]):
                     before_each()
+                    self.composition.before_micro_batch()
                     with torch.set_grad_enabled(kept):
                         found = self._forward_of(start + low, start + high, staging)
+                    self.composition.after_forward(high - low)
                     if kept:
                         self.kept[index] = found, self.inputs.at(start)
                     for i, join in enumerate(joins):
@@ -267,7 +273,7 @@ class Call:
         self.check_unchanged()
         self.inputs.forget()
         # (checkpointed blocks run again within backward)
-        with buffers.kept(True), self.drawing_again(), staging.swapped():
+        with self.composition.kept(), buffers.kept(True), self.drawing_again(), staging.swapped():
             # What was kept goes first: it gives its memory back before anything is run again.
             for index in sorted(range(len(self.pieces)), key=lambda i: i not in self.kept):
                 start = sum(self.pieces[:index])
@@ -275,6 +281,7 @@ class Call:
                     self.random[index].restore(self.device)
                 for low, high in bounds(cut(self.pieces[index])):
                     before_each()
+                    self.composition.before_micro_batch()
                     self._backward_of(index, start + low, start + high, gradients, staging)
 
     def _forward_of(self, start: int, stop: int, staging: Staging) -> list[Any]:

@@ -179,13 +179,13 @@ class Evaluations:
             proof = call.first(few)
             try:
                 look_for_side_doors(proof, few)
-                outputs, deviations = joined_outputs(proof, parts_of(few))
+                outputs, deviations, composition = joined_outputs(proof, parts_of(few))
             except FoundDoors as found:
                 doorway = Doorways(found.doors)
                 continue
             except MemfitError:
                 return None
-            if not all(deviation.agrees for deviation in deviations):
+            if composition.slots or not all(deviation.agrees for deviation in deviations):
                 return None
             pieces = sizes(call.samples, largest or max(1, call.samples // 2))
             return Cutting(call.layout, outputs, call.split, pieces, doorway)

@@ -8,6 +8,7 @@ from typing import Any
 from memfit.batches.cut import Layout
 from memfit.batches.shapes import Shapes
 from memfit.engine.accumulate import BY_SAMPLES, Weighting
+from memfit.engine.composed import Composition
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
@@ -54,6 +55,8 @@ class Kind:
     """What it returned where cutting it was proven on real samples."""
     prove_at: int = 0
     """Optimizer steps after which cutting it is proven again, on the batch that comes then."""
+    composition: Composition = field(default_factory=Composition)
+    """How the state that its forward moves is composed over micro-batches."""
     writes_input: bool = False
     """Whether its forward writes into the tensors it is given."""
     weighting: Weighting = BY_SAMPLES

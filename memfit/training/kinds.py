@@ -30,6 +30,7 @@ from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
 from memfit.training.buffers import beside_statistics
 from memfit.training.call import Call, Split, Tree
+from memfit.training.comparing import Deviation
 from memfit.training.consumers import Consumer, OwnLoss, Twin
 from memfit.training.core import Core
 from memfit.training.doors import Door, Doorway
@@ -38,7 +39,6 @@ from memfit.training.kind import Kind, Planned
 from memfit.training.learn import look_of, structure_of, twin_call, ways_to_cut
 from memfit.training.measure import UNSEEN
 from memfit.training.outputs import Outputs
-from memfit.training.prove import Deviation
 from memfit.training.prover import Prover
 from memfit.training.recover import surviving
 from memfit.training.sidedoors import FoundDoors
@@ -142,6 +142,7 @@ class Kinds:
         if call is not None:
             call.key = key if key in self._kinds else ("single", key)
             call.host_draws = self._core.host_draws
+            call.composition = self._kinds[call.key].composition
         return call, samples
 
     def _recognise(self, name: str, tree: Tree, hint: int | None) -> Recognised:

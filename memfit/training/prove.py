@@ -8,10 +8,10 @@ Everything runs on the device and leaves no trace.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,41 +19,19 @@ from torch import nn
 
 from memfit.batches.pieces import bounds
 from memfit.batches.tree import leaves
+from memfit.engine.composed import Composition
 from memfit.engine.context import uncompiled
 from memfit.engine.slices import Draws
-from memfit.profiling.sandbox import leave_no_trace
+from memfit.profiling.sandbox import Traces, leave_no_trace
 from memfit.training.call import Call
+from memfit.training.comparing import Deviation, relative_difference, tolerance
+from memfit.training.moving import STILL, Moves, composition_of
 from memfit.training.outputs import Leaf, Outputs, name_in, turned
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
-"""Relative difference up to which whole and parts count as equal: rounding of two summation orders stays an order of
-magnitude below, mixing of samples lies above. float64 models often compute a softmax or a loss in float32 inside."""
-
-SOME = 1 << 17
-"""Entries compared at a time: 1 MiB in float64."""
 PROOF_SAMPLES = 5
 """Samples that proofs run on."""
 FLIPPED = 0.2
 """Share of whole-number entries that may differ: an argmax may flip where two scores are equal but for rounding."""
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """How far parts are from the whole."""
-
-    where: str
-    """The output or module that deviates most."""
-    relative: float
-    """Relative L2 difference."""
-    limit: float
-    """Difference up to which they count as equal."""
-    others: tuple[str, ...] = ()
-    """What else deviates by more than its limit."""
-
-    @property
-    def agrees(self) -> bool:
-        """Whether parts and whole count as equal."""
-        return self.relative <= self.limit
 
 
 def parts_of(samples: int, least: int = 1) -> tuple[int, ...]:
@@ -63,13 +41,13 @@ def parts_of(samples: int, least: int = 1) -> tuple[int, ...]:
 
 
 @contextmanager
-def comparable(model: nn.Module, device: torch.device) -> Iterator[None]:
+def comparable(model: nn.Module, device: torch.device) -> Iterator[Traces]:
     """No trace left, nothing compiled, and batch norm frozen: the circumstances in which whole and parts are compared."""
-    with leave_no_trace(model, device), uncompiled():
+    with leave_no_trace(model, device) as traces, uncompiled():
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.training = False
-        yield
+        yield traces
 
 
 def frozen_norms(call: Call) -> Call:
@@ -82,17 +60,17 @@ def frozen_norms(call: Call) -> Call:
     return frozen
 
 
-def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Deviation]]:
-    """The call's outputs with it settled how they are joined, and how far joined parts of these sizes, and the state that
-    they leave in the model's buffers, are from the whole, the farthest first.
+def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Deviation], Composition]:
+    """The call's outputs with it settled how they are joined; how far joined parts of these sizes are from the whole, the
+    farthest first; and how the state that a forward moves is composed.
 
     What no gradient flows through and cannot be joined is marked so: using it is then refused, training is not.
     """
-    whole, parts, state = _whole_and_parts(frozen_norms(call), sizes)
-    deviations = [state]
+    whole, parts, moves = _whole_and_parts(frozen_norms(call), sizes)
+    deviations = [] if moves.deviation is None else [moves.deviation]
     outputs = call.outputs
     if any(len(found) != len(outputs.leaves) for found in (whole, *parts)):
-        return outputs, [Deviation("the structure of the output", float("inf"), 1.0)]
+        return outputs, [Deviation("the structure of the output", float("inf"), 1.0)], moves.composition
     settled = []
     for i, leaf in enumerate(outputs.leaves):
         if leaf.kind == "opaque" or i == outputs.loss:  # a single own loss has a weighting, proven apart
@@ -102,7 +80,7 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
         settled.append(leaf)
         deviations += [deviation] if leaf.differentiable else []
     deviations.sort(key=lambda each: each.relative / each.limit if each.limit else each.relative, reverse=True)
-    return replace(outputs, leaves=tuple(settled)), deviations
+    return replace(outputs, leaves=tuple(settled)), deviations, moves.composition
 
 
 def _settled(leaf: Leaf, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[Leaf, Deviation]:
@@ -177,39 +155,33 @@ def _module_difference(found: Sequence[torch.Tensor | None], sizes: Sequence[int
     return Deviation("", difference, tolerance(known[0].dtype))
 
 
-def _whole_and_parts(call: Call, sizes: Sequence[int]) -> tuple[list[Any], list[list[Any]], Deviation]:
-    """What the call returns for the whole and for its parts, and how far the state it leaves in buffers differs."""
+def _whole_and_parts(call: Call, sizes: Sequence[int]) -> tuple[list[Any], list[list[Any]], Moves]:
+    """What the call returns for the whole and for its parts, and how the state that it moves is composed."""
     samples = sum(sizes)
     for by_operations in (False, True):
         draws = Draws(by_operations=by_operations)
         # Recording a graph, as in training: models look at it, and may register hooks.
-        with comparable(call.model, call.device), torch.enable_grad():
+        with comparable(call.model, call.device) as traces, torch.enable_grad():
             with draws.recording():
                 whole = _detached(call.run(call.arguments(0, samples)))
-            written = {name: b.detach().clone() for name, b in _states(call.model)}
+            moved = bool(traces.moved())
         if draws.unsliced and not by_operations:
             continue
-        with comparable(call.model, call.device), torch.enable_grad():
+
+        def run(start: int, stop: int, draws: Draws = draws) -> list[Any]:
+            with torch.enable_grad(), draws.sliced(start, stop, samples):
+                return call.run(call.arguments(start, stop))
+
+        aside = partial(comparable, call.model, call.device)
+        moves = composition_of(run, sizes, aside) if moved else STILL
+        with aside(), moves.composition.over_pass():
             parts = []
             for start, stop in bounds(sizes):
-                with draws.sliced(start, stop, samples):
-                    parts.append(_detached(call.run(call.arguments(start, stop))))
-            return whole, parts, _state_deviation(written, dict(_states(call.model)))
+                moves.composition.before_micro_batch()
+                parts.append(_detached(run(start, stop)))
+                moves.composition.after_forward(stop - start)
+        return whole, parts, moves
     raise AssertionError("unreachable: the second round always returns")
-
-
-def _states(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that can be compared; whole numbers (counters) may count micro-batches."""
-    return ((name, b) for name, b in model.named_buffers() if b.is_floating_point())
-
-
-def _state_deviation(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> Deviation:
-    worst = Deviation("the state of the model", 0.0, 1.0)
-    for name, value in wanted.items():
-        difference = relative_difference(value, found[name]) if name in found else float("inf")
-        if difference / tolerance(value.dtype) > worst.relative / worst.limit:
-            worst = Deviation(name, difference, tolerance(value.dtype))
-    return worst
 
 
 def _detached(found: list[Any]) -> list[Any]:
@@ -224,26 +196,6 @@ def _leaf_difference(leaf: Leaf, whole: torch.Tensor, parts: Sequence[torch.Tens
     if whole.is_floating_point():
         return max(relative_difference(whole, m) for m in made)
     return max(float((whole != m).double().mean()) if whole.shape == m.shape else float("inf") for m in made)
-
-
-def relative_difference(wanted: torch.Tensor, made: torch.Tensor) -> float:
-    """Relative L2 difference; infinite where shapes or NaNs differ."""
-    if wanted.shape != made.shape:
-        return float("inf")
-    squares = norm = 0.0
-    for a, b in in_double(wanted, made):
-        same = (a == b) | (a.isnan() & b.isnan())
-        difference = torch.where(same, torch.zeros_like(a), a - b)  # equal infinities (masks) differ by nothing
-        squares += float(difference.square().sum())
-        norm += float(torch.where(a.isfinite(), a, torch.zeros_like(a)).square().sum())
-    return math.sqrt(squares) / max(math.sqrt(norm), 1e-30)
-
-
-def in_double(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """The entries of tensors of one shape in float64, some at a time: all at once would take more than what is compared."""
-    flat = [tensor.detach().reshape(-1) for tensor in tensors]
-    for at in range(0, max(1, flat[0].numel()), SOME):
-        yield [tensor[at : at + SOME].double() for tensor in flat]
 
 
 def _joined_difference(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> float:
@@ -286,9 +238,3 @@ def _first_float(tree: Any) -> torch.Tensor | None:
     found = (t for _, t in leaves(tree) if isinstance(t, torch.Tensor) and t.is_floating_point())
     first = next(found, None)
     return None if first is None else first.detach()
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Relative difference up to which tensors of this precision count as equal."""
-    return TOLERANCE.get(dtype, TOLERANCE[torch.float32])
-

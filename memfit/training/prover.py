@@ -21,9 +21,10 @@ from memfit.planning.search import with_blocks
 from memfit.training.alone import call_alone
 from memfit.training.call import Call
 from memfit.training.choose import marks_of, most_telling, spaced
+from memfit.training.comparing import Deviation
 from memfit.training.core import Core
 from memfit.training.kind import Kind
-from memfit.training.prove import PROOF_SAMPLES, Deviation, frozen_norms, joined_outputs, mixing_module, parts_of
+from memfit.training.prove import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.training.recover import on_fewer, surviving
 from memfit.training.sidedoors import look_for_side_doors
 from memfit.training.weigh import PROBED, infer_weighting
@@ -63,6 +64,8 @@ class Prover:
     def mixes(self, call: Call, deviation: Deviation) -> Refused:
         """The refusal of a call whose parts are not the whole."""
         core = self._core
+        if deviation.moves:
+            return self._moves_state(call, deviation)
         proof = self._chosen(call, min(PROOF_SAMPLES, call.samples))
         allowed = core.settings.allow_inexact
         found = surviving(lambda: mixing_module(proof, self._sizes(proof), allowed), core.device, lambda text: None)
@@ -82,6 +85,15 @@ class Prover:
             f"same samples in two parts{why}",
             next_move=f"{also}accept that with allow_inexact={names!r}, compute what needs all samples together "
             "outside the model, or give it a budget in which the batch runs whole",
+        )
+
+    def _moves_state(self, call: Call, deviation: Deviation) -> Refused:
+        names = [deviation.where, *deviation.others]
+        return Refused(
+            f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
+            found=f"the forward moves state at every call, and in parts otherwise than as a whole: {deviation.where}",
+            next_move=f"accept that with allow_inexact={names!r}, move it outside of the forward, or give it a budget in which "
+            "the batch runs whole",
         )
 
     def _on_fewer(self, attempt: Callable[[int], Deviation | None], few: int) -> Deviation | None:
@@ -121,7 +133,7 @@ class Prover:
 
     def _prove_on(self, proof: Call, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
         core, sizes = self._core, self._sizes(proof)
-        outputs, deviations = joined_outputs(proof, sizes)
+        outputs, deviations, kind.composition = joined_outputs(proof, sizes)
         apart = [deviation for deviation in deviations if not deviation.agrees]
         refused = [deviation for deviation in apart if not self._is_allowed(deviation, proof)]
         if refused:
@@ -146,7 +158,7 @@ class Prover:
     def _infer(self, kind: Kind, proof: Call) -> Deviation | None:
         assert proof.outputs.loss is not None
         work = CallWork(frozen_norms(proof), proof.outputs.loss, draws=False)
-        weighting, deviation = infer_weighting(work, self._sizes(proof), self._core.staging, self._core.model)
+        weighting, deviation, _ = infer_weighting(work, self._sizes(proof), self._core.staging, self._core.model)
         kind.weighting = weighting or BY_SAMPLES
         return deviation if weighting is None else None
 

@@ -20,6 +20,7 @@ from memfit._errors import Refused
 from memfit.batches.pieces import sizes
 from memfit.batches.tree import flat, rebuild, tensors
 from memfit.engine.accumulate import BY_TOLD_TERM, Weighting, WeightsChanged, Work
+from memfit.engine.composed import Composition
 from memfit.engine.context import in_checkpoint, without_inference_mode, without_saved_tensors_hooks
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
 from memfit.engine.joined import joined
@@ -483,6 +484,7 @@ class Script:
             core.reference = _reference(call, consumer, weighting)
         work = consumer.work(call, planned.plan.precision)
         work.draws = True
+        work.composition = call.composition if first else Composition()
         work.keeps = self._worth_keeping(call, consumer, planned.plan) if first else frozenset()
 
         def begin(pieces: Sequence[int]) -> None:
@@ -494,7 +496,7 @@ class Script:
         def pieces_for(largest: int, tuner: Tuner | None) -> Sequence[int]:
             return core.tuned_pieces(call.samples, largest, tuner) if first else call.pieces
 
-        with core.buffers.kept(not first):
+        with core.buffers.kept(not first), nullcontext() if first else call.composition.kept():
             total = core.accumulated(work, weighting, pieces_for, largest=core.limit(planned.plan), begin=begin)
         if work.values:
             whole = call.joined(work.values)

@@ -123,6 +123,8 @@ class Stepper:
         assert plan is not None
         work = self._tasks.work(batch.piece, batch.samples, plan.precision, there=batch.devices == {core.device})
 
+        work.composition = self._weights.composition
+
         def pieces_for(largest: int, tuner: Tuner | None) -> Sequence[int]:
             pieces = self._pieces(batch, largest, plan, tuner)
             batch.cut_at(pieces)

@@ -13,6 +13,7 @@ import torch
 from memfit._errors import MemfitError, Refused, UsageError, first_line
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, CountOf, Weighting, Work, loss_of, wide
+from memfit.engine.composed import Composition
 from memfit.engine.terms import Terms, is_only_term
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
@@ -21,6 +22,7 @@ from memfit.profiling.failures import TraceFailed, is_ours
 from memfit.profiling.profile import Profile
 from memfit.profiling.twins import on_twins
 from memfit.training.alone import loss_alone
+from memfit.training.comparing import Deviation
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.decides import Decides, told_by
 from memfit.training.ordered import Ordered
@@ -38,11 +40,13 @@ PROVE_WITHIN = 256
 
 
 class Weigher:
-    """Attributes: `weighting` (None: not known yet), `together` (whether the loss needs all samples together instead)."""
+    """Attributes: `weighting` (None: not known yet), `together` (whether the loss needs all samples together instead),
+    `composition` (how the state that the loss moves is composed)."""
 
     def __init__(self, core: Core, tasks: Tasks) -> None:
         self.weighting: Weighting | None = None
         self.together = False
+        self.composition = Composition()
         self._core, self._tasks = core, tasks
         self._alone: Weighting | None = None
         self._proven_ragged = False
@@ -172,12 +176,15 @@ class Weigher:
         pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
         work = self._tasks.work(pieces, few, "off", on_copies=True)
         self._prove_at = min(PROVE_AGAIN * core.steps or 1, core.steps + PROVE_WITHIN)
-        self.weighting, deviation = infer_weighting(work, parts, core.staging, core.model, decides=True)
+        self.weighting, deviation, moves = infer_weighting(work, parts, core.staging, core.model, decides=True)
+        self.composition = moves.composition
         self._tasks.watch(work)
         if self.weighting is not None and again is None and deviation.limit >= LOOSE:
             close = f"{deviation.limit:.0%}"
             core.note("note", f"the loss computes in half precision: that samples do not mix is proven to {close} only")
-        if self.weighting is not None and self.weighting.doubt is not None:
+        if self.weighting is not None and moves.deviation is not None and not self._accepts(moves.deviation):
+            self._run_together(f"it moves state at every call, in parts otherwise than as a whole: {moves.deviation.where}")
+        elif self.weighting is not None and self.weighting.doubt is not None:
             self._doubt(self.weighting.doubt)
         elif self.weighting is None:
             if again is not None and not math.isfinite(deviation.relative):
@@ -187,6 +194,9 @@ class Weigher:
                 self._refuse_not_finite(work, few)
             late = "" if again is None else "; steps since the last proof may have trained on gradients that are off by as much"
             self._run_together(f"its parts differ from the whole by {deviation.relative:.2g}{late}")
+
+    def _accepts(self, deviation: Deviation) -> bool:
+        return deviation.where in self._core.settings.allow_inexact
 
     def _doubt(self, why: str) -> None:
         """The weighting holds on these samples, and may not on others."""

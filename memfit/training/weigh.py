@@ -25,8 +25,10 @@ from memfit.engine.intercept import is_compiled
 from memfit.engine.slices import Draws
 from memfit.engine.staged import Staging, gathers_in_parts, gradients_of
 from memfit.engine.terms import Terms, is_only_term, leaves_of
+from memfit.training.comparing import TOLERANCE, Deviation, in_double, tolerance
 from memfit.training.decides import Decides, told_by
-from memfit.training.prove import TOLERANCE, Deviation, comparable, in_double, tolerance
+from memfit.training.moving import STILL, Moves, composition_of
+from memfit.training.prove import comparable
 
 PROBED = 32 * MiB
 """Bytes of parameters whose gradients are compared in a proof."""
@@ -34,26 +36,27 @@ PROBED = 32 * MiB
 
 def infer_weighting(
     work: Work, sizes: Sequence[int], staging: Staging, model: nn.Module, *, decides: bool = False
-) -> tuple[Weighting | None, Deviation]:
+) -> tuple[Weighting | None, Deviation, Moves]:
     """How the losses of parts of these sizes make the loss of the whole, proven on losses and gradients; None if no way
-    does. Parameters that only the loss knows are staged from now on. `decides`: doubt losses that decide by what the model
-    computed; for works that call the model, and not its forward."""
+    does; and how the state that the loss moves is composed. Parameters that only the loss knows are staged from now on.
+    `decides`: doubt losses that decide by what the model computed; for works that call the model, and not its forward."""
     look = partial(_inferred, work, sizes, staging, model, decides)
     found = look(by_operations=False) or look(by_operations=True)
     assert found is not None  # the second look takes every draw
-    weighting, deviation, foreign = found
+    weighting, deviation, moves, foreign = found
     # What the loss function makes for itself, each time it runs, is gone by now.
     staging.stage_also([leaf for leaf in (reference() for reference in foreign) if leaf is not None])
-    return weighting, deviation
+    return weighting, deviation, moves
 
 
 def _inferred(
     work: Work, sizes: Sequence[int], staging: Staging, model: nn.Module, decides: bool, *, by_operations: bool
-) -> tuple[Weighting | None, Deviation, Sequence[weakref.ref[torch.Tensor]]] | None:
-    """(the weighting, how far parts were off, what else gradients flow into); None where draws could not be sliced."""
+) -> tuple[Weighting | None, Deviation, Moves, Sequence[weakref.ref[torch.Tensor]]] | None:
+    """(the weighting, how far parts were off, what state moves, what else gradients flow into); None where draws could not be
+    sliced."""
     samples = sum(sizes)
     draws = Draws(by_operations=by_operations)
-    with comparable(model, work.device), staging.swapped():
+    with comparable(model, work.device) as traces, staging.swapped():
         staged = staging.parameters()
         counts = _count_candidates(work, samples)
         # Compiled code is built anew for every stand-in.
@@ -62,12 +65,23 @@ def _inferred(
             whole, reached = look.at(0, samples)
         if draws.unsliced and not by_operations:
             return None
+        moved = bool(traces.moved())
+
+    def run(start: int, stop: int) -> torch.Tensor:
+        with staging.swapped(), draws.sliced(start, stop, samples):
+            return work.loss(work.forward(work.inputs(start, stop, None)[0]))
+
+    aside = partial(comparable, model, work.device)
+    moves = composition_of(run, sizes, aside) if moved else STILL
+    with aside(), staging.swapped(), moves.composition.over_pass():
         parts = []
         for start, stop in bounds(sizes):
+            moves.composition.before_micro_batch()
             with draws.sliced(start, stop, samples):
                 parts.append(look.at(start, stop)[0])
+            moves.composition.after_forward(stop - start)
     known = {id(p) for p in staged}
-    return *_choose(whole, parts, counts), [leaf for leaf in reached if id(leaf()) not in known]
+    return *_choose(whole, parts, counts), moves, [leaf for leaf in reached if id(leaf()) not in known]
 
 
 @dataclass(frozen=True)

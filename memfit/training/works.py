@@ -11,6 +11,7 @@ from torch import nn
 from memfit.batches.tree import map_leaves, tensors
 from memfit.batches.weights import Count, known_loss
 from memfit.engine.accumulate import CountOf
+from memfit.engine.composed import Composition
 from memfit.levers.precision import precision_applied
 from memfit.training.call import Call, copied
 from memfit.training.expression import Node, Part, Step, leaves_in, used_again
@@ -39,6 +40,7 @@ class StepWork:
         self._model, self._loss_fn, self._piece, self._precision = model, loss_fn, piece, precision
         self.samples, self.device, self._there = samples, device, there
         self._on_copies, self._copies = on_copies, list[torch.Tensor]()
+        self.composition = Composition()
 
     def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:
         piece = self._piece(start, stop)
@@ -86,6 +88,7 @@ class CallWork:
         self.call, self._leaf, self._precision, self.draws = call, leaf, precision, draws
         self.keeps: frozenset[int] = frozenset()
         self.values: list[dict[int, torch.Tensor]] = []
+        self.composition = Composition()
         self.samples, self.device = call.samples, call.device
         self._index = 0
 

@@ -1,0 +1,260 @@
+"""State that a forward moves, composed over micro-batches as one forward over the whole batch would have moved it.
+
+Before each micro-batch such state has the value that it had at the call; afterwards what the micro-batches made of it is joined
+by the rule that was proven for it on a whole and on unequal parts. Not covered: state outside of the process, and what a
+forward moves later and did not move in the proof.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from memfit.engine.context import restore_tensors
+
+MISSING: Any = object()
+"""The value of what is not there."""
+
+
+class Place(Protocol):
+    """Where code may leave something."""
+
+    @property
+    def label(self) -> str:
+        """Its name for people."""
+        ...
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What it is told from others by, as long as it exists."""
+        ...
+
+    def value(self) -> Any:
+        """What is there now, such that it stays what it is."""
+        ...
+
+    def put(self, value: Any) -> None:
+        """Let this be there."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """An attribute of an object, a global variable, an entry of a dictionary."""
+
+    holder: dict[Any, Any]
+    name: Any
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return id(self.holder), self.name
+
+    def value(self) -> Any:
+        return self.holder.get(self.name, MISSING)
+
+    def put(self, value: Any) -> None:
+        if value is MISSING:
+            self.holder.pop(self.name, None)
+        else:
+            self.holder[self.name] = value
+
+
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """A variable that a function closes over."""
+
+    cell: types.CellType
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (id(self.cell),)
+
+    def value(self) -> Any:
+        return self.cell.cell_contents
+
+    def put(self, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The items of a list or a deque."""
+
+    container: list[Any] | deque[Any]
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (id(self.container),)
+
+    def value(self) -> Any:
+        return list(self.container)
+
+    def put(self, value: Any) -> None:
+        self.container.clear()
+        self.container.extend(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """What a tensor holds."""
+
+    tensor: torch.Tensor
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.tensor.untyped_storage()._cdata,)
+
+    def value(self) -> torch.Tensor:
+        return self.tensor.detach().clone()
+
+    def put(self, value: torch.Tensor) -> None:
+        restore_tensors([(self.tensor, value)])
+
+
+class Rule(Protocol):
+    """How the values of parts make the value of the whole."""
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """The value after a whole batch: from that at the call, and those that micro-batches of these sizes left."""
+        ...
+
+
+@dataclass(frozen=True)
+class Last:
+    """Every part leaves what the whole would: a counter of forwards."""
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        return values[-1]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean over samples: a running centre."""
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        total = sum(sizes)
+        return sum(value * (size / total) for value, size in zip(values, sizes))
+
+
+@dataclass(frozen=True)
+class Added:
+    """What parts add to it adds up: a count of samples."""
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        return before + sum(value - before for value in values)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One after the other along a dimension: the outputs of the last forward."""
+
+    dim: int
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        return torch.cat(list(values), self.dim)
+
+
+@dataclass(frozen=True)
+class Appended:
+    """A list to which every part appends as many items as the whole would, each joined by a rule of its own."""
+
+    rules: tuple[Rule, ...]
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        made = [appended(before, value) for value in values]
+        return [*before, *(rule.joined(MISSING, [m[i] for m in made], sizes) for i, rule in enumerate(self.rules))]
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A tuple, list or dictionary, item by item."""
+
+    rules: Mapping[Any, Rule]
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        made = {key: rule.joined(MISSING, [value[key] for value in values], sizes) for key, rule in self.rules.items()}
+        first = values[0]
+        return {**first, **made} if isinstance(first, dict) else type(first)(made[i] for i in range(len(first)))
+
+
+def appended(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+    """What was appended to a list, or to a deque that lets go of its first items."""
+    for start in range(len(before) + 1):
+        kept = before[start:]
+        if len(kept) <= len(after) and all(a is b for a, b in zip(kept, after)):
+            return list(after[len(kept) :])
+    return list(after)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place whose value is composed, and how."""
+
+    place: Place
+    rule: Rule
+
+
+class Composition:
+    """State over the micro-batches of one pass: `slots` are composed; `moved` is all that a forward moves, those among it."""
+
+    def __init__(self, slots: Sequence[Slot] = (), moved: Sequence[Place] = ()) -> None:
+        self.slots, self.moved = tuple(slots), tuple(moved)
+        self._before: list[Any] = []
+        self._after: list[list[Any]] = []
+        self._sizes: list[int] = []
+
+    @contextmanager
+    def over_pass(self) -> Iterator[None]:
+        """What a pass runs in; where it fails, the state is as it was."""
+        if not self.moved:
+            yield
+            return
+        there = [place.value() for place in self.moved]
+        self._before, self._after, self._sizes = [slot.place.value() for slot in self.slots], [], []
+        try:
+            yield
+        except BaseException:
+            _put(self.moved, there)
+            raise
+        if len(self._sizes) > 1:
+            _put([slot.place for slot in self.slots], self._joined())
+
+    def _joined(self) -> list[Any]:
+        values = zip(*self._after)
+        return [slot.rule.joined(before, its, self._sizes) for slot, before, its in zip(self.slots, self._before, values)]
+
+    def before_micro_batch(self) -> None:
+        """The state is what it was at the call."""
+        if self._sizes:
+            _put([slot.place for slot in self.slots], self._before)
+
+    def after_forward(self, samples: int) -> None:
+        """A forward over so many samples has moved it."""
+        if self.slots:
+            self._after.append([slot.place.value() for slot in self.slots])
+            self._sizes.append(samples)
+
+    @contextmanager
+    def kept(self, wanted: bool = True) -> Iterator[None]:
+        """What a pass that repeats another runs in: it moves nothing."""
+        before = [place.value() for place in self.moved] if wanted else []
+        try:
+            yield
+        finally:
+            if wanted:
+                _put(self.moved, before)
+
+
+def _put(places: Sequence[Place], values: Sequence[Any]) -> None:
+    for place, value in zip(places, values):
+        place.put(value)
