@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import memfit
 from memfit import Plan, Run
 from memfit.planning.plan import Cost
 from memfit.profiling.build import model_facts
+from memfit.profiling.kept import is_planning
 
 Script = Callable[..., Any]
 """A training script's lines: called with the model and a batch, it leaves gradients behind."""
@@ -92,17 +94,34 @@ def assert_transparent(
     assert relative_error(got, want) <= tolerance
 
 
+class Aside(SimpleNamespace):
+    """Notes of a test that memfit neither puts back nor composes: it does not look into iterators. (Whatever else a forward
+    leaves is as one forward over the whole batch would have left it.)"""
+
+    def __next__(self) -> None:
+        raise StopIteration
+
+
 class Forwards:
-    """How many samples each forward of a module's inner layer saw, and whether gradients were recorded meanwhile."""
+    """How many samples each forward of a module's inner layer saw in training, and whether gradients were recorded."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self.sizes: list[int] = []
-        self.recording: list[bool] = []
-        layer.register_forward_hook(self._seen)
+        self._notes = notes = Aside(sizes=[], recording=[])
 
-    def _seen(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self.sizes.append(len(output))
-        self.recording.append(torch.is_grad_enabled())
+        def seen(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            if not is_planning():
+                notes.sizes.append(len(output))
+                notes.recording.append(torch.is_grad_enabled())
+
+        layer.register_forward_hook(seen)
+
+    @property
+    def sizes(self) -> list[int]:
+        return self._notes.sizes
+
+    @property
+    def recording(self) -> list[bool]:
+        return self._notes.recording
 
 
 def mlp(*, inputs: int = 7, width: int = 8, outputs: int = 4, dropout: float = 0.0, seed: int = 0) -> nn.Sequential:

@@ -18,7 +18,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Forwards, assert_transparent, cut_gradients, fixed_plan, mlp, plain_gradients, points, unseen, wrapped
+from helpers import Aside, Forwards, assert_transparent, cut_gradients, fixed_plan, mlp, plain_gradients, points, unseen, wrapped
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -559,15 +559,13 @@ class WithLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = mlp()
-        self.alive: list[int] = []
-        self.samples = 0
-        self._made: list[StorageWeakRef] = []
+        self.notes = Aside(alive=[], samples=0, made=[])
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        self.samples += len(x)
-        self.alive.append(sum(not made.expired() for made in self._made))
+        self.notes.samples += len(x)
+        self.notes.alive.append(sum(not made.expired() for made in self.notes.made))
         out = self.body(x)
-        self._made.append(StorageWeakRef(out.untyped_storage()))
+        self.notes.made.append(StorageWeakRef(out.untyped_storage()))
         return out, F.cross_entropy(out, y)
 
 
@@ -575,12 +573,12 @@ def test_an_output_beside_the_loss_that_nobody_holds_is_not_kept() -> None:
     model = WithLoss()
     memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=3)
     for _ in range(2):
-        model.alive.clear()
-        model._made.clear()
+        model.notes.alive.clear()
+        model.notes.made.clear()
         _, loss = model(*points())
         del _
         loss.backward()
-    assert len(model.alive) == 4 and not any(model.alive)
+    assert len(model.notes.alive) == 4 and not any(model.notes.alive)
 
 
 READ_LOSS = {
@@ -603,13 +601,13 @@ def test_a_models_own_loss_read_before_backward_is_computed_once(read: Callable[
     model.load_state_dict(plain.state_dict())
     memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
     model(*points())[1].backward()  # plans, and proves
-    model.samples, found = 0, []
+    model.notes.samples, found = 0, []
     for each in (plain, model):
         each.zero_grad()
         _, loss = each(*points())
         found.append(read(loss))
         loss.backward()
-    assert model.samples == N
+    assert model.notes.samples == N
     assert_close(found[1], found[0])
     assert relative_error(gradients_of(model), gradients_of(plain)) <= 1e-12
 
@@ -618,11 +616,11 @@ def test_a_models_own_loss_read_after_another_loss() -> None:
     model = WithLoss()
     memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
     for _ in range(2):
-        model.samples = 0
+        model.notes.samples = 0
         out, loss = model(*points())
         F.mse_loss(out, torch.zeros_like(out)).backward()
         assert_close(loss.detach(), F.cross_entropy(model.body(points()[0]), points()[1]).detach())
-    assert model.samples == N
+    assert model.notes.samples == N
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -909,11 +907,11 @@ def test_time_before_batch(flattened: bool, time: int) -> None:
     train(plain, AdamW(plain.parameters(), lr=1e-2), [tokens.t()])
     optimizer = AdamW(model.parameters(), lr=1e-2)
     run = wrapped(model, 5, optimizer=optimizer, loader=loader, target_batch=N)
-    shapes: list[tuple[int, ...]] = []
-    model.embedding.register_forward_hook(lambda module, args, out: shapes.append(tuple(out.shape[:2])))
+    notes = Aside(shapes=[])
+    model.embedding.register_forward_hook(lambda module, args, out: notes.shapes.append(tuple(out.shape[:2])))
     train(model, optimizer, run.loader)
     assert relative_error(model.state_dict(), plain.state_dict()) <= 1e-12
-    assert shapes[-3:] == [(time, 4)] * 3
+    assert notes.shapes[-3:] == [(time, 4)] * 3
 
 
 def test_a_mask_with_as_many_rows_as_samples_is_no_batch() -> None:

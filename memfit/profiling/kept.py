@@ -32,6 +32,7 @@ from memfit.engine.composed import MISSING, Contents, Entry, Place, Variable
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where modules keep their hooks; with "_global" in front, where torch keeps those of all modules."""
+_PLANNING: ContextVar[bool] = ContextVar("planning", default=False)
 _REACHED: ContextVar[tuple[Any, ...]] = ContextVar("reached", default=())
 """What planning calls beside the model: the loss function, what cuts and weighs batches."""
 MOST = 200_000
@@ -58,6 +59,7 @@ Undo = Callable[[], None]
 @contextmanager
 def kept(model: nn.Module) -> Iterator[Kept]:
     """Inside, whatever the model and what it says it reaches lead to may be changed."""
+    token = _PLANNING.set(True)
     found = Kept({id(module.__dict__): name for name, module in model.named_modules()})
     hooks = [hook for kind in KINDS for hook in getattr(nn.modules.module, "_global" + kind, {}).values()]
     found.look((model, *hooks, *_REACHED.get()))
@@ -65,6 +67,12 @@ def kept(model: nn.Module) -> Iterator[Kept]:
         yield found
     finally:
         found.undo()
+        _PLANNING.reset(token)
+
+
+def is_planning() -> bool:
+    """Whether what runs now is undone afterwards."""
+    return _PLANNING.get()
 
 
 @contextmanager
@@ -105,16 +113,14 @@ class Kept:
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names_of = names
-        self._entries: list[tuple[dict[Any, Any], dict[Any, Any], str]] = []
-        self._contents: list[tuple[Any, Any, str]] = []
-        self._variables: list[tuple[types.CellType, Any]] = []
-        self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._no_state: set[int] = set()
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._seen: set[int] = set()
         self._undo: list[Undo] = []
         self._open: deque[Any] = deque()
-        self._alive: list[Undo] = []  # not the objects themselves: whoever looks for what holds a container must not find this
+        # Partials, not the objects themselves: whoever looks for what holds a container must not find this.
+        self._alive: list[Undo] = []
+        self._watches: list[Callable[[], list[tuple[Place, Any]]]] = []
 
     def look(self, roots: Iterable[Any]) -> None:
         """Walk through all that these reach."""
@@ -135,7 +141,7 @@ class Kept:
                 undo()
             except Exception as error:
                 failed = failed or error
-        self._undo, self._alive = [], []
+        self._undo, self._alive, self._watches = [], [], []
         if failed is not None:
             raise failed
 
@@ -146,24 +152,10 @@ class Kept:
 
     def moved(self) -> list[tuple[Place, Any]]:
         """(a place, the value it had) of what is not as it was."""
-        found: list[tuple[Place, Any]] = []
-        for known, name, before in self._globals:
-            if known.get(name, MISSING) is not before:
-                found.append((Entry(known, name, name), before))
-        for holder, before, owner in self._entries:
-            if id(holder) in self._no_state:
-                continue
-            for name in [*before, *(name for name in holder if name not in before)]:
-                is_ours = name in _OURS or _is_ours(before.get(name)) or _is_ours(holder.get(name))
-                if holder.get(name, MISSING) is not before.get(name, MISSING) and not is_ours:
-                    found.append((Entry(holder, name, f"{owner}.{name}".lstrip(".")), before.get(name, MISSING)))
-        for container, before, owner in self._contents:
-            if len(container) != len(before) or any(a is not b for a, b in zip(container, before)):
-                found.append((Contents(container, owner), list(before)))
-        for cell, before in self._variables:
-            if cell.cell_contents is not before:
-                found.append((Variable(cell, "a variable"), before))
-        return found
+        return [move for watch in self._watches for move in watch()]
+
+    def _watch(self, moved: Callable[..., list[tuple[Place, Any]]], *given: Any) -> None:
+        self._watches.append(functools.partial(moved, *given))
 
     def _one(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -181,6 +173,8 @@ class Kept:
             self._container(value)
         elif isinstance(value, (tuple, frozenset)):
             self._open.extend(value)
+        elif isinstance(value, type):
+            self._class(value)
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, functools.partial):
@@ -216,9 +210,10 @@ class Kept:
         items = container.copy()
         self._undo.append(lambda: refilled(container, items))
         if isinstance(container, dict):
-            self._entries.append((container, items, self._names_of.get(id(container), "a dictionary")))
+            if id(container) not in self._no_state:
+                self._watch(_moved_entries, container, items, self._names_of.get(id(container), "a dictionary"))
         elif isinstance(container, (list, deque)):
-            self._contents.append((container, items, "a list"))
+            self._watch(_moved_contents, container, items, "a list")
         if len(items) <= LONG:
             self._open.extend(items.values() if isinstance(items, dict) else items)
         if type(container) not in (*_CONTAINERS, OrderedDict) and not is_installed(type(container).__module__):
@@ -241,7 +236,7 @@ class Kept:
             cell.cell_contents = value
 
         self._undo.append(undo)
-        self._variables.append((cell, value))
+        self._watch(_moved_variable, cell, value)
         self._open.append(value)
 
     def _names(self, known: dict[str, Any], names: Iterable[str]) -> None:
@@ -256,7 +251,7 @@ class Kept:
                 self._class(value)
             else:
                 self._undo.append(functools.partial(_rebound, known, name, value))
-                self._globals.append((known, name, value))
+                self._watch(_moved_global, known, name, value)
                 self._open.append(value)
 
     def _module(self, module: types.ModuleType) -> None:
@@ -276,7 +271,7 @@ class Kept:
         if isinstance(own, dict):
             items = dict(own)
             self._undo.append(lambda: put_back(own, items))
-            self._entries.append((own, items, self._names_of.get(id(own), type(value).__name__)))
+            self._watch(_moved_entries, own, items, self._names_of.get(id(own), type(value).__name__))
             self._open.extend(item for name, item in items.items() if name not in _OF_MODULES or item)
         for name in _slots(type(value)):
             if hasattr(value, name):
@@ -318,10 +313,13 @@ class Kept:
 
 def is_installed(module: str | None) -> bool:
     """Whether a module is not the user's: built in, of the standard library, of an installed package, or memfit's own."""
-    if module == "__main__":
+    found = sys.modules.get(module or "")
+    if module in (None, "__main__") or found is None:  # (code that was given to exec() has no module)
         return False
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
-    return file is None or file.startswith(_INSTALLED) or (module or "").partition(".")[0] in ("memfit", "torch")
+    file = getattr(found, "__file__", None)
+    if file is None:
+        return getattr(getattr(found, "__spec__", None), "origin", None) in ("built-in", "frozen")
+    return file.startswith(_INSTALLED) or module.partition(".")[0] in ("memfit", "torch")
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
@@ -330,6 +328,28 @@ def names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from names_in(constant)
+
+
+def _moved_entries(holder: dict[Any, Any], before: dict[Any, Any], owner: str) -> list[tuple[Place, Any]]:
+    found: list[tuple[Place, Any]] = []
+    for name in [*before, *(name for name in holder if name not in before)]:
+        value, now = before.get(name, MISSING), holder.get(name, MISSING)
+        if now is not value and not (name in _OURS or _is_ours(value) or _is_ours(now)):
+            found.append((Entry(holder, name, f"{owner}.{name}".lstrip(".")), value))
+    return found
+
+
+def _moved_contents(container: Any, before: Any, owner: str) -> list[tuple[Place, Any]]:
+    same = len(container) == len(before) and all(a is b for a, b in zip(container, before))
+    return [] if same else [(Contents(container, owner), list(before))]
+
+
+def _moved_variable(cell: types.CellType, before: Any) -> list[tuple[Place, Any]]:
+    return [] if cell.cell_contents is before else [(Variable(cell, "a variable"), before)]
+
+
+def _moved_global(known: dict[str, Any], name: str, before: Any) -> list[tuple[Place, Any]]:
+    return [] if known.get(name, MISSING) is before else [(Entry(known, name, name), before)]
 
 
 def _is_ours(value: Any) -> bool:

@@ -31,6 +31,7 @@ from memfit.engine.context import (
 from memfit.engine.generators import HostDraws, RandomState
 from memfit.engine.modules import modules_of
 from memfit.engine.staged import Staging, gathers_in_parts
+from memfit.engine.unchanged import Unchanged
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.outputs import Joining, Outputs
 
@@ -90,7 +91,7 @@ class Call:
         self.inputs = InputGradients(tree, layout if split is None else Layout((), layout.samples))
         self.standins: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         written = (*tensors(tree), *(() if gathers_in_parts(model) else (p for p, _ in self.requires)))
-        self._versions = [(t, t._version) for t in written if not t.is_inference()]
+        self._unchanged = Unchanged(written)
         self._cut: Callable[[int, int], Tree] | None = None
         self._as_called = False
 
@@ -105,15 +106,8 @@ class Call:
         return self.several or (self,)
 
     def check_unchanged(self) -> None:
-        """Raise torch's own error if an input or a parameter was modified in place since the call."""
-        for tensor, version in self._versions:
-            if tensor._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
-                    "instead. (memfit runs this call in micro-batches when its loss is computed, with the tensors it "
-                    "was given; do not modify them before backward.)"
-                )
+        """Raise torch's own error if an input or a parameter was modified since the call."""
+        self._unchanged.check("runs this call in micro-batches when its loss is computed")
 
     def begin(self, pieces: Sequence[int]) -> bool:
         """Fix how the call is cut; True on the first pass over it, False when an earlier pass is repeated."""
@@ -189,6 +183,7 @@ class Call:
     def run_whole(self) -> None:
         """Run as the script wrote it: outputs then are tensors with a graph of their own."""
         for each in self.calls:
+            each.check_unchanged()
             if each.whole is None:
                 with each.as_called(), torch.enable_grad():
                     each.whole = each.run(each.tree)

@@ -17,6 +17,7 @@ from memfit.batches.cut import Axis
 from memfit.engine.context import Autocast, autocasting
 from memfit.engine.handover import ALMOST
 from memfit.engine.terms import told
+from memfit.engine.unchanged import Modified
 
 Leaf = tuple[int, int]
 """A call's number, and the index of a leaf of its output."""
@@ -93,11 +94,10 @@ class Cut:
 
     def of(self, part: Part) -> torch.Tensor:
         if not self.tensor.is_inference() and self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected version "
-                f"{self.version} instead. (memfit computes losses in micro-batches when they are wanted, with the tensors that "
-                "they were given; do not modify them before backward.)"
+            raise Modified(
+                self.tensor,
+                f"is at version {self.tensor._version}; expected version {self.version} instead",
+                "computes losses in micro-batches when they are wanted",
             )
         return self.tensor if self.axis is None else self.axis.narrow(self.tensor, part.start, part.stop)
 

@@ -20,8 +20,9 @@ from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, 
 from memfit.batches.lists import cut_lists, samples_in_lists
 from memfit.batches.shapes import Shapes, no_larger, samples_by, shapes_per_sample
 from memfit.batches.tree import tensors
-from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, Weighting, Work
+from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, Weighting, WeightsChanged, Work
 from memfit.engine.context import without_saved_tensors_hooks
+from memfit.engine.unchanged import Modified
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, keepable, search
@@ -245,7 +246,9 @@ class Kinds:
 
     def runs_whole_after(self, call: Call, error: BaseException) -> bool:
         """Whether a call may run whole whose pass in pieces raised this."""
-        if not isinstance(error, Exception) or isinstance(error, MemfitError) or is_out_of_memory(error):
+        if not isinstance(error, Exception) or isinstance(error, (MemfitError, Modified, WeightsChanged)):
+            return False
+        if is_out_of_memory(error):
             return False
         if strict() and is_fault(error):
             return False

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memfit.batches.pieces import bounds
+from memfit.batches.tree import tensors
 from memfit.engine.composed import (
     MISSING,
     Added,
@@ -89,7 +90,13 @@ def _values(run: Run, pieces: Sequence[tuple[int, int]], aside: Callable[[], Abs
     with aside() as traces:
         for start, stop in pieces:
             run(start, stop)
-        return {key: (place, before, place.value()) for key, (place, before) in traces.moved().items()}
+        found = {key: (place, before, place.value()) for key, (place, before) in traces.moved().items()}
+        return {key: value for key, value in found.items() if not _leads_on(value[2])}
+
+
+def _leads_on(value: Any) -> bool:
+    """Whether there is a tensor with a graph in it, which is joined as outputs are (`sidedoors.py`)."""
+    return any(tensor.requires_grad for tensor in tensors(value))
 
 
 def _rule_of_place(place: Place, before: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Rule | None:
@@ -161,12 +168,11 @@ def _is_number(value: Any) -> bool:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal but for rounding; objects that cannot be compared are taken to be, and so are tensors with
-    a graph, which are joined as outputs are."""
+    """Whether two values are equal but for rounding; objects that cannot be compared are taken to be."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.requires_grad or b.requires_grad or _same_tensors(a, b)
+        return _same_tensors(a, b)
     if _is_number(a) and _is_number(b):
         return a == b or (isinstance(a, float) and abs(a - b) <= tolerance(torch.float64) * max(abs(a), abs(b)))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):

@@ -548,9 +548,11 @@ BY_SHARE = Weighting("share", "as what they add to the whole")
 def _reference(call: Call, consumer: Consumer, weighting: Weighting) -> MadeReference:
     """A few samples of this call, copied, to verify with."""
     samples = min(KEPT_SAMPLES, call.samples)
-    kept, its = call.first(samples), consumer.first(samples, backwards=False)
+    kept, its, composition = call.first(samples), consumer.first(samples, backwards=False), call.composition
 
     def work(count: int, backwards: bool) -> Work:
-        return its.first(count, backwards=backwards).work(kept.first(count, backwards=backwards), "off")
+        made = its.first(count, backwards=backwards).work(kept.first(count, backwards=backwards), "off")
+        made.composition = composition
+        return made
 
     return MadeReference(samples, weighting, work, reversible=call.split is None)

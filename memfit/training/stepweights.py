@@ -290,7 +290,9 @@ class Weigher:
 
         def make(samples: int, backwards: bool) -> Work:
             ordered = few.backwards(samples) if backwards else few
-            return self._tasks.work(ordered.piece, samples, "off")
+            work = self._tasks.work(ordered.piece, samples, "off")
+            work.composition = self.composition
+            return work
 
         weighting = self.weighting or BY_SAMPLES
         self._core.reference = MadeReference(few.samples, weighting, make, reversible=not batch.in_order)

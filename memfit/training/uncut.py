@@ -13,18 +13,17 @@ from typing import Any
 import torch
 
 from memfit._errors import MemfitError, Refused, first_line
-from memfit.batches.cut import Layout, uncuttable
+from memfit.batches.cut import Layout
 from memfit.batches.tree import flat, leaves, map_leaves, tensors
 from memfit.engine.accumulate import BY_SAMPLES, Work
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
-from memfit.profiling.failures import TraceFailed
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
 from memfit.training.call import Call, Tree
 from memfit.training.core import Core
-from memfit.training.faults import is_fault, report_fault
+from memfit.training.faults import report_fault
 from memfit.training.learn import fake_outputs, twin_of_part
 from memfit.training.outputs import Outputs
 from memfit.training.task import LOSS_BOUND, Task
@@ -59,14 +58,13 @@ class UncutCalls:
         return known is not None and known.covers(_sizes(tree))
 
     def accept(self, key: Hashable, plain: Callable[..., Any], tree: Tree, samples: int | None, error: Exception) -> bool:
-        """Whether a call that `error` kept from being cut runs whole from now on. Raises Refused where the user prescribed a
-        micro-batch and an exception of the model's own stands in the way."""
+        """Whether a call that `error` kept from being cut runs whole from now on."""
         if not self._may(error):
             return False
-        call = _whole_call(self._core, plain, tree)
         if self._is_prescribed(samples):
-            return self._refuse(call, error)
-        fits, plan = self._fits(call, samples)
+            self._explain(samples, error)
+            return False
+        fits, plan = self._fits(_whole_call(self._core, plain, tree), samples)
         if not fits:
             return False
         self._known[key] = Uncut(_sizes(tree))
@@ -83,15 +81,13 @@ class UncutCalls:
         prescribed = self._core.prescribed
         return prescribed is not None and (samples is None or prescribed < samples)
 
-    def _refuse(self, call: Call, error: Exception) -> bool:
-        """A prescribed micro-batch is kept or refused: what the model raises on a few samples alone is the reason."""
-        if isinstance(error, MemfitError) or is_fault(error):
-            return False
-        try:
-            fake_outputs(call, 1)
-        except TraceFailed:
-            return False  # it may be what the model raises whether or not it is cut
-        raise uncuttable(f"on a few samples the model says: {first_line(error)}") from error
+    def _explain(self, samples: int | None, error: Exception) -> None:
+        """A prescribed micro-batch is kept or refused; what the model raises surfaces as itself."""
+        if hasattr(error, "add_note") and not isinstance(error, MemfitError):  # Python 3.11
+            error.add_note(  # type: ignore[attr-defined]
+                f"memfit: raised on a few of a batch's {samples or ''} samples, to be cut into micro-batches of "
+                f"{self._core.prescribed} as was asked; without micro_batch= a batch that fits runs whole"
+            )
 
     def _fits(self, call: Call, samples: int | None) -> tuple[bool, Plan | None]:
         """(whether the whole may run, its plan where it could be traced)."""

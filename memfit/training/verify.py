@@ -106,7 +106,7 @@ class _Gradient:
 def _whole(core: Core, work: Work, samples: int, drawing: Callable[[], Any]) -> _Gradient:
     parameters = core.staging.parameters()
     try:
-        with core.staging.swapped():
+        with work.composition.kept(), core.staging.swapped():
             inputs, _ = work.inputs(0, samples, None)
             with drawing():
                 loss = checked_loss(work.loss(work.forward(inputs)))
@@ -121,7 +121,8 @@ def _parts(core: Core, reference: Reference, pieces: Sequence[int], samples: int
     core.prepare(len(pieces))
     work = _Sliced(reference.work(samples), draws)
     try:
-        total = accumulate(work, pieces, core.staging, reference.weighting)
+        with work.composition.kept():
+            total = accumulate(work, pieces, core.staging, reference.weighting)
     finally:
         core.staging.discard()
     wanted = len(total.receivers) - len(work.extra_receivers())
@@ -134,7 +135,7 @@ class _Sliced:
 
     def __init__(self, work: Work, draws: Draws) -> None:
         self._work, self._draws = work, draws
-        self.samples, self.device = work.samples, work.device
+        self.samples, self.device, self.composition = work.samples, work.device, work.composition
         self.extra_receivers, self.extra_gradients = work.extra_receivers, work.extra_gradients
         self._span = (0, 0)
 

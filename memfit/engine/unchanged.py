@@ -1,0 +1,59 @@
+"""Whether tensors are what they were when a call was made that runs later.
+
+Operations in place count versions; writes through `.data` do not, so that a few values of some tensors are remembered as well.
+Not covered: writes through `.data` to few values, or on an accelerator, where looking would wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+WATCHED = 8
+"""Tensors whose values are looked at."""
+VALUES = 64
+"""Values of each."""
+
+
+class Modified(RuntimeError):
+    """A tensor changed before what was to be computed from it ran: torch's own error."""
+
+    def __init__(self, tensor: torch.Tensor, version: str, when: str) -> None:
+        super().__init__(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: [{tensor.type()} "
+            f"{list(tensor.shape)}] {version}. (memfit {when}, with the tensors that it was given; do not modify them before "
+            "backward.)"
+        )
+
+
+class Unchanged:
+    """What tensors were."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
+        self._values = [(t, _some(t)) for t in _spread([t for t in tensors if _is_readable(t)])]
+
+    def check(self, when: str) -> None:
+        """Raise Modified where one changed; `when` says why that matters."""
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                raise Modified(tensor, f"is at version {tensor._version}; expected version {version} instead", when)
+        for tensor, values in self._values:
+            if _is_readable(tensor) and _some(tensor) != values:
+                raise Modified(tensor, "was written through .data, which counts no version", when)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and tensor.device.type == "cpu" and not tensor.is_nested and tensor.is_contiguous() and tensor.numel() > 0 and not tensor.is_complex()
+
+
+def _spread(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    step = max(1, len(tensors) // WATCHED)
+    return tensors[::step][:WATCHED] if len(tensors) > WATCHED else tensors
+
+
+def _some(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().view(-1)
+    return flat[:: max(1, flat.shape[0] // VALUES)].clone().view(torch.uint8).numpy().tobytes()
