@@ -46,7 +46,9 @@ class Unchanged:
 
 def _is_readable(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return plain and tensor.device.type == "cpu" and not tensor.is_nested and tensor.is_contiguous() and tensor.numel() > 0 and not tensor.is_complex()
+    if not plain or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_complex():
+        return False
+    return tensor.is_contiguous() and tensor.numel() > 0
 
 
 def _spread(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -31,6 +31,9 @@ class Deviation:
     moves: bool = False
     """Whether it is state, which parts move otherwise than the whole."""
 
+    reads: bool = False
+    """Whether it is a line that decides by values of the batch."""
+
     @property
     def agrees(self) -> bool:
         """Whether parts and whole count as equal."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -18,15 +18,16 @@ import torch
 from torch import nn
 
 from memfit.batches.pieces import bounds
-from memfit.batches.tree import leaves
+from memfit.batches.tree import leaves, tensors
 from memfit.engine.composed import Composition
 from memfit.engine.context import uncompiled
 from memfit.engine.slices import Draws
 from memfit.profiling.sandbox import Traces, leave_no_trace
 from memfit.training.call import Call
 from memfit.training.comparing import Deviation, relative_difference, tolerance
-from memfit.training.moving import STILL, Moves, composition_of
+from memfit.training.moving import STILL, Moves, composition_of, same
 from memfit.training.outputs import Leaf, Outputs, name_in, turned
+from memfit.training.reads import Reads, decided, decided_by_number
 
 PROOF_SAMPLES = 5
 """Samples that proofs run on."""
@@ -66,8 +67,9 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
 
     What no gradient flows through and cannot be joined is marked so: using it is then refused, training is not.
     """
-    whole, parts, moves = _whole_and_parts(frozen_norms(call), sizes)
+    whole, parts, moves, line = _whole_and_parts(frozen_norms(call), sizes)
     deviations = [] if moves.deviation is None else [moves.deviation]
+    deviations += [] if line is None else [Deviation(line, 1.0, 0.0, reads=True)]
     outputs = call.outputs
     if any(len(found) != len(outputs.leaves) for found in (whole, *parts)):
         return outputs, [Deviation("the structure of the output", float("inf"), 1.0)], moves.composition
@@ -155,33 +157,50 @@ def _module_difference(found: Sequence[torch.Tensor | None], sizes: Sequence[int
     return Deviation("", difference, tolerance(known[0].dtype))
 
 
-def _whole_and_parts(call: Call, sizes: Sequence[int]) -> tuple[list[Any], list[list[Any]], Moves]:
-    """What the call returns for the whole and for its parts, and how the state that it moves is composed."""
-    samples = sum(sizes)
+def _whole_and_parts(call: Call, sizes: Sequence[int]) -> tuple[list[Any], list[list[Any]], Moves, str | None]:
+    """What the call returns for the whole and for its parts, how the state that it moves is composed, and the line that decides
+    by values of the batch."""
     for by_operations in (False, True):
-        draws = Draws(by_operations=by_operations)
+        draws, reads = Draws(by_operations=by_operations), Reads()
         # Recording a graph, as in training: models look at it, and may register hooks.
         with comparable(call.model, call.device) as traces, torch.enable_grad():
-            with draws.recording():
-                whole = _detached(call.run(call.arguments(0, samples)))
+            given = call.arguments(0, sum(sizes))
+            with draws.recording(), reads.of(tensors(given)):
+                whole = _detached(call.run(given))
             moved = bool(traces.moved())
-        if draws.unsliced and not by_operations:
-            continue
-
-        def run(start: int, stop: int, draws: Draws = draws) -> list[Any]:
-            with torch.enable_grad(), draws.sliced(start, stop, samples):
-                return call.run(call.arguments(start, stop))
-
-        aside = partial(comparable, call.model, call.device)
-        moves = composition_of(run, sizes, aside) if moved else STILL
-        with aside(), moves.composition.over_pass():
-            parts = []
-            for start, stop in bounds(sizes):
-                moves.composition.before_micro_batch()
-                parts.append(_detached(run(start, stop)))
-                moves.composition.after_forward(stop - start)
-        return whole, parts, moves
+        if not draws.unsliced or by_operations:
+            return whole, *_parts_of(call, sizes, draws, reads, whole, moved)
     raise AssertionError("unreachable: the second round always returns")
+
+
+def _parts_of(
+    call: Call, sizes: Sequence[int], draws: Draws, reads: Reads, whole: list[Any], moved: bool
+) -> tuple[list[list[Any]], Moves, str | None]:
+    """As `_whole_and_parts`, once the whole has run."""
+    samples, aside = sum(sizes), partial(comparable, call.model, call.device)
+
+    def run(start: int, stop: int, reads: Reads | None = None) -> list[Any]:
+        given = call.arguments(start, stop)
+        looking = nullcontext() if reads is None else reads.of(tensors(given))
+        with torch.enable_grad(), draws.sliced(start, stop, samples), looking:
+            return _detached(call.run(given))
+
+    def put(number: tuple[int, float]) -> list[Any]:
+        with aside():
+            return run(0, samples, Reads(number))
+
+    moves = composition_of(run, sizes, aside) if moved else STILL
+    parts, looks = [], []
+    with aside(), moves.composition.over_pass():
+        for start, stop in bounds(sizes):
+            moves.composition.before_micro_batch()
+            looks.append(Reads())
+            parts.append(run(start, stop, looks[-1]))
+            moves.composition.after_forward(stop - start)
+    line = decided(reads, looks)
+    if line is None and decided_by_number(reads.numbers, put, lambda made: all(map(same, whole, made))):
+        line = "a number that is read"
+    return parts, moves, line
 
 
 def _detached(found: list[Any]) -> list[Any]:

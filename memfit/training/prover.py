@@ -66,6 +66,8 @@ class Prover:
         core = self._core
         if deviation.moves:
             return self._moves_state(call, deviation)
+        if deviation.reads:
+            return self._reads_values(call, deviation)
         proof = self._chosen(call, min(PROOF_SAMPLES, call.samples))
         allowed = core.settings.allow_inexact
         found = surviving(lambda: mixing_module(proof, self._sizes(proof), allowed), core.device, lambda text: None)
@@ -94,6 +96,14 @@ class Prover:
             found=f"the forward moves state at every call, and in parts otherwise than as a whole: {deviation.where}",
             next_move=f"accept that with allow_inexact={names!r}, move it outside of the forward, or give it a budget in which "
             "the batch runs whole",
+        )
+
+    def _reads_values(self, call: Call, deviation: Deviation) -> Refused:
+        return Refused(
+            f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
+            found=f"the forward decides by values of the batch, which may be others in a part of it: {deviation.where}",
+            next_move=f"accept that with allow_inexact={[deviation.where]!r}, decide outside of the forward, or give it a "
+            "budget in which the batch runs whole",
         )
 
     def _on_fewer(self, attempt: Callable[[int], Deviation | None], few: int) -> Deviation | None:

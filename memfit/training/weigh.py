@@ -27,8 +27,9 @@ from memfit.engine.staged import Staging, gathers_in_parts, gradients_of
 from memfit.engine.terms import Terms, is_only_term, leaves_of
 from memfit.training.comparing import TOLERANCE, Deviation, in_double, tolerance
 from memfit.training.decides import Decides, told_by
-from memfit.training.moving import STILL, Moves, composition_of
+from memfit.training.moving import STILL, Moves, composition_of, same
 from memfit.training.prove import comparable
+from memfit.training.reads import Reads, decided, decided_by_number
 
 PROBED = 32 * MiB
 """Bytes of parameters whose gradients are compared in a proof."""
@@ -61,27 +62,42 @@ def _inferred(
         counts = _count_candidates(work, samples)
         # Compiled code is built anew for every stand-in.
         look = _Look(work, model, probes_of(staged), counts, not is_compiled(model), model if decides else None)
+        reads = Reads()
         with draws.recording():
-            whole, reached = look.at(0, samples)
+            whole, reached = look.at(0, samples, reads)
         if draws.unsliced and not by_operations:
             return None
         moved = bool(traces.moved())
 
-    def run(start: int, stop: int) -> torch.Tensor:
-        with staging.swapped(), draws.sliced(start, stop, samples):
-            return work.loss(work.forward(work.inputs(start, stop, None)[0]))
+    def run(start: int, stop: int, reads: Reads | None = None) -> torch.Tensor:
+        given = work.inputs(start, stop, None)[0]
+        looking = nullcontext() if reads is None else reads.of(tensors(given))
+        with staging.swapped(), draws.sliced(start, stop, samples), looking:
+            return work.loss(work.forward(given))
 
     aside = partial(comparable, model, work.device)
     moves = composition_of(run, sizes, aside) if moved else STILL
     with aside(), staging.swapped(), moves.composition.over_pass():
-        parts = []
+        parts, looks = [], []
         for start, stop in bounds(sizes):
             moves.composition.before_micro_batch()
+            looks.append(Reads())
             with draws.sliced(start, stop, samples):
-                parts.append(look.at(start, stop)[0])
+                parts.append(look.at(start, stop, looks[-1])[0])
             moves.composition.after_forward(stop - start)
+
+    def put(number: tuple[int, float]) -> float:
+        with aside():
+            return float(run(0, samples, Reads(number)).detach())
+
+    line = decided(reads, looks)
+    if line is None and decided_by_number(reads.numbers, put, partial(same, whole.loss)):
+        line = "a number"
     known = {id(p) for p in staged}
-    return *_choose(whole, parts, counts), moves, [leaf for leaf in reached if id(leaf()) not in known]
+    chosen, deviation = _choose(whole, parts, counts)
+    if chosen is not None and line is not None:
+        chosen = replace(chosen, doubt=f"it decides by values that it reads of the batch ({line})")
+    return chosen, deviation, moves, [leaf for leaf in reached if id(leaf()) not in known]
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,7 @@ class _Look:
     called: nn.Module | None
     """The model, to see what a loss decides by what it computed; None: not looked at."""
 
-    def at(self, start: int, stop: int) -> tuple[_Measured, list[weakref.ref[torch.Tensor]]]:
+    def at(self, start: int, stop: int, reads: Reads) -> tuple[_Measured, list[weakref.ref[torch.Tensor]]]:
         """(the loss of the samples `start:stop` and what may weigh it, the leaves that gradients flow into)."""
         found: list[Count | float] = []
 
@@ -130,10 +146,11 @@ class _Look:
             return 0
 
         inputs, _ = self.work.inputs(start, stop, count)
-        outputs = self.work.forward(inputs)
         decides = None if self.called is None else Decides(self.called)
-        with Terms(alone=False, by_name=None if self.by_name else False) as terms, decides or nullcontext():
-            loss = checked_loss(self.work.loss(outputs))
+        with reads.of(tensors(inputs)):
+            outputs = self.work.forward(inputs)
+            with Terms(alone=False, by_name=None if self.by_name else False) as terms, decides or nullcontext():
+                loss = checked_loss(self.work.loss(outputs))
         given = {id(tensor) for tensor in (*tensors(inputs), *self.work.extra_receivers())}
         reached = [weakref.ref(leaf) for leaf in self._leaves(loss) if id(leaf) not in given]
         gradients = gradients_of(loss, self.probes, self.model)
