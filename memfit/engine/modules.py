@@ -23,3 +23,8 @@ def parameters_in(modules: list[nn.Module]) -> list[torch.Tensor]:
     """The parameters that these modules hold themselves, each once."""
     found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     return list(found.values())
+
+
+def normalises_batches(model: nn.Module) -> bool:
+    """Whether a module normalises by the statistics of its batch."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())

@@ -63,6 +63,8 @@ class Demand:
     """Samples in the last, smaller effective batch of an epoch (0: there is none; None: not known)."""
     sizes: tuple[int, ...] = ()
     """Micro-batch sizes to look at; empty: all that divide the share differently."""
+    fewest: bool = False
+    """Whether the fewest micro-batches come before the fastest step: cutting changes the training (batch statistics)."""
 
 
 def search(profiles: Sequence[Profile], budget: Budget, demand: Demand, prices: Prices | None = None) -> Plan:
@@ -78,7 +80,7 @@ def search(profiles: Sequence[Profile], budget: Budget, demand: Demand, prices: 
         tried += ways
         fitting = [way for way in ways if way.fits]
         if fitting:
-            return _plan(_quickest(fitting), tried, profiles[0], budget, demand)
+            return _plan(_fewest(fitting) if demand.fewest else _quickest(fitting), tried, profiles[0], budget, demand)
     raise _does_not_fit(tried, budget, demand, profiles[0])
 
 
@@ -235,6 +237,8 @@ def _ways(pricing: _Pricing, budget: Budget, demand: Demand) -> list[_Way]:
     ways = [_way(pricing, size, demand.checkpoint or (), allowed, demand) for size in chosen]
     if demand.checkpoint is not None:
         return ways
+    if demand.fewest:
+        return [way if way.fits else _with_fewest_blocks(pricing, way, allowed, demand) for way in ways]
     bar = min((way.seconds for way in ways if way.fits and way.seconds is not None), default=None)
     return [way if _settled(way, ways, bar, demand) else _with_fewest_blocks(pricing, way, allowed, demand) for way in ways]
 
@@ -287,6 +291,10 @@ def step_seconds(profile: Profile, pieces: Runs, blocks: Sequence[str], mode: st
         again = count if index < len(pieces) - 1 else count - 1
         total += timing.forward * again if mode == "replay" else 0.0
     return total
+
+
+def _fewest(ways: Sequence[_Way]) -> _Way:
+    return min(ways, key=lambda way: (way.accumulation, len(way.checkpoint), way.seconds or 0.0))
 
 
 def _quickest(ways: Sequence[_Way]) -> _Way:

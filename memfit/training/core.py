@@ -18,6 +18,7 @@ from memfit.batches.pieces import equal_sizes, next_size, sizes
 from memfit.engine.accumulate import AroundLast, SharesDiffer, Weighting, Work, accumulate
 from memfit.engine.generators import HostDraws
 from memfit.engine.handover import Total
+from memfit.engine.modules import normalises_batches
 from memfit.engine.staged import Staging, bytes_here, check_nothing_escaped
 from memfit.hardware.budget import Budget
 from memfit.hardware.heap import give_back_free_heap
@@ -196,8 +197,7 @@ class Core:
 
     def normalises_batches(self) -> bool:
         """Whether a module normalises by the statistics of its batch."""
-        kinds = nn.modules.batchnorm._BatchNorm
-        return any(isinstance(m, kinds) and m.training for m in self.model.modules())
+        return normalises_batches(self.model)
 
     def fix(self, plan: Plan) -> None:
         """Use a plan that was made elsewhere, instead of planning."""
@@ -457,6 +457,8 @@ class Core:
     def _tuner_of(self, plan: Plan) -> Tuner | None:
         """What can be measured while training: sizes that fit with this plan's levers."""
         prescribed = self.settings.micro_batch is not None or self.settings.whole
+        if self.normalises_batches() or self.settings.allow_inexact:
+            return None  # every size is another training
         if prescribed or self.compiled or plan.mode == "replay":
             return None
         if self.profile is not None and self.profile.kept_per_size > NOTICEABLE:

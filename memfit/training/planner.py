@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from memfit._errors import DoesNotFit, first_line
 from memfit._units import format_bytes
+from memfit.engine.modules import normalises_batches
 from memfit.engine.staged import Staging
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
@@ -309,7 +310,8 @@ class Planner:
     def constrained(self, demand: Demand) -> Demand:
         """The demand with the levers the user prescribed."""
         settings = self.settings
-        demand = replace(self.measurer.possible(demand), leftover=settings.leftover, shard=self._shard)
+        fewest = normalises_batches(self._model) or bool(settings.allow_inexact)
+        demand = replace(self.measurer.possible(demand), leftover=settings.leftover, shard=self._shard, fewest=fewest)
         if settings.whole:
             demand = replace(demand, micro_batch=demand.share)
         elif settings.micro_batch is not None:
