@@ -121,6 +121,24 @@ class Data:
         restore_tensors([(self.tensor, value)])
 
 
+@dataclass(frozen=True, eq=False)
+class Assigned:
+    """What a tensor holds whose data was assigned (`p.data = ...`): it lies elsewhere now."""
+
+    tensor: torch.Tensor
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "data", id(self.tensor)
+
+    def value(self) -> torch.Tensor:
+        return self.tensor.detach().clone()
+
+    def put(self, value: torch.Tensor) -> None:
+        restore_tensors([(self.tensor, value)])
+
+
 class Rule(Protocol):
     """How the values of parts make the value of the whole."""
 

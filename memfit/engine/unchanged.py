@@ -31,17 +31,24 @@ class Unchanged:
     """What tensors were."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
+        self._versions = [(t, t._version, _lies_at(t)) for t in tensors if not t.is_inference()]
         self._values = [(t, _some(t)) for t in _spread([t for t in tensors if _is_readable(t)])]
 
     def check(self, when: str) -> None:
         """Raise Modified where one changed; `when` says why that matters."""
-        for tensor, version in self._versions:
+        for tensor, version, place in self._versions:
             if tensor._version != version:
                 raise Modified(tensor, f"is at version {tensor._version}; expected version {version} instead", when)
+            if _lies_at(tensor) != place:
+                raise Modified(tensor, "was given other data through .data", when)
         for tensor, values in self._values:
             if _is_readable(tensor) and _some(tensor) != values:
                 raise Modified(tensor, "was written through .data, which counts no version", when)
+
+
+def _lies_at(tensor: torch.Tensor) -> int:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    return tensor.data_ptr() if plain and tensor.device.type != "meta" else 0
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from memfit.engine.composed import MISSING, Contents, Entry, Place, Variable
+from memfit.engine.composed import MISSING, Assigned, Contents, Entry, Place, Variable
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where modules keep their hooks; with "_global" in front, where torch keeps those of all modules."""
@@ -197,6 +197,7 @@ class Kept:
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return
         data, gradient = tensor.detach(), tensor.grad
+        self._watch(_moved_data, tensor, data, _place(data), self.name_of)
 
         def undo() -> None:
             if tensor.grad is not gradient:
@@ -342,6 +343,12 @@ def _moved_entries(holder: dict[Any, Any], before: dict[Any, Any], owner: str) -
 def _moved_contents(container: Any, before: Any, owner: str) -> list[tuple[Place, Any]]:
     same = len(container) == len(before) and all(a is b for a, b in zip(container, before))
     return [] if same else [(Contents(container, owner), list(before))]
+
+
+def _moved_data(
+    tensor: torch.Tensor, data: torch.Tensor, place: tuple[Any, ...], name_of: Callable[[torch.Tensor], str]
+) -> list[tuple[Place, Any]]:
+    return [] if _place(tensor) == place else [(Assigned(tensor, name_of(data)), data.clone())]
 
 
 def _moved_variable(cell: types.CellType, before: Any) -> list[tuple[Place, Any]]:

@@ -91,7 +91,8 @@ class Call:
         self.inputs = InputGradients(tree, layout if split is None else Layout((), layout.samples))
         self.standins: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         written = (*tensors(tree), *(() if gathers_in_parts(model) else (p for p, _ in self.requires)))
-        self._unchanged = Unchanged(written)
+        self._written = written
+        self.note_now()
         self._cut: Callable[[int, int], Tree] | None = None
         self._as_called = False
 
@@ -108,6 +109,10 @@ class Call:
     def check_unchanged(self) -> None:
         """Raise torch's own error if an input or a parameter was modified since the call."""
         self._unchanged.check("runs this call in micro-batches when its loss is computed")
+
+    def note_now(self) -> None:
+        """From now on inputs and parameters have to be what they are: the forward itself may have written them."""
+        self._unchanged = Unchanged(self._written)
 
     def begin(self, pieces: Sequence[int]) -> bool:
         """Fix how the call is cut; True on the first pass over it, False when an earlier pass is repeated."""
@@ -222,6 +227,8 @@ class Call:
                         join.add(found[i].detach() if isinstance(found[i], torch.Tensor) else found[i])
                     del found
         self.values = [join.whole() for join in joins]
+        if first and self.composition.moved:
+            self.note_now()
 
     def joined(self, parts: Sequence[dict[int, torch.Tensor]]) -> list[torch.Tensor | None]:
         """The leaves of the whole output from those of the micro-batches that were kept; None in the places of others."""

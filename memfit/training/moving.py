@@ -47,37 +47,91 @@ class Moves:
     composition: Composition
     deviation: Deviation | None
     """The first place that has no rule."""
+    again: tuple[list[Any], list[list[Any]]] | None = None
+    """Where state is composed: what the whole and the parts give when they run once more, from the state that they left."""
+
+    def misread(self) -> Deviation:
+        """State that is composed, and that a later forward reads otherwise in parts than as a whole."""
+        return Deviation(self.composition.slots[0].place.label, 1.0, 0.0, moves=True)
 
 
+EXACT = 1e-5
+"""The part of a proof's tolerance within which state is looked at first: what moves a little further with every forward (a
+power iteration that has converged) is near to what it was."""
 STILL = Moves(Composition(), None)
 
 
+@dataclass(frozen=True)
+class Trial:
+    """Samples to find rules on."""
+
+    run: Run
+    sizes: Sequence[int]
+    """Samples in each part."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one trial moved."""
+
+    whole: Values
+    in_turn: Values
+    apart: list[Values]
+    sizes: Sequence[int]
+
+    def before(self, key: tuple[Any, ...]) -> Any:
+        found = self.whole.get(key) or self.in_turn.get(key)
+        return MISSING if found is None else found[1]
+
+    def ends(self, key: tuple[Any, ...]) -> tuple[Any, Any]:
+        """What the whole leaves, and what parts after one another do."""
+        return _after(self.whole, key, self.before(key)), _after(self.in_turn, key, self.before(key))
+
+    def obeys(self, key: tuple[Any, ...], rule: Rule, closely: float) -> bool:
+        """Whether the values of parts make that of the whole by this rule."""
+        wanted, before = self.ends(key)[0], self.before(key)
+        parts = [_after(part, key, before) for part in self.apart]
+        try:
+            made = parts if isinstance(rule, Last) else [rule.joined(before, parts, self.sizes)]
+            return all(same(wanted, value, closely) for value in made)
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError):
+            return False
+
+
 def composition_of(
-    run: Run, sizes: Sequence[int], aside: Callable[[], AbstractContextManager[Traces]], allowed: Sequence[str] = ()
+    trials: Sequence[Trial], aside: Callable[[], AbstractContextManager[Traces]], allowed: Sequence[str] = ()
 ) -> Moves:
-    """How parts of these sizes compose what the whole moves; `aside` gives contexts that leave no trace. `allowed` are
-    names of state that may be composed as it comes."""
-    whole = _values(run, [(0, sum(sizes))], aside)
-    if len(sizes) < 2:
-        return Moves(Composition((), [place for place, _, _ in whole.values()]), None)
-    in_turn = _values(run, list(bounds(sizes)), aside)
-    moved = {**in_turn, **whole}
-    ends = {key: (_after(whole, key, before), _after(in_turn, key, before)) for key, (_, before, _) in moved.items()}
-    wrong = [key for key, (wanted, made) in ends.items() if not same(wanted, made)]
-    places = [place for place, _, _ in moved.values()]
-    if not wrong:
-        return Moves(Composition((), places), None)
-    apart = [_values(run, [piece], aside) for piece in bounds(sizes)]
+    """How parts compose what a whole moves; `aside` gives contexts that leave no trace. `allowed` are names of state that may
+    be composed as it comes. What holds by chance on some samples does not on the same ones twice, which should be a trial."""
+    seen = [_seen(trial, aside) for trial in trials]
+    moved = {key: found[0] for each in reversed(seen) for key, found in {**each.in_turn, **each.whole}.items()}
     slots, named = [], None
-    for key in wrong:
-        place, before, _ = moved[key]
-        wanted, made = ends[key]
-        rule = _rule_of_place(place, before, wanted, [_after(part, key, before) for part in apart], sizes)
+    for key, place in moved.items():
+        if all(same(*each.ends(key), EXACT) for each in seen):
+            continue
+        nearly = all(same(*each.ends(key)) for each in seen)
+        rule = next(_rules(place, key, seen, EXACT), None) or (None if nearly else next(_rules(place, key, seen), None))
         if rule is not None:
             slots.append(Slot(place, rule))
-        elif place.label not in allowed and named is None:
-            named = Deviation(place.label, _difference(wanted, made), 0.0, moves=True)
-    return Moves(Composition(slots, places), named)
+        elif not nearly and place.label not in allowed and named is None:
+            named = Deviation(place.label, max(_difference(*each.ends(key)) for each in seen), 0.0, moves=True)
+    return Moves(Composition(slots, list(moved.values())), named)
+
+
+def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]]) -> _Seen:
+    pieces = list(bounds(trial.sizes))
+    whole, in_turn = _values(trial.run, [(0, sum(trial.sizes))], aside), _values(trial.run, pieces, aside)
+    return _Seen(whole, in_turn, [_values(trial.run, [piece], aside) for piece in pieces], trial.sizes)
+
+
+def _rules(place: Place, key: tuple[Any, ...], seen: Sequence[_Seen], closely: float = 1.0) -> Iterator[Rule]:
+    """The rules that hold in all trials."""
+    first = seen[0]
+    wanted, before = first.ends(key)[0], first.before(key)
+    parts = [_after(part, key, before) for part in first.apart]
+    for rule in _candidates_for(place, before, wanted, parts, first.sizes, closely):
+        if all(each.obeys(key, rule, closely) for each in seen):
+            yield rule
 
 
 def _after(values: Values, key: tuple[Any, ...], before: Any) -> Any:
@@ -99,26 +153,35 @@ def _leads_on(value: Any) -> bool:
     return any(tensor.requires_grad for tensor in tensors(value))
 
 
-def _rule_of_place(place: Place, before: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Rule | None:
+def _candidates_for(
+    place: Place, before: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float
+) -> Iterator[Rule]:
     if not isinstance(place, Contents):
-        return rule_of(before, whole, parts, sizes)
+        yield from _candidates(before, whole, parts)
+        inside = _inside(whole, parts, sizes, closely)
+        yield from () if inside is None else (inside,)
+        return
     added = appended(before, whole)
     by_part = [appended(before, part) for part in parts]
-    if any(len(found) != len(added) for found in by_part):
-        return None
-    rules = [rule_of(MISSING, item, [found[i] for found in by_part], sizes) for i, item in enumerate(added)]
-    return None if None in rules else Appended(tuple(rule for rule in rules if rule is not None))
+    if all(len(found) == len(added) for found in by_part):
+        rules = [rule_of(MISSING, item, [found[i] for found in by_part], sizes, closely) for i, item in enumerate(added)]
+        if None not in rules:
+            yield Appended(tuple(rule for rule in rules if rule is not None))
 
 
-def rule_of(before: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Rule | None:
-    """The rule by which the values of parts make that of the whole; None where there is none."""
+def rule_of(
+    before: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float = 1.0
+) -> Rule | None:
+    """The rule by which the values of parts make that of the whole; None where there is none. `closely`: the part of what is
+    taken for rounding elsewhere."""
     for rule in _candidates(before, whole, parts):
         try:
-            if same(whole, rule.joined(before, parts, sizes)) and (not isinstance(rule, Last) or _all_same(whole, parts)):
+            alike = parts if isinstance(rule, Last) else [rule.joined(before, parts, sizes)]
+            if all(same(whole, made, closely) for made in alike):
                 return rule
         except (RuntimeError, TypeError, ValueError):
             continue
-    return _inside(whole, parts, sizes)
+    return _inside(whole, parts, sizes, closely)
 
 
 def _candidates(before: Any, whole: Any, parts: Sequence[Any]) -> Iterator[Rule]:
@@ -148,47 +211,43 @@ class _Total:
         return sum(values)
 
 
-def _inside(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> Rule | None:
+def _inside(whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float) -> Rule | None:
     if type(whole) not in (list, tuple, dict) or any(type(p) is not type(whole) or len(p) != len(whole) for p in parts):
         return None
     keys = list(whole) if isinstance(whole, dict) else range(len(whole))
     try:
-        rules = {key: rule_of(MISSING, whole[key], [part[key] for part in parts], sizes) for key in keys}
+        rules = {key: rule_of(MISSING, whole[key], [part[key] for part in parts], sizes, closely) for key in keys}
     except KeyError:
         return None
     return None if None in rules.values() else Inside({key: rule for key, rule in rules.items() if rule is not None})
-
-
-def _all_same(whole: Any, parts: Sequence[Any]) -> bool:
-    return all(same(whole, part) for part in parts)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any, closely: float = 1.0) -> bool:
     """Whether two values are equal but for rounding; objects that cannot be compared are taken to be."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return _same_tensors(a, b)
+        return _same_tensors(a, b, closely)
     if _is_number(a) and _is_number(b):
-        return a == b or (isinstance(a, float) and abs(a - b) <= tolerance(torch.float64) * max(abs(a), abs(b)))
+        return a == b or (isinstance(a, float) and abs(a - b) <= closely * tolerance(torch.float64) * max(abs(a), abs(b)))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
+        return len(a) == len(b) and all(same(x, y, closely) for x, y in zip(a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key], closely) for key in a)
     if a is MISSING or b is MISSING or isinstance(a, (str, bool, torch.Tensor)) or isinstance(b, (str, bool, torch.Tensor)):
         return type(a) is type(b) and bool(a == b)
     return type(a) is type(b)
 
 
-def _same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same_tensors(a: torch.Tensor, b: torch.Tensor, closely: float) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.is_floating_point() or a.is_complex():
-        return relative_difference(a, b) <= tolerance(a.dtype)
+        return relative_difference(a, b) <= closely * tolerance(a.dtype)
     return bool(torch.equal(a, b))
 
 

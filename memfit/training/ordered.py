@@ -181,6 +181,11 @@ class Ordered:
             chosen = [there[i] for i in most_telling(marks, parts)]
         return lambda low, high: self._make(chosen[low:high])
 
+    def twice(self, count: int) -> Callable[[int, int], Any]:
+        """The first `count` samples, and the same once more."""
+        chosen = [self._order[i % self.samples] for i in range(count)] * 2
+        return lambda low, high: self._make(chosen[low:high])
+
     def _with_order(self, order: Sequence[int]) -> Ordered:
         """The batch's samples in this order."""
         view = Ordered(0, [], self._make, shapes=self.shapes, in_order=self.in_order, again=self._again)

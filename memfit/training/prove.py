@@ -8,8 +8,8 @@ Everything runs on the device and leaves no trace.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from memfit.engine.slices import Draws
 from memfit.profiling.sandbox import Traces, leave_no_trace
 from memfit.training.call import Call
 from memfit.training.comparing import Deviation, relative_difference, tolerance
-from memfit.training.moving import STILL, Moves, composition_of, same
+from memfit.training.moving import STILL, Moves, Trial, composition_of, same
 from memfit.training.outputs import Leaf, Outputs, name_in, turned
 from memfit.training.reads import Reads, decided, decided_by_number
 
@@ -81,8 +81,37 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
         leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], sizes)
         settled.append(leaf)
         deviations += [deviation] if leaf.differentiable else []
+    if moves.again is not None and _differs_again(settled, moves.again, sizes):
+        deviations.append(moves.misread())
     deviations.sort(key=lambda each: each.relative / each.limit if each.limit else each.relative, reverse=True)
     return replace(outputs, leaves=tuple(settled)), deviations, moves.composition
+
+
+def _twice(call: Call, sizes: Sequence[int], aside: Callable[[], AbstractContextManager[Traces]]) -> tuple[Trial, ...]:
+    """A trial on the same samples twice; none where only `split` knows the samples."""
+    if call.split is not None or not call.layout.cuts:
+        return ()
+    each = max(sizes)
+    double, draws = call.chosen([*range(each), *range(each)]), Draws()
+    with aside(), torch.enable_grad(), draws.recording():
+        double.run(double.arguments(0, 2 * each))
+
+    def run(start: int, stop: int) -> object:
+        with torch.enable_grad(), draws.sliced(start, stop, 2 * each):
+            return double.run(double.arguments(start, stop))
+
+    return () if draws.unsliced else (Trial(run, (each, each)),)
+
+
+def _differs_again(settled: Sequence[Leaf], again: tuple[list[Any], list[list[Any]]], sizes: Sequence[int]) -> bool:
+    """Whether parts differ from the whole once the state has moved."""
+    whole, parts = again
+    for i, leaf in enumerate(settled):
+        if leaf.differentiable and leaf.kind not in ("opaque", "loss", "value"):
+            limit = tolerance(whole[i].dtype) if whole[i].is_floating_point() else 0.0
+            if _leaf_difference(leaf, whole[i], [part[i] for part in parts], sizes) > limit:
+                return True
+    return False
 
 
 def _settled(leaf: Leaf, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[Leaf, Deviation]:
@@ -189,14 +218,26 @@ def _parts_of(
         with aside():
             return run(0, samples, Reads(number))
 
-    moves = composition_of(run, sizes, aside) if moved else STILL
-    parts, looks = [], []
-    with aside(), moves.composition.over_pass():
-        for start, stop in bounds(sizes):
-            moves.composition.before_micro_batch()
-            looks.append(Reads())
-            parts.append(run(start, stop, looks[-1]))
-            moves.composition.after_forward(stop - start)
+    def in_parts(looks: list[Reads]) -> list[list[Any]]:
+        parts = []
+        with moves.composition.over_pass():
+            for start, stop in bounds(sizes):
+                moves.composition.before_micro_batch()
+                looks.append(Reads())
+                parts.append(run(start, stop, looks[-1]))
+                moves.composition.after_forward(stop - start)
+        return parts
+
+    moves, looks = STILL, list[Reads]()
+    if moved:
+        moves = composition_of((Trial(run, sizes), *_twice(call, sizes, aside)), aside)
+    with aside():
+        parts = in_parts(looks)
+        again = in_parts([]) if moves.composition.slots else None
+    if again is not None:
+        with aside():
+            run(0, samples)
+            moves = replace(moves, again=(run(0, samples), again))
     line = decided(reads, looks)
     if line is None and decided_by_number(reads.numbers, put, lambda made: all(map(same, whole, made))):
         line = "a number that is read"

@@ -498,6 +498,9 @@ class Script:
 
         with core.buffers.kept(not first), nullcontext() if first else call.composition.kept():
             total = core.accumulated(work, weighting, pieces_for, largest=core.limit(planned.plan), begin=begin)
+        if first and call.composition.moved:
+            for each in (call, *call.calls):
+                each.note_now()
         if work.values:
             whole = call.joined(work.values)
             for each in call.calls:

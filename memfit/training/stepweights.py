@@ -176,7 +176,10 @@ class Weigher:
         pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
         work = self._tasks.work(pieces, few, "off", on_copies=True)
         self._prove_at = min(PROVE_AGAIN * core.steps or 1, core.steps + PROVE_WITHIN)
-        self.weighting, deviation, moves = infer_weighting(work, parts, core.staging, core.model, decides=True)
+        double = self._tasks.work(batch.twice(max(parts)), 2 * max(parts), "off", on_copies=True)
+        self.weighting, deviation, moves = infer_weighting(
+            work, parts, core.staging, core.model, decides=True, double=None if batch.in_order else double
+        )
         self.composition = moves.composition
         self._tasks.watch(work)
         if self.weighting is not None and again is None and deviation.limit >= LOOSE:

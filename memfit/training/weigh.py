@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from memfit.engine.staged import Staging, gathers_in_parts, gradients_of
 from memfit.engine.terms import Terms, is_only_term, leaves_of
 from memfit.training.comparing import TOLERANCE, Deviation, in_double, tolerance
 from memfit.training.decides import Decides, told_by
-from memfit.training.moving import STILL, Moves, composition_of, same
+from memfit.training.moving import STILL, Moves, Trial, composition_of, same
 from memfit.training.prove import comparable
 from memfit.training.reads import Reads, decided, decided_by_number
 
@@ -36,12 +36,19 @@ PROBED = 32 * MiB
 
 
 def infer_weighting(
-    work: Work, sizes: Sequence[int], staging: Staging, model: nn.Module, *, decides: bool = False
+    work: Work,
+    sizes: Sequence[int],
+    staging: Staging,
+    model: nn.Module,
+    *,
+    decides: bool = False,
+    double: Work | None = None,
 ) -> tuple[Weighting | None, Deviation, Moves]:
     """How the losses of parts of these sizes make the loss of the whole, proven on losses and gradients; None if no way
     does; and how the state that the loss moves is composed. Parameters that only the loss knows are staged from now on.
-    `decides`: doubt losses that decide by what the model computed; for works that call the model, and not its forward."""
-    look = partial(_inferred, work, sizes, staging, model, decides)
+    `decides`: doubt losses that decide by what the model computed; for works that call the model, and not its forward.
+    `double`: the same samples twice, to tell how state moves."""
+    look = partial(_inferred, work, sizes, staging, model, decides, double)
     found = look(by_operations=False) or look(by_operations=True)
     assert found is not None  # the second look takes every draw
     weighting, deviation, moves, foreign = found
@@ -51,7 +58,14 @@ def infer_weighting(
 
 
 def _inferred(
-    work: Work, sizes: Sequence[int], staging: Staging, model: nn.Module, decides: bool, *, by_operations: bool
+    work: Work,
+    sizes: Sequence[int],
+    staging: Staging,
+    model: nn.Module,
+    decides: bool,
+    double: Work | None,
+    *,
+    by_operations: bool,
 ) -> tuple[Weighting | None, Deviation, Moves, Sequence[weakref.ref[torch.Tensor]]] | None:
     """(the weighting, how far parts were off, what state moves, what else gradients flow into); None where draws could not be
     sliced."""
@@ -76,15 +90,30 @@ def _inferred(
             return work.loss(work.forward(given))
 
     aside = partial(comparable, model, work.device)
-    moves = composition_of(run, sizes, aside) if moved else STILL
-    with aside(), staging.swapped(), moves.composition.over_pass():
-        parts, looks = [], []
-        for start, stop in bounds(sizes):
-            moves.composition.before_micro_batch()
-            looks.append(Reads())
-            with draws.sliced(start, stop, samples):
-                parts.append(look.at(start, stop, looks[-1])[0])
-            moves.composition.after_forward(stop - start)
+    moves = composition_of((Trial(run, sizes), *_twice(double, staging, aside)), aside) if moved else STILL
+
+    def in_parts(looks: list[Reads]) -> list[_Measured]:
+        parts = []
+        with staging.swapped(), moves.composition.over_pass():
+            for start, stop in bounds(sizes):
+                moves.composition.before_micro_batch()
+                looks.append(Reads())
+                with draws.sliced(start, stop, samples):
+                    parts.append(look.at(start, stop, looks[-1])[0])
+                moves.composition.after_forward(stop - start)
+        return parts
+
+    looks: list[Reads] = []
+    with aside():
+        parts = in_parts(looks)
+        again = in_parts([]) if moves.composition.slots else []
+    if again:
+        with aside():
+            run(0, samples)
+            with staging.swapped(), draws.sliced(0, samples, samples):
+                later = look.at(0, samples, Reads())[0]
+        if _choose(later, again, counts)[0] is None:
+            moves = replace(moves, deviation=moves.misread())
 
     def put(number: tuple[int, float]) -> float:
         with aside():
@@ -98,6 +127,25 @@ def _inferred(
     if chosen is not None and line is not None:
         chosen = replace(chosen, doubt=f"it decides by values that it reads of the batch ({line})")
     return chosen, deviation, moves, [leaf for leaf in reached if id(leaf()) not in known]
+
+
+def _twice(double: Work | None, staging: Staging, aside: Callable[[], AbstractContextManager[Any]]) -> tuple[Trial, ...]:
+    """A trial on the same samples twice."""
+    if double is None:
+        return ()
+    samples, draws = double.samples, Draws()
+
+    def run(start: int, stop: int) -> torch.Tensor:
+        return double.loss(double.forward(double.inputs(start, stop, None)[0]))
+
+    with aside(), staging.swapped(), draws.recording():
+        run(0, samples)
+
+    def sliced(start: int, stop: int) -> torch.Tensor:
+        with staging.swapped(), draws.sliced(start, stop, samples):
+            return run(start, stop)
+
+    return () if draws.unsliced else (Trial(sliced, (samples // 2, samples // 2)),)
 
 
 @dataclass(frozen=True)
