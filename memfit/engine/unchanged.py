@@ -34,6 +34,11 @@ class Unchanged:
         self._versions = [(t, t._version, _lies_at(t)) for t in tensors if not t.is_inference()]
         self._values = [(t, _some(t)) for t in _spread([t for t in tensors if _is_readable(t)])]
 
+    @property
+    def written(self) -> bool:
+        """Whether an operation in place wrote any, or data was assigned."""
+        return any(tensor._version != version or _lies_at(tensor) != place for tensor, version, place in self._versions)
+
     def check(self, when: str) -> None:
         """Raise Modified where one changed; `when` says why that matters."""
         for tensor, version, place in self._versions:

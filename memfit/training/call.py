@@ -111,8 +111,14 @@ class Call:
         self._unchanged.check("runs this call in micro-batches when its loss is computed")
 
     def note_now(self) -> None:
-        """From now on inputs and parameters have to be what they are: the forward itself may have written them."""
+        """From now on inputs and parameters have to be what they are."""
         self._unchanged = Unchanged(self._written)
+
+    def ran(self) -> None:
+        """A first pass is done, whose forwards may have written inputs and parameters themselves."""
+        for each in (self, *self.several):
+            if each._unchanged.written:
+                each.note_now()
 
     def begin(self, pieces: Sequence[int]) -> bool:
         """Fix how the call is cut; True on the first pass over it, False when an earlier pass is repeated."""
@@ -227,8 +233,8 @@ class Call:
                         join.add(found[i].detach() if isinstance(found[i], torch.Tensor) else found[i])
                     del found
         self.values = [join.whole() for join in joins]
-        if first and self.composition.moved:
-            self.note_now()
+        if first:
+            self.ran()
 
     def joined(self, parts: Sequence[dict[int, torch.Tensor]]) -> list[torch.Tensor | None]:
         """The leaves of the whole output from those of the micro-batches that were kept; None in the places of others."""

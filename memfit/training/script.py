@@ -59,6 +59,7 @@ class Script:
         guard: AccumulationGuard | None,
     ) -> None:
         self.samples_seen = self.calls = 0
+        self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()
         self._core, self._guard = core, guard
         self._batch_samples, self._batch_number = batch_samples, batch_number
         self._kinds, self._evaluations = Kinds(core), Evaluations(core, self.aside)
@@ -96,6 +97,7 @@ class Script:
                 output = self._whole(lambda: plain(*args, **kwargs))
                 self._guard_whole(output)
                 return output
+        self._waiting.add(call)
         return through(call.plain, stand_ins(self, call))
 
     def evaluate(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,7 +197,11 @@ class Script:
         return self._strays.undo
 
     def stepping(self, *_: object) -> None:
-        """The optimizer begins a step."""
+        """The optimizer begins a step: outputs that nothing was computed from yet are computed by the parameters as they are."""
+        for call in list(self._waiting):
+            if not call.pieces and call.values is None and any(isinstance(s, StandIn) for s in call.standins):
+                self.values(call)
+        self._waiting = weakref.WeakSet()
         if self._strays is not None and self._core.staging.parts is None:
             self._strays.level_before_step()
 
@@ -498,9 +504,8 @@ class Script:
 
         with core.buffers.kept(not first), nullcontext() if first else call.composition.kept():
             total = core.accumulated(work, weighting, pieces_for, largest=core.limit(planned.plan), begin=begin)
-        if first and call.composition.moved:
-            for each in (call, *call.calls):
-                each.note_now()
+        if first:
+            call.ran()
         if work.values:
             whole = call.joined(work.values)
             for each in call.calls:
