@@ -197,7 +197,7 @@ class Script:
         return self._strays.undo
 
     def stepping(self, *_: object) -> None:
-        """The optimizer begins a step: outputs that nothing was computed from yet are computed by the parameters as they are."""
+        """The optimizer begins a step: outputs that nothing was computed from yet are computed by the parameters before it."""
         for call in list(self._waiting):
             if not call.pieces and call.values is None and any(isinstance(s, StandIn) for s in call.standins):
                 self.values(call)
