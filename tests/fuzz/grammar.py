@@ -172,7 +172,7 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("gradients", lambda c: c["gradients"] in ("hooks", "hook_counts", "post_hooks") and c["parts"] in ("new_head", "averaged")),
     _loses("scheduler", lambda c: c["scheduler"] == "plateau" and c["accumulation"] != "none"),
     _loses("optimizer", lambda c: c["optimizer"] == "groups" and c["parts"] in ("new_head", "added_group")),
-    _loses("parts", lambda c: "owns" in the(c, "pack").tags and c["parts"] == "added_group" and False),
+    _loses("scheduler", lambda c: c["parts"] in ("new_head", "added_group") and c["scheduler"] != "by_hand"),
     _loses("optimised", lambda c: not the(c, "outside").lines.get("params")),
 )
 """A dimension, and when it falls back to its simplest option."""
@@ -189,6 +189,28 @@ def settled(choices: Choices, keep: str = "") -> Choices:
         if choices == before:
             break
     return choices
+
+
+COMPANIONS: dict[str, Choices] = {
+    "terms=aux": {"pack": "tuple"},
+    "terms=aux_ce": {"pack": "dict"},
+    "loss=ce_transposed": {"body": "tokens"},
+    "loader=ragged": {"body": "bag"},
+    "twist=batchnorm": {"samples": "16"},
+    "optimised=own": {"outside": "temperature"},
+    "reach=global": {"outside": "centre_buffer"},
+    "reach=closure": {"outside": "centre_buffer"},
+    "reach=partial": {"outside": "centre_buffer"},
+    "reach=bound": {"outside": "centre_buffer"},
+    "where=after": {"metrics": "accuracy"},
+    "where=stepped": {"metrics": "accuracy"},
+}
+"""What an option needs beside it to be of any effect."""
+
+
+def alone(name: str, option: str) -> Choices:
+    """One option with everything else as simple as it goes."""
+    return settled({**SIMPLEST, **COMPANIONS.get(f"{name}={option}", {}), name: option}, keep=name)
 
 
 def others(choices: Choices) -> Choices:

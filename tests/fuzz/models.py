@@ -90,7 +90,7 @@ h = sum(weight[..., i : i + 1] * expert(h) for i, expert in enumerate(self.exper
         init="self.mid = nn.Sequential(nn.Linear(4, 4), nn.Tanh())",
         forward="h = checkpoint(self.mid, h, use_reentrant=True)",
     ),
-    "inplace": piece(forward="h = torch.relu_(h * 2).add_(0.1)"),
+    "inplace": piece(forward="h = (h * 2).add_(0.1).sigmoid_()"),
     "batchnorm": piece(
         "batchnorm",
         init="self.norm = nn.BatchNorm1d(4)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import linecache
+import os
 import random
 import re
 import sys
@@ -93,6 +94,7 @@ def _as_in_a_new_process() -> Iterator[None]:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
+    os.environ["MEMFIT"] = "strict"
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
