@@ -2,6 +2,7 @@
 
     python benchmarks/fuzz_scripts.py --seeds 0:20000 [--resume] [--shrink] [--workers 2] [--save]
     python benchmarks/fuzz_scripts.py --show SEED
+    python benchmarks/fuzz_scripts.py --alone loss=vmap     # one construct, with everything else as simple as it goes
 
 A seed is a script. Results are written as they come, one JSON object a line, to `--log`; `--resume` leaves out seeds that are
 there. `--shrink` makes one finding of every kind small and prints its source.
@@ -20,11 +21,11 @@ from common import ROOT, save
 
 sys.path[:0] = [str(ROOT / "tests")]
 
-from fuzz.grammar import drawn, others  # noqa: E402
+from fuzz.grammar import Choices, alone, drawn, others  # noqa: E402
 from fuzz.outcomes import BAD, INVALID, REFUSED  # noqa: E402
-from fuzz.pool import Found, found_in  # noqa: E402
+from fuzz.pool import Found, found_in, outcomes_of  # noqa: E402
 from fuzz.reporting import causes, per_thousand, small  # noqa: E402
-from fuzz.script import source_of, steps_by_itself  # noqa: E402
+from fuzz.script import source_of  # noqa: E402
 
 
 def main() -> None:
@@ -32,14 +33,15 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--seeds", default="0:1000", help="FIRST:PAST, or seeds with commas between")
     arguments.add_argument("--show", type=int, help="print a seed's script and what it comes to")
+    arguments.add_argument("--alone", help="DIMENSION=OPTION: print the simplest script that has it, and what it comes to")
     arguments.add_argument("--resume", action="store_true")
     arguments.add_argument("--shrink", action="store_true")
     arguments.add_argument("--save", action="store_true", help="write a dated result")
     arguments.add_argument("--workers", type=int, default=1)
     arguments.add_argument("--log", type=Path, default=Path("fuzz.jsonl"))
     given = arguments.parse_args()
-    if given.show is not None:
-        show(given.show)
+    if given.show is not None or given.alone:
+        show(drawn(given.show) if given.show is not None else alone(*given.alone.split("=")))
         return
     began = time.time()
     found = run(seeds_of(given.seeds), given.log, resume=given.resume, workers=given.workers)
@@ -74,14 +76,11 @@ def run(seeds: list[int], log: Path, *, resume: bool, workers: int) -> list[Foun
     return found
 
 
-def show(seed: int) -> None:
+def show(choices: Choices) -> None:
     """Print a script and what it comes to."""
-    choices = drawn(seed)
-    print(f"choices: {others(choices)}\n\n{source_of(choices)}")
-    if steps_by_itself(choices):
-        print(f"---- step mode\n{source_of(choices, step=True)}")
-    for one in found_in([seed]):
-        print(f"---- {one.mode} mode: {one.kind} {one.what}\n{one.detail}")
+    print(f"choices: {others(choices)}")
+    for mode, one in outcomes_of(choices):
+        print(f"\n---- {mode} mode: {one.kind} {one.what}\n{one.detail}\n{source_of(choices, step=mode == 'step')}")
 
 
 def summary(found: list[Found]) -> dict[str, object]:

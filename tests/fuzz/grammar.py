@@ -41,6 +41,8 @@ PLAIN: dict[str, tuple[str, ...]] = {
     "optimizer": tuple(training.OPTIMIZERS),
     "optimised": outside.OPTIMISED,
     "accumulation": training.ACCUMULATION,
+    "optimizers": ("one", "halves", "halves_by_name"),
+    "target": ("none", "same", "double"),
     "samples": ("16", "13", "12"),
     "batch": ("8", "6", "5"),
     "epochs": ("2", "1"),
@@ -126,6 +128,10 @@ def _owns(name: str) -> Callable[[Choices], bool]:
     return lambda c: "owns" in the(c, name).tags
 
 
+def _time_major(c: Choices) -> bool:
+    return "time_major" in the(c, "body").tags
+
+
 RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     # what needs floats, classes or whole rows
     _loses("calls", lambda c: _words(c) and _shifts(c)),
@@ -141,6 +147,28 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("arithmetic", lambda c: _tokens(c) and "goal" in _text(c, "arithmetic")),
     _loses("between", lambda c: "floats" in the(c, "between").tags and _words(c)),
     _loses("loader", lambda c: "ragged" in the(c, "loader").tags and (not _words(c) or _tokens(c) or c["inputs"] != "one")),
+    _loses("loader", lambda c: c["loader"] == "ragged_labels" and (not _tokens(c) or c["inputs"] != "one")),
+    _loses("between", lambda c: "rows_only" in the(c, "between").tags and _tokens(c)),
+    _loses("between", lambda c: c["between"] == "batch_deleted" and (c["logging"] == "total" or "len(x)" in _text(c, "backward"))),
+    _loses("between", lambda c: c["between"] == "batch_deleted" and c["calls"] == "input_gradient"),
+    _loses("between", lambda c: c["between"] == "labels_written" and c["metrics"] != "none"),
+    _loses("calls", lambda c: c["calls"] == "reconstructs" and (kind(c) != "rows" or c["outside"] != "none")),
+    _loses("calls", lambda c: _words(c) and c["calls"] in ("input_gradient", "checkpointed_reentrant")),
+    _loses("calls", lambda c: c["calls"] == "in_two_by_hand" and (c["inputs"] != "one" or _fixed(c) or _time_major(c))),
+    _loses("calls", lambda c: c["calls"] == "each_backward" and ("autograd.grad" in _text(c, "backward") or c["accumulation"] != "none")),
+    _loses("calls", lambda c: c["calls"] == "each_backward" and c["zero"] == "before_backward"),
+    _loses("calls", lambda c: c["calls"] == "input_gradient" and ("autograd.grad" in _text(c, "backward") or c["backward"] == "inputs")),
+    _loses("calls", lambda c: _time_major(c) and (c["calls"] in ("catenated", "triplet", "triplet_norm", "mixup") or "len(x)" in _text(c, "calls"))),
+    _loses("inputs", _time_major),
+    _loses("twist", lambda c: _time_major(c) and "len(x)" in _text(c, "twist")),
+    _loses("state", lambda c: _time_major(c) and "len(x)" in _text(c, "state")),
+    _loses("evaluation", _time_major),
+    _loses("loss", lambda c: "eight" in the(c, "loss").tags and (c["samples"] != "16" or c["batch"] != "8")),
+    _loses("optimizers", lambda c: c["optimizer"] == "groups" or c["parts"] in ("new_head", "added_group", "weights_replaced", "saved_and_loaded", "unfreezes")),
+    _loses("optimizers", lambda c: c["scheduler"] != "none" or c["accumulation"] != "none"),
+    _loses("target", lambda c: c["target"] != "none" and ("no_loader" in the(c, "loader").tags or c["loader"] in ("batch_sampler", "whole_batches"))),
+    _loses("target", lambda c: c["target"] == "double" and (c["accumulation"] != "none" or _fixed(c) or "BATCH" in _text(c, "loss"))),
+    _loses("arithmetic", lambda c: c["target"] == "double" and "len(x)" in _text(c, "arithmetic")),
     # a model that returns its loss has no other, and one call
     _loses("calls", lambda c: _owns("pack")(c) and c["calls"] not in ("one",)),
     _loses("outside", lambda c: (_owns("pack")(c) or _owns("calls")(c)) and bool(the(c, "outside").holds)),
@@ -196,6 +224,7 @@ COMPANIONS: dict[str, Choices] = {
     "terms=aux_ce": {"pack": "dict"},
     "loss=ce_transposed": {"body": "tokens"},
     "loader=ragged": {"body": "bag"},
+    "loader=ragged_labels": {"body": "tokens"},
     "twist=batchnorm": {"samples": "16"},
     "optimised=own": {"outside": "temperature"},
     "reach=global": {"outside": "centre_buffer"},

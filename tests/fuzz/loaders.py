@@ -68,6 +68,35 @@ def collate(samples):
 loader = DataLoader(samples, batch_size=BATCH, shuffle=True, collate_fn=collate, generator=torch.Generator().manual_seed(5))
 """,
     ),
+    "ragged_labels": piece(
+        "ragged_labels",
+        loader="""
+samples = [(x[x != 0], y[x != 0]) for x, y in DATASET]
+
+
+def collate(samples):
+    xs, ys = zip(*samples)
+    pad = nn.utils.rnn.pad_sequence
+    return pad(xs, batch_first=True), pad(ys, batch_first=True, padding_value=-100)
+
+
+loader = DataLoader(samples, batch_size=BATCH, shuffle=True, collate_fn=collate, generator=torch.Generator().manual_seed(5))
+""",
+    ),
+    "drawing_dataset": piece(
+        loader="""
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        x, *rest = DATASET[i]
+        return (x, *(part.clone() for part in rest))
+
+
+loader = DataLoader(Noisy(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(5))
+""",
+    ),
     "iterable": piece(
         loader="""
 class Stream(torch.utils.data.IterableDataset):

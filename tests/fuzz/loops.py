@@ -90,6 +90,42 @@ with torch.no_grad():
         "single", imports="from torch.utils.checkpoint import checkpoint",
         call="out = checkpoint(lambda x: «x», x, use_reentrant=False)",
     ),
+    "checkpointed_data": piece(
+        "single", imports="from torch.utils.checkpoint import checkpoint",
+        call="out = checkpoint(lambda x: «x», x, use_reentrant=True) + 0.0 * «x»",
+    ),
+    "checkpointed_reentrant": piece(
+        "single", imports="from torch.utils.checkpoint import checkpoint",
+        call="given = x.clone().requires_grad_()\nout = checkpoint(lambda x: «x», given, use_reentrant=True)",
+    ),
+    "input_gradient": piece(
+        call="x = x.clone().requires_grad_()\nout = «x»", stepped='print("into", x.grad.norm().item())'
+    ),
+    "reconstructs": piece(
+        "owns", setup="decoder = nn.Linear(CLASSES, 6).double()", params="*decoder.parameters()",
+        call="out = «x»", loss="loss = F.mse_loss(decoder(out), x)",
+    ),
+    "features": piece(
+        "owns", setup="frozen = copy.deepcopy(model).requires_grad_(False).eval()",
+        call="with torch.no_grad():\n    goal_out = frozen«x»\nout = «x»",
+        loss='loss = F.kl_div(F.log_softmax(out / 2, 1), (goal_out / 2).softmax(1), reduction="batchmean") * 4 + F.cross_entropy(out, y)',
+    ),
+    "in_two_by_hand": piece(
+        "owns", call="parts = x.split(4)", loss="""
+loss = 0.0
+for part, labels in zip(parts, y.split(4)):
+    out = «part»
+    loss = loss + F.cross_entropy(out, labels) * len(part) / len(x)
+""",
+    ),
+    "each_backward": piece(
+        "owns", call="out = «x»", loss="""
+loss = F.cross_entropy(out, y) / 2
+loss.backward()
+out = «x + 0.1»
+loss = F.cross_entropy(out, y) / 2
+""",
+    ),
     "saved_hooks": piece(
         "single", call="with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):\n    out = «x»"
     ),
@@ -103,7 +139,7 @@ TERMS = {
     "l2_out": piece(terms="loss = loss + 0.1 * out.pow(2).mean()"),
     "l1_parameters": piece(terms="loss = loss + 1e-3 * sum(p.abs().sum() for p in model.parameters())"),
     "aux": piece("aux", terms="loss = loss + 0.1 * aux.pow(2).mean()"),
-    "aux_ce": piece("aux", terms="loss = loss + F.cross_entropy(aux.reshape(-1, 2), torch.arange(aux.numel() // 2) % 2)"),
+    "aux_ce": piece("aux", terms="loss = loss + F.cross_entropy(aux.reshape(-1, 2), (y != 0).long().reshape(-1))"),
     "entropy": piece(terms="loss = loss - 0.01 * -(out.softmax(-1) * F.log_softmax(out, -1)).sum(-1).mean()"),
 }
 
@@ -122,6 +158,17 @@ ARITHMETIC = {
     "sum_then_div_": piece(arithmetic="loss = loss + F.mse_loss(out, goal)\nloss.div_(4)"),
     "squared": piece(arithmetic="loss = loss ** 2"),
     "pow_": piece(arithmetic="loss.pow_(2)"),
+    "through_list": piece(arithmetic="parts = [loss]\nparts[0] = parts[0] * 2\nloss = sum(parts) / len(parts)"),
+    "minus_detached": piece(arithmetic="loss = loss - loss.detach() + 1.0"),
+    "nan_guard": piece(arithmetic="loss = torch.nan_to_num(loss)"),
+    "maximum": piece(arithmetic="loss = torch.maximum(loss, torch.tensor(0.1))"),
+    "sqrt": piece(arithmetic="loss = (loss + 1.0).sqrt()"),
+    "log": piece(arithmetic="loss = torch.log1p(loss)"),
+    "divided_by_itself": piece(arithmetic="loss = loss / (loss.detach() + 0.1)"),
+    "functional_div": piece(arithmetic="loss = torch.div(loss, 3.0)"),
+    "iadd_out": piece(arithmetic="loss += 0.1 * out.pow(2).mean()"),
+    "isub_item": piece(arithmetic="loss -= 0.5 * loss.item()"),
+    "stack_mean": piece(arithmetic="loss = torch.stack([loss, loss * 2]).mean()"),
     "weighted_in_place": piece(arithmetic="w = 0.5 + step\nloss *= w"),
     "by_tensor": piece(arithmetic="loss = loss * torch.tensor(0.5)"),
     "clamped": piece(arithmetic="loss = loss.clamp(max=0.9)"),
@@ -130,7 +177,7 @@ ARITHMETIC = {
     "unsqueezed": piece(arithmetic="loss = loss.unsqueeze(0).sum()"),
     "repeated_use": piece(arithmetic="loss = loss + 0.5 * loss.detach() * loss"),
     "cloned": piece(arithmetic="loss = loss.clone()"),
-    "to_float": piece(arithmetic="loss = loss.float().double()"),
+    "to_double": piece(arithmetic="loss = loss.double()"),
 }
 
 METRICS = {
@@ -145,6 +192,14 @@ METRICS = {
     "no_grad": piece(metrics='with torch.no_grad():\n    print("mean", out.softmax(-1).amax(-1).mean().item())'),
     "numpy": piece(metrics='print("sum", float(out.detach().numpy().sum()))'),
     "shape": piece(metrics='print("shape", out.shape[0], out.dim(), out.size(-1), out.requires_grad, out.dtype)'),
+    "correct_add_": piece(setup="correct = torch.zeros((), dtype=torch.long)", metrics="correct.add_((out.argmax(-1) == y).sum())"),
+    "plus_equals": piece(setup="total = 0.0", metrics="total += out.detach().pow(2).mean().item()"),
+    "per_class": piece(setup="hits = torch.zeros(CLASSES).double()", metrics="hits += F.one_hot(out.argmax(-1), CLASSES).reshape(-1, CLASSES).sum(0)"),
+    "slice_kept": piece(setup="firsts = []", metrics="firsts.append(out[0].detach().clone())"),
+    "other_loss": piece(metrics='with torch.no_grad():\n    print("other", F.cross_entropy(out, y).item())'),
+    "set_item": piece(setup="table = torch.zeros(20).double()", metrics="table[step] = out.detach().mean()"),
+    "copy_": piece(setup="held_out = torch.zeros(()).double()", metrics="held_out.copy_(out.detach().max())"),
+    "list_of_preds": piece(setup="preds = []", metrics="preds.extend(out.argmax(-1).flatten().tolist())"),
     "finite": piece(metrics="assert torch.isfinite(out).all()"),
     "max_metric": piece(setup="most = torch.tensor(-1e9).double()", metrics="most = torch.maximum(most, out.detach().max())"),
 }
@@ -176,6 +231,9 @@ BETWEEN = {
     "output_kept": piece(setup="last = None", between="if last is not None:\n    print('last', last.mean().item())\nlast = out.detach()"),
     "outputs_kept": piece(setup="outputs = []", between="outputs.append(out)", end='print("outputs", torch.cat(outputs).mean().item())'),
     "output_with_graph": piece(setup="last = None", between="last = out"),
+    "labels_written": piece("rows_only", between="y.data.fill_(0)"),
+    "batch_deleted": piece(between="del x, batch"),
+    "buffers_data": piece(between="for b in model.buffers():\n    b.data = b.data * 1.0"),
     "retain_grad": piece(metrics="out.retain_grad()", gradients='print("slope", out.grad.norm().item())'),
     "output_hook": piece(metrics="out.register_hook(lambda gradient: gradient * 0.5)"),
     "hook_list": piece(setup="slopes = []", metrics="out.register_hook(lambda gradient: slopes.append(gradient.norm().item()))"),

@@ -31,6 +31,10 @@ BODIES = {
         init="self.lstm = nn.LSTM(3, 4, batch_first=True)",
         forward="h = self.lstm(x)[1][0].squeeze(0)",
     ),
+    "time_major": piece(
+        "series", "time_major",
+        before="x = x.transpose(0, 1)", init="self.gru = nn.GRU(3, 4)", forward="h = self.gru(x)[0][-1]",
+    ),
     "attention": piece(
         "series",
         init="self.into, self.attend = nn.Linear(3, 4), nn.MultiheadAttention(4, 2, batch_first=True)",
@@ -72,6 +76,14 @@ TWISTS = {
     "constant_buffer": piece(
         init='self.register_buffer("scale", torch.linspace(0.5, 1.5, 4))', forward="h = h * self.scale"
     ),
+    "by_max_item": piece("decides", forward="if x.abs().max().item() > 2.0:\n    h = h * 0.5"),
+    "prints_norm": piece(forward="assert float(h.norm()) >= 0"),
+    "own_scale": piece(init="self.gain = nn.Parameter(torch.ones(4))", forward="h = h * self.gain.exp()"),
+    "weight_norm": piece(init="self.wn = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))", forward="h = self.wn(h)"),
+    "detached_branch": piece(
+        init="self.side = nn.Linear(4, 4)", forward="h = h + self.side(h.detach()) * 0.5"
+    ),
+    "groupnorm": piece(init="self.norm = nn.GroupNorm(2, 4)", forward="h = self.norm(h) if h.dim() == 2 else h"),
     "unused": piece(init="self.idle = nn.Linear(4, 4)", forward=""),
     "moe": piece(
         init="self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])",
@@ -188,6 +200,7 @@ PACKS = {
     ),
     "nested": piece("pair", returns='{"heads": [out, (aux, None)], "size": 4}', suffix='["heads"][0]'),
     "distribution": piece("distribution", returns="Categorical(logits=out)", suffix=".logits"),
+    "normal": piece("distribution", returns="Independent(Normal(out, torch.ones_like(out)), 1)", suffix=".mean"),
     "loss": piece("owns", returns="F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1))", suffix=""),
     "loss_out": piece(
         "owns", returns="F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1)), out", suffix="[0]"
@@ -199,6 +212,9 @@ PACKS = {
     ),
 }  # fmt: skip
 """What is returned; `suffix` picks the logits."""
+
+AUX = {"tuple": "[1]", "list": "[1]", "dict": '["aux"]', "dataclass": ".aux", "namedtuple": ".aux", "nested": '["heads"][1][0]'}
+"""What picks the second output."""
 
 INPUTS = {
     "one": piece(),

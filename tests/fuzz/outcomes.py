@@ -75,7 +75,7 @@ def _of_error(got: running.Ran, source: str, want: running.Ran) -> Outcome:
 
 def _accepted(choices: Choices, got: running.Ran) -> bool:
     statistics = "batchnorm" in the(choices, "twist").tags
-    return statistics and got.mode != "whole" or any(kind == "not equal" for kind, _ in got.events)
+    return (statistics and got.mode != "whole") or any(kind == "not equal" for kind, _ in got.events)
 
 
 def _how(choices: Choices, got: running.Ran) -> str:

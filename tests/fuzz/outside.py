@@ -101,6 +101,29 @@ return F.cross_entropy(4 * torch.cos(torch.acos(cosine) + margin), y)
         "", "loss = F.cross_entropy(head(out), y)", holds="head", setup="head = nn.Linear(CLASSES, CLASSES).double()",
         params="*head.parameters()",
     ),
+    "warmup_attribute": _module(
+        "Warm", "self.step = 0", "self.step += 1\nreturn F.cross_entropy(out, y) * min(1.0, self.step / 3)",
+    ),
+    "class_counts": _module(
+        "Counting", 'self.register_buffer("counts", torch.ones(CLASSES))',
+        "self.counts += F.one_hot(y, CLASSES).sum(0)\nreturn F.cross_entropy(out, y, weight=self.counts.sum() / self.counts)",
+    ),
+    "balancing": _module(
+        "Balanced", "self.w = [1.0, 1.0]",
+        """
+terms = [F.cross_entropy(out, y), out.pow(2).mean()]
+self.w = [0.9 * w + 0.1 * float(term.detach()) for w, term in zip(self.w, terms)]
+return sum(term / w for term, w in zip(terms, self.w))
+""",
+    ),
+    "default_argument": _outside(
+        "def smoothed(out, y, cache={}):\n    loss = F.cross_entropy(out, y)\n    cache['mean'] = 0.9 * cache.get('mean', 1.0) + 0.1 * float(loss.detach())\n    return loss / cache['mean']",
+        "loss = smoothed(out, y)", setup="cached = smoothed.__defaults__[0]", holds="smoothed",
+    ),
+    "generator_weights": _outside(
+        "", "loss = F.cross_entropy(out, y) * next(weights)", setup="weights = iter([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])",
+        holds="weights",
+    ),
     "prompt": piece(
         "outside", "prompt", setup="prompt = nn.Parameter(torch.zeros(INPUT).double())", params="prompt", before="x = x + prompt",
     ),

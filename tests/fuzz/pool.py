@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fuzz.outcomes import CRASHED, Outcome
+from fuzz.grammar import Choices, drawn
+from fuzz.outcomes import CRASHED, Outcome, outcome
+from fuzz.script import steps_by_itself
 
 PATIENCE = 120
 """Seconds within which a script has come to an end in all its ways."""
@@ -108,16 +110,11 @@ def _serve(pipe: Any) -> None:
             seed = pipe.recv()
         except EOFError:
             return
-        pipe.send([(mode, one.kind, one.what, one.detail) for mode, one in outcomes_of(seed)])
+        pipe.send([(mode, one.kind, one.what, one.detail) for mode, one in outcomes_of(drawn(seed))])
 
 
-def outcomes_of(seed: int) -> list[tuple[str, Outcome]]:
-    """A seed's outcomes, by mode; an error of the fuzzer's own is one, too."""
-    from fuzz.grammar import drawn
-    from fuzz.outcomes import outcome
-    from fuzz.script import steps_by_itself
-
-    choices = drawn(seed)
+def outcomes_of(choices: Choices) -> list[tuple[str, Outcome]]:
+    """A script's outcomes, by mode; an error of the fuzzer's own is one, too."""
     modes = ("script", "step") if steps_by_itself(choices) else ("script",)
     found = []
     for mode in modes:

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+
 from fuzz.script import MARK
 from fuzz.snapshot import Snapshot, snapshot
-from torch import Tensor, nn
 
 NAME = "fuzz_script"
 

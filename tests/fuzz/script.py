@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 """
 MARK = "# the line stands here"
 KEEP = "slopes.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])"
-CALL = re.compile(r"(\w*)«([^»]*)»")
+CALL = re.compile(r"(\w*)«(!?)([^»]*)»")
 
 
 def source_of(choices: Choices, *, step: bool = False, micro: int | str | None = None) -> str:
@@ -38,7 +38,9 @@ def source_of(choices: Choices, *, step: bool = False, micro: int | str | None =
 def steps_by_itself(choices: Choices) -> bool:
     """Whether a script's loop does no more than step mode does."""
     simple = {"metrics": "none", "between": "none", "backward": "once", "zero": "first", "accumulation": "none"}
-    if any(choices[name] != option for name, option in simple.items()) or choices["optimised"] == "own":
+    if any(choices[name] != option for name, option in simple.items()) or "own" == choices["optimised"] or choices["optimizers"] != "one":
+        return False
+    if choices["calls"] == "input_gradient" or "rand" in the(choices, "calls").lines.get("call", ""):  # draws of a batch that is cut are others
         return False
     gradients = choices["gradients"] in ("none", "hooks", "module_hook", "module_hook_replaces", "backward_hook", "scaled", "printed")
     return gradients and choices["logging"] in ("none", "item", "tensor_total", "formatted")
@@ -56,6 +58,9 @@ class _Writer:
         self.sections = {name: self._section(name) for name in SECTIONS}
         self._place_metrics()
         self._place_loss()
+        if "aux" in the(choices, "terms").tags:
+            first, second = (the(choices, "pack").lines["suffix"], models.AUX[choices["pack"]])
+            self.sections["call"] = f"found = «!x»\nout, aux = found{first}, found{second}"
 
     def _section(self, name: str) -> str:
         parts = ("calls", "loss", "outside", "terms", "arithmetic", "metrics", "logging", "between", "backward", "zero", "gradients",
@@ -67,7 +72,7 @@ class _Writer:
             if (name, part) != ("setup", "scheduler"):  # it needs the optimizer
                 found.append(the(self.c, part).lines.get(name, ""))
         for part in ("body", "twist", "state", "pack"):
-            if name in ("imports", "terms", "classes"):
+            if name in ("imports", "terms", "classes", "before"):
                 found.append(the(self.c, part).lines.get(name, ""))
         return together(found)
 
@@ -101,6 +106,8 @@ class _Writer:
     def _constants(self) -> str:
         names = ["x", "z", "y"] if self.two else ["x", "y"]
         lines = [f"N, BATCH, CLASSES = {self.c['samples']}, {self.c['batch']}, {self.classes}", f"NAMES = {names!r}", "step = 0"]
+        if self.c["target"] == "double":
+            lines.append("BATCH = 2 * BATCH  #-")
         return "\n".join([*lines, "torch.manual_seed(0), random.seed(0), np.random.seed(0)"])
 
     def _model(self) -> str:
@@ -118,7 +125,7 @@ class _Writer:
         shape = loaders.SHAPES[self.kind]
         if self.two:
             lines.append(f"zs = torch.randn(N, {shape}, generator=source).double()")
-        labels = "torch.randint(0, 7, (N, 5), generator=source).masked_fill(xs == 0, -100)" if self.tokens else "torch.randint(0, 3, (N,), generator=source)"  # noqa: E501
+        labels = "torch.randint(0, 7, (N, 5), generator=source).masked_fill(xs == 0, -100)" if self.tokens else "torch.randint(0, 3, (N,), generator=source)"
         lines += [f"ys = {labels}", f"dataset = TensorDataset(xs, {'zs, ' if self.two else ''}ys)"]
         if "held" in self.sections["end_step"] + self.sections["end_epoch"]:
             lines.append("held = xs[:5].clone()" + ("\nheld_z = zs[:5].clone()" if self.two else ""))
@@ -134,6 +141,10 @@ class _Writer:
         if self.c["optimizer"] == "groups":
             trained = f"*model.parameters(), {more}" if more and not own else "*model.parameters()"
         lines = [f"optimizer = {made.format(trained)}"]
+        if self.c["optimizers"] != "one":
+            heads = "[p for name, p in model.named_parameters() if name.startswith('head')]"
+            rest = "[p for name, p in model.named_parameters() if not name.startswith('head')]"
+            lines = [f"optimizer = {made.format(rest + (f' + [{more}]' if more and not own else ''))}", f"second_optimizer = {made.format(heads)}"]
         if own:
             lines.append(f"beside = torch.optim.SGD([{more}], lr=0.05)")
         return together([*lines, the(self.c, "scheduler").lines.get("setup", "")])
@@ -141,21 +152,25 @@ class _Writer:
     def _line(self) -> list[str]:
         micro = self.micro if self.micro.isdigit() else repr(self.micro)
         settings = f"micro_batch={micro}"
+        if self.c["target"] != "none":
+            settings += f", target_batch={'2 * ' if self.c['target'] == 'double' else ''}BATCH"
         before = together([self.sections["gradients"], self.sections["clip"]])
         lines = [MARK, "#: import memfit"]
         if self.step:
             before = together([KEEP, before])
             lines = [self._loss_fn(), "slopes = []", f"\n\ndef before_step():\n{indented(before, 4)}\n\n", *lines]
             settings += ", loss_fn=loss_fn, before_step=before_step"
-        lines.append(f"#: run = memfit.wrap(model, optimizer, loader, {settings})")
-        return [*lines, "#: model, optimizer, loader = run"]
+        several = self.c["optimizers"] == "halves"
+        optimizer = "[optimizer, second_optimizer]" if several else "optimizer"
+        names = "model, (optimizer, second_optimizer), loader" if several else "model, optimizer, loader"
+        return [*lines, f"#: run = memfit.wrap(model, {optimizer}, loader, {settings})", f"#: {names} = run"]
 
     def _loss_fn(self) -> str:
         body = together([self._unpack(), self._before(), self._flat("call"), *(self.sections[n] for n in ("loss", "terms", "arithmetic"))])
         return f"\n\ndef loss_fn(model, batch):\n{indented(body, 4)}\n    return loss\n\n"
 
     def _before(self) -> str:
-        return the(self.c, "outside").lines.get("before", "")
+        return together([the(self.c, name).lines.get("before", "") for name in ("outside", "body")])
 
     def _unpack(self) -> str:
         fields = "x, z, y" if self.two else "x, y"
@@ -187,6 +202,8 @@ class _Writer:
         before = s["before"].replace(zeroed, "", 1) if zeroed else s["before"]
         before = together([before])
         update = together([s["gradients"], s["clip"], "optimizer.step()"])
+        if self.c["optimizers"] != "one":
+            update += "\nsecond_optimizer.step()\nsecond_optimizer.zero_grad()"
         if self.c["optimised"] == "own":
             update += "\nbeside.step()\nbeside.zero_grad()"
         if self.c["accumulation"] == "none":
@@ -214,13 +231,13 @@ class _Writer:
         suffix = the(self.c, "pack").lines["suffix"] if not self.owns else ""
 
         def call(match: re.Match[str]) -> str:
-            name, given = match.groups()
+            name, whole, given = match.groups()
             more = ""
             if self.two:
                 beside = "held_z" if given == "held" else "z"
                 more = f", z={beside}" if self.c["inputs"] == "keyword" else f", {beside}"
             more += ", y" if self.owns else ""
-            return f"{name or 'model'}({given}{more}){suffix}"
+            return f"{name or 'model'}({given}{more}){'' if whole else suffix}"
 
         text = text.replace("DATASET", "dataset").replace("INPUT", loaders.SHAPES[self.kind])
         return CALL.sub(call, text)

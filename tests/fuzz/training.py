@@ -60,8 +60,24 @@ GRADIENTS = {
         gradients='print("fired", sum(fired.values()))',
     ),
     "post_hooks": piece(
-        setup="sums = []\nfor p in model.parameters():\n    if p.requires_grad:\n        p.register_post_accumulate_grad_hook(lambda p: sums.append(p.grad.sum().item()))",
-        gradients='print("sums", sum(sums))',
+        setup="""
+sums = {}
+for name, p in model.named_parameters():
+    if p.requires_grad:
+        p.register_post_accumulate_grad_hook(lambda p, name=name: sums.update({name: p.grad.sum().item()}))
+""",
+        gradients='print("sums", sum(sums.values()))',
+    ),
+    "post_hooks_step": piece(
+        setup="""
+def halve(p):
+    p.grad.mul_(0.5)
+
+
+for p in model.parameters():
+    if p.requires_grad:
+        p.register_post_accumulate_grad_hook(halve)
+""",
     ),
     "module_hook": piece(
         setup='seen = {"n": 0}\n\n\ndef look(module, args, output):\n    seen["n"] += 1\n\n\nmodel.head.register_forward_hook(look)',
