@@ -137,6 +137,7 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("calls", lambda c: _words(c) and _shifts(c)),
     _loses("calls", lambda c: _tokens(c) and ("goal" in _text(c, "calls") or _owns("calls")(c))),
     _loses("calls", lambda c: c["inputs"] != "one" and c["calls"] in ("catenated", "mixup")),
+    _loses("calls", lambda c: _tokens(c) and c["calls"] in ("teacher", "evaluated_first")),
     _loses("inputs", lambda c: _words(c) or _owns("pack")(c)),
     _loses("loss", lambda c: _tokens(c) and "tokens" not in the(c, "loss").tags),
     _loses("loss", lambda c: not _tokens(c) and "unflat" in the(c, "loss").tags),
@@ -185,7 +186,7 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("batch", lambda c: _fixed(c) and c["batch"] != "8"),
     _loses("twist", lambda c: c["twist"] in ("fixed_size", "viewed", "divides") and c["calls"] == "catenated"),
     _loses("twist", lambda c: c["twist"] in ("fixed_size", "viewed") and c["evaluation"] != "none"),
-    _loses("samples", lambda c: c["samples"] == "13" and c["batch"] == "6" and ("batchnorm" in c["twist"] or c["loss"] in ("hardest", "trimmed"))),
+    _loses("batch", lambda c: int(c["samples"]) % int(c["batch"]) == 1 and (c["twist"] == "batchnorm" or c["loss"] in ("hardest", "trimmed"))),
     _loses("twist", lambda c: c["twist"] == "batchnorm" and c["body"] == "tokens"),
     # what torch itself refuses
     _loses("backward", lambda c: c["twist"] == "reentrant" and c["backward"] not in ("once", "with_factor", "scaled", "autograd_backward")),

@@ -146,6 +146,9 @@ def _joined(parts: list[Any], weights: list[float]) -> Any:
         return type(first)(_joined(list(column), weights) for column in zip(*parts))
     if isinstance(first, torch.distributions.Categorical):
         return type(first)(logits=torch.cat([part.logits for part in parts]))
+    if isinstance(first, torch.distributions.Independent):
+        means, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "stddev"))
+        return torch.distributions.Independent(torch.distributions.Normal(means, scales), 1)
     if hasattr(first, "__dataclass_fields__"):
         return type(first)(**{k: _joined([getattr(part, k) for part in parts], weights) for k in first.__dataclass_fields__})
     return first

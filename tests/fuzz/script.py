@@ -40,7 +40,7 @@ def steps_by_itself(choices: Choices) -> bool:
     simple = {"metrics": "none", "between": "none", "backward": "once", "zero": "first", "accumulation": "none"}
     if any(choices[name] != option for name, option in simple.items()) or "own" == choices["optimised"] or choices["optimizers"] != "one":
         return False
-    if choices["calls"] == "input_gradient" or "rand" in the(choices, "calls").lines.get("call", ""):  # draws of a batch that is cut are others
+    if choices["calls"] in ("input_gradient", "each_backward") or "rand" in the(choices, "calls").lines.get("call", ""):  # draws of a batch that is cut are others
         return False
     gradients = choices["gradients"] in ("none", "hooks", "module_hook", "module_hook_replaces", "backward_hook", "scaled", "printed")
     return gradients and choices["logging"] in ("none", "item", "tensor_total", "formatted")
@@ -153,7 +153,9 @@ class _Writer:
         micro = self.micro if self.micro.isdigit() else repr(self.micro)
         settings = f"micro_batch={micro}"
         if self.c["target"] != "none":
-            settings += f", target_batch={'2 * ' if self.c['target'] == 'double' else ''}BATCH"
+            several = self.c["accumulation"] != "none"
+            settings += f", target_batch={'2 * ' if several or self.c['target'] == 'double' else ''}BATCH"
+            settings += ", script_accumulation=2" if several else ""
         before = together([self.sections["gradients"], self.sections["clip"]])
         lines = [MARK, "#: import memfit"]
         if self.step:

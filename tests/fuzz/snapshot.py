@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Snapshot = dict[str, Any]
-SKIPPED = frozenset({"run", "loader", "dataset", "batch", "print", "samples", "batches", "draws"})
+SKIPPED = frozenset({"BATCH", "run", "loader", "dataset", "batch", "print", "samples", "batches", "draws"})
 """Names of a script that stand for the data, or for memfit's own."""
 PLUMBING = frozenset({"forward", "training"}) | {
     name for name in vars(nn.Linear(1, 1)) if name.startswith("_") and name not in ("_parameters", "_buffers", "_modules")
