@@ -137,7 +137,7 @@ loss = F.cross_entropy(out, y) / 2
 TERMS = {
     "none": piece(),
     "l2_out": piece(terms="loss = loss + 0.1 * out.pow(2).mean()"),
-    "l1_parameters": piece(terms="loss = loss + 1e-3 * sum(p.abs().sum() for p in model.parameters())"),
+    "l1_parameters": piece(terms="loss = loss + 1e-3 * sum((p.pow(2) + 1e-4).sqrt().sum() for p in model.parameters())"),
     "aux": piece("aux", terms="loss = loss + 0.1 * aux.pow(2).mean()"),
     "aux_ce": piece("aux", terms="loss = loss + F.cross_entropy(aux.reshape(-1, 2), (y != 0).long().reshape(-1))"),
     "entropy": piece(terms="loss = loss - 0.01 * -(out.softmax(-1) * F.log_softmax(out, -1)).sum(-1).mean()"),

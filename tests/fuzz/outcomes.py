@@ -13,8 +13,9 @@ from fuzz.snapshot import apart
 TOLERANCE = 1e-10
 ROUNDING = 1e-7
 """What differs by more from parameters that differ in their last digit is no rounding."""
-FREE, TWICE, WHOLE, INEXACT, REFUSED, UNTRUE, DIFFERENT, CRASHED, INVALID = (
+FREE, TWICE, WHOLE, INEXACT, REFUSED, UNTRUE, DIFFERENT, CRASHED, INVALID, UNSTEADY = (
     "free", "two passes", "whole", "inexact", "refused", "refused without need", "different", "crashed", "plain raises",
+    "rounding decides",
 )  # fmt: skip
 BAD = (DIFFERENT, CRASHED, UNTRUE)
 
@@ -51,6 +52,8 @@ def outcome(choices: Choices, *, step: bool) -> Outcome:
     if far:
         drift = apart(want.left, running.jittered(source).left)
         far = {path: value for path, value in far.items() if not value <= 10 * drift.get(path, 0.0) <= ROUNDING}
+        if far and all(value <= 10 * drift.get(path, 0.0) for path, value in far.items()):
+            return Outcome(UNSTEADY)
     if far and _accepted(choices, got):
         return Outcome(INEXACT, ", ".join(sorted({kind for kind, _ in got.events if kind == "not equal"})) or "batch statistics")
     if far:

@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from fuzz.grammar import drawn, others
-from fuzz.outcomes import BAD, CRASHED, DIFFERENT, FREE, INEXACT, INVALID, REFUSED, TWICE, UNTRUE, WHOLE, Outcome
+from fuzz.outcomes import BAD, CRASHED, DIFFERENT, FREE, INEXACT, INVALID, REFUSED, TWICE, UNSTEADY, UNTRUE, WHOLE, Outcome
 from fuzz.pool import Found
 from fuzz.script import source_of
 from fuzz.shrinking import shrunk
 
-ORDER = (FREE, TWICE, WHOLE, INEXACT, REFUSED, UNTRUE, DIFFERENT, CRASHED, INVALID)
+ORDER = (FREE, TWICE, WHOLE, INEXACT, REFUSED, UNTRUE, DIFFERENT, CRASHED, UNSTEADY, INVALID)
 SAID = {
     FREE: "equal and free: one pass",
     TWICE: "equal by two passes",
@@ -21,6 +21,7 @@ SAID = {
     UNTRUE: "refused, though cutting by hand is equal or nothing was to be cut",
     DIFFERENT: "different",
     CRASHED: "crashed",
+    UNSTEADY: "left out: plain differs as much from parameters that differ in their last digit",
     INVALID: "left out: plain raises",
 }
 
@@ -28,7 +29,7 @@ SAID = {
 def per_thousand(found: Sequence[Found]) -> str:
     """The table of outcomes."""
     counts = Counter(one.kind for one in found)
-    runs = max(1, len(found) - counts[INVALID])
+    runs = max(1, len(found) - counts[INVALID] - counts[UNSTEADY])
     lines = [f"{len({one.seed for one in found})} scripts, {len(found)} runs (script and step mode), per thousand:"]
     for kind in ORDER:
         modes = Counter(one.mode for one in found if one.kind == kind)

@@ -46,7 +46,7 @@ ZERO = {
 GRADIENTS = {
     "none": piece(),
     "scaled": piece(gradients="for p in model.parameters():\n    if p.grad is not None:\n        p.grad.mul_(0.5)"),
-    "replaced": piece(gradients="for p in model.parameters():\n    if p.grad is not None:\n        p.grad = p.grad.sign() * 0.01"),
+    "replaced": piece(gradients="for p in model.parameters():\n    if p.grad is not None:\n        p.grad = torch.tanh(10 * p.grad) * 0.01"),
     "printed": piece(
         gradients='print("slope", sum(p.grad.norm().item() for p in model.parameters() if p.grad is not None))'
     ),
