@@ -155,6 +155,8 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("between", lambda c: c["between"] == "labels_written" and c["metrics"] != "none"),
     _loses("calls", lambda c: c["calls"] == "reconstructs" and (kind(c) != "rows" or c["outside"] != "none")),
     _loses("calls", lambda c: _words(c) and c["calls"] in ("input_gradient", "checkpointed_reentrant")),
+    _loses("metrics", lambda c: c["calls"] == "in_two_by_hand"),
+    _loses("between", lambda c: c["calls"] == "in_two_by_hand" and "out" in _text(c, "between")),
     _loses("calls", lambda c: c["calls"] == "in_two_by_hand" and (c["inputs"] != "one" or _fixed(c) or _time_major(c))),
     _loses("calls", lambda c: c["calls"] == "each_backward" and ("autograd.grad" in _text(c, "backward") or c["accumulation"] != "none")),
     _loses("calls", lambda c: c["calls"] == "each_backward" and c["zero"] == "before_backward"),

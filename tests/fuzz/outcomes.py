@@ -17,6 +17,8 @@ FREE, TWICE, WHOLE, INEXACT, REFUSED, UNTRUE, DIFFERENT, CRASHED, INVALID, UNSTE
     "free", "two passes", "whole", "inexact", "refused", "refused without need", "different", "crashed", "plain raises",
     "rounding decides",
 )  # fmt: skip
+WRITTEN = "memfit runs this call in micro-batches"
+"""Said where a script writes what a pass still reads, which `docs/guarantees.md` lists among what is refused."""
 BAD = (DIFFERENT, CRASHED, UNTRUE)
 
 
@@ -44,7 +46,7 @@ def outcome(choices: Choices, *, step: bool) -> Outcome:
     if want.error is not None:
         return Outcome(INVALID, _words(want.error), want.trace[-1500:])
     if got.error is not None:
-        return _of_error(got, source, want)
+        return _of_error(choices, got, source, want)
     drift: dict[str, float] = {}
     far = {path: value for path, value in apart(want.left, got.left).items() if value > TOLERANCE}
     if step:  # its step leaves no gradients; the script keeps what they were before
@@ -63,10 +65,12 @@ def outcome(choices: Choices, *, step: bool) -> Outcome:
     return Outcome(_how(choices, got))
 
 
-def _of_error(got: running.Ran, source: str, want: running.Ran) -> Outcome:
+def _of_error(choices: Choices, got: running.Ran, source: str, want: running.Ran) -> Outcome:
     from memfit import MemfitError
 
     assert got.error is not None
+    if WRITTEN in str(got.error) and "writes" in the(choices, "between").tags:
+        return Outcome(REFUSED, f"{type(got.error).__name__}: what a deferred pass reads was written before backward", str(got.error))
     if not isinstance(got.error, MemfitError):
         return Outcome(CRASHED, _words(got.error), got.trace[-3500:])
     words = f"{type(got.error).__name__}: {_normal(got.error.asked)} / {_normal(got.error.found)}"
