@@ -10,7 +10,7 @@ import re
 import pytest
 from fuzz import running
 from fuzz.grammar import OPTIONS, SIMPLEST, Choices, alone, drawn, others, settled
-from fuzz.known import KNOWN, known
+from fuzz.known import KNOWN, known, parts
 from fuzz.outcomes import DIFFERENT, FREE, INVALID, Outcome, outcome
 from fuzz.pool import Found, outcomes_of
 from fuzz.reporting import small
@@ -18,7 +18,7 @@ from fuzz.script import MARK, source_of, steps_by_itself
 from fuzz.shrinking import shrunk
 from fuzz.snapshot import apart
 
-SLICE = range(50)
+SLICE = range(60)
 MANY = range(1000, 6000)
 
 
@@ -157,5 +157,5 @@ def test_a_script_that_torch_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch
 
 
 def test_known_faults_name_options_that_there_are() -> None:
-    parts = [part.split("=") for entry in KNOWN for part in entry.split()]
-    assert [part for part in parts if part[1] not in OPTIONS[part[0]]] == []
+    named = [part for entry in KNOWN for part in parts(entry)]
+    assert [(name, options) for name, options in named if not set(options) <= set(OPTIONS[name])] == []

@@ -189,7 +189,7 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("samples", lambda c: _fixed(c) and c["samples"] != "16"),
     _loses("batch", lambda c: _fixed(c) and c["batch"] != "8"),
     _loses("twist", lambda c: c["twist"] in ("fixed_size", "viewed", "divides") and c["calls"] == "catenated"),
-    _loses("twist", lambda c: c["twist"] in ("fixed_size", "viewed") and c["evaluation"] != "none"),
+    _loses("twist", lambda c: c["twist"] in ("fixed_size", "viewed", "divides") and c["evaluation"] != "none"),
     _loses("batch", lambda c: int(c["samples"]) % int(c["batch"]) == 1 and (c["twist"] == "batchnorm" or c["loss"] in ("hardest", "trimmed"))),
     _loses("twist", lambda c: c["twist"] == "batchnorm" and c["body"] == "tokens"),
     # what torch itself refuses
