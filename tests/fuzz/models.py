@@ -1,0 +1,237 @@
+"""Models: what they are made of, what their forward does beside, and what they return."""
+
+from __future__ import annotations
+
+from fuzz.pieces import piece
+
+BODIES = {
+    "mlp": piece("rows", init="self.body = nn.Sequential(nn.Linear(6, 4), nn.Tanh())", forward="h = self.body(x)"),
+    "deep": piece(
+        "rows",
+        init="self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 4)",
+        forward="h = torch.tanh(self.second(torch.relu(self.first(x)) + 0.1))",
+    ),
+    "conv": piece(
+        "pictures",
+        init="self.conv = nn.Conv2d(2, 4, 3, padding=1)",
+        forward="h = torch.relu(self.conv(x)).mean((2, 3))",
+    ),
+    "flat_conv": piece(
+        "pictures",
+        init="self.conv, self.flat = nn.Conv2d(2, 3, 3), nn.Linear(12, 4)",
+        forward="h = self.flat(F.gelu(self.conv(x)).flatten(1))",
+    ),
+    "gru": piece(
+        "series",
+        init="self.gru = nn.GRU(3, 4, batch_first=True)",
+        forward="h = self.gru(x)[0][:, -1]",
+    ),
+    "lstm": piece(
+        "series",
+        init="self.lstm = nn.LSTM(3, 4, batch_first=True)",
+        forward="h = self.lstm(x)[1][0].squeeze(0)",
+    ),
+    "time_major": piece(
+        "series", "time_major",
+        before="x = x.transpose(0, 1)", init="self.gru = nn.GRU(3, 4)", forward="h = self.gru(x)[0][-1]",
+    ),
+    "attention": piece(
+        "series",
+        init="self.into, self.attend = nn.Linear(3, 4), nn.MultiheadAttention(4, 2, batch_first=True)",
+        forward="h = self.into(x)\nh = (h + self.attend(h, h, h, need_weights=False)[0]).mean(1)",
+    ),
+    "encoder": piece(
+        "series",
+        init="self.into = nn.Linear(3, 4)\nself.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)",
+        forward="h = self.layer(self.into(x)).mean(1)",
+    ),
+    "bag": piece(
+        "words",
+        init="self.embed = nn.Embedding(7, 4, padding_idx=0)",
+        forward="mask = (x != 0)[..., None]\nh = (self.embed(x) * mask).sum(1) / mask.sum(1).clamp(min=1)",
+    ),
+    "tokens": piece(
+        "words", "tokens",
+        init="self.embed, self.rnn = nn.Embedding(7, 4, padding_idx=0), nn.GRU(4, 4, batch_first=True)",
+        forward="h = self.rnn(self.embed(x))[0]",
+    ),
+    "causal": piece(
+        "words", "tokens",
+        init="self.embed, self.mix = nn.Embedding(7, 4), nn.Linear(4, 12)",
+        forward="q, k, v = self.mix(self.embed(x)).chunk(3, -1)\nh = F.scaled_dot_product_attention(q, k, v, is_causal=True)",
+    ),
+}  # fmt: skip
+"""Each leaves `h`: [samples, 4], or [samples, time, 4] where tagged "tokens"."""
+
+TWISTS = {
+    "none": piece(),
+    "layernorm": piece(init="self.norm = nn.LayerNorm(4)", forward="h = self.norm(h)"),
+    "twice": piece(init="self.mid = nn.Linear(4, 4)", forward="h = self.mid(torch.tanh(self.mid(h)))"),
+    "residual": piece(init="self.mid = nn.Linear(4, 4)", forward="h = h + torch.sin(self.mid(h))"),
+    "dropout0": piece(init="self.drop = nn.Dropout(0.0)", forward="h = self.drop(h)"),
+    "tied": piece(
+        init="self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)\nself.b.weight = self.a.weight",
+        forward="h = self.b(torch.tanh(self.a(h)))",
+    ),
+    "constant_buffer": piece(
+        init='self.register_buffer("scale", torch.linspace(0.5, 1.5, 4))', forward="h = h * self.scale"
+    ),
+    "by_max_item": piece("decides", forward="if x.abs().max().item() > 2.0:\n    h = h * 0.5"),
+    "prints_norm": piece(forward="assert float(h.norm()) >= 0"),
+    "own_scale": piece(init="self.gain = nn.Parameter(torch.ones(4))", forward="h = h * self.gain.exp()"),
+    "weight_norm": piece(init="self.wn = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))", forward="h = self.wn(h)"),
+    "detached_branch": piece(
+        init="self.side = nn.Linear(4, 4)", forward="h = h + self.side(h.detach()) * 0.5"
+    ),
+    "groupnorm": piece(init="self.norm = nn.GroupNorm(2, 4)", forward="h = self.norm(h) if h.dim() == 2 else h"),
+    "unused": piece(init="self.idle = nn.Linear(4, 4)", forward=""),
+    "moe": piece(
+        init="self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])",
+        forward="""
+weight = self.gate(h).softmax(-1)
+h = sum(weight[..., i : i + 1] * expert(h) for i, expert in enumerate(self.experts))
+""",
+    ),
+    "checkpoint": piece(
+        imports="from torch.utils.checkpoint import checkpoint",
+        init="self.mid = nn.Sequential(nn.Linear(4, 4), nn.Tanh())",
+        forward="h = checkpoint(self.mid, h, use_reentrant=False)",
+    ),
+    "reentrant": piece(
+        imports="from torch.utils.checkpoint import checkpoint",
+        init="self.mid = nn.Sequential(nn.Linear(4, 4), nn.Tanh())",
+        forward="h = checkpoint(self.mid, h, use_reentrant=True)",
+    ),
+    "inplace": piece(forward="h = (h * 2).add_(0.1).sigmoid_()"),
+    "batchnorm": piece(
+        "batchnorm",
+        init="self.norm = nn.BatchNorm1d(4)",
+        forward="h = self.norm(h) if h.dim() == 2 else self.norm(h.transpose(1, 2)).transpose(1, 2)",
+    ),
+    "frozen_batchnorm": piece(
+        init="self.norm = nn.BatchNorm1d(4).eval()\nself.norm.train = lambda mode=True: self.norm",
+        forward="h = self.norm(h) if h.dim() == 2 else self.norm(h.transpose(1, 2)).transpose(1, 2)",
+    ),
+    "centred": piece("mixes", forward="h = h - h.mean(0)"),
+    "by_value": piece("decides", forward="if h.abs().max() > 0.8:\n    h = h * 0.5"),
+    "by_mean": piece("decides", forward="if h.mean() > 0:\n    h = h * 0.5"),
+    "by_size": piece("decides", forward="h = h * (2.0 if len(x) > 4 else 1.0)"),
+    "divides": piece("fixed", forward="assert 256 % len(x) == 0, len(x)"),
+    "fixed_size": piece(
+        "fixed",
+        init="self.offset = nn.Parameter(torch.zeros(4))",
+        forward="h = h + self.offset.expand(BATCH, *h.shape[1:])",
+    ),
+    "viewed": piece("fixed", forward="h = h.view(BATCH, *h.shape[1:]) * 1.5"),
+}  # fmt: skip
+"""What the forward does to `h` between body and head."""
+
+STATES = {
+    "none": piece(),
+    "counter": piece("state", init="self.calls = 0", forward="self.calls += 1"),
+    "tensor_counter": piece(
+        "state", init='self.register_buffer("calls", torch.zeros((), dtype=torch.long))', forward="self.calls += 1"
+    ),
+    "tensor_attribute": piece(
+        "state", init="self.seen = torch.zeros(())", forward="self.seen = self.seen + 1"
+    ),
+    "running_mean": piece(
+        "state",
+        init='self.register_buffer("centre", torch.zeros(4))',
+        forward="self.centre.mul_(0.9).add_(h.detach().reshape(-1, 4).mean(0), alpha=0.1)",
+    ),
+    "running_used": piece(
+        "state",
+        init='self.register_buffer("centre", torch.zeros(4))',
+        forward="h = h - self.centre\nself.centre = 0.9 * self.centre + 0.1 * h.detach().reshape(-1, 4).mean(0)",
+    ),
+    "ema_data": piece(
+        "state",
+        init='self.register_buffer("centre", torch.zeros(4))',
+        forward="self.centre.data = 0.9 * self.centre.data + 0.1 * h.data.reshape(-1, 4).mean(0)",
+    ),
+    "last": piece("state", init="self.last = None", forward="self.last = h.detach()"),
+    "history": piece("state", init="self.history = []", forward="self.history.append(h.detach())"),
+    "samples_seen": piece("state", init="self.samples = 0", forward="self.samples += len(x)"),
+    "momentum_encoder": piece(
+        "state",
+        init="self.online, self.slow = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)",
+        forward="""
+with torch.no_grad():
+    for slow, online in zip(self.slow.parameters(), self.online.parameters()):
+        slow.mul_(0.9).add_(online, alpha=0.1)
+h = self.online(h) + self.slow(h.detach())
+""",
+    ),
+    "spectral": piece(
+        "state",
+        init="self.sn = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))",
+        forward="h = self.sn(h)",
+    ),
+    "hidden": piece(
+        "state", "fixed",
+        init="self.hidden, self.cell = None, nn.GRUCell(4, 4)",
+        forward="""
+first = h if h.dim() == 2 else h[:, 0]
+hidden = self.hidden if self.hidden is not None and len(self.hidden) == len(first) else torch.zeros_like(first)
+mixed = self.cell(first, hidden)
+self.hidden = mixed.detach()
+h = h + (mixed if h.dim() == 2 else mixed[:, None])
+""",
+    ),
+    "aux_loss": piece("door", init="self.aux_loss = None", forward="self.aux_loss = (h - 0.1).pow(2).mean()",
+                      terms="loss = loss + 0.1 * model.aux_loss"),
+}  # fmt: skip
+"""What the forward leaves on the module."""
+
+PACKS = {
+    "tensor": piece(returns="out", suffix=""),
+    "tuple": piece("pair", returns="out, aux", suffix="[0]"),
+    "list": piece("pair", returns="[out, aux]", suffix="[0]"),
+    "dict": piece("pair", returns='{"out": out, "aux": aux}', suffix='["out"]'),
+    "dataclass": piece(
+        "pair",
+        classes="@dataclass\nclass Found:\n    out: torch.Tensor\n    aux: torch.Tensor",
+        returns="Found(out, aux)",
+        suffix=".out",
+    ),
+    "namedtuple": piece(
+        "pair", classes='Found = namedtuple("Found", "out aux")', returns="Found(out=out, aux=aux)", suffix=".out"
+    ),
+    "nested": piece("pair", returns='{"heads": [out, (aux, None)], "size": 4}', suffix='["heads"][0]'),
+    "distribution": piece("distribution", returns="Categorical(logits=out)", suffix=".logits"),
+    "normal": piece("distribution", returns="Independent(Normal(out, torch.ones_like(out)), 1)", suffix=".mean"),
+    "loss": piece("owns", returns="F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1))", suffix=""),
+    "loss_out": piece(
+        "owns", returns="F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1)), out", suffix="[0]"
+    ),
+    "losses": piece(
+        "owns",
+        returns='{"ce": F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1)), "l2": out.pow(2).mean()}',
+        suffix="",
+    ),
+}  # fmt: skip
+"""What is returned; `suffix` picks the logits."""
+
+AUX = {"tuple": "[1]", "list": "[1]", "dict": '["aux"]', "dataclass": ".aux", "namedtuple": ".aux", "nested": '["heads"][1][0]'}
+"""What picks the second output."""
+
+INPUTS = {
+    "one": piece(),
+    "two": piece("two", forward="x = x + 0.5 * z"),
+    "keyword": piece("two", "keyword", forward="x = x + 0.5 * z"),
+}
+
+
+def model_source(body: dict[str, str], twist: dict[str, str], state: dict[str, str], pack: dict[str, str], *,
+                 two: bool, owns: bool, pair: bool, classes: int) -> str:  # fmt: skip
+    """The class of the model."""
+    heads = [f"self.head = nn.Linear(4, {classes})"] + (["self.other = nn.Linear(4, 2)"] if pair else [])
+    init = "\n".join(filter(None, [part.get("init", "").strip("\n") for part in (body, twist, state)] + heads))
+    steps = [INPUTS["two"].lines["forward"] if two else "", body["forward"], twist.get("forward", ""), state.get("forward", "")]
+    steps += ["out = self.head(h)"] + (["aux = self.other(h)"] if pair else []) + [f"return {pack['returns']}"]
+    forward = "\n".join(step.strip("\n") for step in steps if step.strip())
+    arguments = "x" + (", z" if two else "") + (", y" if owns else "")
+    lines = ["class Net(nn.Module):", "    def __init__(self):", "        super().__init__()"]
+    lines += [f"        {line}" for line in init.splitlines()] + ["", f"    def forward(self, {arguments}):"]
+    return "\n".join(lines + [f"        {line}" for line in forward.splitlines()])

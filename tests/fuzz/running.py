@@ -1,0 +1,154 @@
+"""One script, run plain, with memfit, and in other ways that tell what a difference is worth."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import os
+import random
+import re
+import sys
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fuzz.script import MARK
+from fuzz.snapshot import Snapshot, snapshot
+
+NAME = "fuzz_script"
+
+
+@dataclass
+class Ran:
+    """What came of a script."""
+
+    left: Snapshot = field(default_factory=dict)
+    error: BaseException | None = None
+    trace: str = ""
+    events: list[tuple[str, str]] = field(default_factory=list)
+    mode: str = ""
+    """How memfit's last plan ran: whole, accumulate or replay; empty where it made none."""
+
+
+def plain(source: str) -> Ran:
+    """The script as it is."""
+    return _run(source, None)
+
+
+def with_memfit(source: str) -> Ran:
+    """The script with memfit's lines."""
+    lines = [line for line in source.splitlines() if not line.endswith("#-")]
+    return _run(re.sub(r"^( *)#: ", r"\1", "\n".join(lines) + "\n", flags=re.MULTILINE), None)
+
+
+def jittered(source: str) -> Ran:
+    """The script from parameters that differ by their last digit: what rounding alone makes of it."""
+    return _run(source, _jitter)
+
+
+def cut_by_hand(source: str) -> Ran:
+    """The script with every forward that trains in two parts, their outputs put together: whether cutting changes it."""
+    return _run(source, _halve)
+
+
+def _run(source: str, change: Callable[[nn.Module], None] | None) -> Ran:
+    if change is not None:
+        source = source.replace(MARK, "_change(model)", 1)
+    module = types.ModuleType(NAME)
+    printed: list[tuple[Any, ...]] = []
+    names = vars(module)
+    names |= {"print": lambda *values: printed.append(values), "_change": change}
+    file = f"<{NAME}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    sys.modules[NAME] = module
+    ran = Ran()
+    with _as_in_a_new_process():
+        try:
+            exec(compile(source, file, "exec"), names)
+        except (Exception, SystemExit) as error:
+            ran.error, ran.trace = error, traceback.format_exc()
+        names.pop("_change", None)
+        names.pop("memfit", None)
+        if ran.error is None:
+            ran.left = snapshot(names, printed)
+        run = names.get("run")
+        if run is not None:
+            _look_at(run, ran)
+            try:
+                run.undo()
+            except Exception as error:
+                ran.error, ran.trace = ran.error or error, ran.trace or traceback.format_exc()
+    sys.modules.pop(NAME, None)
+    return ran
+
+
+@contextlib.contextmanager
+def _as_in_a_new_process() -> Iterator[None]:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    os.environ["MEMFIT"] = "strict"
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _look_at(run: Any, ran: Ran) -> None:
+    with contextlib.suppress(Exception):
+        ran.events = [(event.kind, event.message) for event in run.events]
+        ran.mode = run.plan.mode if run.plan is not None else ""
+
+
+def _jitter(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + 2e-16 * torch.randint(-1, 2, p.shape, generator=generator))
+
+
+def _halve(model: nn.Module) -> None:
+    forward = model.forward
+
+    def halved(*args: Any, **kwargs: Any) -> Any:
+        size = max((len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()), default=0)
+        if size < 2 or not model.training:
+            return forward(*args, **kwargs)
+        parts = []
+        for part in (slice(None, size // 2), slice(size // 2, None)):
+            own, named = ([_cut(v, part, size) for v in args], {k: _cut(v, part, size) for k, v in kwargs.items()})
+            parts.append(forward(*own, **named))
+        return _joined(parts, [size // 2 / size, 1 - size // 2 / size])
+
+    model.forward = halved
+
+
+def _cut(value: Any, part: slice, size: int) -> Any:
+    return value[part] if isinstance(value, Tensor) and value.dim() and len(value) == size else value
+
+
+def _joined(parts: list[Any], weights: list[float]) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts) if first.dim() else sum(w * part for w, part in zip(weights, parts))
+    if isinstance(first, dict):
+        return {key: _joined([part[key] for part in parts], weights) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(_joined(list(column), weights) for column in zip(*parts)))
+    if isinstance(first, (list, tuple)):
+        return type(first)(_joined(list(column), weights) for column in zip(*parts))
+    if isinstance(first, torch.distributions.Categorical):
+        return type(first)(logits=torch.cat([part.logits for part in parts]))
+    if isinstance(first, torch.distributions.Independent):
+        means, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "stddev"))
+        return torch.distributions.Independent(torch.distributions.Normal(means, scales), 1)
+    if hasattr(first, "__dataclass_fields__"):
+        return type(first)(**{k: _joined([getattr(part, k) for part in parts], weights) for k in first.__dataclass_fields__})
+    return first
