@@ -112,7 +112,7 @@ def check_loader(loader: Any, target_batch: int | None, loss_fn: Any) -> None:
             found=f"the loader is of type {type(loader).__name__}, {of_what}",
             next_move="pass a torch.utils.data.DataLoader, any iterable of batches, or None",
         )
-    if isinstance(loader, Sized) and len(loader) == 0:
+    if isinstance(loader, Sized) and length_of(loader) == 0:
         raise _without_batches(f"the {type(loader).__name__} is empty")
     if target_batch is not None:
         raise UsageError(
@@ -301,10 +301,12 @@ def _is_optimizer(value: Any) -> bool:
 def _check_length(loader: DataLoader[Any], target_batch: int | None) -> None:
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         return
-    length = len(loader.dataset)  # type: ignore[arg-type]
+    length = length_of(loader.dataset)
+    if length is None:
+        return
     if length == 0:
         raise UsageError("training from this loader", found="its data set is empty", next_move="pass one with samples")
-    if target_batch is None and len(loader) == 0:
+    if target_batch is None and length_of(loader) == 0:
         raise _without_batches(f"its {length} samples make no batch of {loader.batch_size} with drop_last=True")
     drops = loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
     if target_batch is not None and target_batch > length and drops:
@@ -313,6 +315,14 @@ def _check_length(loader: DataLoader[Any], target_batch: int | None) -> None:
             found=f"the data set has {length} samples, so every epoch would be dropped",
             next_move=f"use a target of at most {length}, or drop_last=False (one batch of {length} per epoch)",
         )
+
+
+def length_of(sized: Any) -> int | None:
+    """How many there are in a loader or a data set; None where that is not known: some say so by raising."""
+    try:
+        return len(sized)
+    except Exception:
+        return None
 
 
 def _without_batches(found: str) -> UsageError:

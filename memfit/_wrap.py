@@ -21,6 +21,7 @@ from memfit._arguments import (
     check_optimizer,
     check_plan,
     check_sharded,
+    length_of,
     settings_from,
 )
 from memfit._asked import ASKED, Asked, PlanReady
@@ -448,13 +449,13 @@ def _say(run: Run, loader: Any, target_batch: int | None) -> None:
     if not run.is_first:
         return
     lines = [run.plan.summary()] if run.plan is not None else []
-    before, now = _length(loader), _length(run.loader)
+    before, now = length_of(loader), length_of(run.loader)
     if before is not None and now is not None and before != now:
         lines.append(
             f"the loader has {now} iterations per epoch now, not {before}; schedulers built before were sized by the "
             "old number"
         )
-    there = _length(getattr(loader, "dataset", None))
+    there = length_of(getattr(loader, "dataset", None))
     if target_batch is not None and there is not None and target_batch > there:
         lines.append(f"target_batch={target_batch} is more than the {there} samples there are: one batch per epoch")
     for line in lines:
@@ -468,9 +469,3 @@ def _announce(core: Core) -> None:
     if core.settings.rank == 0:
         tell(core.plan.summary())
 
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

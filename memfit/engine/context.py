@@ -172,6 +172,16 @@ def without_saved_tensors_hooks() -> Iterator[None]:
             autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def outside_transforms() -> AbstractContextManager[None]:
+    """Inside, no transform of torch.func (vmap, grad) is in force: what runs is none of what it transforms."""
+    stack = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)()
+    if stack is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
 def in_checkpoint() -> bool:
     """Whether what runs now is inside of `torch.utils.checkpoint` (not its reentrant kind), which counts every tensor that it
     saves, and expects as many when it runs again."""

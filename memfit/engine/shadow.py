@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from memfit.hardware.exhausted import is_out_of_memory
 
 STEPPED_BY_LISTS = ("cuda", "xpu")
 """Devices on which optimizers step all parameters at once where they are not told otherwise; torch decides that by the type of
@@ -21,7 +25,7 @@ def shadow_optimizer(
 ) -> Optimizer:
     """An optimizer with the same settings over the twins of the parameters; hooks and patched methods are left behind."""
     shadow = object.__new__(type(optimizer))
-    shadow.__dict__.update(optimizer.__dict__)
+    shadow.__dict__.update({k: v.copy() if type(v) in (list, dict, set) else v for k, v in optimizer.__dict__.items()})
     shadow.__dict__.pop("step", None)  # schedulers put their counting step on the instance
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         shadow.__dict__[name] = OrderedDict()
@@ -36,6 +40,32 @@ def shadow_optimizer(
         if owner is not None:
             shadow.state[owner] = {k: twin(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     return shadow
+
+
+def step(shadow: Optimizer) -> None:
+    """Step as the original would. Where its own step refuses to (a mode that the script sets later, a closure that it needs),
+    as the optimizer of torch that it is derived from, or as one with two numbers for each of its parameters."""
+    try:
+        shadow.step()
+        return
+    except Exception as error:
+        if is_out_of_memory(error) or not _is_own(error):
+            raise
+    kinds = (kind for kind in type(shadow).__mro__[1:] if kind.__module__.startswith("torch.optim") and kind is not Optimizer)
+    base = next((kind for kind in kinds if "step" in vars(kind)), None)
+    if base is not None:
+        base.step(shadow)  # type: ignore[attr-defined]
+        return
+    for group in shadow.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and not shadow.state[parameter]:
+                shadow.state[parameter].update(first=torch.zeros_like(parameter), second=torch.zeros_like(parameter))
+
+
+def _is_own(error: Exception) -> bool:
+    """Whether no line of torch raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return not frame.filename.startswith(str(Path(torch.__file__).parent))
 
 
 def step_by_lists(optimizer: Optimizer) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.engine.accumulate import Weighting, Work
-from memfit.engine.shadow import shadow_optimizer
+from memfit.engine.shadow import shadow_optimizer, step
 from memfit.engine.staged import Staging, sparse_parameters
 from memfit.kernels.target import Target
 from memfit.profiling.failures import telling_failures
@@ -214,7 +214,7 @@ def state_bytes(optimizer: Optimizer) -> int:
     clone, chosen, _ = clone_of_optimizer(optimizer, limit=1 << 20)
     for p in chosen:
         p.grad = torch.zeros_like(p)
-    clone.step()
+    step(clone)
     made = sum(_bytes(_tensors(clone.state[p])) for p in chosen if p in clone.state)
     return there + int(missing * made / max(1, _bytes(chosen)))
 
@@ -245,11 +245,11 @@ def stepping_bytes(
         with telling_failures(world), world.entered(), ledger:
             for p in twins.values():
                 p.grad = torch.zeros_like(p)
-            shadow.step()
+            step(shadow)
             ledger.restart()
             ledger.window()
             clip(twins.values(), loop, device.type)
-            shadow.step()
+            step(shadow)
     except Exception:
         return otherwise
     return max(0, ledger.timeline().growth(1))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from memfit._units import MiB
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import CountOf, Pass, Weighting, Work, gathering
-from memfit.engine.shadow import shadow_optimizer
+from memfit.engine.shadow import shadow_optimizer, step
 from memfit.engine.staged import Staging
 from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
@@ -227,7 +227,7 @@ def optimizer_seconds(optimizer: Optimizer, device: torch.device, limit: int = C
         for p in chosen:
             p.grad = torch.zeros_like(p)
         begun = time.perf_counter()
-        clone.step()
+        step(clone)
         if device.type != "cpu":
             torch.get_device_module(device).synchronize()
         seconds.append(time.perf_counter() - begun)

@@ -23,7 +23,7 @@ from memfit.engine.composed import Composition
 from memfit.engine.context import uncompiled
 from memfit.engine.generators import HostRandom
 from memfit.engine.handover import Total, hand_over
-from memfit.engine.shadow import STEPPED_BY_LISTS, shadow_optimizer, states, step_by_lists
+from memfit.engine.shadow import STEPPED_BY_LISTS, shadow_optimizer, states, step, step_by_lists
 from memfit.engine.staged import Staging
 from memfit.kernels.onednn import stages
 from memfit.kernels.scratch import is_unknown, scratch
@@ -301,7 +301,7 @@ class _Stepping:
     def _optimize(self) -> None:
         """The optimizer's step; afterwards its state is there, and the gradients are gone unless the loop leaves them."""
         self._ledger.phase("optimizer")
-        self._optimizer.step()
+        step(self._optimizer)
         self._present_state()
         self._clear(AFTER_STEP)
 

@@ -21,7 +21,7 @@ from memfit.batches.pieces import sizes
 from memfit.batches.tree import flat, rebuild, tensors
 from memfit.engine.accumulate import BY_TOLD_TERM, Weighting, WeightsChanged, Work
 from memfit.engine.composed import Composition
-from memfit.engine.context import in_checkpoint, without_inference_mode, without_saved_tensors_hooks
+from memfit.engine.context import in_checkpoint, outside_transforms, without_inference_mode, without_saved_tensors_hooks
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
 from memfit.engine.joined import joined
 from memfit.planning.plan import Plan
@@ -225,7 +225,8 @@ class Script:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, calls of the model are our own and go straight through."""
-        with self._going_through(), without_inference_mode():  # a script may read an output, which runs the model, in it
+        # A script may read an output, which runs the model, in either of these.
+        with self._going_through(), outside_transforms(), without_inference_mode():
             yield
 
     @contextmanager

@@ -125,8 +125,11 @@ class StandIn(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Reached from C++ alone (custom autograd functions); autograd has recorded its edge to the stand-in already.
-        return func(*_map_standins(StandIn.detached, args), **_map_standins(StandIn.detached, kwargs or {}))
+        # Reached from C++ alone (custom autograd functions, scripted ones); autograd has recorded its edge to the stand-in
+        # already. What computes it is called from here, where autograd is off for C++, too.
+        with torch.overrides.enable_reentrant_dispatch():
+            args, kwargs = _map_standins(StandIn.detached, args), _map_standins(StandIn.detached, kwargs or {})
+        return func(*args, **kwargs)
 
     def detached(self) -> torch.Tensor:
         """What it stands for, without a graph."""
