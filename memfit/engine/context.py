@@ -157,10 +157,10 @@ def restore_tensors(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
     """Inside, hooks of `torch.autograd.graph.saved_tensors_hooks` and its kind do not see what is saved for backward."""
-    autograd = torch._C._autograd
+    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     found: list[Any] = []
     while hasattr(autograd, "_top_saved_tensors_default_hooks"):
-        top = autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+        top = autograd._top_saved_tensors_default_hooks(False)
         if top is None:
             break
         found.append(top)
@@ -172,9 +172,10 @@ def without_saved_tensors_hooks() -> Iterator[None]:
             autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-def outside_transforms() -> AbstractContextManager[None]:
+def outside_transforms() -> AbstractContextManager[Any]:
     """Inside, no transform of torch.func (vmap, grad) is in force: what runs is none of what it transforms."""
-    stack = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)()
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    stack = getattr(functorch, "peek_interpreter_stack", lambda: None)()
     if stack is None:
         return nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

@@ -53,7 +53,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _OF_MODULES = frozenset((*KINDS, "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
 _OURS = ("forward", "training", *_OF_MODULES)
 """Attributes of modules that are no state of a forward."""
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 
 
 @contextmanager

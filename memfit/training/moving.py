@@ -254,4 +254,4 @@ def _same_tensors(a: torch.Tensor, b: torch.Tensor, closely: float) -> bool:
 def _difference(a: Any, b: Any) -> float:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_floating_point():
         return relative_difference(a, b)
-    return abs(a - b) / max(abs(a), abs(b)) if _is_number(a) and _is_number(b) and a != b else 1.0
+    return float(abs(a - b) / max(abs(a), abs(b))) if _is_number(a) and _is_number(b) and a != b else 1.0

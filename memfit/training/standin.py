@@ -128,8 +128,8 @@ class StandIn(torch.Tensor):
         # Reached from C++ alone (custom autograd functions, scripted ones); autograd has recorded its edge to the stand-in
         # already. What computes it is called from here, where autograd is off for C++, too.
         with torch.overrides.enable_reentrant_dispatch():
-            args, kwargs = _map_standins(StandIn.detached, args), _map_standins(StandIn.detached, kwargs or {})
-        return func(*args, **kwargs)
+            given, named = _map_standins(StandIn.detached, args), _map_standins(StandIn.detached, kwargs or {})
+        return func(*given, **named)
 
     def detached(self) -> torch.Tensor:
         """What it stands for, without a graph."""
