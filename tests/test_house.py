@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from listing import each
 
 import memfit
 
@@ -83,7 +83,7 @@ def test_every_room_has_its_place() -> None:
     assert {room_of(path) for path in MODULES} <= LEVEL.keys()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@each(MODULES, name=name_of)
 def test_imports_go_one_way(path: Path) -> None:
     here = LEVEL[room_of(path)]
     for name in imports_of(path):
@@ -92,12 +92,12 @@ def test_imports_go_one_way(path: Path) -> None:
             assert LEVEL[there] <= here, f"{name_of(path)} imports {name}"
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if room_of(p) == "planning"], ids=name_of)
+@each([p for p in MODULES if room_of(p) == "planning"], name=name_of)
 def test_planning_computes_with_values_alone(path: Path) -> None:
     assert not [name for name in imports_of(path) if name.split(".")[0] == "torch"]
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if room_of(p) == "integrations"], ids=name_of)
+@each([p for p in MODULES if room_of(p) == "integrations"], name=name_of)
 def test_guests_import_public_names_alone(path: Path) -> None:
     assert not [name for name in imports_of(path) if name.startswith("memfit.") and room_of(path) not in name]
 
@@ -120,12 +120,12 @@ def test_public_names_have_docstrings() -> None:
         assert (getattr(memfit, name).__doc__ or "").strip(), name
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@each(MODULES, name=name_of)
 def test_every_module_says_what_it_is(path: Path) -> None:
     assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@each(MODULES, name=name_of)
 def test_no_function_is_longer_than_sixty_lines(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -138,7 +138,7 @@ def _body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or node.lineno) - body[0].lineno + 1
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@each(MODULES, name=name_of)
 def test_public_functions_and_classes_have_docstrings(path: Path) -> None:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_") and not _is_overload(node):
