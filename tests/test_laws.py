@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import fixed_plan, wrapped
+from pairwise import marked
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
@@ -110,11 +111,16 @@ def test_the_familys_own_loss(family: Family, mode: str) -> None:
     assert compare(family, family.script_loss, mode) <= tolerance(family)
 
 
+EVERY = [(f, v, mode) for f in FAMILIES.values() for v in variants_for(f) for mode in ("accumulate", "replay", "step")]
+
+
 @pytest.mark.parametrize(
-    ("family", "variant"),
-    [pytest.param(f, v, id=f"{f.name}-{v.name}") for f in FAMILIES.values() for v in variants_for(f)],
+    ("family", "variant", "mode"),
+    marked(
+        [pytest.param(f, v, mode, id=f"{mode}-{f.name}-{v.name}") for f, v, mode in EVERY],
+        [(f.name, v.name, mode) for f, v, mode in EVERY],
+    ),
 )
-@pytest.mark.parametrize("mode", ["accumulate", "replay", "step"])
 def test_every_loss_in_every_mode(family: Family, variant: Variant, mode: str) -> None:
     assert compare(family, of_logits(family, variant, mode), mode) <= tolerance(family)
 

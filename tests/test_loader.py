@@ -648,16 +648,19 @@ def test_each_batch_is_announced_and_the_position_known(workers):
         loader.epoch = 3
 
 
-def test_the_wait_is_the_consumers():
+def test_the_wait_is_the_consumers(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
     class Slow(Numbers):
         def __getitem__(self, i):
-            time.sleep(0.02)
+            now[0] += 0.02
             return super().__getitem__(i)
 
     infos = []
     for _ in effective(DataLoader(Slow(4), batch_size=1), 2, on_batch=infos.append):
-        time.sleep(0.2)
-    assert all(0.04 <= info.waited < 0.2 for info in infos)
+        now[0] += 0.2
+    assert [info.waited for info in infos] == [pytest.approx(0.04)] * 2
 
 
 class Faulty(Numbers):

@@ -479,6 +479,7 @@ print(peak[0] - there, 220 << 20, run.plan.micro_batch)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_batch_whose_tensors_fit_but_whose_kernels_do_not_is_cut() -> None:
     """An LSTM's tensors for 128 samples take 77 MiB, and all that its kernels hold 320."""

@@ -64,6 +64,7 @@ def runs_as_it_is(budget: str) -> int:
     return int(any("fits as is" in note for note in run.plan.notes))
 
 
+@pytest.mark.slow
 def test_before_a_step_was_seen_a_batch_that_would_fill_the_room_waits_for_its_loss() -> None:
     """In a process that has seen none: what earlier steps took of a heap is known in the same one. (By the plan for its loss
     it may run in one piece all the same.)"""
