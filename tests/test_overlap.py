@@ -28,7 +28,7 @@ MICRO = 3
 MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
-@pytest.fixture(scope="module", params=(2, 3))
+@pytest.fixture(scope="module", params=(2, pytest.param(3, marks=pytest.mark.slow)))
 def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
     found = Processes(request.param)
     yield found

@@ -24,7 +24,7 @@ from torch import nn
 
 import memfit
 
-FAST = 8
+FAST = 3
 SLOW = 120
 
 
@@ -46,7 +46,7 @@ def test_more_random_faults(seed: int) -> None:
     checked(drawn(seed), faults.PROMPT)
 
 
-BESIDE = [pytest.param(seed, marks=() if seed < 306 else pytest.mark.slow) for seed in range(300, 380)]
+BESIDE = [pytest.param(seed, marks=() if seed < 301 else pytest.mark.slow) for seed in range(300, 380)]
 
 
 @pytest.mark.parametrize("seed", BESIDE)
@@ -56,8 +56,14 @@ def test_random_faults_where_gradients_are_reduced_beside_the_last_micro_batch(s
     checked(replace(trial, mode="step", overlap=True, faults=before))
 
 
-@pytest.mark.parametrize("place", ["backward", "reduce"])
-@pytest.mark.parametrize("kind", ["memory", "error", "kill"])
+LAST = [
+    pytest.param(kind, place, id=f"{kind}-{place}", marks=() if (kind, place) == ("memory", "reduce") else pytest.mark.slow)
+    for kind in ("memory", "error", "kill")
+    for place in ("backward", "reduce")
+]
+
+
+@pytest.mark.parametrize(("kind", "place"), LAST)
 def test_faults_in_the_last_micro_batch_of_a_step_that_reduces_beside_it(kind: str, place: str) -> None:
     nth = 2 if place == "backward" else 1
     found = checked(Trial(2, "step", (Fault(1, place, 4, nth, kind=kind),), overlap=True))
@@ -67,7 +73,7 @@ def test_faults_in_the_last_micro_batch_of_a_step_that_reduces_beside_it(kind: s
 
 
 SHARDED = [
-    pytest.param(shard, seed, id=f"{shard}-{seed}", marks=() if seed < 202 else pytest.mark.slow)
+    pytest.param(shard, seed, id=f"{shard}-{seed}", marks=() if seed < 201 else pytest.mark.slow)
     for shard in ("optimizer", "gradients", "parameters")
     for seed in range(200, 212)
 ]
@@ -79,14 +85,14 @@ def test_random_faults_of_what_is_held_in_parts(shard: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["step", "script"])
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize("ranks", [(1,), pytest.param((0, 1), marks=pytest.mark.slow)])
 def test_a_sum_that_runs_out_of_memory_is_taken_up_again(mode: str, ranks: tuple[int, ...]) -> None:
     found = checked(Trial(2, mode, tuple(Fault(rank, "reduce", 2, 1, 2) for rank in ranks)))
     assert all(len(outcome.states) == faults.STEPS for outcome in found)
 
 
-@pytest.mark.parametrize("place", ["optimizer", "half optimizer"])
-@pytest.mark.parametrize("step", [0, faults.STEPS - 1])
+@pytest.mark.parametrize("place", [pytest.param("optimizer", marks=pytest.mark.slow), "half optimizer"])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), faults.STEPS - 1])
 def test_an_optimizer_step_that_runs_out_of_memory_is_taken_over_from_another_rank(place: str, step: int) -> None:
     found = checked(Trial(3, "step", (Fault(0, place, step), Fault(2, place, step))))
     assert "out of memory" in found[0].events and "out of memory" not in found[1].events
@@ -206,7 +212,7 @@ def alone(trial: Trial, rank: int, found: Outcome, tell: Callable[[Any], None]) 
     found.parameters = [float(v) for t in model.state_dict().values() for v in t.reshape(-1)]
 
 
-@pytest.mark.parametrize("mode", ["step", "script", "between"])
+@pytest.mark.parametrize("mode", [pytest.param("step", marks=pytest.mark.slow), "script", "between"])
 def test_rank_0_evaluates_and_saves_alone(mode: str, tmp_path: Path) -> None:
     path = str(tmp_path / "state.pt")
     first, second = run(Trial(2, mode, shard=path), alone)
@@ -215,7 +221,7 @@ def test_rank_0_evaluates_and_saves_alone(mode: str, tmp_path: Path) -> None:
     assert set(torch.load(path, weights_only=True)) >= {"head.weight", "body.2.running_mean"}
 
 
-@pytest.mark.parametrize("mode", ["step", "script", "between"])
+@pytest.mark.parametrize("mode", ["step", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("script", "between"))])
 def test_an_error_in_rank_0s_validation_ends_all(mode: str, tmp_path: Path) -> None:
     path = str(tmp_path / "state.pt")
     first, second = run(Trial(2, mode, (Fault(0, "validate", 1),), shard=path), alone)

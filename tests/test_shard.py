@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.fixture(scope="module", params=(2, 3, pytest.param(4, marks=pytest.mark.slow)))
+@pytest.fixture(scope="module", params=(2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))))
 def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
     found = Processes(request.param)
     yield found
