@@ -125,8 +125,15 @@ def test_every_loss_in_every_mode(family: Family, variant: Variant, mode: str) -
     assert compare(family, of_logits(family, variant, mode), mode) <= tolerance(family)
 
 
-@named(FAMILIES.values())
-@pytest.mark.parametrize("mode", ["script", "step"])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    # Each family in one mode; in the other one it is slow.
+    [
+        pytest.param(family, mode, id=f"{mode}-{family.name}", marks=() if i % 2 == at else pytest.mark.slow)
+        for i, family in enumerate(FAMILIES.values())
+        for at, mode in enumerate(("script", "step"))
+    ],
+)
 def test_twenty_steps_with_clipping_and_a_schedule(family: Family, mode: str) -> None:
     data = [first_batch(family, n, dtype=torch.float64, seed=seed) for seed, n in enumerate([12] * 9 + [7] + [12] * 9 + [7])]
     plain, model = built(family), built(family)
@@ -159,8 +166,13 @@ def parameter_error(model: nn.Module, plain: nn.Module) -> float:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [(name, "script") for name in ("mlp", "gpt", "bert", "vit", "resnet_group", "superres", "frozen", "lora")]
-    + [("mlp", "step"), ("gpt", "step")],
+    [
+        *(("mlp", "script"), ("mlp", "step"), ("superres", "script"), pytest.param("gpt", "step", marks=pytest.mark.slow)),
+        *(
+            pytest.param(name, "script", marks=pytest.mark.slow)
+            for name in ("gpt", "bert", "vit", "resnet_group", "frozen", "lora")
+        ),
+    ],
 )
 def test_bfloat16_parameters_in_64_micro_batches(name: str, mode: str) -> None:
     """The distance to the float64 gradient is no larger than the whole batch's own, over a few draws of the weights."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from itertools import product
 
 import numpy as np
 import pytest
@@ -414,13 +415,20 @@ def test_the_first_epoch_draws_as_the_scripts_loader_does(workers, kind):
     assert equal(joined(plain), joined(ours)) and states() == after
 
 
-@WORKERS
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_later_epochs_do_not_depend_on_other_draws(workers, kind):
+def with_few_workers(kinds, shares):
+    """Parameters (workers, kind, share): workers, which take a second to start, for one of the kinds; the others are slow."""
+    return [
+        pytest.param(workers, kind, share, marks=pytest.mark.slow if workers and (kind, share) != (kinds[0], shares[-1]) else ())
+        for kind, share, workers in product(kinds, shares, (0, 2))
+    ]
+
+
+@pytest.mark.parametrize(("workers", "kind", "share"), with_few_workers([*SAMPLERS], [10]))
+def test_later_epochs_do_not_depend_on_other_draws(workers, kind, share):
     runs = []
     for dropout in (0, 5):
         seed_everything()
-        loader, epochs = effective(shuffled(workers, kind), 10), []
+        loader, epochs = effective(shuffled(workers, kind), share), []
         for _ in range(3):
             epochs.append(joined(list(loader)))
             torch.rand(dropout)
@@ -433,9 +441,7 @@ def test_later_epochs_do_not_depend_on_other_draws(workers, kind):
         assert not torch.equal(runs[0][1][1].sort(0).values, runs[0][2][1].sort(0).values)
 
 
-@WORKERS
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("share", [None, 10])
+@pytest.mark.parametrize(("workers", "kind", "share"), with_few_workers([*SAMPLERS], [None, 10]))
 def test_later_epochs_are_the_plain_loaders_until_the_training_draws(workers, kind, share):
     seed_everything()
     source, plain = shuffled(workers, kind), []
@@ -452,9 +458,7 @@ def test_later_epochs_are_the_plain_loaders_until_the_training_draws(workers, ki
     assert all(map(equal, plain[:2], ours[:2])) and plain[2][0].tolist() != ours[2][0].tolist()
 
 
-@WORKERS
-@pytest.mark.parametrize("kind", [*SAMPLERS, "in order"])
-@pytest.mark.parametrize("share", [None, 8])
+@pytest.mark.parametrize(("workers", "kind", "share"), with_few_workers([*SAMPLERS, "in order"], [None, 8]))
 def test_the_script_draws_what_it_would_without_memfit(workers, kind, share):
     """Between batches and between epochs, whatever those are made of: the global generators stand where they would."""
     compare_draws(workers, kind, share)
