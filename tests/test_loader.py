@@ -417,10 +417,9 @@ def test_the_first_epoch_draws_as_the_scripts_loader_does(workers, kind):
 
 def with_few_workers(kinds, shares):
     """Parameters (workers, kind, share): workers, which take a second to start, for one of the kinds; the others are slow."""
-    return [
-        pytest.param(workers, kind, share, marks=pytest.mark.slow if workers and (kind, share) != (kinds[0], shares[-1]) else ())
-        for kind, share, workers in product(kinds, shares, (0, 2))
-    ]
+    rows = [(workers, kind, share) for kind, share, workers in product(kinds, shares, (0, 2))]
+    quick = [row for row in rows if not row[0] or row[1:] == (kinds[0], shares[-1])]
+    return [pytest.param(*row, marks=() if row in quick else pytest.mark.slow) for row in rows]
 
 
 @pytest.mark.parametrize(("workers", "kind", "share"), with_few_workers([*SAMPLERS], [10]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from pairwise import covering, marked
+from pairwise import covering, marked, once
 
 ROWS = [row for row in product("abcdef", range(4), (True, False)) if row[:2] != ("a", 0)]
 
@@ -35,3 +35,10 @@ def test_the_others_are_slow_and_nothing_is_lost() -> None:
     assert [each.values for each in found] == rows and [each.id for each in found] == [str(row) for row in rows]
     quick = [each.values for each in found if not each.marks]
     assert quick == covering(rows) and len(quick) < len(rows)
+
+
+def test_once_has_each_value_and_spreads_them() -> None:
+    rows = list(product("abcdefgh", ("x", "y")))
+    quick = [each.values for each in once(rows) if not each.marks]
+    assert [first for first, _ in quick] == list("abcdefgh")
+    assert sorted(second for _, second in quick) == ["x"] * 4 + ["y"] * 4
