@@ -1,4 +1,4 @@
-"""A part of a product of choices in which any two choices still meet, or each is there: what `make test` runs; the rest is slow."""
+"""A part of a product of choices in which any two still meet, or each is there: what `make test` runs; the rest is slow."""
 
 from __future__ import annotations
 
