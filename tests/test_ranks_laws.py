@@ -29,7 +29,7 @@ SHARES = {2: (0.5, 0.5), 3: (0.4, 0.3, 0.3)}
 """Which part of every batch each process has."""
 
 
-@pytest.fixture(scope="module", params=(2, 3))
+@pytest.fixture(scope="module", params=(2, pytest.param(3, marks=pytest.mark.slow)))
 def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
     found = Processes(request.param)
     yield found

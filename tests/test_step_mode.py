@@ -439,6 +439,7 @@ def distance_from_one(model: nn.Module, batch: Tensor) -> Tensor:
     return F.mse_loss(model(batch), torch.ones(len(batch)))
 
 
+@pytest.mark.slow
 def test_auto_goes_lower_only_where_nothing_else_fits_and_says_what_it_moves() -> None:
     model = Wide()
     sample = torch.rand(2, 20_000, 64)
@@ -465,6 +466,7 @@ class WideNormed(Wide):
         return self.norm(self.layers(x).mean(1)).mean(1)
 
 
+@pytest.mark.slow
 def test_a_lower_precision_is_priced_on_two_samples_where_one_cannot_run() -> None:
     model = WideNormed()
     sample = torch.rand(4, 20_000, 64)
