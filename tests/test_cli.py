@@ -244,6 +244,7 @@ def test_a_script_with_memfit_switched_off(tmp_path: Path) -> None:
     assert "STEPPED" not in done.stdout
 
 
+@pytest.mark.slow
 def test_exceptions_of_the_script_surface_as_themselves(tmp_path: Path) -> None:
     done = memfit("plan", script(tmp_path, before="raise KeyError('mine')"), cwd=tmp_path, code=1)
     lines = done.stderr.splitlines()
