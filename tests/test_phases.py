@@ -48,7 +48,11 @@ OTHERS = {
     "frozen": "norm",
     "dit": "to zero",
 }
-CASES = [*once((name, loop) for name in EVERY for loop in LOOPS), *OTHERS.items()]
+QUICK = ("vit", "unet", "superres", "frozen")
+CASES = [
+    *once((name, loop) for name in EVERY for loop in LOOPS),
+    *(pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in OTHERS.items()),
+]
 
 
 @pytest.mark.parametrize(("name", "which"), CASES)
