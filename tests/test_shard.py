@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from pairwise import once
 from processes import Processes
 from torch import nn
 from torch.nn import functional as F
@@ -123,8 +125,7 @@ def check_same(found: list[dict[str, Any]], alone: dict[str, Any], level: str) -
     assert 0 <= sum(each["own"] for each in found) - alone["own"] <= (0 if level == "optimizer" else held_by_all)
 
 
-@pytest.mark.parametrize("mode", ("script", "step"))
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "mode"), once(product(OPTIMIZERS, ("script", "step"))))
 def test_the_same_training_with_a_part_of_the_state(processes: Processes, optimizer: str, mode: str) -> None:
     check_same(processes.run(trained, optimizer, mode, "optimizer"), trained(optimizer, mode, "auto"), "optimizer")
 
