@@ -4,19 +4,20 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test fast check bench clean
+.PHONY: demo test test-all check bench clean
 
 demo: $(VENV)/ready
 	$(RUN) -m memfit demo
 
-# Everything: lint, types, the fast tests, then the slow ones; a file's tests stay in one of two processes.
+# A file's tests stay in one of two processes. Some of the slow ones read clocks and memory: they want a quiet machine.
 SPREAD := -n 2 --dist loadfile
 
-test: fast
-	$(RUN) -m pytest $(SPREAD) -m "slow"
-
-fast: check
+test: check
 	$(RUN) -m pytest $(SPREAD) -m "not slow"
+
+# All that `make test` leaves out.
+test-all: $(VENV)/ready
+	$(RUN) -m pytest $(SPREAD) -m "slow"
 
 check: $(VENV)/ready
 	$(VENV)/bin/ruff check .

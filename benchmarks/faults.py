@@ -21,7 +21,7 @@ from common import save, table
 
 def tried(seed: int, shard: str) -> dict[str, Any]:
     """One trial: what was asked and what was found."""
-    from faults import drawn, expected_to_survive, run, wanted, wrong
+    from faults import PROMPT, drawn, expected_to_survive, run, wanted, wrong
 
     trial = drawn(seed, shard)
     want = wanted(trial)
@@ -36,7 +36,7 @@ def tried(seed: int, shard: str) -> dict[str, Any]:
         "faults": [vars(fault) for fault in trial.faults],
         "met": [vars(fault) for fault in fired],
         "survived": expected_to_survive(trial, fired),
-        "wrong": wrong(trial, found, want),
+        "wrong": wrong(trial, found, want, PROMPT),
         "errors": [outcome.error for outcome in found],
         "seconds": round(time.perf_counter() - begun, 2),
     }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Forwards, assert_transparent, cross_entropy, mlp, points, unseen, wrapped
+from pairwise import once
 from stepping import error_of_step, plain, stepper
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -50,9 +52,9 @@ def squared(model: nn.Module, x: Tensor, y: Tensor) -> None:
     F.mse_loss(model(x), y.to(x.dtype)).backward()
 
 
-@pytest.mark.parametrize("planned", [True, False])
-@pytest.mark.parametrize(("n", "micro_batch"), [(12, 5), (9, 2), (5, 2), (5, 4), (3, 2), (2, 2)])
-def test_a_squeezed_output_is_cut_without_single_samples(n: int, micro_batch: int, planned: bool) -> None:
+@pytest.mark.parametrize(("sizes", "planned"), once(product(((12, 5), (9, 2), (5, 2), (5, 4), (3, 2), (2, 2)), (True, False))))
+def test_a_squeezed_output_is_cut_without_single_samples(sizes: tuple[int, int], planned: bool) -> None:
+    n, micro_batch = sizes
     for build, script in ((Squeezed, cross_entropy), (lambda: Squeezed(1), squared)):
         model, (x, y) = build(), points(n)
         whole = copy.deepcopy(model)
@@ -205,9 +207,7 @@ def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("build", [Normed, Unshaped])
-@pytest.mark.parametrize("n", [2, 3, 5])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("build", "n", "compiled"), once(product((Normed, Unshaped), (2, 3, 5), (False, True))))
 def test_batches_of_a_few_samples_are_planned_where_one_cannot_run(build: type[nn.Module], n: int, compiled: bool) -> None:
     x, y = points(n)
     for precision in ("auto", "fast"):

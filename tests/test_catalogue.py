@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from listing import each
 
 import memfit
 from memfit import UsageError
@@ -23,7 +24,7 @@ def name_of(one: Card) -> str:
     return one.name
 
 
-every_card = pytest.mark.parametrize("one", cards(), ids=name_of)
+every_card = each(cards(), name=name_of)
 
 
 # ---- the entries
@@ -74,7 +75,7 @@ def test_precisions_belong_to_the_generation(one: Card) -> None:
         assert one.flops["tf32"] == pytest.approx(one.flops["float16"] / 2, rel=0.02)
 
 
-@pytest.mark.parametrize("one", [c for c in cards() if "GeForce RTX" in c.title], ids=name_of)
+@each([c for c in cards() if "GeForce RTX" in c.title], name=name_of)
 def test_geforce_accumulates_in_float32_at_half_the_rate(one: Card) -> None:
     turing = one.capability == (7, 5)  # 64 instead of 128 float32 units on as many tensor cores
     assert one.flops["float16"] / one.flops["float32"] == pytest.approx(4 if turing else 2, rel=0.01)

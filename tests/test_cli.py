@@ -164,6 +164,7 @@ def test_a_script_runs_until_its_plan_and_no_further(tmp_path: Path) -> None:
     assert "running train.py" in done.stderr
 
 
+@pytest.mark.slow
 def test_in_step_mode_it_stops_inside_wrap(tmp_path: Path) -> None:
     wrap = ", loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1])"
     done = memfit("plan", script(tmp_path, wrap=wrap), cwd=tmp_path)
@@ -171,6 +172,7 @@ def test_in_step_mode_it_stops_inside_wrap(tmp_path: Path) -> None:
     assert "with memfit" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_folder_of_the_script_is_on_the_path(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "beside.py").write_text("HERE = 7\n")
@@ -178,17 +180,20 @@ def test_the_folder_of_the_script_is_on_the_path(tmp_path: Path) -> None:
     assert "beside 7" in memfit("plan", "inner/train.py", cwd=tmp_path).stdout
 
 
+@pytest.mark.slow
 def test_options_override_what_the_script_passes(tmp_path: Path) -> None:
     done = memfit("plan", script(tmp_path), "--target-batch", "48", "--budget", "100MiB", cwd=tmp_path)
     assert "48 whole" in done.stdout
     assert "of 100 MiB" in done.stdout
 
 
+@pytest.mark.slow
 def test_even_a_script_that_catches_everything_gets_its_plan_printed(tmp_path: Path) -> None:
     done = memfit("plan", script(tmp_path, caught="BaseException"), cwd=tmp_path)
     assert "CAUGHT" in done.stdout and "32 whole" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "closing",
     ["sys.stdout.close()", "sys.stderr.close()", "sys.stdout = sys.stderr = None", "sys.stdout.close(); sys.stderr.close()"],
@@ -199,6 +204,7 @@ def test_a_script_that_closes_its_streams_gets_its_plan_printed(tmp_path: Path, 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_what_is_saved_lies_where_it_was_said_although_the_script_changes_the_directory(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     done = memfit("plan", script(tmp_path, before="import os; os.chdir('elsewhere')"), "--save", "plan.json", cwd=tmp_path)
@@ -225,17 +231,20 @@ def test_a_script_without_wrap(tmp_path: Path) -> None:
     assert_three_parts(done.stderr, "plan of train.py", "without calling memfit.wrap", "memfit.wrap(model, optimizer")
 
 
+@pytest.mark.slow
 def test_a_script_that_never_trains(tmp_path: Path) -> None:
     done = memfit("plan", script(tmp_path, inside="break"), cwd=tmp_path, code=2)
     assert_three_parts(done.stderr, "it called memfit.wrap, but ended before the model was called to train")
 
 
+@pytest.mark.slow
 def test_a_script_with_memfit_switched_off(tmp_path: Path) -> None:
     done = memfit("plan", script(tmp_path, wrap=", enabled=False"), cwd=tmp_path, code=2)
     assert_three_parts(done.stderr, "switched off")
     assert "STEPPED" not in done.stdout
 
 
+@pytest.mark.slow
 def test_exceptions_of_the_script_surface_as_themselves(tmp_path: Path) -> None:
     done = memfit("plan", script(tmp_path, before="raise KeyError('mine')"), cwd=tmp_path, code=1)
     lines = done.stderr.splitlines()
@@ -245,6 +254,7 @@ def test_exceptions_of_the_script_surface_as_themselves(tmp_path: Path) -> None:
     assert "memfit/cli" not in done.stderr
 
 
+@pytest.mark.slow
 def test_exceptions_of_the_model_end_in_the_users_frame(tmp_path: Path) -> None:
     before = "def broken(self, x): raise KeyError('mine')\ntorch.nn.ReLU.forward = broken"
     wrap = ", loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1])"
@@ -254,17 +264,20 @@ def test_exceptions_of_the_model_end_in_the_users_frame(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "KeyError: 'mine'"
 
 
+@pytest.mark.slow
 def test_a_syntax_error(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("x = = 1\n")
     done = memfit("plan", "train.py", cwd=tmp_path, code=1)
     assert "SyntaxError" in done.stderr and "memfit/cli" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_scripts_own_exit_code_passes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import sys; sys.exit(7)\n")
     memfit("plan", "train.py", cwd=tmp_path, code=7)
 
 
+@pytest.mark.slow
 def test_errors_of_wrap_are_printed_in_three_parts(tmp_path: Path) -> None:
     done = memfit("plan", script(tmp_path, caught="KeyError"), "--budget", "1MiB", cwd=tmp_path, code=2)
     assert_three_parts(done.stderr, "1.00 MiB")
@@ -361,18 +374,20 @@ def test_files_that_are_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 # ---- functions
 
 
-@pytest.mark.parametrize("name", ["make", "own_loss"])
+@pytest.mark.parametrize("name", ["make", pytest.param("own_loss", marks=pytest.mark.slow)])
 def test_plans_and_verifies_what_a_function_returns(tmp_path: Path, name: str) -> None:
     target = f"{functions(tmp_path)}:{name}"
     assert "16 whole" in memfit("plan", target, "--budget", "200MiB", cwd=tmp_path).stdout
     assert "gradient equals the whole batch's" in memfit("verify", target, "--target-batch", "32", cwd=tmp_path).stdout
 
 
+@pytest.mark.slow
 def test_a_verification_that_fails_has_exit_code_1(tmp_path: Path) -> None:
     done = memfit("verify", f"{functions(tmp_path)}:changes_its_mind", cwd=tmp_path, code=1)
     assert "DIFFERS" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -391,6 +406,7 @@ def test_functions_that_return_something_else(
     assert_three_parts(refused([command, target], monkeypatch, tmp_path), target, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "message"), [("raises", "of my own"), ("raising_loss", "in my loss")])
 def test_exceptions_of_a_function_surface_as_themselves(tmp_path: Path, name: str, message: str) -> None:
     done = memfit("plan", f"{functions(tmp_path)}:{name}", cwd=tmp_path, code=1)

@@ -29,6 +29,7 @@ sys.exit(run_demo(Demo(budget=512 << 20, steps=4, report="out.html", target=2048
 LABELS = ("asked", "needs", "without memfit", "with memfit", "plan", "training", "measured", "verified", "report")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_limit(torch.device("cpu")), reason="this system cannot limit a process")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the limit is the device's there")
 def test_the_demo(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_a_rank_with_less_memory_has_its_share_in_micro_batches_that_fit(mode: s
     assert "least room on rank 0" in poor.report
 
 
-@pytest.mark.parametrize("mode", ["step", "script"])
+@pytest.mark.parametrize("mode", ["step", pytest.param("script", marks=pytest.mark.slow)])
 def test_where_it_does_not_fit_on_one_rank_all_say_which_and_what_it_needs(mode: str, doomed: Processes) -> None:
     setting = dataclasses.replace(POORER, mode=mode, budgets=("1GiB", "3MiB", None))
     (_, first), (_, second) = doomed.outcomes(trained, setting)

@@ -192,6 +192,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
 def test_under_a_real_limit(tmp_path: Any) -> None:
     script = tmp_path / "script.py"

@@ -29,8 +29,7 @@ def test_the_first_example_prints_the_same_losses() -> None:
     assert after == pytest.approx(before, abs=2e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["02_own_step.py", "03_plan_by_hand.py"])
+@pytest.mark.parametrize("name", ["02_own_step.py", pytest.param("03_plan_by_hand.py", marks=pytest.mark.slow)])
 def test_the_others_run_and_verify(name: str) -> None:
     printed = run(name)
     found = losses(printed)

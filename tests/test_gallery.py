@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gallery
 import pytest
+from listing import each
 
 SINGLE_INSIDE = {"lora_bf16"}
 """Hugging Face's loss for causal language models computes in float32."""
@@ -17,15 +18,18 @@ SECOND_FORWARD = {"clip_methods", "dcgan", "simclr"}
 """Samples are compared, or a gradient goes on into another model."""
 
 
-@pytest.mark.parametrize("name", gallery.NAMES)
+@each(gallery.NAMES)
 def test_the_line_is_one(name: str) -> None:
     """Beside the import."""
     lines = gallery.lines_of(name)
     assert lines[0] == "#: import memfit" and len(lines) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", gallery.NAMES)
+QUICK = {"multitask"}
+"""What stands for the others in the quick tests: several heads, and losses that are added up."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in gallery.NAMES])
 def test_the_same_training(name: str, tmp_path: Path) -> None:
     """In float64; `python tests/gallery.py NAME` shows float32 as well."""
     options, exact = ("--dtype", "float64"), 1e-6 if name in SINGLE_INSIDE else 1e-10

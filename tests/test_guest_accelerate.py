@@ -59,9 +59,8 @@ def by_hand(batch: int) -> list[list[float]]:
     return [p.detach().flatten().tolist() for p in model.parameters()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("how", ["target", "accumulating"])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("how", ["target", pytest.param("accumulating", marks=pytest.mark.slow)])
 def test_the_loop_of_its_documentation_trains_as_one_process_would(how: str, processes: int, tmp_path: Path) -> None:
     batch = 16 if how == "target" else 8 * processes
     found = launched(tmp_path, how, processes)

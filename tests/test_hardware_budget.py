@@ -228,6 +228,7 @@ def test_probe_of_the_cpu_finds_what_is_there() -> None:
     assert 10 * MiB < found.held < found.limit
 
 
+@pytest.mark.slow
 @linux
 def test_probe_sees_a_real_limit_of_its_process() -> None:
     """What is left under RLIMIT_DATA is the room; within it allocations work, beyond it they fail."""

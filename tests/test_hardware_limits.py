@@ -294,6 +294,7 @@ def test_status_is_read_in_bytes_without_malformed_lines(machine: Machine) -> No
     assert read_status(machine.proc) == {"VmSize": 2 * GiB, "VmData": 1 * GiB}
 
 
+@pytest.mark.slow
 @linux
 def test_a_real_rlimit_of_a_child_process_is_seen() -> None:
     script = """

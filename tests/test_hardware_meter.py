@@ -75,6 +75,7 @@ def reserved_peaks_below_the_record() -> tuple[int, int | None, int | None]:
     return before, first, meter.peak()
 
 
+@pytest.mark.slow
 @linux
 def test_held_follows_an_allocation_up_and_down() -> None:
     before, during, after = in_a_new_process(held_around_an_allocation)
@@ -82,6 +83,7 @@ def test_held_follows_an_allocation_up_and_down() -> None:
     assert abs(after - before) < SLACK
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.skipif(not clear_refs_works(), reason="this system does not let VmHWM be cleared")
 def test_peak_remembers_what_is_freed_until_it_is_reset() -> None:
@@ -90,6 +92,7 @@ def test_peak_remembers_what_is_freed_until_it_is_reset() -> None:
     assert second is not None and abs(second - before) < SLACK
 
 
+@pytest.mark.slow
 @linux
 def test_what_is_reserved_counts_untouched_and_its_peak_shows_below_the_record() -> None:
     """The kernel's record of the address space cannot be cleared: a larger peak before must not hide a later one."""
@@ -98,6 +101,7 @@ def test_what_is_reserved_counts_untouched_and_its_peak_shows_below_the_record()
     assert second is not None and abs(second - before) < SLACK
 
 
+@pytest.mark.slow
 @linux
 def test_lifting_the_record_takes_nothing_that_rlimit_data_counts() -> None:
     fresh_mebibytes(400)
@@ -106,6 +110,7 @@ def test_lifting_the_record_takes_nothing_that_rlimit_data_counts() -> None:
     assert meter.held() - before < SLACK
 
 
+@pytest.mark.slow
 @linux
 def test_under_a_limit_on_address_space_the_record_is_left_alone() -> None:
     script = """
@@ -123,6 +128,7 @@ print((reserved_level().counted - now.counted) >> 20, meter.peak() is None)
     assert int(grown) < 100 and unknown == "True"
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.skipif(not clear_refs_works(), reason="this system does not let VmHWM be cleared")
 def test_file_pages_do_not_count_as_peak(tmp_path: Path) -> None:

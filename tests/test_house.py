@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from listing import each
 
 import memfit
 
@@ -83,7 +84,7 @@ def test_every_room_has_its_place() -> None:
     assert {room_of(path) for path in MODULES} <= LEVEL.keys()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@each(MODULES, name=name_of)
 def test_imports_go_one_way(path: Path) -> None:
     here = LEVEL[room_of(path)]
     for name in imports_of(path):
@@ -92,12 +93,12 @@ def test_imports_go_one_way(path: Path) -> None:
             assert LEVEL[there] <= here, f"{name_of(path)} imports {name}"
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if room_of(p) == "planning"], ids=name_of)
+@each([p for p in MODULES if room_of(p) == "planning"], name=name_of)
 def test_planning_computes_with_values_alone(path: Path) -> None:
     assert not [name for name in imports_of(path) if name.split(".")[0] == "torch"]
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES if room_of(p) == "integrations"], ids=name_of)
+@each([p for p in MODULES if room_of(p) == "integrations"], name=name_of)
 def test_guests_import_public_names_alone(path: Path) -> None:
     assert not [name for name in imports_of(path) if name.startswith("memfit.") and room_of(path) not in name]
 
@@ -120,12 +121,12 @@ def test_public_names_have_docstrings() -> None:
         assert (getattr(memfit, name).__doc__ or "").strip(), name
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@each(MODULES, name=name_of)
 def test_every_module_says_what_it_is(path: Path) -> None:
     assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@each(MODULES, name=name_of)
 def test_no_function_is_longer_than_sixty_lines(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -138,7 +139,7 @@ def _body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or node.lineno) - body[0].lineno + 1
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
+@each(MODULES, name=name_of)
 def test_public_functions_and_classes_have_docstrings(path: Path) -> None:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_") and not _is_overload(node):
@@ -190,3 +191,72 @@ def test_importing_changes_nothing_and_brings_nothing_heavy() -> None:
 
 def test_typing_is_declared() -> None:
     assert (ROOT / "py.typed").exists()
+
+
+# ---- the tests themselves
+
+TESTS = Path(__file__).parent
+READS = re.compile(
+    r"(?<!def )\b(perf_counter|monotonic|monotonic_ns|process_time|thread_time|time\.time|mem_get_info)\("
+    r"|\b(psutil|getrusage|setrlimit|tracemalloc|mallinfo2?)\b|/proc/self|\bread_status\(\)|\b(host|reserved)_level\(\)"
+    r"|\bMeter\((?!.*(proc=|cuda))|stats\(\)\[.(peak_measured|seconds|samples_per_second|loader_wait).\]"
+)
+"""What tells the clock or the memory of a machine: a quick test that looks at it fails on another one, or on a busy day."""
+MAY_READ = {
+    "faults.py": "deadlines after which processes are taken to hang; when they ended is for slow tests to compare",
+    "test_hardware_device.py::test_photograph_follows_a_real_allocation": "needs a GPU of its own",
+    "test_launchers.py::test_threads_end_before_python_does": "counts threads",
+    "test_loader.py::test_many_samples_with_few_file_descriptors": "limits file descriptors",
+    "test_loader.py::test_the_same_samples_sent_as_they_are_do_not_get_through": "limits file descriptors",
+    "test_step_mode.py::test_what_runs_beside_training_is_not_measured_as_its_peak": "by a meter that tells what it is told",
+}
+"""What may all the same: a test, or a helper, and why."""
+
+
+def _sources(text: str) -> dict[str, str]:
+    """The source of what a module defines outside of functions, decorators included, by its names."""
+    lines, found = text.splitlines(), dict[str, str]()
+    for node in ast.parse(text).body:
+        names = [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            names += [each.id for each in ast.walk(target) if isinstance(each, ast.Name)]
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+        found.update(dict.fromkeys(names, "\n".join(lines[first - 1 : node.end_lineno])))
+    return found
+
+
+def _reached(name: str, sources: dict[str, str]) -> set[str]:
+    """What a test mentions of its module, and what that mentions in turn: helpers, fixtures, scripts of children."""
+    reached, pending = set[str](), [name]
+    while pending:
+        here = pending.pop()
+        if here not in reached:
+            reached.add(here)
+            pending += [other for other in re.findall(r"\b\w+\b", sources[here]) if other in sources]
+    return reached
+
+
+def readers(path: Path) -> list[str]:
+    """Quick tests of a file that read the clock or the memory; of a helper the file itself, where it does."""
+    text = path.read_text()
+    if not path.name.startswith("test_"):
+        return [path.name] if READS.search(text) else []
+    sources = _sources(text)
+    quick = [name for name in sources if name.startswith("test_") and "mark.slow" not in sources[name].split("\ndef ")[0]]
+    return [f"{path.name}::{n}" for n in quick if any(READS.search(sources[each]) for each in _reached(n, sources))]
+
+
+def test_quick_tests_read_neither_the_clock_nor_the_memory() -> None:
+    here = Path(__file__).name
+    found = [each for path in sorted(TESTS.glob("*.py")) if path.name != here for each in readers(path)]
+    assert sorted(set(found) - MAY_READ.keys()) == []
+    assert sorted(MAY_READ.keys() - set(found)) == []  # no longer than it has to be
+
+
+def test_a_quick_test_that_reads_through_a_helper_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "test_it.py"
+    path.write_text(
+        'CHILD = """open("/proc/self/status")"""\ndef run():\n    return CHILD\n'
+        "def test_child():\n    run()\n\n@pytest.mark.slow\ndef test_slow():\n    run()\n\ndef test_other():\n    pass\n"
+    )
+    assert readers(path) == ["test_it.py::test_child"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import mlp, points, wrapped
+from pairwise import once
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
@@ -175,8 +177,7 @@ def test_buffers_that_graphs_hold_may_be_written_by_the_next_forward(keep: int) 
 
 
 @KEEP
-@pytest.mark.parametrize("others", [0, 1, 2, 3])
-@pytest.mark.parametrize("scalars", [False, True])
+@pytest.mark.parametrize(("others", "scalars"), once(product((0, 1, 2, 3), (False, True))))
 def test_memory_may_run_out_in_what_is_kept(keep: int, others: int, scalars: bool) -> None:
     def step(model: nn.Module, x: Tensor, number: int) -> None:
         out = model(x)

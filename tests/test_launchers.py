@@ -110,7 +110,7 @@ def in_notebook(path: Path, launcher: str, function: str, processes: int, **envi
     return found_in(path)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_wrap_inside_notebook_launcher(processes: int, tmp_path: Path) -> None:
     found = in_notebook(tmp_path / "found.json", "notebook", "plain", processes)
     assert found["processes"] == processes and found["steps"] == 8

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import fixed_plan, wrapped
+from pairwise import marked
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
@@ -110,17 +111,29 @@ def test_the_familys_own_loss(family: Family, mode: str) -> None:
     assert compare(family, family.script_loss, mode) <= tolerance(family)
 
 
+EVERY = [(f, v, mode) for f in FAMILIES.values() for v in variants_for(f) for mode in ("accumulate", "replay", "step")]
+
+
 @pytest.mark.parametrize(
-    ("family", "variant"),
-    [pytest.param(f, v, id=f"{f.name}-{v.name}") for f in FAMILIES.values() for v in variants_for(f)],
+    ("family", "variant", "mode"),
+    marked(
+        [pytest.param(f, v, mode, id=f"{mode}-{f.name}-{v.name}") for f, v, mode in EVERY],
+        [(f.name, v.name, mode) for f, v, mode in EVERY],
+    ),
 )
-@pytest.mark.parametrize("mode", ["accumulate", "replay", "step"])
 def test_every_loss_in_every_mode(family: Family, variant: Variant, mode: str) -> None:
     assert compare(family, of_logits(family, variant, mode), mode) <= tolerance(family)
 
 
-@named(FAMILIES.values())
-@pytest.mark.parametrize("mode", ["script", "step"])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    # Each family in one mode; in the other one it is slow.
+    [
+        pytest.param(family, mode, id=f"{mode}-{family.name}", marks=() if i % 2 == at else pytest.mark.slow)
+        for i, family in enumerate(FAMILIES.values())
+        for at, mode in enumerate(("script", "step"))
+    ],
+)
 def test_twenty_steps_with_clipping_and_a_schedule(family: Family, mode: str) -> None:
     data = [first_batch(family, n, dtype=torch.float64, seed=seed) for seed, n in enumerate([12] * 9 + [7] + [12] * 9 + [7])]
     plain, model = built(family), built(family)
@@ -153,8 +166,13 @@ def parameter_error(model: nn.Module, plain: nn.Module) -> float:
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [(name, "script") for name in ("mlp", "gpt", "bert", "vit", "resnet_group", "superres", "frozen", "lora")]
-    + [("mlp", "step"), ("gpt", "step")],
+    [
+        *(("mlp", "script"), ("mlp", "step"), ("superres", "script"), pytest.param("gpt", "step", marks=pytest.mark.slow)),
+        *(
+            pytest.param(name, "script", marks=pytest.mark.slow)
+            for name in ("gpt", "bert", "vit", "resnet_group", "frozen", "lora")
+        ),
+    ],
 )
 def test_bfloat16_parameters_in_64_micro_batches(name: str, mode: str) -> None:
     """The distance to the float64 gradient is no larger than the whole batch's own, over a few draws of the weights."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from itertools import product
 
 import numpy as np
 import pytest
@@ -414,13 +415,19 @@ def test_the_first_epoch_draws_as_the_scripts_loader_does(workers, kind):
     assert equal(joined(plain), joined(ours)) and states() == after
 
 
-@WORKERS
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_later_epochs_do_not_depend_on_other_draws(workers, kind):
+def with_few_workers(kinds, shares):
+    """Parameters (workers, kind, share): workers, which take a second to start, for one of the kinds; the others are slow."""
+    rows = [(workers, kind, share) for kind, share, workers in product(kinds, shares, (0, 2))]
+    quick = [row for row in rows if not row[0] or row[1:] == (kinds[0], shares[-1])]
+    return [pytest.param(*row, marks=() if row in quick else pytest.mark.slow) for row in rows]
+
+
+@pytest.mark.parametrize(("workers", "kind", "share"), with_few_workers([*SAMPLERS], [10]))
+def test_later_epochs_do_not_depend_on_other_draws(workers, kind, share):
     runs = []
     for dropout in (0, 5):
         seed_everything()
-        loader, epochs = effective(shuffled(workers, kind), 10), []
+        loader, epochs = effective(shuffled(workers, kind), share), []
         for _ in range(3):
             epochs.append(joined(list(loader)))
             torch.rand(dropout)
@@ -433,9 +440,7 @@ def test_later_epochs_do_not_depend_on_other_draws(workers, kind):
         assert not torch.equal(runs[0][1][1].sort(0).values, runs[0][2][1].sort(0).values)
 
 
-@WORKERS
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("share", [None, 10])
+@pytest.mark.parametrize(("workers", "kind", "share"), with_few_workers([*SAMPLERS], [None, 10]))
 def test_later_epochs_are_the_plain_loaders_until_the_training_draws(workers, kind, share):
     seed_everything()
     source, plain = shuffled(workers, kind), []
@@ -452,9 +457,7 @@ def test_later_epochs_are_the_plain_loaders_until_the_training_draws(workers, ki
     assert all(map(equal, plain[:2], ours[:2])) and plain[2][0].tolist() != ours[2][0].tolist()
 
 
-@WORKERS
-@pytest.mark.parametrize("kind", [*SAMPLERS, "in order"])
-@pytest.mark.parametrize("share", [None, 8])
+@pytest.mark.parametrize(("workers", "kind", "share"), with_few_workers([*SAMPLERS, "in order"], [None, 8]))
 def test_the_script_draws_what_it_would_without_memfit(workers, kind, share):
     """Between batches and between epochs, whatever those are made of: the global generators stand where they would."""
     compare_draws(workers, kind, share)
@@ -648,16 +651,19 @@ def test_each_batch_is_announced_and_the_position_known(workers):
         loader.epoch = 3
 
 
-def test_the_wait_is_the_consumers():
+def test_the_wait_is_the_consumers(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
     class Slow(Numbers):
         def __getitem__(self, i):
-            time.sleep(0.02)
+            now[0] += 0.02
             return super().__getitem__(i)
 
     infos = []
     for _ in effective(DataLoader(Slow(4), batch_size=1), 2, on_batch=infos.append):
-        time.sleep(0.2)
-    assert all(0.04 <= info.waited < 0.2 for info in infos)
+        now[0] += 0.2
+    assert [info.waited for info in infos] == [pytest.approx(0.04)] * 2
 
 
 class Faulty(Numbers):

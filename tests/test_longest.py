@@ -1,28 +1,29 @@
 """The longest samples: found within the time given, and without a trace."""
 
 import random
-import time
+from itertools import count
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
+from memfit.loading import longest
 from memfit.loading.longest import longest_samples
 
 
 class Texts(Dataset):
     """Samples of given lengths, read from a file that is opened at the first access."""
 
-    def __init__(self, lengths, slow=0.0):
-        self.lengths, self.slow, self.file = lengths, slow, None
+    def __init__(self, lengths, read=lambda: None):
+        self.lengths, self.read, self.file = lengths, read, None
 
     def __len__(self):
         return len(self.lengths)
 
     def __getitem__(self, i):
         self.file = self.file or object()
-        time.sleep(self.slow)
+        self.read()
         return torch.rand(self.lengths[i]), float(np.random.rand()), random.random()
 
 
@@ -64,9 +65,12 @@ def test_samples_that_cannot_be_compared_may_be_equally_long():
     assert len(longest_samples(TensorDataset(torch.zeros(5, 3)), 2, seconds=30).samples) == 2
 
 
-def test_stops_when_the_time_is_up_but_not_before_one_sample():
-    scan = longest_samples(Texts(LENGTHS, slow=0.01), 2, seconds=0.05)
-    assert 1 < scan.seen < 30 and not scan.complete and len(scan.sizes) == scan.seen
+def test_stops_when_the_time_is_up_but_not_before_one_sample(monkeypatch):
+    passed = count()
+    now = [next(passed)]
+    monkeypatch.setattr(longest.time, "perf_counter", lambda: now[0])
+    scan = longest_samples(Texts(LENGTHS, read=lambda: now.__setitem__(0, next(passed))), 2, seconds=5)
+    assert scan.seen == 5 and not scan.complete and len(scan.sizes) == scan.seen
     assert longest_samples(Texts(LENGTHS), 2, seconds=0).seen == 1
 
 

@@ -159,6 +159,7 @@ def _keeps_a_record() -> bool:
     return "avx512" in Path("/proc/cpuinfo").read_text()
 
 
+@pytest.mark.slow
 @onednn
 @pytest.mark.skipif(not _keeps_a_record(), reason="the figures are of AVX-512, and read from a record the kernel lets us clear")
 def test_the_kernel_counts_as_much() -> None:

@@ -48,6 +48,7 @@ print(json.dumps([resident() - before, in_pages(timeline, 1).peak(1), timeline.p
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's figures are read from /proc")
 def test_the_kernel_counts_these_pages() -> None:
     environment = {**os.environ, **PINNED, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

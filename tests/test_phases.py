@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import mlp, points, wrapped
+from pairwise import once
 from plainloop import CPU, PlainLoop, by_hand, peaks, traced
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -47,7 +48,11 @@ OTHERS = {
     "frozen": "norm",
     "dit": "to zero",
 }
-CASES = [(name, loop) for name in EVERY for loop in LOOPS] + list(OTHERS.items())
+QUICK = ("vit", "unet", "superres", "frozen")
+CASES = [
+    *once((name, loop) for name in EVERY for loop in LOOPS),
+    *(pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in OTHERS.items()),
+]
 
 
 @pytest.mark.parametrize(("name", "which"), CASES)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pairwise import once
 from processes import Processes
 from torch import nn
 from torch.optim import SGD
@@ -106,8 +108,10 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "drop_last", "distributed", "generator"])
-@pytest.mark.parametrize("mode", ["step", "script"])
+KINDS = ("shuffled", "drop_last", "distributed", "generator")
+
+
+@pytest.mark.parametrize(("kind", "mode"), once(product(KINDS, ("step", "script"))))
 def test_the_parameters_do_not_depend_on_the_number_of_processes(
     mode: str, kind: str, two: Processes, three: Processes
 ) -> None:
@@ -227,7 +231,7 @@ def failed(mode: str, on: tuple[int, ...]) -> str:
     return "nothing failed"
 
 
-@pytest.mark.parametrize("mode", ["step", "script"])
+@pytest.mark.parametrize("mode", ["step", pytest.param("script", marks=pytest.mark.slow)])
 def test_another_error_on_one_rank_ends_all_and_says_which(mode: str, doomed: Processes) -> None:
     first, second = doomed.run(failed, mode, (1,))
     assert second.startswith("KeyError")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import subprocess
 import sys
@@ -23,13 +24,13 @@ from torch import nn
 
 import memfit
 
-FAST = 8
+FAST = 3
 SLOW = 120
 
 
-def checked(trial: Trial) -> list[Outcome]:
+def checked(trial: Trial, prompt: float = math.inf) -> list[Outcome]:
     found = run(trial)
-    said = wrong(trial, found, wanted(trial))
+    said = wrong(trial, found, wanted(trial), prompt)
     assert not said, (trial, said, [outcome.text[-2000:] for outcome in found])
     return found
 
@@ -42,10 +43,10 @@ def test_random_faults(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(FAST, SLOW))
 def test_more_random_faults(seed: int) -> None:
-    checked(drawn(seed))
+    checked(drawn(seed), faults.PROMPT)
 
 
-BESIDE = [pytest.param(seed, marks=() if seed < 306 else pytest.mark.slow) for seed in range(300, 380)]
+BESIDE = [pytest.param(seed, marks=() if seed < 301 else pytest.mark.slow) for seed in range(300, 380)]
 
 
 @pytest.mark.parametrize("seed", BESIDE)
@@ -55,8 +56,14 @@ def test_random_faults_where_gradients_are_reduced_beside_the_last_micro_batch(s
     checked(replace(trial, mode="step", overlap=True, faults=before))
 
 
-@pytest.mark.parametrize("place", ["backward", "reduce"])
-@pytest.mark.parametrize("kind", ["memory", "error", "kill"])
+LAST = [
+    pytest.param(kind, place, id=f"{kind}-{place}", marks=() if (kind, place) == ("memory", "reduce") else pytest.mark.slow)
+    for kind in ("memory", "error", "kill")
+    for place in ("backward", "reduce")
+]
+
+
+@pytest.mark.parametrize(("kind", "place"), LAST)
 def test_faults_in_the_last_micro_batch_of_a_step_that_reduces_beside_it(kind: str, place: str) -> None:
     nth = 2 if place == "backward" else 1
     found = checked(Trial(2, "step", (Fault(1, place, 4, nth, kind=kind),), overlap=True))
@@ -66,7 +73,7 @@ def test_faults_in_the_last_micro_batch_of_a_step_that_reduces_beside_it(kind: s
 
 
 SHARDED = [
-    pytest.param(shard, seed, id=f"{shard}-{seed}", marks=() if seed < 202 else pytest.mark.slow)
+    pytest.param(shard, seed, id=f"{shard}-{seed}", marks=() if seed < 201 else pytest.mark.slow)
     for shard in ("optimizer", "gradients", "parameters")
     for seed in range(200, 212)
 ]
@@ -78,14 +85,14 @@ def test_random_faults_of_what_is_held_in_parts(shard: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["step", "script"])
-@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize("ranks", [(1,), pytest.param((0, 1), marks=pytest.mark.slow)])
 def test_a_sum_that_runs_out_of_memory_is_taken_up_again(mode: str, ranks: tuple[int, ...]) -> None:
     found = checked(Trial(2, mode, tuple(Fault(rank, "reduce", 2, 1, 2) for rank in ranks)))
     assert all(len(outcome.states) == faults.STEPS for outcome in found)
 
 
-@pytest.mark.parametrize("place", ["optimizer", "half optimizer"])
-@pytest.mark.parametrize("step", [0, faults.STEPS - 1])
+@pytest.mark.parametrize("place", [pytest.param("optimizer", marks=pytest.mark.slow), "half optimizer"])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), faults.STEPS - 1])
 def test_an_optimizer_step_that_runs_out_of_memory_is_taken_over_from_another_rank(place: str, step: int) -> None:
     found = checked(Trial(3, "step", (Fault(0, place, step), Fault(2, place, step))))
     assert "out of memory" in found[0].events and "out of memory" not in found[1].events
@@ -205,7 +212,7 @@ def alone(trial: Trial, rank: int, found: Outcome, tell: Callable[[Any], None]) 
     found.parameters = [float(v) for t in model.state_dict().values() for v in t.reshape(-1)]
 
 
-@pytest.mark.parametrize("mode", ["step", "script", "between"])
+@pytest.mark.parametrize("mode", [pytest.param("step", marks=pytest.mark.slow), "script", "between"])
 def test_rank_0_evaluates_and_saves_alone(mode: str, tmp_path: Path) -> None:
     path = str(tmp_path / "state.pt")
     first, second = run(Trial(2, mode, shard=path), alone)
@@ -214,13 +221,12 @@ def test_rank_0_evaluates_and_saves_alone(mode: str, tmp_path: Path) -> None:
     assert set(torch.load(path, weights_only=True)) >= {"head.weight", "body.2.running_mean"}
 
 
-@pytest.mark.parametrize("mode", ["step", "script", "between"])
+@pytest.mark.parametrize("mode", ["step", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("script", "between"))])
 def test_an_error_in_rank_0s_validation_ends_all(mode: str, tmp_path: Path) -> None:
     path = str(tmp_path / "state.pt")
     first, second = run(Trial(2, mode, (Fault(0, "validate", 1),), shard=path), alone)
     assert first.error == "ValueError" and second.error == "RankFailed"
     assert "rank 0 failed: ValueError: in rank 0's validation" in second.text
-    assert second.ended - first.raised_at < faults.PROMPT
     assert torch.load(path, weights_only=True)
 
 
@@ -243,11 +249,10 @@ print("done")
 """
 
 
-def started(fails: str, folder: Path) -> list[tuple[int, str, float]]:
-    """(exit status, output, when it ended) of two processes that run a script."""
+def started(fails: str, folder: Path) -> list[tuple[int, str]]:
+    """(exit status, output) of two processes that run a script."""
     script = folder / "train.py"
     script.write_text(textwrap.dedent(SCRIPT.replace("{fails}", fails)))
-    found = {}
     processes = []
     port = str(free_port())
     for rank in range(2):
@@ -256,31 +261,26 @@ def started(fails: str, folder: Path) -> list[tuple[int, str, float]]:
         command = [sys.executable, "-W", "ignore", str(script)]
         with (folder / f"{rank}.txt").open("w") as out:
             processes.append(subprocess.Popen(command, env={**os.environ, **there}, stdout=out, stderr=out))
-    stop = time.time() + 60
-    while len(found) < 2 and time.time() < stop:
-        for rank, process in enumerate(processes):
-            if rank not in found and process.poll() is not None:
-                found[rank] = process.returncode, (folder / f"{rank}.txt").read_text(), time.time()
-        time.sleep(0.02)
-    for process in processes:
-        process.kill()
-        process.wait()
-    assert len(found) == 2, "hang"
-    return [found[0], found[1]]
+    try:
+        return [(process.wait(faults.PATIENCE), (folder / f"{rank}.txt").read_text()) for rank, process in enumerate(processes)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_a_scripts_own_error_comes_first(tmp_path: Path) -> None:
-    (status, text, ended), (failed, own, first) = started('raise KeyError("no such word")', tmp_path)
-    assert status == failed == 1 and first < ended < first + faults.PROMPT
+    (status, text), (failed, own) = started('raise KeyError("no such word")', tmp_path)
+    assert status == failed == 1
     assert own.rstrip().endswith("KeyError: 'no such word'")
     assert "RankFailed" in text and "rank 1 failed: KeyError: 'no such word' (train.py:" in text
 
 
 @pytest.mark.slow
 def test_a_script_that_just_ends_is_not_waited_for(tmp_path: Path) -> None:
-    (status, text, _), (left, _, _) = started("sys.exit(0)", tmp_path)
+    (status, text), (left, _) = started("sys.exit(0)", tmp_path)
     assert status == 1 and left == 0 and "rank 1 has come to the end of its script" in text
 
 
 def test_a_script_that_works_ends_by_itself(tmp_path: Path) -> None:
-    assert [(status, text.splitlines()[-1]) for status, text, _ in started("pass", tmp_path)] == [(0, "done")] * 2
+    assert [(status, text.splitlines()[-1]) for status, text in started("pass", tmp_path)] == [(0, "done")] * 2

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import wrapped
+from pairwise import marked
 from processes import Processes
-from test_laws import batches, built, frozen_rate, named, of_logits, script_gradients, step_gradients, tolerance, worst
+from test_laws import batches, built, frozen_rate, of_logits, script_gradients, step_gradients, tolerance, worst
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from zoo import FAMILIES, Family
@@ -28,7 +29,7 @@ SHARES = {2: (0.5, 0.5), 3: (0.4, 0.3, 0.3)}
 """Which part of every batch each process has."""
 
 
-@pytest.fixture(scope="module", params=(2, 3))
+@pytest.fixture(scope="module", params=(2, pytest.param(3, marks=pytest.mark.slow)))
 def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
     found = Processes(request.param)
     yield found
@@ -105,8 +106,17 @@ def by_processes(family: Family, variant: str, mode: str) -> list[Gradients]:
     return found
 
 
-@named(FAMILIES.values())
-@pytest.mark.parametrize("mode", ["script", "step"])
+EITHER = [(family, mode) for family in FAMILIES.values() for mode in ("script", "step")]
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    # Every other one is slow: of two processes and of three each family runs in one mode.
+    [
+        pytest.param(family, mode, id=f"{mode}-{family.name}", marks=() if (i // 2 + i) % 2 else pytest.mark.slow)
+        for i, (family, mode) in enumerate(EITHER)
+    ],
+)
 def test_the_familys_own_loss(processes: Processes, family: Family, mode: str) -> None:
     found = processes.run(of_rank, family.name, None, mode, SHARES[processes.size])
     want = whole(family, None, mode)
@@ -167,15 +177,23 @@ def in_parts(name: str, mode: str, level: str, checkpointed: bool, shares: tuple
     return found
 
 
-QUICK = {("parameters", "script", True), ("gradients", "step", False), ("optimizer", "script", False)}
-WAYS = [
-    pytest.param(*way, id="-".join([*way[:2], "checkpointed"][: 2 + way[2]]), marks=() if way in QUICK else pytest.mark.slow)
-    for way in product(LEVELS, ("script", "step"), (False, True))
-]
+WAYS = list(product(LEVELS, ("script", "step"), (False, True)))
 
 
-@named(FAMILIES.values())
-@pytest.mark.parametrize(("level", "mode", "checkpointed"), WAYS)
+@pytest.mark.parametrize(
+    ("family", "level", "mode", "checkpointed"),
+    # Each family in one of the ways, and all ways: the others are slow.
+    [
+        pytest.param(
+            family,
+            *way,
+            id="-".join([*way[:2], "checkpointed" if way[2] else "kept", family.name]),
+            marks=() if i % len(WAYS) == at else pytest.mark.slow,
+        )
+        for i, family in enumerate(FAMILIES.values())
+        for at, way in enumerate(WAYS)
+    ],
+)
 def test_the_familys_own_loss_in_parts(two: Processes, family: Family, level: str, mode: str, checkpointed: bool) -> None:
     found = two.run(in_parts, family.name, mode, level, checkpointed, PARTS)
     if family.name in WHOLE_ONLY and level != "optimizer":
@@ -248,9 +266,10 @@ def of_heads(loss: str, mode: str, level: str | None, shares: tuple[float, ...])
     return [*found, {name: p.detach().clone() for name, p in model.named_parameters()}]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("mode", ["script", "step"])
-@pytest.mark.parametrize("level", LEVELS)
+OUTPUTS = list(product(LEVELS, ("script", "step"), LOSSES))
+
+
+@pytest.mark.parametrize(("level", "mode", "loss"), marked([pytest.param(*way, id="-".join(way)) for way in OUTPUTS], OUTPUTS))
 def test_outputs_that_no_loss_uses_and_losses_in_two_passes(two: Processes, level: str, mode: str, loss: str) -> None:
     want = of_heads(loss, mode, None, PARTS)
     for each in two.run(of_heads, loss, mode, level, PARTS):

@@ -134,8 +134,15 @@ def kinds(run: memfit.Run) -> list[str]:
 # ---- step mode
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize(
+    ("name", "where"),
+    # Each text at one of the places; at the other one it is slow.
+    [
+        pytest.param(name, where, id=f"{name}-{where}", marks=() if i % 2 == at else pytest.mark.slow)
+        for i, name in enumerate(TEXTS)
+        for at, where in enumerate(("forward", "backward"))
+    ],
+)
 def test_after_any_of_them_the_batch_trains_once_in_smaller_micro_batches(name: str, where: str) -> None:
     model = Net()
     run, seen = stepper(model, loss_fn, 6)

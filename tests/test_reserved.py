@@ -106,6 +106,7 @@ print(json.dumps({"losses": losses, "kinds": [e.kind for e in run.events], "mess
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts private mappings on Linux")
 def test_kernels_for_ever_new_shapes_do_not_fill_what_is_reserved() -> None:
     command = [sys.executable, "-W", "ignore", "-c", SHAPES]

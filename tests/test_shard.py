@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from pairwise import once
 from processes import Processes
 from torch import nn
 from torch.nn import functional as F
@@ -26,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.fixture(scope="module", params=(2, 3, pytest.param(4, marks=pytest.mark.slow)))
+@pytest.fixture(scope="module", params=(2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))))
 def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
     found = Processes(request.param)
     yield found
@@ -123,8 +125,7 @@ def check_same(found: list[dict[str, Any]], alone: dict[str, Any], level: str) -
     assert 0 <= sum(each["own"] for each in found) - alone["own"] <= (0 if level == "optimizer" else held_by_all)
 
 
-@pytest.mark.parametrize("mode", ("script", "step"))
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "mode"), once(product(OPTIMIZERS, ("script", "step"))))
 def test_the_same_training_with_a_part_of_the_state(processes: Processes, optimizer: str, mode: str) -> None:
     check_same(processes.run(trained, optimizer, mode, "optimizer"), trained(optimizer, mode, "auto"), "optimizer")
 

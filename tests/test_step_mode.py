@@ -439,6 +439,7 @@ def distance_from_one(model: nn.Module, batch: Tensor) -> Tensor:
     return F.mse_loss(model(batch), torch.ones(len(batch)))
 
 
+@pytest.mark.slow
 def test_auto_goes_lower_only_where_nothing_else_fits_and_says_what_it_moves() -> None:
     model = Wide()
     sample = torch.rand(2, 20_000, 64)
@@ -465,6 +466,7 @@ class WideNormed(Wide):
         return self.norm(self.layers(x).mean(1)).mean(1)
 
 
+@pytest.mark.slow
 def test_a_lower_precision_is_priced_on_two_samples_where_one_cannot_run() -> None:
     model = WideNormed()
     sample = torch.rand(4, 20_000, 64)
@@ -666,23 +668,54 @@ def test_stats_are_a_flat_dictionary_of_numbers() -> None:
     assert (stats["step"], stats["micro_batch"], stats["accumulation"]) == (2, 5, 3)
 
 
-def test_what_runs_beside_training_is_not_measured_as_its_peak(tmp_path: Path) -> None:
-    run, _ = stepper(mlp(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), None, sample=points(), budget="1GiB")
-    for _ in range(100):
-        run.step(points())
-        if (before := run.stats()["peak_measured"]) is not None:
-            break
+class Told:
+    """A meter that tells what it is told."""
+
+    def __init__(self, held: int) -> None:
+        self.now = self.most = held
+
+    def take(self, more: int) -> None:
+        """So many bytes come and go."""
+        self.most = max(self.most, self.now + more)
+
+    def held(self) -> int:
+        return self.now
+
+    def peak(self) -> int:
+        return self.most
+
+    def reset_peak(self) -> None:
+        self.most = self.now
+
+
+def test_what_runs_beside_training_is_not_measured_as_its_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taking: list[int] = []
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        for more in taking:
+            meter.take(more)
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    run, _ = stepper(mlp(), loss_of, None, sample=points(), budget="1GiB", micro_batch=5)
+    run.step(points())
+    assert run._core is not None
+    memory = run._core.memory
+    meter = Told(memory._meter.held())
+    monkeypatch.setattr(memory, "_meter", meter)
+    memory.reset_peak()
+    run.step(points())
+    before = run.stats()["peak_measured"]
     assert before is not None
+    taking = [256 << 20]
     memfit.verify(run)
+    taking = []
     run.report().save(tmp_path / "report.html")
-    torch.ones(64 << 20)
-    beside = run.stats()["peak_measured"]
-    assert beside is not None and beside - before < 32 << 20  # not 256 MiB
+    meter.take(256 << 20)
+    assert run.stats()["peak_measured"] == before
+    run.step(points())  # from its end on it counts again
+    taking = [64 << 20]
     run.step(points())
-    kept = torch.ones(64 << 20)
-    run.step(points())
-    after = run.stats()["peak_measured"]
-    assert after is not None and after >= before + kept.numel()
+    assert run.stats()["peak_measured"] == before + (64 << 20)
 
 
 def test_samples_per_second_count_samples_whatever_the_batch_is() -> None:
