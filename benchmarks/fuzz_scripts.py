@@ -11,10 +11,12 @@ there. `--shrink` makes one finding of every kind small and prints its source.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from common import ROOT, save
@@ -38,6 +40,7 @@ def main() -> None:
     arguments.add_argument("--shrink", action="store_true")
     arguments.add_argument("--save", action="store_true", help="write a dated result")
     arguments.add_argument("--workers", type=int, default=1)
+    arguments.add_argument("--findings", type=Path, help="write the table and the findings there, too")
     arguments.add_argument("--log", type=Path, default=Path("fuzz.jsonl"))
     given = arguments.parse_args()
     if given.show is not None or given.alone:
@@ -45,14 +48,23 @@ def main() -> None:
         return
     began = time.time()
     found = run(seeds_of(given.seeds), given.log, resume=given.resume, workers=given.workers)
-    print(per_thousand(found))
+    with contextlib.ExitStack() as files:
+        places = [sys.stdout, *([files.enter_context(given.findings.open("w"))] if given.findings else [])]
+        for text in report(found, shrink=given.shrink):
+            for place in places:
+                print(text, file=place, flush=True)
     print(f"{time.time() - began:.0f} seconds")
-    for (kind, mode, what), group in causes(found).items():
-        print(f"\n{len(group)} {kind}, {mode} mode: {what}\n  seeds {[one.seed for one in group[:8]]}")
-        if given.shrink and kind in BAD:
-            print(small(group[0]))
     if given.save:
         print(save("fuzz", summary(found)))
+
+
+def report(found: list[Found], *, shrink: bool) -> Iterator[str]:
+    """The table, and findings by cause; with `shrink`, one of each as the smallest script that comes to the same."""
+    yield per_thousand(found)
+    for (kind, mode, what), group in causes(found).items():
+        yield f"\n{len(group)} {kind}, {mode} mode: {what}\n  seeds {[one.seed for one in group[:8]]}"
+        if shrink and kind in BAD:
+            yield small(group[0])
 
 
 def seeds_of(text: str) -> list[int]:

@@ -12,24 +12,26 @@ from fuzz import running
 from fuzz.grammar import OPTIONS, SIMPLEST, Choices, alone, drawn, others, settled
 from fuzz.known import KNOWN, known, parts
 from fuzz.outcomes import DIFFERENT, FREE, INVALID, Outcome, outcome
-from fuzz.pool import Found, outcomes_of
+from fuzz.pool import Found, modes_of, outcomes_of
 from fuzz.reporting import small
 from fuzz.script import MARK, source_of, steps_by_itself
 from fuzz.shrinking import shrunk
 from fuzz.snapshot import apart
 
-SLICE = range(60)
+SLICE = range(90)
 MANY = range(1000, 6000)
 
 
-def offenders(seeds: range) -> list[Found]:
-    """What differed, crashed or was refused without need, and is not known to."""
+def offenders(seeds: range, *, modes: int = 2) -> list[Found]:
+    """What differed, crashed or was refused without need, and is not known to; in all modes of a script, or in one by turns."""
     found = []
     for seed in seeds:
         choices = drawn(seed)
-        for mode, one in outcomes_of(choices):
-            if one.bad and not known(choices):
-                found.append(Found(seed, mode, one.kind, one.what, one.detail))
+        if known(choices):
+            continue
+        possible = modes_of(choices)
+        chosen = possible if modes > 1 else (possible[seed % len(possible)],)
+        found += [Found(seed, mode, one.kind, one.what, one.detail) for mode, one in outcomes_of(choices, chosen) if one.bad]
     return found
 
 
@@ -40,7 +42,7 @@ def told(found: list[Found]) -> str:
 
 
 def test_scripts_out_of_the_grammar_train_as_without_memfit() -> None:
-    found = offenders(SLICE)
+    found = offenders(SLICE, modes=1)
     assert not found, told(found)
 
 

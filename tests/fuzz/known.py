@@ -46,6 +46,8 @@ KNOWN: dict[str, str] = {
     "calls=sum_of_three": "an output that was not used is first read after the step",
     "between=retain_grad pack=loss_out": "the gradient of an output lacks what a loss inside the model gives it",
     "state=momentum_encoder": "parameters that the forward writes are taken for the script's writes in two passes",
+    "loss=ce_none_masked loader=iterable": "in step mode a masked mean is weighted by samples where the samples of the proof have no mask",
+    "gradients=post_hooks|post_hooks_step pack=tuple|list|dict|dataclass|namedtuple|nested": "hooks of parameters without gradient are called",
     "gradients=hooks pack=tuple|list|dict|dataclass|namedtuple|nested": "hooks of parameters without gradient are called",
     "gradients=hook_counts pack=tuple|list|dict|dataclass|namedtuple|nested": "hooks of parameters without gradient are called",
     "calls=in_two_by_hand batch=6": "pieces of a batch that has as many samples as features are cut by features",

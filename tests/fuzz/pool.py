@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -113,11 +113,15 @@ def _serve(pipe: Any) -> None:
         pipe.send([(mode, one.kind, one.what, one.detail) for mode, one in outcomes_of(drawn(seed))])
 
 
-def outcomes_of(choices: Choices) -> list[tuple[str, Outcome]]:
-    """A script's outcomes, by mode; an error of the fuzzer's own is one, too."""
-    modes = ("script", "step") if steps_by_itself(choices) else ("script",)
+def modes_of(choices: Choices) -> tuple[str, ...]:
+    """The modes in which a script can be run."""
+    return ("script", "step") if steps_by_itself(choices) else ("script",)
+
+
+def outcomes_of(choices: Choices, modes: Sequence[str] = ()) -> list[tuple[str, Outcome]]:
+    """A script's outcomes, by mode (all that it has, or those that are given); an error of the fuzzer's own is one, too."""
     found = []
-    for mode in modes:
+    for mode in modes or modes_of(choices):
         try:
             found.append((mode, outcome(choices, step=mode == "step")))
         except Exception:
