@@ -18,7 +18,18 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Aside, Forwards, assert_transparent, cut_gradients, fixed_plan, mlp, plain_gradients, points, unseen, wrapped
+from helpers import (
+    Aside,
+    Forwards,
+    assert_transparent,
+    cut_gradients,
+    fixed_plan,
+    mlp,
+    plain_gradients,
+    points,
+    unseen,
+    wrapped,
+)
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef

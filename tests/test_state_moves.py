@@ -1,0 +1,410 @@
+"""State that forwards, losses and hooks move, wherever it lives: as in plain PyTorch, to the bit where nothing is cut."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import mlp, points
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import memfit
+from memfit import Refused
+
+X, Y = points(24)
+Wrap = Callable[..., Any]
+Script = Callable[[Wrap], list[Any]]
+CENTRE: Any = None
+
+
+@pytest.fixture(autouse=True)
+def strictly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMFIT", "strict")
+
+
+def batches(size: int = 12) -> list[tuple[Tensor, Tensor]]:
+    return [(X[i : i + size], Y[i : i + size]) for i in range(0, len(X), size)]
+
+
+def plain(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def same(wanted: Any, found: Any, tolerance: float) -> bool:
+    a, b = torch.as_tensor(wanted), torch.as_tensor(found)
+    alike = type(b) in (Tensor, nn.Parameter) and a.shape == b.shape
+    return alike and float((a.double() - b.double()).detach().norm()) <= tolerance * float(a.detach().double().norm())
+
+
+def assert_same(script: Script, tolerance: float, **settings: Any) -> Any:
+    """The script leaves the same with memfit as without; returns its run."""
+    runs: list[Any] = []
+
+    def wrap(*args: Any, **kwargs: Any) -> Any:
+        runs.append(memfit.wrap(*args, **kwargs, **settings))
+        return runs[-1]
+
+    wanted, found = script(plain), script(wrap)
+    assert [same(a, b, tolerance) for a, b in zip(wanted, found, strict=True)] == [True] * len(wanted), (wanted, found)
+    return runs[0]
+
+
+# ---- state of the forward
+
+
+class Counting(nn.Module):
+    """Counts forwards and samples, in a buffer, in attributes and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls, self.sizes = mlp(), 0, []
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += len(x)
+        self.sizes.append(len(x))
+        return self.net(x)
+
+    def state(self) -> list[Any]:
+        return [self.calls, self.seen, len(self.sizes), sum(self.sizes)]
+
+
+class Remembering(nn.Module):
+    """Keeps its last output and all before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.history = mlp(), deque(maxlen=3)
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        self.last = out.detach()
+        self.history.append(self.last)
+        return out
+
+    def state(self) -> list[Any]:
+        return [self.last, *self.history]
+
+
+class Averaging(nn.Module):
+    """A running mean whose data is assigned, and one that is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        for name in ("assigned", "written"):
+            self.register_buffer(name, torch.zeros(7, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.assigned.data = 0.9 * self.assigned.data + 0.1 * x.mean(0)
+        self.written.mul_(0.9).add_(0.1 * x.mean(0))
+        return self.net(x)
+
+    def state(self) -> list[Any]:
+        return [self.assigned, self.written]
+
+
+class Momentum(nn.Module):
+    """A slow copy that the forward moves towards the trained net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = mlp(), mlp(seed=1)
+        self.slow.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for fast, slow in zip(self.fast.parameters(), self.slow.parameters()):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+            target = self.slow(x)
+        return self.fast(x) - target
+
+    def state(self) -> list[Any]:
+        return list(self.slow.parameters())
+
+
+class Spectral(nn.Module):
+    """A power iteration with every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(7, 4)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def state(self) -> list[Any]:
+        return list(self.layer.buffers())
+
+
+MODELS = [Counting, Remembering, Averaging, Momentum, Spectral]
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def two_passes(model: nn.Module, batch: Any) -> Tensor:
+    out = model(batch[0])
+    return (out.flip(0) * out).mean()
+
+
+def train(make: Callable[[], Any], loss: Callable[..., Tensor], step_mode: bool) -> Script:
+    def script(wrap: Wrap) -> list[Any]:
+        model = make()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        run = wrap(model, optimizer, loss_fn=loss, sample=batches()[0]) if step_mode else wrap(model, optimizer) and None
+        for batch in batches():
+            if run is not None:
+                run.step(batch)
+                continue
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+        return [*model.parameters(), *model.state()]
+
+    return script
+
+
+@pytest.mark.parametrize("step_mode", [False, True])
+@pytest.mark.parametrize("loss", [cross_entropy, two_passes])
+@pytest.mark.parametrize("make", MODELS)
+def test_state_of_a_forward_moves_once_per_batch(make: Any, loss: Any, step_mode: bool) -> None:
+    script = train(make, loss, step_mode)
+    run = assert_same(script, 1e-12, micro_batch=5)
+    assert run.plan.accumulation == 3
+    assert_same(script, 0.0, micro_batch="off")
+
+
+# ---- state of the loss, in step mode
+
+
+class Centre(nn.Module):
+    """A loss with everything that a loss module may keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4, dtype=torch.float64))
+        self.attribute, self.scale, self.steps = torch.zeros(4, dtype=torch.float64), 0.1, 0
+        self.queue, self.list = deque(maxlen=3), []
+
+    def forward(self, out: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(out - self.centre - self.attribute, labels) * (1 + self.scale)
+        with torch.no_grad():
+            self.centre.mul_(0.9).add_(out.mean(0), alpha=0.1)
+            self.attribute = self.attribute * 0.9 + 0.1 * out.mean(0)
+        self.scale *= 0.9
+        self.steps += 1
+        self.queue.append(float(loss.detach()))
+        self.list.append(len(out))
+        return loss
+
+    def state(self) -> list[Any]:
+        return [self.centre, self.attribute, self.scale, self.steps, *self.queue, len(self.list), sum(self.list)]
+
+    def of(self, model: nn.Module, batch: Any) -> Tensor:
+        return self(model(batch[0]), batch[1])
+
+
+def by_partial(centre: Centre, model: nn.Module, batch: Any) -> Tensor:
+    return centre.of(model, batch)
+
+
+def by_global(model: nn.Module, batch: Any) -> Tensor:
+    return CENTRE.of(model, batch)
+
+
+def reached(how: str, centre: Centre) -> Callable[..., Tensor]:
+    global CENTRE
+    CENTRE = centre
+    ways: dict[str, Any] = {
+        "closure": lambda model, batch: centre(model(batch[0]), batch[1]),
+        "bound method": centre.of,
+        "partial": functools.partial(by_partial, centre),
+        "global": by_global,
+    }
+    return ways[how]
+
+
+@pytest.mark.parametrize("how", ["closure", "bound method", "partial", "global"])
+def test_state_of_a_loss_moves_once_per_batch(how: str) -> None:
+    def script(wrap: Wrap) -> list[Any]:
+        model, centre = mlp(), Centre()
+        loss = reached(how, centre)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = wrap(model, optimizer, loss_fn=loss, sample=batches()[0])
+        for batch in batches():
+            if run is not None:
+                run.step(batch)
+                continue
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+        return [*model.parameters(), *centre.state()]
+
+    assert assert_same(script, 1e-12, micro_batch=5).plan.accumulation == 3
+    assert_same(script, 0.0, micro_batch="off")
+
+
+def test_rules_that_hold_on_samples_of_different_classes_alone_are_not_taken() -> None:
+    """Parts with classes of their own move these centres rightly one after the other, and parts of a batch do not."""
+
+    def script(wrap: Wrap) -> list[Any]:
+        model, centres = mlp(), torch.zeros(4, 4, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            out, labels = model(batch[0]), batch[1]
+            found = F.cross_entropy(out, labels) + (out - centres[labels]).pow(2).sum(1).mean()
+            with torch.no_grad():
+                centres.index_add_(0, labels, 0.1 * (out.detach() - centres[labels]))
+            return found
+
+        run = wrap(model, optimizer, loss_fn=loss, sample=batches()[0])
+        for batch in batches():
+            if run is not None:
+                run.step(batch)
+                continue
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+        return [*model.parameters(), centres]
+
+    assert_same(script, 1e-12, micro_batch=5)
+
+
+# ---- parameters outside of the model
+
+
+@pytest.mark.parametrize("own_optimizer", [False, True])
+@pytest.mark.parametrize("step_mode", [False, True])
+def test_parameters_outside_of_the_model_have_their_gradients_from_the_first_step_on(
+    own_optimizer: bool, step_mode: bool
+) -> None:
+    def script(wrap: Wrap) -> list[Any]:
+        model, scale = mlp(), nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        head = nn.Parameter(torch.eye(4, dtype=torch.float64) + 0.1)
+        outside = [scale, head]
+        optimizer = torch.optim.SGD([*model.parameters(), *([] if own_optimizer else outside)], lr=0.1)
+        other = torch.optim.SGD(outside, lr=0.2)
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            return F.cross_entropy(model(batch[0]) @ head * scale.exp(), batch[1]) + scale**2
+
+        run = wrap(model, optimizer, **({"loss_fn": loss, "sample": batches()[0]} if step_mode else {}))
+        found: list[Any] = []
+        for batch in batches():
+            other.zero_grad()
+            if run is not None and step_mode:
+                run.step(batch)
+            else:
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+            found += [p.grad.clone() for p in outside if p.grad is not None]
+            if own_optimizer:
+                other.step()
+        return [*model.parameters(), *outside, *found]
+
+    assert_same(script, 1e-12, micro_batch=5)
+    assert_same(script, 0.0, micro_batch="off")
+
+
+# ---- saved-tensor hooks and checkpoints of the script
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("around", ["call", "loss"])
+def test_the_scripts_own_checkpoint_around_the_call_or_the_loss(around: str, reentrant: bool) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, labels = batch
+        if around == "call":
+            return F.cross_entropy(checkpoint(model, x.clone().requires_grad_(), use_reentrant=reentrant), labels)
+
+        def of(out: Tensor) -> Tensor:
+            return F.cross_entropy(out, labels) + out.pow(2).mean()
+
+        return checkpoint(of, model(x), use_reentrant=reentrant)
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+        def state(self) -> list[Any]:
+            return []
+
+    assert_same(train(Plain, loss, False), 1e-12, micro_batch=5)
+    assert_same(train(Plain, loss, False), 0.0, micro_batch="off")
+
+
+def test_hooks_for_saved_tensors_do_not_see_planning() -> None:
+    def script(wrap: Wrap) -> list[Any]:
+        model, saved = mlp(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrap(model, optimizer)
+        for x, labels in batches():
+            optimizer.zero_grad()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(0), t)[1], lambda t: t):
+                loss = F.cross_entropy(model(x), labels)
+            loss.backward()
+            optimizer.step()
+        return [*model.parameters(), len(saved)]
+
+    assert_same(script, 0.0)
+
+
+# ---- what cannot be composed
+
+
+class Carrying(nn.Module):
+    """Goes on from the hidden state of the batch before, where that has as many samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.hidden = nn.GRU(7, 4, batch_first=True).double(), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        fits = self.hidden is not None and len(self.hidden) == len(x)
+        before = self.hidden if fits and self.hidden is not None else torch.zeros(len(x), 4, dtype=x.dtype)
+        out, after = self.layer(x[:, None], before[None])
+        self.hidden = after[0].detach()
+        return out[:, 0]
+
+
+def test_state_that_a_later_forward_reads_otherwise_in_parts_is_refused_by_its_name() -> None:
+    model = Carrying()
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=5)
+    with pytest.raises(Refused, match=r"moves state at every call.*hidden"):
+        model(X[:12])
+    assert model.hidden is None
+
+
+def test_optimizers_whose_step_asserts_are_not_stepped_while_planning() -> None:
+    class Modal(torch.optim.SGD):
+        ready, steps = False, 0
+
+        def step(self, closure: Any = None) -> Any:
+            assert self.ready, "call train() first"
+            self.steps += 1
+            return super().step(closure)
+
+    model = mlp()
+    optimizer = Modal(model.parameters(), lr=0.1)
+    run = memfit.wrap(model, optimizer, loss_fn=cross_entropy, sample=batches()[0], micro_batch=5)
+    optimizer.ready = True
+    run.step(batches()[0])
+    assert optimizer.steps == 1
