@@ -78,8 +78,20 @@ def give(total: Total, factor: Factor, *, keep: bool) -> list[torch.Tensor | Non
     for receiver in total.receivers:
         # One at a time and popped, so that nothing else holds a gradient when autograd takes it: then it is not copied.
         gradient = pending.pop()
+        if gradient is None:
+            _silence(receiver)
         given.append(None if gradient is None else _scaled(gradient, factor, receiver.dtype, keep))
     return given
+
+
+def _silence(receiver: torch.Tensor) -> None:
+    """Let hooks of a tensor that no gradient reaches not be called in this backward, as they are not without memfit."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(receiver, name, None)
+        if hooks:
+            kept = dict(hooks)
+            hooks.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda hooks=hooks, kept=kept: hooks.update(kept))
 
 
 def refuse_create_graph() -> None:

@@ -131,7 +131,7 @@ class Call:
     def forget_pass(self) -> None:
         """Undo `begin`: the pass failed and another will take its place."""
         for each in (self, *self.several):
-            each.pieces, each.random, each.kept, each.begins = (), [], {}, None
+            each.pieces, each.random, each.kept, each.begins, each.values = (), [], {}, None, None
 
     @contextmanager
     def as_called(self) -> Iterator[None]:

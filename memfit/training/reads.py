@@ -3,11 +3,13 @@
 `if x.abs().max() > c`, `if loss > 1`, `if (y == 2).sum() > 2` may come out alike on the few samples of a proof, and otherwise
 for the parts of a later batch than for the whole. They are told by what is read: a comparison of numbers computed from it.
 Reads for each sample in turn are none, nor is what came out differently for whole and parts while the results agreed. Not
-covered: whole numbers read as such (`int(lengths.max())`), and whether any or all entries of a mask or of labels are set.
+covered: whole numbers read as such (`int(lengths.max())`), whether any or all entries of a mask or of labels are set, and
+whether entries are equal to a number, which makes masks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
@@ -19,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memfit.training.where import line_of_script
 
 aten = torch.ops.aten
-_COMPARING = frozenset(getattr(aten, name) for name in ("gt", "lt", "ge", "le", "eq", "ne"))
+_COMPARING = frozenset(getattr(aten, name) for name in ("gt", "lt", "ge", "le"))
 _FINITE = frozenset(getattr(aten, name) for name in ("isnan", "isinf", "isfinite", "isposinf", "isneginf"))
 _COUNTING = frozenset((aten.sum, aten.count_nonzero))
 _READING = aten._local_scalar_dense
@@ -79,7 +81,8 @@ def _mark(packet: Any, args: Any, given: int) -> int:
     if packet in _FINITE:
         return 0
     if packet in _COMPARING:
-        return DECIDING if given or args[0].is_floating_point() else 0
+        infinite = any(type(value) is float and math.isinf(value) for value in args[1:])
+        return DECIDING if not infinite and (given or args[0].is_floating_point()) else 0
     if packet in _COUNTING and not args[0].is_floating_point():
         return 1
     return given

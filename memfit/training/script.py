@@ -22,6 +22,7 @@ from memfit.batches.tree import flat, rebuild, tensors
 from memfit.engine.accumulate import BY_TOLD_TERM, Weighting, WeightsChanged, Work
 from memfit.engine.composed import Composition
 from memfit.engine.context import in_checkpoint, outside_transforms, without_inference_mode, without_saved_tensors_hooks
+from memfit.engine.generators import RandomState
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
 from memfit.engine.joined import joined
 from memfit.planning.plan import Plan
@@ -361,9 +362,10 @@ class Script:
                 core.recovery.run(attempt, core.limit(planned.plan))
             core.apply_norms()
         except BaseException as error:
+            begun, ran = call.random[:1], call.values is not None
             if not repeated:
                 call.forget_pass()
-            if repeated or not self._runs_whole_after(call, error):
+            if repeated or not self._runs_whole_after(call, error, begun, ran):
                 raise
 
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
@@ -447,7 +449,7 @@ class Script:
 
     def _accumulated(self, call: Call, consumer: Consumer, weighting: Weighting) -> torch.Tensor:
         """The loss of the whole call, its gradients gathered, as a tensor whose backward hands them over."""
-        first = not call.pieces
+        first, total = not call.pieces, None
         self._gathers(call)
         try:
             with self._in_pass(call), nullcontext() if first else call.drawing_again():
@@ -465,18 +467,23 @@ class Script:
                     total.combine = self._combining(total, BY_SAMPLES if weighting is BY_SHARE else weighting)
                 return hand_over(total)
         except BaseException as error:
+            begun, ran = call.random[:1], total is not None
             if first:
                 call.forget_pass()
-            if not first or not self._runs_whole_after(call, error):
+            if not first or not self._runs_whole_after(call, error, begun, ran):
                 raise
         return consumer.of_whole(call)
 
-    def _runs_whole_after(self, call: Call, error: BaseException) -> bool:
+    def _runs_whole_after(self, call: Call, error: BaseException, begun: Sequence[RandomState], ran: bool) -> bool:
         """Whether a call runs whole, as the script wrote it, because its first pass in pieces failed before anything was handed
-        over; what the model raises then as well is the script's own."""
-        if not self._kinds.runs_whole_after(call, error):
+        over; what the model raises then as well is the script's own. `begun`: the random state that it began with, if it did;
+        `ran`: whether its micro-batches were done, so that nothing has put state back."""
+        core = self._core
+        if not self._kinds.runs_whole_after(call, error) or (ran and (call.composition.moved or core.buffers.snapshot())):
             return False
-        self._core.staging.discard()
+        core.staging.discard()
+        for state in begun:
+            state.restore(core.device)
         with self.aside():
             call.run_whole()
         self._kinds.say_whole(call, error)

@@ -236,6 +236,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _LIKE and isinstance(args[0], StandIn):
         with torch._C.DisableTorchFunctionSubclass():
             return func(args[0].without_data(), *args[1:], **kwargs)
+    if func in _WATCHING:
+        _refuse_watching(args[0])
     result = _free_pair(func, args, kwargs) if func in PAIRED else _free(func, args, kwargs)
     if result is not None:
         return result
@@ -595,6 +597,17 @@ def _refuse_as_goal(goals: Any) -> None:
         )
 
 
+def _refuse_watching(output: Any) -> None:
+    """A model that returns its loss computes it from its outputs inside, where no gradient of theirs is to be had."""
+    waits = isinstance(output, StandIn) and output._computed is None
+    if waits and output._call.outputs.loss is not None and not output._is_loss:
+        raise Refused(
+            "the gradient of an output beside the model's own loss",
+            found="the batch runs in micro-batches with its loss, so that what the loss adds to that gradient is not seen",
+            next_move="compute the loss from the output in the script, or let the batch run whole",
+        )
+
+
 def _plain(leaf: Any) -> Any:
     from memfit.training.outputs import NotJoined, name_in
 
@@ -621,6 +634,7 @@ _LIKE = {
     torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
     torch.randint_like, _T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor,
 }  # fmt: skip
+_WATCHING = {_T.retain_grad, _T.register_hook}
 _DETACHING = {_T.detach, _T.data.__get__}  # type: ignore[attr-defined]
 _METADATA = {
     getattr(_T, name).__get__

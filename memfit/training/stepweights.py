@@ -144,7 +144,7 @@ class Weigher:
         core = self._core
         if core.plan is None:
             return
-        most = min(PROOF_SAMPLES, batch.samples, core.limit(core.plan))
+        most = min(PROOF_SAMPLES, batch.samples, max(core.limit(core.plan), PROOF_SAMPLES if core.profile else 2 * core.least))
         if core.profile is not None:
             room = core.memory.budget().room - 2 * min(PROBED, core.profile.model.gradient_bytes)
             cheaper = with_blocks(core.profile, core.plan.checkpoint)

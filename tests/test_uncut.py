@@ -1,0 +1,252 @@
+"""Batches that run whole: because they cannot be cut and fit, because pieces fail, because memfit itself does; and the values of
+a batch that decide what is computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import mlp, points, wrapped
+from torch import Tensor, nn
+from torch.optim import SGD
+from zoo.plain import gradients_of, relative_error
+
+import memfit
+from memfit import Refused
+from memfit.engine import handover
+from memfit.training import script
+
+X, Y = points()
+T = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Wrapper(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.net = mlp(dropout=dropout)
+
+
+class Fixed(Wrapper):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.view(12, 7))
+
+
+class Asserts(Wrapper):
+    def forward(self, x: Tensor) -> Tensor:
+        assert 24 % len(x) == 0
+        return self.net(x)
+
+
+class AssertsAll(Wrapper):
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) == 12
+        return self.net(x)
+
+
+class Carries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(7, 4, batch_first=True).double()
+        self.hidden: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, hidden = self.layer(x[:, None], self.hidden)
+        self.hidden = hidden.detach()
+        return out[:, 0]
+
+
+def trained(model: nn.Module, loss: Callable[[nn.Module], Tensor], steps: int = 2) -> dict[str, Tensor]:
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("make", [Fixed, Asserts, AssertsAll, Carries])
+def test_a_batch_that_fits_and_cannot_be_cut_runs_whole(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMFIT", "strict")
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    model = make()
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), budget="8GiB")
+
+    def loss(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(X), Y)
+
+    wanted, found = trained(plain, loss), trained(model, loss)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert run.plan is not None and run.plan.accumulation == 1
+
+
+@pytest.mark.parametrize("make", [Fixed, Carries])
+def test_a_batch_that_cannot_be_cut_as_was_asked_is_refused(make: Any) -> None:
+    model = make()
+    memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
+    with pytest.raises(Refused, match="cutting the batch"):
+        model(X)
+
+
+def test_a_bare_assert_that_stands_in_the_way_surfaces_as_itself() -> None:
+    model = Asserts()
+    memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
+    with pytest.raises(AssertionError) as raised:
+        model(X)
+    notes = getattr(raised.value, "__notes__", ["micro_batch="])  # Python 3.11
+    assert "micro_batch=" in notes[-1]
+
+
+# ---- a pass in pieces that fails
+
+
+class FailsInPieces(Wrapper):
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 4:
+            raise ValueError("four")
+        return self.net(x)
+
+
+LOSSES: dict[str, Callable[[nn.Module], Tensor]] = {
+    "one pass": lambda m: F.cross_entropy(m(X), Y),
+    "two passes": lambda m: (m(X).flip(0) * T).mean(),
+    "two losses": lambda m: _two(m(X)),
+    "two calls": lambda m: F.mse_loss(m(X), m(X + 1)),
+}
+
+
+def _two(out: Tensor) -> Tensor:
+    return F.cross_entropy(out, Y) + out.pow(2).mean()
+
+
+def in_turn(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> tuple[dict[str, Tensor | None], Tensor]:
+    torch.manual_seed(5)
+    for _ in range(3):
+        model.zero_grad()
+        loss(model).backward()
+    return gradients_of(model), torch.rand(())
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_batch_that_fails_in_pieces_alone_runs_whole(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMFIT", "strict")
+    wanted, drawn = in_turn(FailsInPieces(0.5), loss)
+    model = FailsInPieces(0.5)
+    run = wrapped(model, 5)
+    found, then = in_turn(model, loss)
+    assert relative_error(found, wanted) == 0.0 and torch.equal(drawn, then)
+    assert [event.message for event in run.events if "four" in event.message]
+
+
+# ---- faults of memfit's own
+
+
+@pytest.mark.parametrize("loss", ["one pass", "two losses"])
+def test_a_fault_of_memfits_own_runs_the_batch_whole_and_writes_a_file(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise KeyError("a fault")
+
+    fail.__code__ = fail.__code__.replace(co_filename=script.__file__)
+    monkeypatch.setattr(script, "hand_over", fail)
+    wanted, drawn = in_turn(Wrapper(0.5).net, LOSSES[loss])
+    model = Wrapper(0.5).net
+    run = wrapped(model, 5)
+    found, then = in_turn(model, LOSSES[loss])
+    assert relative_error(found, wanted) == 0.0 and torch.equal(drawn, then)
+    written = [event.message.rsplit(" ", 1)[-1] for event in run.events if "attach to an issue" in event.message]
+    assert len(written) == 1 and "a fault" in Path(written[0]).read_text()
+    os.remove(written[0])
+
+
+def test_strictly_a_fault_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise KeyError("a fault")
+
+    fail.__code__ = fail.__code__.replace(co_filename=handover.__file__)
+    monkeypatch.setattr(script, "hand_over", fail)
+    monkeypatch.setenv("MEMFIT", "strict")
+    model = mlp()
+    wrapped(model, 5)
+    with pytest.raises(KeyError, match="a fault"):
+        F.cross_entropy(model(X), Y)
+    assert all(p.grad is None for p in model.parameters())
+
+
+# ---- values that decide
+
+
+class Decides(Wrapper):
+    def __init__(self, condition: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.condition = condition
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x * 2 if self.condition(x) else x)
+
+
+CONDITIONS: dict[str, Callable[[Tensor], Any]] = {
+    "max": lambda x: x.abs().max() > 100,
+    "mean": lambda x: x.mean() > 100,
+    "item": lambda x: x.abs().max().item() > 100,
+    "count": lambda x: (x > 100).sum() > 2,
+}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
+def test_a_forward_that_decides_by_values_runs_whole_or_is_refused(condition: Any) -> None:
+    model = Decides(condition)
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), budget="8GiB")
+    F.cross_entropy(model(X), Y).backward()
+    assert run.plan is not None and run.plan.accumulation == 1
+    model = Decides(condition)
+    memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
+    with pytest.raises(Refused, match="decides by values"):
+        model(X)
+
+
+HARMLESS: dict[str, Callable[[Tensor], Any]] = {
+    "finite": lambda x: not torch.isfinite(x).all(),
+    "mask": lambda x: not (x != 0).to(torch.long).all() and False,
+    "read and unused": lambda x: x.abs().max().item() < 0 and False,
+}
+
+
+@pytest.mark.parametrize("condition", HARMLESS.values(), ids=HARMLESS)
+def test_looks_at_values_that_decide_nothing_are_none(condition: Any) -> None:
+    model = Decides(condition)
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
+    F.cross_entropy(model(X), Y).backward()
+    assert run.plan is not None and run.plan.accumulation == 3
+
+
+STEP_LOSSES: dict[str, Callable[[nn.Module, Any], Tensor]] = {
+    "item": lambda m, b: _doubled(F.cross_entropy(m(b[0]), b[1]), lambda loss: loss.item() > 1.45),
+    "tensor": lambda m, b: _doubled(F.cross_entropy(m(b[0]), b[1]), lambda loss: loss > 1.45),
+    "batch": lambda m, b: F.cross_entropy(m(b[0] / 2 if b[0].abs().max() > 2.4 else b[0]), b[1]),
+    "classes": lambda m, b: _doubled(F.cross_entropy(m(b[0]), b[1]), lambda loss: (b[1] == 2).sum() > 2),
+    "python's max": lambda m, b: max(F.cross_entropy(m(b[0]), b[1]), m(b[0]).pow(2).mean() * 3),
+}
+
+
+def _doubled(loss: Tensor, condition: Callable[[Tensor], Any]) -> Tensor:
+    return loss * 2 if condition(loss) else loss
+
+
+@pytest.mark.parametrize("loss", STEP_LOSSES.values(), ids=STEP_LOSSES)
+def test_a_loss_that_decides_by_values_sees_the_whole_batch(loss: Any) -> None:
+    plain, model = mlp(), mlp()
+    optimizers = [SGD(each.parameters(), lr=0.5) for each in (plain, model)]
+    run = memfit.wrap(model, optimizers[1], loss_fn=loss, sample=(X, Y), micro_batch=5)
+    for seed in range(4):
+        batch = points(seed=seed)
+        optimizers[0].zero_grad()
+        loss(plain, batch).backward()
+        optimizers[0].step()
+        run.step(batch)
+    assert relative_error(model.state_dict(), plain.state_dict()) <= 1e-12
