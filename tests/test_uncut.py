@@ -1,5 +1,5 @@
-"""Batches that run whole: because they cannot be cut and fit, because pieces fail, because memfit itself does; and the values of
-a batch that decide what is computed."""
+"""Batches that run whole: because they cannot be cut and fit, because pieces fail, because memfit itself does. And values of a
+batch that decide what is computed."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Unchanged:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._versions = [(t, t._version, _lies_at(t)) for t in tensors if not t.is_inference()]
-        self._values = [(t, _some(t)) for t in _spread([t for t in tensors if _is_readable(t)])]
+        self._values = [(t, t._version, _some(t)) for t in _spread([t for t in tensors if _is_readable(t)])]
 
     @property
     def written(self) -> bool:
@@ -46,8 +46,12 @@ class Unchanged:
                 raise Modified(tensor, f"is at version {tensor._version}; expected version {version} instead", when)
             if _lies_at(tensor) != place:
                 raise Modified(tensor, "was given other data through .data", when)
-        for tensor, values in self._values:
-            if _is_readable(tensor) and _some(tensor) != values:
+        self.check_data(when)
+
+    def check_data(self, when: str) -> None:
+        """Raise Modified where one was written without counting a version."""
+        for tensor, version, values in self._values:
+            if tensor._version == version and _is_readable(tensor) and _some(tensor) != values:
                 raise Modified(tensor, "was written through .data, which counts no version", when)
 
 
@@ -60,7 +64,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_complex():
         return False
-    return tensor.is_contiguous() and tensor.numel() > 0
+    return tensor.is_contiguous() and tensor.numel() > 0 and not tensor.is_inference()
 
 
 def _spread(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

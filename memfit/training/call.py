@@ -110,6 +110,11 @@ class Call:
         """Raise torch's own error if an input or a parameter was modified since the call."""
         self._unchanged.check("runs this call in micro-batches when its loss is computed")
 
+    def check_data(self) -> None:
+        """Raise torch's own error if an input or a parameter was written through `.data` since then."""
+        for each in self.calls:
+            each._unchanged.check_data("has computed the gradients with the loss")
+
     def note_now(self) -> None:
         """From now on inputs and parameters have to be what they are."""
         self._unchanged = Unchanged(self._written)

@@ -10,7 +10,7 @@ import torch
 
 from memfit.batches.cut import Axis
 from memfit.training.call import Call
-from memfit.training.expression import Node, Part, narrow_firsts, twinned
+from memfit.training.expression import Cut, Node, Part, all_nodes, narrow_firsts, twinned
 from memfit.training.learn import twin_of_part
 from memfit.training.works import CallWork, ExpressionWork, OutputsWork
 
@@ -41,12 +41,18 @@ class Consumer(Protocol):
         """What it comes to for a call that ran whole."""
         ...
 
+    @property
+    def labels(self) -> Sequence[torch.Tensor]:
+        """Tensors of the script's own that it is computed with."""
+        ...
+
 
 @dataclass(frozen=True)
 class OwnLoss:
     """The model returns its loss; or it returns none, and all its outputs are summed as a bound."""
 
     name: str = "own loss"
+    labels: Sequence[torch.Tensor] = ()
 
     def work(self, call: Call, precision: str, borrowed: Sequence[torch.Tensor] = ()) -> CallWork:
         if call.outputs.loss is None:
@@ -83,6 +89,10 @@ class Expression:
     """The number it comes to."""
     offsets: Mapping[int, int]
     """Where the outputs of the calls that it is computed from begin, by their numbers."""
+
+    @property
+    def labels(self) -> Sequence[torch.Tensor]:
+        return [node.tensor for node in all_nodes(self.node) if isinstance(node, Cut)]
 
     def work(self, call: Call, precision: str, borrowed: Sequence[torch.Tensor] = ()) -> CallWork:
         return ExpressionWork(call, self.node, self.offsets, precision=precision, draws=False, borrowed=borrowed)
