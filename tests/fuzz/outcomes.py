@@ -17,7 +17,7 @@ FREE, TWICE, WHOLE, INEXACT, REFUSED, UNTRUE, DIFFERENT, CRASHED, INVALID, UNSTE
     "free", "two passes", "whole", "inexact", "refused", "refused without need", "different", "crashed", "plain raises",
     "rounding decides",
 )  # fmt: skip
-WRITTEN = "memfit runs this call in micro-batches"
+WRITTEN = "do not modify them before backward"
 """Said where a script writes what a pass still reads, which `docs/guarantees.md` lists among what is refused."""
 BAD = (DIFFERENT, CRASHED, UNTRUE)
 
