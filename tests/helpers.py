@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserList
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,12 @@ class Aside(SimpleNamespace):
 
     def __next__(self) -> None:
         raise StopIteration
+
+
+class Notes(UserList[Any]):
+    """A list of such notes."""
+
+    __next__ = Aside.__next__
 
 
 class Forwards:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from helpers import fixed_plan
+from helpers import Notes, fixed_plan
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
@@ -34,7 +34,7 @@ class PieceSizes:
     """How many samples each real forward of a model had; `recording[i]` says whether gradients were recorded."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self.sizes: list[int] = []
+        self.sizes = Notes()
         layer.register_forward_pre_hook(self._before)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:

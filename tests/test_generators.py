@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from helpers import wrapped
+from helpers import Notes, wrapped
 from torch import Tensor, nn
 
 from memfit.engine import generators
@@ -94,7 +94,7 @@ class Dropped(nn.Module):
     def __init__(self, begins: int) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(7, 7).double(), nn.Linear(7, 3).double()
-        self.begins, self.steps, self.drawn = begins, 0, list[float]()
+        self.begins, self.steps, self.drawn = begins, 0, Notes()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.steps < self.begins:
@@ -103,7 +103,7 @@ class Dropped(nn.Module):
         return self.second(self.first(x) if self.drawn[-1] < 0.5 else x)
 
 
-def in_two_passes(model: Dropped, x: Tensor) -> list[float]:
+def in_two_passes(model: Dropped, x: Tensor) -> Notes:
     """Train on one batch by replay, and give what the micro-batches drew in each pass."""
     model.drawn.clear()
     torch.logsumexp(model(x).flatten(), 0).backward()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import Notes
 from torch import nn
 
 import memfit
@@ -119,7 +120,7 @@ def test_the_heap_is_watched_however_small_micro_batches_are(monkeypatch: pytest
 class Tells(nn.Module):
     """A layer that notes when its forward and its backward run."""
 
-    def __init__(self, events: list[str]) -> None:
+    def __init__(self, events: Notes) -> None:
         super().__init__()
         self.layer, self.events = nn.Linear(4, 4), events
 
@@ -135,7 +136,7 @@ class Tells(nn.Module):
 def test_the_heap_is_looked_at_between_forward_and_backward_and_after_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a forward left free may not serve its backward, whose tensors then come on top."""
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    events: list[str] = []
+    events = Notes()
     model = Tells(events)
     memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="8GiB", micro_batch=2)
     for _ in range(2):  # the second time without proofs and measurements

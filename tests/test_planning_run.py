@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from handmade import budget, profile, two_blocks
-from helpers import wrapped
+from helpers import Notes, wrapped
 from processes import in_a_new_process
 from stepping import is_fake, plain, sgd
 from test_compose import of_family
@@ -107,7 +107,7 @@ def test_where_a_single_sample_does_not_fit_blocks_are_checkpointed() -> None:
 def test_what_is_planned_is_what_runs() -> None:
     run = step_mode(100 * MIB, checkpoint="off")
     assert run.plan is not None
-    sizes: list[int] = []
+    sizes = Notes()
     run.model.blocks[0].register_forward_pre_hook(lambda m, args: sizes.append(len(args[0])))
     largest = max(option.micro_batch for option in run.plan.options if option.fits)
     for _ in range(4):
@@ -221,7 +221,7 @@ class Choosing(Deep):
 def test_a_profile_is_of_micro_batches_that_ran_with_its_blocks_checkpointed(
     kind: type[Deep], source: str, checkpoint: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, ran = kind(), [0, 0]
+    model, ran = kind(), Notes([0, 0])
 
     def counting(of: int, forward: Any) -> Any:
         def counted(module: nn.Module, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Forwards, mlp, points
+from helpers import Forwards, Notes, mlp, points
 from stepping import PieceSizes, Seen, error_of_step, plain, ragged_loader, sgd, stepper
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -286,7 +286,7 @@ class Tagger(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(20, 6, padding_idx=0).double()
         self.score = nn.Linear(6, 20).double()
-        self.widths: list[tuple[int, int]] = []
+        self.widths = Notes()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         mask = attention_mask[..., None].double()
@@ -374,7 +374,7 @@ def test_longer_samples_than_ever_seen_are_planned_for_before_they_run() -> None
         model, sgd(model), DataLoader(Tokens(samples), batch_size=4, collate_fn=pad), loss_fn=tagging_loss
     )
     events: list[list[str]] = []
-    longest: list[int] = []
+    longest = Notes()
     model.register_forward_pre_hook(lambda m, args: longest.append(args[0].shape[1]))
     for batch in run.loader:
         run.step(batch)

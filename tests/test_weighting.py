@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import mlp, points, wrapped
+from helpers import Notes, mlp, points, wrapped
 from stepping import LossFn, error_of_step, plain, stepper
 from torch import Tensor, nn
 from zoo import FAMILIES, first_batch
@@ -163,7 +163,7 @@ def test_a_weight_by_hand_may_be_a_tensor() -> None:
 
 
 def test_a_part_of_weight_zero_is_not_run() -> None:
-    ran: list[int] = []
+    ran = Notes()
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         ran.append(int((batch[1] != IGNORED).sum()))

@@ -31,20 +31,20 @@ class Unchanged:
     """What tensors were."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._versions = [(t, t._version, _lies_at(t)) for t in tensors if not t.is_inference()]
+        self._versions = [(t, t._version, t.detach()) for t in tensors if not t.is_inference()]
         self._values = [(t, t._version, _some(t)) for t in _spread([t for t in tensors if _is_readable(t)])]
 
     @property
     def written(self) -> bool:
         """Whether an operation in place wrote any, or data was assigned."""
-        return any(tensor._version != version or _lies_at(tensor) != place for tensor, version, place in self._versions)
+        return any(tensor._version != version or _lies_at(tensor) != _lies_at(data) for tensor, version, data in self._versions)
 
     def check(self, when: str) -> None:
         """Raise Modified where one changed; `when` says why that matters."""
-        for tensor, version, place in self._versions:
+        for tensor, version, data in self._versions:
             if tensor._version != version:
                 raise Modified(tensor, f"is at version {tensor._version}; expected version {version} instead", when)
-            if _lies_at(tensor) != place:
+            if _lies_at(tensor) != _lies_at(data) and not _same(tensor, data):
                 raise Modified(tensor, "was given other data through .data", when)
         self.check_data(when)
 
@@ -53,6 +53,11 @@ class Unchanged:
         for tensor, version, values in self._values:
             if tensor._version == version and _is_readable(tensor) and _some(tensor) != values:
                 raise Modified(tensor, "was written through .data, which counts no version", when)
+
+
+def _same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
+    alike = tensor.shape == data.shape and tensor.dtype == data.dtype and tensor.device == data.device
+    return alike and torch.equal(tensor.detach(), data)
 
 
 def _lies_at(tensor: torch.Tensor) -> int:

@@ -17,6 +17,8 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as _KeptVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.engine.context import uncompiled
+
 _STATISTICS = ("running_mean", "running_var")
 _UNSAID = {
     f"aten::{name}": _STATISTICS
@@ -123,8 +125,8 @@ def writes_undone(*, watching: bool = True) -> Iterator[UndoLog]:
 
 @contextmanager
 def watched(log: UndoLog) -> Iterator[None]:
-    """Inside, writes are noted in a log that somebody else undoes."""
-    with WriteGuard(log):
+    """Inside, writes are noted in a log that somebody else undoes. Nothing is compiled: dynamo would trace into the mode."""
+    with uncompiled(), WriteGuard(log):
         yield
 
 

@@ -6,6 +6,7 @@ runs on a bounded clone. Not covered: what the loader and the script around the 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -68,6 +69,8 @@ class Stopwatch:
             try:
                 # Kernels are chosen and libraries set up once per process: the first micro-batch is not representative.
                 with nullcontext() if traces.log is None else watched(traces.log):
+                    Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, first)
+                if "torch._dynamo" in sys.modules:  # (nothing compiles where writes are watched)
                     Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, first)
                 self._staging.fill()
                 self._meter = Meter(self._device, reserved=self._reserved)
