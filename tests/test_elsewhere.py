@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import Notes
 from torch import nn
 from zoo import FAMILIES, first_batch
 
@@ -56,7 +57,7 @@ def test_a_profile_for_a_card_is_of_its_kernels_and_its_allocator() -> None:
 
 
 def test_nothing_of_the_model_is_computed_or_changed() -> None:
-    seen: list[str] = []
+    seen = Notes()
 
     class Watched(Attending):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

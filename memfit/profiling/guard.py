@@ -9,13 +9,14 @@ extensions that are no operators), and parameters that several processes hold in
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as _KeptVersion
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import TensorWeakRef
 
 from memfit.engine.context import uncompiled
 
@@ -30,14 +31,16 @@ _UNSAID = {
 """Operators that write arguments without saying so in their schemas (torch 2.13, RegistrationDeclarations.h)."""
 _METADATA = ("aten::record_stream", "aten::detach_", "aten::requires_grad_", "aten::_assert_async")
 """Operators whose schemas say that they write, and that leave the contents alone."""
+_Geometry = tuple[torch.dtype, int, Sequence[int], Sequence[int]]
+"""Data type, offset, shape and strides of a tensor, by elements."""
 
 
 class UndoLog:
     """Contents and versions of what was written since it began."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage, torch.Tensor]] = {}
-        self._versions: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage, _Geometry]] = {}
+        self._versions: dict[int, tuple[TensorWeakRef, int]] = {}
 
     def about_to_write(self, tensor: torch.Tensor) -> None:
         """Keep what is there, the first time."""
@@ -46,19 +49,21 @@ class UndoLog:
             return
         if storage._cdata not in self._copies:
             # (held, so that no other comes to its address)
-            self._copies[storage._cdata] = storage, storage.clone(), _whole_of(tensor, storage)
+            self._copies[storage._cdata] = storage, storage.clone(), _geometry(tensor, storage)
         counted = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         if id(counted) not in self._versions and not counted.is_inference():
-            self._versions[id(counted)] = counted, _KeptVersion(counted)
+            self._versions[id(counted)] = TensorWeakRef(counted), counted._version
 
     def moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(a tensor, what it held before) for what was written and is not the same."""
-        found = []
-        for storage, copy, tensor in self._copies.values():
-            if storage.nbytes() == copy.nbytes() and not torch.equal(_bytes_of(storage), _bytes_of(copy)):
-                before = tensor.new_empty(0).set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyright: ignore
-                found.append((tensor, before))
-        return found
+        """(a tensor, what it held before) for what was written and is not the same. What nobody else holds was made meanwhile,
+        past the dispatcher (`copy.deepcopy`)."""
+        return [
+            (_tensor_on(storage, geometry), _tensor_on(copy, geometry))
+            for storage, copy, geometry in self._copies.values()
+            if storage.nbytes() == copy.nbytes()
+            and torch._C._storage_Use_Count(storage._cdata) > 1
+            and not torch.equal(_bytes_of(storage), _bytes_of(copy))
+        ]
 
     def undo(self) -> None:
         """Let everything be as it was. Versions too: graphs of the script's own may have saved these tensors."""
@@ -66,8 +71,9 @@ class UndoLog:
             if storage.nbytes() != copy.nbytes():
                 storage.resize_(copy.nbytes())
             storage.copy_(copy)
-        for _, version in reversed(self._versions.values()):
-            version.__exit__()
+        for ref, version in reversed(self._versions.values()):
+            if (tensor := ref()) is not None:
+                _set_version(tensor, version)
         self._copies, self._versions = {}, {}
 
 
@@ -143,16 +149,30 @@ def storage_of(tensor: Any) -> torch.UntypedStorage | None:
     return None if storage.device.type == "meta" else storage
 
 
-def _whole_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """The tensor that was written if it is all that its storage holds, else the storage's bytes."""
-    for found in (tensor.detach(), tensor._base):
+def _geometry(tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Geometry:
+    """That of the tensor that was written if it is all that its storage holds, else of the storage's bytes."""
+    for found in (tensor, tensor._base):
         if found is not None and found.numel() * found.element_size() == storage.nbytes():
-            return found.detach()
-    return _bytes_of(storage)
+            return found.dtype, found.storage_offset(), found.size(), found.stride()
+    return torch.uint8, 0, (storage.nbytes(),), (1,)
+
+
+def _tensor_on(storage: torch.UntypedStorage, geometry: _Geometry) -> torch.Tensor:
+    dtype, *place = geometry
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)  # pyright: ignore
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
+
+
+def _set_version(tensor: torch.Tensor, version: int) -> None:
+    kept = _KeptVersion(tensor)
+    if hasattr(kept, "prev_versions"):  # torch 2.5
+        kept.prev_versions = (version,)
+    else:
+        kept.prev_version = version  # type: ignore[attr-defined]
+    kept.__exit__()
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +22,11 @@ from memfit.batches.weights import Count
 from memfit.engine.accumulate import CountOf, Pass, Weighting, Work, gathering
 from memfit.engine.shadow import shadow_optimizer, step
 from memfit.engine.staged import Staging
+from memfit.hardware.exhausted import is_out_of_memory
 from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.profiling.allocator import thresholds_pinned
-from memfit.profiling.guard import watched
+from memfit.profiling.guard import UndoLog, watched
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.seconds import Timing, timing_at
 
@@ -68,16 +69,31 @@ class Stopwatch:
         ):
             try:
                 # Kernels are chosen and libraries set up once per process: the first micro-batch is not representative.
-                with nullcontext() if traces.log is None else watched(traces.log):
-                    Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, first)
-                if "torch._dynamo" in sys.modules:  # (nothing compiles where writes are watched)
-                    Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, first)
+                self._first(work, first, traces.log)
                 self._staging.fill()
                 self._meter = Meter(self._device, reserved=self._reserved)
                 yield
             finally:
                 self._staging.discard()
                 self._meter = None
+
+    def _first(self, work: Work, samples: int, log: UndoLog | None) -> None:
+        """Run a micro-batch for what it sets up, and for what it writes. Nothing compiles where writes are watched, and some
+        subclasses of tensors (CausalBias) cannot be made there: then one runs without."""
+        watches = log is not None
+        if log is not None:
+            try:
+                with watched(log):
+                    Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, samples)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                watches = False
+                self._staging.discard()
+                for buffer in self._model.buffers():
+                    log.about_to_write(buffer)
+        if not watches or "torch._dynamo" in sys.modules:
+            Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, samples)
 
     def run(self, work: Work, samples: int) -> Timing:
         """Forward and backward of one micro-batch of `samples`, inside a session."""

@@ -259,11 +259,11 @@ class Kinds:
         return sum(needs) <= self._core.memory.budget().room
 
     def say_whole(self, call: Call, error: BaseException) -> None:
-        """That calls like this one run whole from now on, which failed in pieces and not as they are."""
+        """That calls like this one run whole from now on, which failed in pieces."""
         for each in call.calls:
             self._kinds[each.key].whole = sys.maxsize
         what = f"{type(error).__name__}: {first_line(error)}"
-        self._core.tell(f"a batch failed in pieces and not as it is, and runs whole from now on: {what}")
+        self._core.tell(f"a batch failed in pieces; it and batches like it run whole, as the script wrote them: {what}")
         report_fault(self._core, error)
 
     def prove_again(self, call: Call) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from memfit.training.call import Call
 from memfit.training.comparing import Deviation, relative_difference, tolerance
 from memfit.training.moving import STILL, Moves, Trial, composition_of, same
 from memfit.training.outputs import Leaf, Outputs, name_in, turned
-from memfit.training.reads import Reads, decided, decided_by_number
+from memfit.training.reads import Reads, Value, decided
 
 PROOF_SAMPLES = 5
 """Samples that proofs run on."""
@@ -214,9 +215,9 @@ def _parts_of(
         with torch.enable_grad(), draws.sliced(start, stop, samples), looking:
             return _detached(call.run(given))
 
-    def put(number: tuple[int, float]) -> list[Any]:
+    def put(read: tuple[int, Value]) -> list[Any]:
         with aside():
-            return run(0, samples, Reads(number))
+            return run(0, samples, Reads(read))
 
     def in_parts(looks: list[Reads]) -> list[list[Any]]:
         parts = []
@@ -238,10 +239,11 @@ def _parts_of(
         with aside():
             run(0, samples)
             moves = replace(moves, again=(run(0, samples), again))
-    line = decided(reads, looks)
-    if line is None and decided_by_number(reads.numbers, put, lambda made: all(map(same, whole, made))):
-        line = "a number that is read"
-    return parts, moves, line
+    def same_as_whole(made: list[Any]) -> bool:
+        used = [leaf.differentiable for leaf in call.outputs.leaves] if len(call.outputs.leaves) == len(whole) else ()
+        return len(made) == len(whole) and all(map(same, compress(whole, used), compress(made, used)))
+
+    return parts, moves, decided(reads, looks, put, same_as_whole)
 
 
 def _detached(found: list[Any]) -> list[Any]:

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.training.where import line_of_script
 
+Value = float | bool
 aten = torch.ops.aten
 _COMPARING = frozenset(getattr(aten, name) for name in ("gt", "lt", "ge", "le"))
 _FINITE = frozenset(getattr(aten, name) for name in ("isnan", "isinf", "isfinite", "isposinf", "isneginf"))
@@ -28,19 +29,19 @@ _READING = aten._local_scalar_dense
 DECIDING = 2
 """A comparison of numbers; 1: a count of entries; 0: anything else of the batch."""
 MOST = 4
-"""Numbers that are looked at."""
+"""Reads that are looked at."""
 FAR = 1e30
 """What is put in the place of a number that is read, either way, to see whether anything hangs on it."""
 
 
 class Reads(TorchDispatchMode):
-    """Notes comparisons of the batch that are read while active: `taken` has (what was read, the line that reads it), `numbers`
-    counts the numbers read. `put` is given in the place of the n-th of these."""
+    """Notes what is read of the batch while active: `reads` has comparisons and numbers, `taken` (the comparison, the line
+    that reads it). `put` is given in the place of the n-th of `reads`."""
 
-    def __init__(self, put: tuple[int, float] | None = None) -> None:
+    def __init__(self, put: tuple[int, Value] | None = None) -> None:
         super().__init__()
         self.taken: list[tuple[bool, str]] = []
-        self.numbers = 0
+        self.reads: list[Value] = []
         self._put = put
         self._of_batch = WeakTensorKeyDictionary()
 
@@ -70,11 +71,10 @@ class Reads(TorchDispatchMode):
     def _read(self, tensor: torch.Tensor, value: Any, mark: int) -> Any:
         if tensor.dtype is torch.bool and mark == DECIDING:
             self.taken.append((value, line_of_script()))
-        elif tensor.is_floating_point():
-            self.numbers += 1
-            if self._put is not None and self._put[0] == self.numbers:
-                return self._put[1]
-        return value
+        elif not tensor.is_floating_point():
+            return value
+        self.reads.append(value)
+        return self._put[1] if self._put is not None and self._put[0] == len(self.reads) - 1 else value
 
 
 def _mark(packet: Any, args: Any, given: int) -> int:
@@ -96,25 +96,34 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [tensor for item in tree for tensor in _tensors(item)] if isinstance(tree, (list, tuple)) else []
 
 
-def decided(whole: Reads, parts: Sequence[Reads]) -> str | None:
-    """The line that decides by a comparison of values of the batch; None where none does as far as whole and parts tell."""
-    mine, theirs = whole.taken, [part.taken for part in parts]
+def decided(
+    whole: Reads, parts: Sequence[Reads], run: Callable[[tuple[int, Value]], Any], same: Callable[[Any], bool]
+) -> str | None:
+    """The line that decides by a comparison of values of the batch, or that a number does which it reads; None where none does
+    as far as whole and parts tell. `run` gives what comes of the whole where the n-th of these reads is another one, `same`
+    tells whether that is what came of it: a check that only raises decides nothing."""
+    line = _compared(whole.taken, [part.taken for part in parts])
+    reads = [(index, read) for index, read in enumerate(whole.reads) if line is not None or not isinstance(read, bool)]
+    for index, read in reads[:MOST]:
+        others = (not read,) if isinstance(read, bool) else (FAR, -FAR)
+        if any(_hangs_on(index, other, run, same) for other in others):
+            return line or "a number that is read"
+    return line if len(reads) > MOST else None
+
+
+def _compared(mine: Sequence[tuple[bool, str]], theirs: Sequence[Sequence[tuple[bool, str]]]) -> str | None:
+    """The line of a comparison that came out alike for whole and parts, which may be chance."""
     if not mine or [value for part in theirs for value, _ in part] == [value for value, _ in mine]:
         return None  # for each sample in turn
     alike = all([value for value, _ in part] == [value for value, _ in mine] for part in theirs)
     return mine[0][1] or "a comparison" if alike else None
 
 
-def decided_by_number(count: int, run: Callable[[tuple[int, float]], Any], same: Callable[[Any], bool]) -> bool:
-    """Whether anything else comes of a run where one of the numbers that it reads is another one; what fails then says
-    nothing."""
-    for index in range(1, min(count, MOST) + 1):
-        for value in (FAR, -FAR):
-            try:
-                with redirect_stdout(None), redirect_stderr(None):
-                    made = run((index, value))
-                if not same(made):
-                    return True
-            except (Exception, SystemExit):
-                continue
-    return False
+def _hangs_on(index: int, value: Value, run: Callable[[tuple[int, Value]], Any], same: Callable[[Any], bool]) -> bool:
+    """Whether anything else comes of a run that reads this value; what fails then says nothing."""
+    try:
+        with redirect_stdout(None), redirect_stderr(None):
+            made = run((index, value))
+        return not same(made)
+    except (Exception, SystemExit):
+        return False

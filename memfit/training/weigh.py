@@ -29,7 +29,7 @@ from memfit.training.comparing import TOLERANCE, Deviation, in_double, tolerance
 from memfit.training.decides import Decides, told_by
 from memfit.training.moving import STILL, Moves, Trial, composition_of, same
 from memfit.training.prove import comparable
-from memfit.training.reads import Reads, decided, decided_by_number
+from memfit.training.reads import Reads, Value, decided
 
 PROBED = 32 * MiB
 """Bytes of parameters whose gradients are compared in a proof."""
@@ -115,13 +115,11 @@ def _inferred(
         if _choose(later, again, counts)[0] is None:
             moves = replace(moves, deviation=moves.misread())
 
-    def put(number: tuple[int, float]) -> float:
+    def put(read: tuple[int, Value]) -> float:
         with aside():
-            return float(run(0, samples, Reads(number)).detach())
+            return float(run(0, samples, Reads(read)).detach())
 
-    line = decided(reads, looks)
-    if line is None and decided_by_number(reads.numbers, put, partial(same, whole.loss)):
-        line = "a number"
+    line = decided(reads, looks, put, partial(same, whole.loss))
     known = {id(p) for p in staged}
     chosen, deviation = _choose(whole, parts, counts)
     if chosen is not None and line is not None:
