@@ -159,6 +159,10 @@ def two_passes(model: nn.Module, batch: Any) -> Tensor:
     return (out.flip(0) * out).mean()
 
 
+def two_calls(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy((model(batch[0]) + model(batch[0] + 0.5)) / 2, batch[1])
+
+
 def train(make: Callable[[], Any], loss: Callable[..., Tensor], step_mode: bool) -> Script:
     def script(wrap: Wrap) -> list[Any]:
         model = make()
@@ -177,7 +181,7 @@ def train(make: Callable[[], Any], loss: Callable[..., Tensor], step_mode: bool)
 
 
 @pytest.mark.parametrize("step_mode", [False, True])
-@pytest.mark.parametrize("loss", [cross_entropy, two_passes])
+@pytest.mark.parametrize("loss", [cross_entropy, two_passes, two_calls])
 @pytest.mark.parametrize("make", MODELS)
 def test_state_of_a_forward_moves_once_per_batch(make: Any, loss: Any, step_mode: bool) -> None:
     script = train(make, loss, step_mode)

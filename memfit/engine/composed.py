@@ -273,6 +273,24 @@ class Composition:
                 _put(self.moved, before)
 
 
+def in_turn(compositions: Sequence[Composition]) -> Composition:
+    """That of forwards that every micro-batch runs one after the other."""
+    moved = {place.key: place for composition in compositions for place in composition.moved}
+    slots: dict[tuple[Any, ...], list[Slot]] = {}
+    for composition in compositions:
+        for slot in composition.slots:
+            slots.setdefault(slot.place.key, []).append(slot)
+    return Composition([_one(of_place) for of_place in slots.values()], list(moved.values()))
+
+
+def _one(slots: Sequence[Slot]) -> Slot:
+    """Rules of a place as one: means and sums that follow each other are one of those; what was appended is, in turn."""
+    rules = [slot.rule for slot in slots]
+    if all(isinstance(rule, Appended) for rule in rules):
+        return Slot(slots[0].place, Appended(tuple(item for rule in rules for item in rule.rules)))  # type: ignore[attr-defined]
+    return Slot(slots[0].place, next((rule for rule in reversed(rules) if not isinstance(rule, Last)), rules[-1]))
+
+
 def _put(places: Sequence[Place], values: Sequence[Any]) -> None:
     for place, value in zip(places, values):
         place.put(value)
