@@ -153,7 +153,7 @@ def _geometry(tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Geometry:
     """That of the tensor that was written if it is all that its storage holds, else of the storage's bytes."""
     for found in (tensor, tensor._base):
         if found is not None and found.numel() * found.element_size() == storage.nbytes():
-            return found.dtype, found.storage_offset(), found.size(), found.stride()
+            return found.dtype, int(found.storage_offset()), found.size(), found.stride()
     return torch.uint8, 0, (storage.nbytes(),), (1,)
 
 
