@@ -7,6 +7,7 @@ state_dict and what the loop returns have to agree.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -1189,6 +1190,32 @@ def test_a_compiled_script_around_a_cut_model(compiled: str) -> None:
 
     assert_transparent(mlp(), script, *points())
     torch._dynamo.reset()
+
+
+# ---- what is remembered
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, y, step: F.cross_entropy(out / (1 + 0.01 * step), y),
+        lambda out, y, step: F.cross_entropy(out, y) + (0.1 + 0.01 * step) * out.pow(2).mean(),
+        lambda out, y, step: (lambda scaled: F.cross_entropy(scaled, y))(out.mul(1 + 0.01 * step)) * (1 + step),
+    ],
+    ids=["temperature", "weight", "scaled"],
+)
+def test_numbers_that_change_at_every_step_leave_nothing_behind(loss: Any) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model, (x, y) = mlp(), points()
+    wrapped(model, 5)
+    alive = []
+    for step in range(12):
+        model.zero_grad()
+        loss(model(x), y, step).backward()
+        gc.collect()
+        alive.append(sum(type(each) is FakeTensorMode for each in gc.get_objects()))
+    assert alive[3] == alive[-1]
 
 
 # ---- planned for real

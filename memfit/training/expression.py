@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -309,7 +309,7 @@ def look_of(node: Node, known: Mapping[int, Any], samples: int) -> Hashable:
         return node.of_samples(samples)
     if isinstance(node, Step):
         look = (_look(node.arguments, known, samples), _look(list(node.keywords.items()), known, samples))
-        return node.function, look, node.autocast
+        return _of_function(node.function), look, node.autocast
     return type(node), tuple(look_of(part, known, samples) for part in node.parts())
 
 
@@ -318,7 +318,14 @@ def _look(argument: Any, known: Mapping[int, Any], samples: int) -> Hashable:
         return look_of(argument, known, samples)
     if type(argument) in (tuple, list):
         return tuple(_look(item, known, samples) for item in argument)
-    return repr(argument)
+    return float if type(argument) is float else repr(argument)  # (a scale that changes at every step)
+
+
+def _of_function(function: Any) -> Hashable:
+    """Partials are equal to themselves alone."""
+    if isinstance(function, partial):
+        return _of_function(function.func), repr((function.args, function.keywords))
+    return function
 
 
 def narrow_firsts(node: Node, samples: int, *, backwards: bool) -> Node:

@@ -48,6 +48,8 @@ from memfit.training.where import line_of_script
 DIVISORS = "what the losses of a step divide by"
 KEPT_VALUES = 16 << 20
 """Bytes of outputs' values that are kept from the accumulate pass at least, for metrics read after the loss."""
+LOOKS = 512
+"""Results of operations that are remembered by what the operations look like."""
 
 
 class Script:
@@ -420,6 +422,8 @@ class Script:
         """A fake tensor like the result of an operation on stand-ins; None where it cannot be told."""
         key = look_of(following, {id(p._node): (tuple(p.shape), p.dtype, p.device) for p in parents}, call.samples)
         if key not in self._shapes:
+            if len(self._shapes) >= LOOKS:
+                self._shapes.clear()
             self._shapes[key] = self._result_of(following, parents, call.samples)
         return self._shapes[key]
 
