@@ -9,8 +9,8 @@ RUN := $(VENV)/bin/python
 demo: $(VENV)/ready
 	$(RUN) -m memfit demo
 
-# A file's tests stay in one of two processes. Some of the slow ones read clocks and memory: they want a quiet machine.
-SPREAD := -n 2 --dist loadfile
+# A file's tests stay in one of two processes, files by name: by number of tests, a heavy one would come last, alone. Some of the slow ones read clocks and memory: they want a quiet machine.
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: check
 	$(RUN) -m pytest $(SPREAD) -m "not slow"

@@ -29,7 +29,8 @@ def test_the_first_example_prints_the_same_losses() -> None:
     assert after == pytest.approx(before, abs=2e-3)
 
 
-@pytest.mark.parametrize("name", ["02_own_step.py", pytest.param("03_plan_by_hand.py", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["02_own_step.py", "03_plan_by_hand.py"])
 def test_the_others_run_and_verify(name: str) -> None:
     printed = run(name)
     found = losses(printed)

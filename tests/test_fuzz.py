@@ -18,7 +18,7 @@ from fuzz.script import MARK, source_of, steps_by_itself
 from fuzz.shrinking import shrunk
 from fuzz.snapshot import apart
 
-SLICE = range(90)
+SLICE = range(60)
 MANY = range(1000, 6000)
 
 

@@ -24,7 +24,7 @@ from torch import nn
 
 import memfit
 
-FAST = 3
+FAST = 1
 SLOW = 120
 
 
