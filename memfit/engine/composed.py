@@ -231,6 +231,10 @@ class Composition:
         self._after: list[list[Any]] = []
         self._sizes: list[int] = []
 
+    def afresh(self) -> Composition:
+        """The same for another call, which begins with state of its own."""
+        return Composition(self.slots, self.moved)
+
     @contextmanager
     def over_pass(self) -> Iterator[None]:
         """What a pass runs in; where it fails, the state is as it was."""

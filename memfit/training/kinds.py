@@ -143,7 +143,7 @@ class Kinds:
         if call is not None:
             call.key = key if key in self._kinds else ("single", key)
             call.host_draws = self._core.host_draws
-            call.composition = self._kinds[call.key].composition
+            call.composition = self._kinds[call.key].composition.afresh()
         return call, samples
 
     def _recognise(self, name: str, tree: Tree, hint: int | None) -> Recognised:

@@ -332,10 +332,21 @@ class Script:
         """The joined outputs' leaves, computed on first use."""
         if call.values is None:
             self._say_where(call)
+            self._after_earlier(call)
             with self._core.announcing(), self._in_pass(call), torch.enable_grad():
                 self._first_pass(call)
         assert call.values is not None
         return call.values
+
+    def _after_earlier(self, call: Call) -> None:
+        """Forwards that move state run in the order of their calls: those before this one first."""
+        if not call.composition.moved:
+            return
+        first = min(each.number for each in call.calls)
+        for earlier in sorted(self._waiting, key=lambda each: each.number):
+            waits = not earlier.pieces and earlier.values is None and earlier.whole is None
+            if earlier.number < first and waits and earlier.composition.moved:
+                self.values(earlier)
 
     def _say_where(self, call: Call) -> None:
         """That the forward runs once more, and for which line."""
@@ -455,6 +466,8 @@ class Script:
     def _accumulated(self, call: Call, consumer: Consumer, weighting: Weighting) -> torch.Tensor:
         """The loss of the whole call, its gradients gathered, as a tensor whose backward hands them over."""
         first, total = not call.pieces, None
+        if first:
+            self._after_earlier(call)
         self._gathers(call)
         try:
             with self._in_pass(call), nullcontext() if first else call.drawing_again():

@@ -599,8 +599,8 @@ def _refuse_as_goal(goals: Any) -> None:
 
 def _refuse_watching(output: Any) -> None:
     """A model that returns its loss computes it from its outputs inside, where no gradient of theirs is to be had."""
-    waits = isinstance(output, StandIn) and output._computed is None
-    if waits and output._call.outputs.loss is not None and not output._is_loss:
+    cut = isinstance(output, StandIn) and output._call.whole is None
+    if cut and output._call.outputs.loss is not None and not output._is_loss:
         raise Refused(
             "the gradient of an output beside the model's own loss",
             found="the batch runs in micro-batches with its loss, so that what the loss adds to that gradient is not seen",
