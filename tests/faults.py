@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import multiprocessing
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import free_port
+from processes import free_port, warm
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
@@ -355,8 +354,7 @@ def _collectives(injector: Injector) -> Iterator[None]:
 
 def run(trial: Trial, script: Callable[..., None] = train) -> list[Outcome]:
     """What became of every process. `script(trial, rank, outcome, tell)` is what they run."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["faults_warm"])
+    context = warm()
     port = free_port()
     pipes, processes = [], []
     for rank in range(trial.size):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 import os
 import random
 import socket
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 Returned = TypeVar("Returned")
 
+TESTS = str(Path(__file__).parent)
 PATIENCE = 120.0
 """Seconds after which processes that have not answered are taken to hang."""
 
@@ -32,13 +36,27 @@ def in_a_new_process(function: Callable[..., Returned], *arguments: Any) -> Retu
         return pool.submit(function, *arguments).result()
 
 
+def warm() -> multiprocessing.context.ForkServerContext:
+    """Starts processes in which what a training imports and sets up is there already. The server that forks them is not told
+    `sys.path` by older Pythons, and passes over modules that it does not find (github.com/python/cpython/issues/117378)."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["faults_warm"])
+    there = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (TESTS, there)))
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ["PYTHONPATH"] = there
+    return context
+
+
 class Processes:
     """`size` processes that find each other as those of a launcher do. `run(function, *arguments)` gives what the function
     returned on every rank; it is one that can be imported, and may use memfit as a script started by torchrun would."""
 
     def __init__(self, size: int, patience: float = PATIENCE) -> None:
         self._patience = patience
-        context = multiprocessing.get_context("spawn")
+        context = warm()
         port = free_port()
         self.size = size
         self._pipes: list[Connection] = []
