@@ -6,4 +6,6 @@ from pathlib import Path
 
 # The tensors of tests are tiny: a second thread only waits, and where cores are shared it waits long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A fault of memfit's own is a failure here, no batch that runs whole. Processes that tests start are told, too.
+os.environ.setdefault("MEMFIT", "strict")
 sys.path.insert(0, str(Path(__file__).parent))

@@ -154,6 +154,7 @@ def test_a_fault_of_memfits_own_runs_the_batch_whole_and_writes_a_file(loss: str
 
     fail.__code__ = fail.__code__.replace(co_filename=script.__file__)
     monkeypatch.setattr(script, "hand_over", fail)
+    monkeypatch.delenv("MEMFIT")
     wanted, drawn = in_turn(Wrapper(0.5).net, LOSSES[loss])
     model = Wrapper(0.5).net
     run = wrapped(model, 5)
