@@ -227,9 +227,15 @@ class Composition:
 
     def __init__(self, slots: Sequence[Slot] = (), moved: Sequence[Place] = ()) -> None:
         self.slots, self.moved = tuple(slots), tuple(moved)
+        self._there: list[Any] | None = None
         self._before: list[Any] = []
         self._after: list[list[Any]] = []
         self._sizes: list[int] = []
+
+    @property
+    def keys(self) -> frozenset[tuple[Any, ...]]:
+        """Those of the places that move."""
+        return frozenset(place.key for place in self.moved)
 
     def afresh(self) -> Composition:
         """The same for another call, which begins with state of its own."""
@@ -241,7 +247,7 @@ class Composition:
         if not self.moved:
             yield
             return
-        there = [place.value() for place in self.moved]
+        self._there = there = [place.value() for place in self.moved]
         self._before, self._after, self._sizes = [slot.place.value() for slot in self.slots], [], []
         try:
             yield
@@ -250,6 +256,7 @@ class Composition:
             raise
         if len(self._sizes) > 1:
             _put([slot.place for slot in self.slots], self._joined())
+        self._after = []
 
     def _joined(self) -> list[Any]:
         values = zip(*self._after)
@@ -268,31 +275,40 @@ class Composition:
 
     @contextmanager
     def kept(self, wanted: bool = True) -> Iterator[None]:
-        """What a pass that repeats another runs in: it moves nothing."""
-        before = [place.value() for place in self.moved] if wanted else []
+        """What a pass that repeats another runs in: it begins with the state that the first one began with, and moves nothing."""
+        if not wanted:
+            yield
+            return
+        now = [place.value() for place in self.moved]
         try:
+            if self._there is not None:
+                _put(self.moved, self._there)
             yield
         finally:
-            if wanted:
-                _put(self.moved, before)
+            _put(self.moved, now)
+
+    def repeated(self) -> Composition:
+        """That of a pass which repeats the first one."""
+        return _Repeated(self)
 
 
-def in_turn(compositions: Sequence[Composition]) -> Composition:
-    """That of forwards that every micro-batch runs one after the other."""
-    moved = {place.key: place for composition in compositions for place in composition.moved}
-    slots: dict[tuple[Any, ...], list[Slot]] = {}
-    for composition in compositions:
-        for slot in composition.slots:
-            slots.setdefault(slot.place.key, []).append(slot)
-    return Composition([_one(of_place) for of_place in slots.values()], list(moved.values()))
+class _Repeated(Composition):
+    """Begins as another did, and moves nothing."""
 
+    def __init__(self, first: Composition) -> None:
+        super().__init__(first.slots, first.moved)
+        self._first = first
 
-def _one(slots: Sequence[Slot]) -> Slot:
-    """Rules of a place as one: means and sums that follow each other are one of those; what was appended is, in turn."""
-    rules = [slot.rule for slot in slots]
-    if all(isinstance(rule, Appended) for rule in rules):
-        return Slot(slots[0].place, Appended(tuple(item for rule in rules for item in rule.rules)))  # type: ignore[attr-defined]
-    return Slot(slots[0].place, next((rule for rule in reversed(rules) if not isinstance(rule, Last)), rules[-1]))
+    @contextmanager
+    def over_pass(self) -> Iterator[None]:
+        with self._first.kept():
+            yield
+
+    def before_micro_batch(self) -> None:
+        self._first.before_micro_batch()
+
+    def after_forward(self, samples: int) -> None:
+        pass
 
 
 def _put(places: Sequence[Place], values: Sequence[Any]) -> None:

@@ -1,19 +1,20 @@
 """Whether tensors are what they were when a call was made that runs later.
 
-Operations in place count versions; writes through `.data` do not, so that a few values of some tensors are remembered as well.
+Operations in place count versions; writes through `.data` do not, so that a few values of each tensor are remembered as well.
 Not covered: writes through `.data` to few values, or on an accelerator, where looking would wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from typing import Any
 
 import torch
 
-WATCHED = 8
-"""Tensors whose values are looked at."""
-VALUES = 64
-"""Values of each."""
+Keys = Set[tuple[Any, ...]]
+"""Keys of places where state lies (`composed.Place`)."""
+VALUES = 16
+"""Values of each tensor that are looked at."""
 
 
 class Modified(RuntimeError):
@@ -31,28 +32,44 @@ class Unchanged:
     """What tensors were."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._versions = [(t, t._version, t.detach()) for t in tensors if not t.is_inference()]
-        self._values = [(t, t._version, _some(t)) for t in _spread([t for t in tensors if _is_readable(t)])]
+        self._tensors = [t for t in tensors if not t.is_inference()]
+        self._note()
+
+    def _note(self) -> None:
+        self._versions = [(t, t._version, t.detach()) for t in self._tensors]
+        readable = [t for t in self._tensors if _is_readable(t)]
+        self._values = [(its, [t._version for t in its], _some(its)) for its in _by_dtype(readable)]
 
     @property
     def written(self) -> bool:
         """Whether an operation in place wrote any, or data was assigned."""
         return any(tensor._version != version or _lies_at(tensor) != _lies_at(data) for tensor, version, data in self._versions)
 
-    def check(self, when: str) -> None:
-        """Raise Modified where one changed; `when` says why that matters."""
+    def accept(self, moved: Keys) -> None:
+        """What is at these places may be what it is now."""
+        if moved and any(_is_at(moved, tensor, data) for tensor, _, data in self._versions):
+            self._note()
+
+    def check(self, when: str, moved: Keys = frozenset()) -> None:
+        """Raise Modified where one changed that is at none of these places; `when` says why that matters."""
         for tensor, version, data in self._versions:
+            if moved and _is_at(moved, tensor, data):
+                continue
             if tensor._version != version:
                 raise Modified(tensor, f"is at version {tensor._version}; expected version {version} instead", when)
             if _lies_at(tensor) != _lies_at(data) and not _same(tensor, data):
                 raise Modified(tensor, "was given other data through .data", when)
-        self.check_data(when)
+        self.check_data(when, moved)
 
-    def check_data(self, when: str) -> None:
+    def check_data(self, when: str, moved: Keys = frozenset()) -> None:
         """Raise Modified where one was written without counting a version."""
-        for tensor, version, values in self._values:
-            if tensor._version == version and _is_readable(tensor) and _some(tensor) != values:
-                raise Modified(tensor, "was written through .data, which counts no version", when)
+        for tensors, versions, values in self._values:
+            if all(map(_is_readable, tensors)) and _alike(_some(tensors), values):
+                continue
+            for tensor, version, kept in zip(tensors, versions, values.split([_count(t) for t in tensors])):
+                same = tensor._version != version or not _is_readable(tensor) or _alike(_some([tensor]), kept)
+                if not same and not _is_at(moved, tensor, tensor):
+                    raise Modified(tensor, "was written through .data, which counts no version", when)
 
 
 def _same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
@@ -72,11 +89,31 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.numel() > 0 and not tensor.is_inference()
 
 
-def _spread(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    step = max(1, len(tensors) // WATCHED)
-    return tensors[::step][:WATCHED] if len(tensors) > WATCHED else tensors
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return list(found.values())
 
 
-def _some(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().view(-1)
-    return flat[:: max(1, flat.shape[0] // VALUES)].clone().view(torch.uint8).numpy().tobytes()
+def _some(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A few values of each tensor, one after the other."""
+    return torch.cat([t.detach().view(-1)[:: _stride(t)] for t in tensors])
+
+
+def _stride(tensor: torch.Tensor) -> int:
+    return max(1, tensor.numel() // VALUES)
+
+
+def _count(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() // _stride(tensor))
+
+
+def _alike(some: torch.Tensor, others: torch.Tensor) -> bool:
+    """Bit for bit: NaN is equal to itself."""
+    return some.shape == others.shape and torch.equal(some.view(torch.uint8), others.view(torch.uint8))
+
+
+def _is_at(places: Keys, tensor: torch.Tensor, data: torch.Tensor) -> bool:
+    plain = data.layout is torch.strided and not data.is_nested and type(data) in (torch.Tensor, torch.nn.Parameter)
+    return ("data", id(tensor)) in places or (plain and (data.untyped_storage()._cdata,) in places)

@@ -115,6 +115,7 @@ class Kept:
         self._names_of = names
         self._no_state: set[int] = set()
         self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._held: list[torch.Tensor] = []
         self._seen: set[int] = set()
         self._undo: list[Undo] = []
         self._open: deque[Any] = deque()
@@ -149,6 +150,11 @@ class Kept:
         """The name of a buffer or a parameter of the model."""
         storage = tensor.untyped_storage()._cdata
         return next((name for name, own in self._tensors if own.untyped_storage()._cdata == storage), "a tensor")
+
+    def holder_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that was found where this one lies: it still holds that after `.data` was assigned. Itself, if none was."""
+        place = _place(tensor)
+        return next((held for held in self._held if _place(held) == place), tensor)
 
     def moved(self) -> list[tuple[Place, Any]]:
         """(a place, the value it had) of what is not as it was."""
@@ -196,6 +202,7 @@ class Kept:
             return
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return
+        self._held.append(tensor)
         data, gradient = tensor.detach(), tensor.grad
         self._watch(_moved_data, tensor, data, _place(data), self.name_of)
 

@@ -107,17 +107,24 @@ class Call:
         return self.several or (self,)
 
     def check_unchanged(self) -> None:
-        """Raise torch's own error if an input or a parameter was modified since the call."""
-        self._unchanged.check("runs this call in micro-batches when its loss is computed")
+        """Raise torch's own error if an input or a parameter was modified since the call. A pass that repeats another begins
+        with the state that the first one began with, whatever moved it since then."""
+        for each in self.calls:
+            moved = each.composition.keys if each.pieces else frozenset()
+            each._unchanged.check("runs this call in micro-batches when its loss is computed", moved)
 
     def check_data(self) -> None:
         """Raise torch's own error if an input or a parameter was written through `.data` since then."""
         for each in self.calls:
-            each._unchanged.check_data("has computed the gradients with the loss")
+            each._unchanged.check_data("has computed the gradients with the loss", each.composition.keys)
 
     def note_now(self) -> None:
         """From now on inputs and parameters have to be what they are."""
         self._unchanged = Unchanged(self._written)
+
+    def accept(self, ran: Call) -> None:
+        """A first pass over another call moved the state that is theirs."""
+        self._unchanged.accept(ran.composition.keys)
 
     def ran(self) -> None:
         """A first pass is done, whose forwards may have written inputs and parameters themselves."""
@@ -238,8 +245,6 @@ class Call:
                         join.add(found[i].detach() if isinstance(found[i], torch.Tensor) else found[i])
                     del found
         self.values = [join.whole() for join in joins]
-        if first:
-            self.ran()
 
     def joined(self, parts: Sequence[dict[int, torch.Tensor]]) -> list[torch.Tensor | None]:
         """The leaves of the whole output from those of the micro-batches that were kept; None in the places of others."""

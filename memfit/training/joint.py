@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memfit.batches.cut import Layout
-from memfit.engine.composed import in_turn
+from memfit.engine.composed import Composition
 from memfit.engine.context import autocasting, modes_as
 from memfit.training.call import Call, Tree
 from memfit.training.outputs import Outputs
@@ -34,7 +34,7 @@ def joint(calls: Sequence[Call]) -> Call:
     made = Call(first.model, plain, tree, layout, outputs, first.device, autocast=first.autocast)
     made.key = ("joint", *(call.key for call in calls))
     made.host_draws = first.host_draws
-    made.composition = in_turn([call.composition for call in calls])
+    made.composition = next((call.composition for call in calls if call.composition.moved), Composition())
     made.copies = any(call.copies for call in calls)
     made.several, made.offsets, offset = tuple(calls), {}, 0
     for call in calls:

@@ -20,7 +20,6 @@ from memfit._errors import Refused
 from memfit.batches.pieces import sizes
 from memfit.batches.tree import flat, rebuild, tensors
 from memfit.engine.accumulate import BY_TOLD_TERM, Weighting, WeightsChanged, Work
-from memfit.engine.composed import Composition
 from memfit.engine.context import in_checkpoint, outside_transforms, without_inference_mode, without_saved_tensors_hooks
 from memfit.engine.generators import RandomState
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
@@ -260,6 +259,8 @@ class Script:
         """These calls as one, or None where they do not run together."""
         if len({call.samples for call in calls}) > 1 or any(c.values is not None or c.gathered or c.split for c in calls):
             return None
+        if sum(bool(call.composition.moved) for call in calls) > 1:
+            return None  # the second forward begins with the state that the whole of the first one leaves
         made = self._joint()
         if made is None or [call.number for call in made.calls] != [call.number for call in calls]:
             made = joint(calls)
@@ -333,8 +334,11 @@ class Script:
         if call.values is None:
             self._say_where(call)
             self._after_earlier(call)
+            first = not call.pieces
             with self._core.announcing(), self._in_pass(call), torch.enable_grad():
                 self._first_pass(call)
+            if first:
+                self._ran(call)
         assert call.values is not None
         return call.values
 
@@ -347,6 +351,13 @@ class Script:
             waits = not earlier.pieces and earlier.values is None and earlier.whole is None
             if earlier.number < first and waits and earlier.composition.moved:
                 self.values(earlier)
+
+    def _ran(self, call: Call) -> None:
+        """A first pass over a call is done, whose forwards may have written inputs and parameters themselves."""
+        call.ran()
+        if call.composition.moved:
+            for other in list(self._waiting):
+                other.accept(call)
 
     def _say_where(self, call: Call) -> None:
         """That the forward runs once more, and for which line."""
@@ -520,7 +531,7 @@ class Script:
             core.reference = _reference(call, consumer, weighting)
         work = consumer.work(call, planned.plan.precision)
         work.draws = True
-        work.composition = call.composition if first else Composition()
+        work.composition = call.composition if first else call.composition.repeated()
         work.keeps = self._worth_keeping(call, consumer, planned.plan) if first else frozenset()
 
         def begin(pieces: Sequence[int]) -> None:
@@ -532,10 +543,10 @@ class Script:
         def pieces_for(largest: int, tuner: Tuner | None) -> Sequence[int]:
             return core.tuned_pieces(call.samples, largest, tuner) if first else call.pieces
 
-        with core.buffers.kept(not first), nullcontext() if first else call.composition.kept():
+        with core.buffers.kept(not first):
             total = core.accumulated(work, weighting, pieces_for, largest=core.limit(planned.plan), begin=begin)
         if first:
-            call.ran()
+            self._ran(call)
         if work.values:
             whole = call.joined(work.values)
             for each in call.calls:
@@ -590,7 +601,7 @@ def _reference(call: Call, consumer: Consumer, weighting: Weighting) -> MadeRefe
 
     def work(count: int, backwards: bool) -> Work:
         made = its.first(count, backwards=backwards).work(kept.first(count, backwards=backwards), "off")
-        made.composition = composition
+        made.composition = composition.afresh()
         return made
 
     return MadeReference(samples, weighting, work, reversible=call.split is None)

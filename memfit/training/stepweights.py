@@ -294,7 +294,7 @@ class Weigher:
         def make(samples: int, backwards: bool) -> Work:
             ordered = few.backwards(samples) if backwards else few
             work = self._tasks.work(ordered.piece, samples, "off")
-            work.composition = self.composition
+            work.composition = self.composition.afresh()
             return work
 
         weighting = self.weighting or BY_SAMPLES
