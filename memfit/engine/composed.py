@@ -275,7 +275,7 @@ class Composition:
 
     @contextmanager
     def kept(self, wanted: bool = True) -> Iterator[None]:
-        """What a pass that repeats another runs in: it begins with the state that the first one began with, and moves nothing."""
+        """What a pass that repeats another runs in: it begins with the state that the first began with, and moves none."""
         if not wanted:
             yield
             return

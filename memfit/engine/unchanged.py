@@ -29,10 +29,10 @@ class Modified(RuntimeError):
 
 
 class Unchanged:
-    """What tensors were."""
+    """What tensors were. Where they were `copied`, writes that count versions do no harm."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = [t for t in tensors if not t.is_inference()]
+    def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False) -> None:
+        self._tensors, self.copied = [t for t in tensors if not t.is_inference()], copied
         self._note()
 
     def _note(self) -> None:
@@ -52,7 +52,7 @@ class Unchanged:
 
     def check(self, when: str, moved: Keys = frozenset()) -> None:
         """Raise Modified where one changed that is at none of these places; `when` says why that matters."""
-        for tensor, version, data in self._versions:
+        for tensor, version, data in () if self.copied else self._versions:
             if moved and _is_at(moved, tensor, data):
                 continue
             if tensor._version != version:

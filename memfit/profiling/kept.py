@@ -152,7 +152,7 @@ class Kept:
         return next((name for name, own in self._tensors if own.untyped_storage()._cdata == storage), "a tensor")
 
     def holder_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that was found where this one lies: it still holds that after `.data` was assigned. Itself, if none was."""
+        """The tensor that was found where this one lies: it holds that also after `.data` was assigned; itself, if none."""
         place = _place(tensor)
         return next((held for held in self._held if _place(held) == place), tensor)
 

@@ -35,7 +35,10 @@ class Traces:
 
     def moved(self) -> dict[tuple[Any, ...], tuple[Place, Any]]:
         """What is not as it was: places by their keys, with the values that they had."""
-        found = [*self.kept.moved(), *((Data(self.kept.holder_of(t), self.kept.name_of(t)), b) for t, b in (self.log.moved() if self.log else ()))]
+        found = [
+            *self.kept.moved(),
+            *((Data(self.kept.holder_of(t), self.kept.name_of(t)), b) for t, b in (self.log.moved() if self.log else ())),
+        ]
         return {place.key: (place, before) for place, before in found}
 
 

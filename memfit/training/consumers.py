@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from memfit.batches.cut import Axis
+from memfit.engine.unchanged import Unchanged
 from memfit.training.call import Call
 from memfit.training.expression import Cut, Node, Part, all_nodes, narrow_firsts, twinned
 from memfit.training.learn import twin_of_part
@@ -42,8 +43,8 @@ class Consumer(Protocol):
         ...
 
     @property
-    def labels(self) -> Sequence[torch.Tensor]:
-        """Tensors of the script's own that it is computed with."""
+    def labels(self) -> Sequence[Unchanged]:
+        """Whether tensors of the script's own that it is computed with are what they were."""
         ...
 
 
@@ -52,7 +53,7 @@ class OwnLoss:
     """The model returns its loss; or it returns none, and all its outputs are summed as a bound."""
 
     name: str = "own loss"
-    labels: Sequence[torch.Tensor] = ()
+    labels: Sequence[Unchanged] = ()
 
     def work(self, call: Call, precision: str, borrowed: Sequence[torch.Tensor] = ()) -> CallWork:
         if call.outputs.loss is None:
@@ -91,8 +92,8 @@ class Expression:
     """Where the outputs of the calls that it is computed from begin, by their numbers."""
 
     @property
-    def labels(self) -> Sequence[torch.Tensor]:
-        return [node.tensor for node in all_nodes(self.node) if isinstance(node, Cut)]
+    def labels(self) -> Sequence[Unchanged]:
+        return [node.unchanged for node in all_nodes(self.node) if isinstance(node, Cut)]
 
     def work(self, call: Call, precision: str, borrowed: Sequence[torch.Tensor] = ()) -> CallWork:
         return ExpressionWork(call, self.node, self.offsets, precision=precision, draws=False, borrowed=borrowed)

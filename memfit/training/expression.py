@@ -17,7 +17,7 @@ from memfit.batches.cut import Axis
 from memfit.engine.context import Autocast, autocasting
 from memfit.engine.handover import ALMOST
 from memfit.engine.terms import told
-from memfit.engine.unchanged import Modified
+from memfit.engine.unchanged import Unchanged
 
 Leaf = tuple[int, int]
 """A call's number, and the index of a leaf of its output."""
@@ -81,24 +81,33 @@ class Output:
         return self
 
 
+SMALL = 1 << 18
+"""Bytes of a tensor that is copied."""
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return plain and not tensor.requires_grad and tensor.numel() * tensor.element_size() <= SMALL
+
+
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A tensor of the script's that has its samples along `axis`; None: the same for all of them."""
+    """A tensor of the script's that has its samples along `axis`; None: the same for all of them. Of a small one
+    there is a copy: the script may write to its own before what it is part of is computed. Where a larger one was written to,
+    or one through `.data` (plain backwards would compute with what is there then), torch's own error says so."""
 
     tensor: torch.Tensor
     axis: Axis | None
-    version: int = field(init=False, default=0)
+    unchanged: Unchanged = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "version", 0 if self.tensor.is_inference() else self.tensor._version)
+        object.__setattr__(self, "unchanged", Unchanged((self.tensor,), copied=_is_small(self.tensor)))
+        if self.unchanged.copied:
+            object.__setattr__(self, "tensor", self.tensor.clone())
 
     def of(self, part: Part) -> torch.Tensor:
-        if not self.tensor.is_inference() and self.tensor._version != self.version:
-            raise Modified(
-                self.tensor,
-                f"is at version {self.tensor._version}; expected version {self.version} instead",
-                "computes losses in micro-batches when they are wanted",
-            )
+        if part.start == 0:
+            self.unchanged.check("computes losses in micro-batches when they are wanted")
         return self.tensor if self.axis is None else self.axis.narrow(self.tensor, part.start, part.stop)
 
     def parts(self) -> Iterator[Node]:
@@ -340,9 +349,7 @@ def narrow_firsts(node: Node, samples: int, *, backwards: bool) -> Node:
     return mapped(node, first, {})
 
 
-def twinned(
-    node: Node, twin: Callable[[torch.Tensor, Axis | None], torch.Tensor]
-) -> tuple[Node, Sequence[torch.Tensor]]:
+def twinned(node: Node, twin: Callable[[torch.Tensor, Axis | None], torch.Tensor]) -> tuple[Node, Sequence[torch.Tensor]]:
     """The same on twins of its tensors, and these twins."""
     made: list[torch.Tensor] = []
 

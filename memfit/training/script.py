@@ -24,7 +24,6 @@ from memfit.engine.context import in_checkpoint, outside_transforms, without_inf
 from memfit.engine.generators import RandomState
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
 from memfit.engine.joined import joined
-from memfit.engine.unchanged import Unchanged
 from memfit.planning.plan import Plan
 from memfit.training.call import Call
 from memfit.training.consumers import AllOutputs, Consumer, Expression
@@ -487,12 +486,11 @@ class Script:
                     total.weight = 0.0
                 then = total.on_handover
 
-                labels = Unchanged(consumer.labels)
-
                 def handing_over(incoming: torch.Tensor) -> None:
                     then(incoming)
                     call.check_data()
-                    labels.check_data("has computed the gradients with the loss")
+                    for labels in consumer.labels:
+                        labels.check_data("has computed the gradients with the loss")
                     self._about_to_hand_over(total.receivers)
 
                 total.on_handover = handing_over
