@@ -46,6 +46,36 @@ def test_scripts_out_of_the_grammar_train_as_without_memfit() -> None:
     assert not found, told(found)
 
 
+FOUND = (
+    {"state": "momentum_encoder", "calls": "siamese"},
+    {"state": "momentum_encoder", "calls": "triplet", "metrics": "list_of_preds"},
+    {"state": "spectral", "calls": "trades"},
+    {"state": "running_used", "calls": "triplet_norm"},
+    {"state": "running_mean", "calls": "trades"},
+    {"state": "ema_data", "calls": "trades"},
+    {"state": "spectral", "between": "buffers_data"},
+    {"state": "running_used", "pack": "loss_out", "metrics": "other_loss"},
+    {"state": "hidden", "pack": "losses"},
+    {"body": "encoder", "between": "parameter_data_early"},
+    {"body": "encoder", "metrics": "norm", "between": "parameter_data"},
+    {"calls": "features", "between": "labels_written"},
+    {"calls": "evaluated_first", "outside": "centre_buffer"},
+    {"loss": "if_max", "arithmetic": "minus_detached"},
+    {"pack": "list", "loss": "penalty", "gradients": "hooks"},
+    {"pack": "list", "loss": "penalty", "gradients": "post_hooks_step"},
+    {"twist": "reentrant", "loss": "two_losses_two_means"},
+)
+"""What differed silently or crashed once, by what it takes."""
+
+
+@pytest.mark.parametrize("made", FOUND, ids=lambda made: "-".join(made.values()))
+def test_what_was_found_once(made: Choices) -> None:
+    choices = settled({**SIMPLEST, **made})
+    assert others(choices) == made
+    found = [(mode, one.kind, one.what, one.detail) for mode, one in outcomes_of(choices) if one.bad]
+    assert not found, found
+
+
 @pytest.mark.slow
 def test_thousands_of_scripts_train_as_without_memfit() -> None:
     found = offenders(MANY)

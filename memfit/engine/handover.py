@@ -85,13 +85,17 @@ def give(total: Total, factor: Factor, *, keep: bool) -> list[torch.Tensor | Non
 
 
 def _silence(receiver: torch.Tensor) -> None:
-    """Let hooks of a tensor that no gradient reaches not be called in this backward, as they are not without memfit."""
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(receiver, name, None)
-        if hooks:
-            kept = dict(hooks)
-            hooks.clear()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda hooks=hooks, kept=kept: hooks.update(kept))
+    """Let hooks of a tensor that no gradient reaches not be called in this backward, as they are not without memfit. One may
+    still come to it another way (a penalty on parameters)."""
+    hooks = receiver._backward_hooks
+    if hooks:
+        kept = dict(hooks)
+        hooks.update({key: _where_one_comes(hook) for key, hook in kept.items()})
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: hooks.update(kept))
+
+
+def _where_one_comes(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor | None], Any]:
+    return lambda gradient: None if gradient is None else hook(gradient)
 
 
 def refuse_create_graph() -> None:

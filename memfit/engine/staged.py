@@ -18,6 +18,7 @@ from torch import nn
 
 from memfit._errors import Refused
 from memfit.engine.modules import modules_of, parameters_in
+from memfit.engine.terms import leaves_of, nodes_of
 
 
 @dataclass(frozen=True)
@@ -263,12 +264,32 @@ class Parts(Protocol):
 def gradients_of(loss: torch.Tensor, parameters: Sequence[torch.Tensor], model: nn.Module) -> list[torch.Tensor | None]:
     """As `torch.autograd.grad`, None where a parameter is not used; of parameters that several processes hold in parts, this
     process's part of each, as it gathers only in a backward that goes all the way."""
-    if not gathers_in_parts(model):
-        return list(torch.autograd.grad(loss, list(parameters), allow_unused=True))
-    torch.autograd.backward(loss)
-    found = [None if p.grad is None else p.grad.to_local() for p in parameters]  # type: ignore[attr-defined]
-    _set_gradients(parameters, [None] * len(parameters))
-    return found
+    if gathers_in_parts(model):
+        torch.autograd.backward(loss)
+        found = [None if p.grad is None else p.grad.to_local() for p in parameters]  # type: ignore[attr-defined]
+        _set_gradients(parameters, [None] * len(parameters))
+        return found
+    if _holds_reentrant_checkpoint(loss):
+        return _gradients_by_backward(loss, parameters, model)
+    return list(torch.autograd.grad(loss, list(parameters), allow_unused=True))
+
+
+def _holds_reentrant_checkpoint(loss: torch.Tensor) -> bool:
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes_of([loss]))
+
+
+def _gradients_by_backward(
+    loss: torch.Tensor, parameters: Sequence[torch.Tensor], model: nn.Module
+) -> list[torch.Tensor | None]:
+    """For what `torch.autograd.grad` does not serve: reentrant checkpoints run a backward of their own, into `.grad`."""
+    receivers = list({id(t): t for t in (*leaves_of([loss]), *model.parameters(), *parameters)}.values())
+    before = [receiver.grad for receiver in receivers]
+    _set_gradients(receivers, [None] * len(receivers))
+    try:
+        torch.autograd.backward(loss)
+        return [p.grad for p in parameters]
+    finally:
+        _set_gradients(receivers, before)
 
 
 AS_GIVEN = "_memfit_as_given"

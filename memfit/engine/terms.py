@@ -174,15 +174,18 @@ def is_only_term(loss: torch.Tensor, term: Term) -> bool:
     return False
 
 
-def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that a backward from `outputs` would leave gradients in."""
-    open_, seen, found = [t.grad_fn for t in outputs if t.grad_fn is not None], set(), []
+def nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:
+    """The nodes of the graph that a backward from `outputs` would run through."""
+    open_, seen = [t.grad_fn for t in outputs if t.grad_fn is not None], set()
     while open_:
         node = open_.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)  # pyright: ignore[reportAttributeAccessIssue]
+        yield node
         open_ += [following for following, _ in node.next_functions]
-    return found
+
+
+def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a backward from `outputs` would leave gradients in."""
+    return [node.variable for node in nodes_of(outputs) if hasattr(node, "variable")]  # type: ignore[attr-defined]

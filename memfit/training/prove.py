@@ -82,7 +82,7 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
         leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], sizes)
         settled.append(leaf)
         deviations += [deviation] if leaf.differentiable else []
-    if moves.again is not None and _differs_again(settled, moves.again, sizes):
+    if moves.again is not None and _differs_again(settled, outputs.loss, moves.again, sizes):
         deviations.append(moves.misread())
     deviations.sort(key=lambda each: each.relative / each.limit if each.limit else each.relative, reverse=True)
     return replace(outputs, leaves=tuple(settled)), deviations, moves.composition
@@ -104,11 +104,13 @@ def _twice(call: Call, sizes: Sequence[int], aside: Callable[[], AbstractContext
     return () if draws.unsliced else (Trial(run, (each, each)),)
 
 
-def _differs_again(settled: Sequence[Leaf], again: tuple[list[Any], list[list[Any]]], sizes: Sequence[int]) -> bool:
-    """Whether parts differ from the whole once the state has moved."""
+def _differs_again(
+    settled: Sequence[Leaf], loss: int | None, again: tuple[list[Any], list[list[Any]]], sizes: Sequence[int]
+) -> bool:
+    """Whether parts differ from the whole once the state has moved; a single own loss is looked at apart."""
     whole, parts = again
     for i, leaf in enumerate(settled):
-        if leaf.differentiable and leaf.kind not in ("opaque", "loss", "value"):
+        if leaf.differentiable and i != loss and leaf.kind not in ("opaque", "value"):
             limit = tolerance(whole[i].dtype) if whole[i].is_floating_point() else 0.0
             if _leaf_difference(leaf, whole[i], [part[i] for part in parts], sizes) > limit:
                 return True

@@ -115,11 +115,12 @@ def _inferred(
         if _choose(later, again, counts)[0] is None:
             moves = replace(moves, deviation=moves.misread())
 
-    def put(read: tuple[int, Value]) -> float:
-        with aside():
-            return float(run(0, samples, Reads(read)).detach())
+    def put(read: tuple[int, Value]) -> tuple[float, list[torch.Tensor | None]]:
+        with aside(), staging.swapped(), draws.sliced(0, samples, samples):
+            answered = look.at(0, samples, Reads(read))[0]
+        return answered.loss, answered.gradients
 
-    line = decided(reads, looks, put, partial(same, whole.loss))
+    line = decided(reads, looks, put, partial(same, (whole.loss, whole.gradients)))
     known = {id(p) for p in staged}
     chosen, deviation = _choose(whole, parts, counts)
     if chosen is not None and line is not None:
