@@ -58,6 +58,7 @@ FOUND = (
     {"state": "hidden", "pack": "losses"},
     {"body": "encoder", "between": "parameter_data_early"},
     {"body": "encoder", "metrics": "norm", "between": "parameter_data"},
+    {"body": "time_major", "between": "input_data_early"},
     {"calls": "features", "between": "labels_written"},
     {"calls": "evaluated_first", "outside": "centre_buffer"},
     {"loss": "if_max", "arithmetic": "minus_detached"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 
 Keys = Set[tuple[Any, ...]]
@@ -86,7 +87,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_complex():
         return False
-    return tensor.is_contiguous() and tensor.numel() > 0 and not tensor.is_inference()
+    return tensor.numel() > 0 and not tensor.is_inference()
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -98,7 +99,15 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _some(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A few values of each tensor, one after the other."""
-    return torch.cat([t.detach().view(-1)[:: _stride(t)] for t in tensors])
+    return torch.cat([_entries(t.detach(), _stride(t)) for t in tensors])
+
+
+def _entries(tensor: torch.Tensor, stride: int) -> torch.Tensor:
+    """Every so many of its entries."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::stride]
+    places = np.unravel_index(np.arange(0, tensor.numel(), stride), tensor.shape)
+    return tensor[tuple(map(torch.from_numpy, places))]
 
 
 def _stride(tensor: torch.Tensor) -> int:
