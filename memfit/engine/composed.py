@@ -274,14 +274,15 @@ class Composition:
             self._sizes.append(samples)
 
     @contextmanager
-    def kept(self, wanted: bool = True) -> Iterator[None]:
-        """What a pass that repeats another runs in: it begins with the state that the first began with, and moves none."""
+    def kept(self, wanted: bool = True, *, from_call: bool = True) -> Iterator[None]:
+        """What a pass that repeats another runs in: it begins with the state that the first began with (unless not
+        `from_call`), and moves none."""
         if not wanted:
             yield
             return
         now = [place.value() for place in self.moved]
         try:
-            if self._there is not None:
+            if from_call and self._there is not None:
                 _put(self.moved, self._there)
             yield
         finally:

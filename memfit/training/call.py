@@ -290,17 +290,24 @@ class Call:
         """
         self.check_unchanged()
         self.inputs.forget()
+        kept = sorted(self.kept)
         # (checkpointed blocks run again within backward)
-        with self.composition.kept(), buffers.kept(True), self.drawing_again(), staging.swapped():
-            # What was kept goes first: it gives its memory back before anything is run again.
-            for index in sorted(range(len(self.pieces)), key=lambda i: i not in self.kept):
-                start = sum(self.pieces[:index])
-                if index not in self.kept:
-                    self.random[index].restore(self.device)
-                for low, high in bounds(cut(self.pieces[index])):
+        with buffers.kept(True), self.drawing_again(), staging.swapped():
+            # What was kept goes first: it gives its memory back before anything is run again, and its graph may hold state that
+            # lies where its forward left it.
+            with self.composition.kept(from_call=False):
+                for index in kept:
                     before_each()
-                    self.composition.before_micro_batch()
-                    self._backward_of(index, start + low, start + high, gradients, staging)
+                    start = sum(self.pieces[:index])
+                    self._backward_of(index, start, start + self.pieces[index], gradients, staging)
+            with self.composition.kept():
+                for index in sorted(set(range(len(self.pieces))).difference(kept)):
+                    start = sum(self.pieces[:index])
+                    self.random[index].restore(self.device)
+                    for low, high in bounds(cut(self.pieces[index])):
+                        before_each()
+                        self.composition.before_micro_batch()
+                        self._backward_of(index, start + low, start + high, gradients, staging)
 
     def _forward_of(self, start: int, stop: int, staging: Staging) -> list[Any]:
         if not torch.is_grad_enabled():
