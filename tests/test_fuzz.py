@@ -64,6 +64,8 @@ FOUND = (
     {"loss": "if_max", "arithmetic": "minus_detached"},
     {"pack": "list", "loss": "penalty", "gradients": "hooks"},
     {"pack": "list", "loss": "penalty", "gradients": "post_hooks_step"},
+    {"pack": "list", "gradients": "post_hooks_step"},
+    {"pack": "list", "gradients": "hooks"},
     {"twist": "reentrant", "loss": "two_losses_two_means"},
 )
 """What differed silently or crashed once, by what it takes."""

@@ -87,15 +87,34 @@ def give(total: Total, factor: Factor, *, keep: bool) -> list[torch.Tensor | Non
 def _silence(receiver: torch.Tensor) -> None:
     """Let hooks of a tensor that no gradient reaches not be called in this backward, as they are not without memfit. One may
     still come to it another way (a penalty on parameters)."""
-    hooks = receiver._backward_hooks
-    if hooks:
-        kept = dict(hooks)
-        hooks.update({key: _where_one_comes(hook) for key, hook in kept.items()})
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: hooks.update(kept))
+    if id(receiver) in _SILENCED:
+        return  # another total of the same backward does not reach it either
+    came: list[bool] = []
+    before, after = receiver._backward_hooks, getattr(receiver, "_post_accumulate_grad_hooks", None)
+    if before:
+        _instead(before, lambda hook: lambda gradient: None if gradient is None else hook(gradient))
+    if after:
+        seen = receiver.register_hook(lambda gradient: None if gradient is None else came.append(True))
+        _instead(after, lambda hook: lambda tensor: hook(tensor) if came else None)
+        _at_the_end(seen.remove)
+    if before or after:
+        _SILENCED.add(id(receiver))
+        _at_the_end(lambda: _SILENCED.discard(id(receiver)))
 
 
-def _where_one_comes(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor | None], Any]:
-    return lambda gradient: None if gradient is None else hook(gradient)
+_SILENCED: set[int] = set()
+"""Tensors whose hooks are silent until the backward that is running ends."""
+
+
+def _instead(hooks: dict[int, Any], change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Other hooks until this backward ends."""
+    kept = dict(hooks)
+    hooks.update({key: change(hook) for key, hook in kept.items()})
+    _at_the_end(lambda: hooks.update(kept))
+
+
+def _at_the_end(callback: Callable[[], Any]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def refuse_create_graph() -> None:
