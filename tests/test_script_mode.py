@@ -300,6 +300,42 @@ def test_hooks_on_parameters_see_the_total_once_per_backward() -> None:
     assert_same_training(loop)
 
 
+class Heads(nn.Module):
+    """Two outputs, each with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = (nn.Linear(7, 4).double() for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+def test_hooks_of_parameters_without_gradient_after_a_backward_that_raised() -> None:
+    def loop(model: Any, optimizer: Optimizer) -> list[str]:
+        seen: list[str] = []
+        for p in model.right.parameters():
+            p.register_hook(lambda g: seen.append("gradient"))
+            p.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+        x, y = points()
+        raising = model.left.weight.register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            F.cross_entropy(model(x)[0], y).backward()
+        raising.remove()
+        for penalized in (False, True, False, False):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x)[0], y)
+            if penalized:
+                loss = loss + sum(p.square().sum() for p in model.right.parameters())
+            loss.backward()
+            optimizer.step()
+            seen.append("next")
+        return seen
+
+    assert_same_training(loop, build=Heads)
+
+
 def test_sharing_of_parameters_with_the_optimizer_step_hook() -> None:
     def loop(model: nn.Module, optimizer: Optimizer) -> int:
         steps = []

@@ -248,7 +248,8 @@ class Composition:
             yield
             return
         self._there = there = [place.value() for place in self.moved]
-        self._before, self._after, self._sizes = [slot.place.value() for slot in self.slots], [], []
+        at = {place.key: value for place, value in zip(self.moved, there)}
+        self._before, self._after, self._sizes = [at[slot.place.key] for slot in self.slots], [], []
         try:
             yield
         except BaseException:

@@ -46,6 +46,8 @@ class Total:
 
 def hand_over(total: Total) -> torch.Tensor:
     """The loss as a tensor whose backward gives the staged gradients to the receivers."""
+    if torch._C._current_graph_task_id() == -1:
+        _end_all()  # of a backward that raised, which calls no callbacks
     with torch.enable_grad():
         return _HandOver.apply(total, total.value, *total.receivers)  # type: ignore[no-any-return]
 
@@ -113,8 +115,24 @@ def _instead(hooks: dict[int, Any], change: Callable[[Callable[..., Any]], Calla
     _at_the_end(lambda: hooks.update(kept))
 
 
-def _at_the_end(callback: Callable[[], Any]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+def _at_the_end(undo: Callable[[], Any]) -> None:
+    """Call this when the backward that is running ends."""
+    _UNDONE_AT_THE_END[undo] = None
+    torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(undo))
+
+
+_UNDONE_AT_THE_END: dict[Callable[[], Any], None] = {}
+
+
+def _end(undo: Callable[[], Any]) -> None:
+    if undo in _UNDONE_AT_THE_END:
+        del _UNDONE_AT_THE_END[undo]
+        undo()
+
+
+def _end_all() -> None:
+    for undo in list(_UNDONE_AT_THE_END):
+        _end(undo)
 
 
 def refuse_create_graph() -> None:

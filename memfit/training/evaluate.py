@@ -107,8 +107,9 @@ class Evaluations:
 
     def _is_served(self, tree: Tree) -> bool:
         core = self._core
-        flows = torch.is_grad_enabled() and any(t.requires_grad for t in (*core.model.parameters(), *tensors(tree)))
-        if flows or not self._serves or core.model.training or core.staging.parts is not None:
+        if not self._serves or core.model.training or core.staging.parts is not None:  # (cheap, and asked per micro-batch)
+            return False
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*core.model.parameters(), *tensors(tree))):
             return False
         return _get_current_dispatch_mode() is None
 

@@ -595,7 +595,7 @@ BY_SHARE = Weighting("share", "as what they add to the whole")
 def _reference(call: Call, consumer: Consumer, weighting: Weighting) -> MadeReference:
     """A few samples of this call, copied, to verify with."""
     samples = min(KEPT_SAMPLES, call.samples)
-    kept, its, composition = call.first(samples), consumer.first(samples, backwards=False), call.composition
+    kept, its, composition = call.first(samples), consumer.first(samples, backwards=False), call.composition.afresh()
 
     def work(count: int, backwards: bool) -> Work:
         made = its.first(count, backwards=backwards).work(kept.first(count, backwards=backwards), "off")
