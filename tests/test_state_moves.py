@@ -408,6 +408,60 @@ def test_state_that_a_later_forward_reads_otherwise_in_parts_is_refused_by_its_n
     assert model.hidden is None
 
 
+def pieces_of(x: Tensor, how: str, size: int) -> list[Tensor]:
+    if how == "range":
+        return [x[i : i + size] for i in range(0, len(x), size)]
+    return list(x.split(size) if how == "split" else x.chunk(-(-len(x) // size)))
+
+
+class InPieces(nn.Module):
+    """Cuts its batch by itself, and counts the pieces."""
+
+    def __init__(self, how: str, size: int) -> None:
+        super().__init__()
+        self.counting, self.how, self.size = Counting(), how, size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.counting(piece) for piece in pieces_of(x, self.how, self.size)])
+
+
+SIZES_OF_PIECES = [2, 3, 4, 6, 8, 12]
+
+
+@pytest.mark.parametrize("size", SIZES_OF_PIECES)
+@pytest.mark.parametrize("how", ["split", "range", "chunk"])
+def test_a_loss_fn_that_cuts_its_batch_moves_state_as_often_as_it_would(how: str, size: int) -> None:
+    def script(wrap: Wrap) -> list[Any]:
+        model = Counting()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            pieces = zip(*(pieces_of(each, how, size) for each in batch))
+            return sum((F.cross_entropy(model(x), y, reduction="sum") for x, y in pieces), torch.zeros(())) / len(batch[0])
+
+        run = wrap(model, optimizer, batches(), loss_fn=loss_fn, micro_batch=5)
+        for batch in batches():
+            optimizer.zero_grad()
+            if run is None:
+                loss_fn(model, batch).backward()
+                optimizer.step()
+            else:
+                run.step(batch)
+        return [*model.state(), *model.parameters()]
+
+    assert_same(script, 1e-12)
+
+
+@pytest.mark.parametrize("size", SIZES_OF_PIECES)
+@pytest.mark.parametrize("how", ["split", "range", "chunk"])
+def test_a_forward_that_cuts_its_batch_and_moves_state_is_refused(how: str, size: int) -> None:
+    model = InPieces(how, size)
+    run = memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), batches(), micro_batch=5)
+    assert run is not None
+    with pytest.raises(Refused, match="moves state"):
+        F.cross_entropy(model(X[:12]), Y[:12]).backward()
+
+
 def test_optimizers_whose_step_asserts_are_not_stepped_while_planning() -> None:
     class Modal(torch.optim.SGD):
         ready, steps = False, 0

@@ -9,7 +9,7 @@ Not covered: decisions in Python (`if loss.item() > 1`), inside the model, and i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.batches.tree import tensors
+from memfit.training.positions import Taken, taken, told_by_positions
 
 COMPARING = frozenset(
     "gt ge lt le eq ne greater greater_equal less less_equal isclose argmax argmin topk sign sgn signbit heaviside".split()
@@ -39,24 +40,19 @@ LIMITING = frozenset(
     "multilabel_margin_loss".split()
 )
 """Functions that have no gradient, or another, beyond a limit, and may be straight on either side of it."""
-SPLITTING = frozenset("split unsafe_split".split())
-"""Functions that cut into pieces of a given size."""
-STEP = "step"
-"""In the place of a function's name: how far a slice goes from one entry to the next."""
-
 
 class Decides(TorchFunctionMode):
     """While active, `how` says the first way in which a result with a gradient hangs on a decision (None: in no way).
 
-    `limited` counts calls of functions with limits, by the shapes that they were given; `taken` has bounds, steps and sizes of
-    pieces, (function, dimension, its size, number). Both tell something beside looks at other numbers of samples: `told_by`.
+    `limited` counts calls of functions with limits, by the shapes that they were given; `taken` has what was taken by position.
+    Both tell something beside looks at other numbers of samples: `told_by`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.how: str | None = None
         self.limited: Counter[tuple[Any, ...]] = Counter()
-        self.taken: set[tuple[str, int, int, int]] = set()
+        self.taken: set[Taken] = set()
         self._model, self._inside = model, 0
         self._hooks: list[Any] = []
         self._read = self._used = False
@@ -86,7 +82,7 @@ class Decides(TorchFunctionMode):
             given, made = tensors((args, kwargs or {})), tensors(result)
             name = func.__name__.strip("_")
             if given:
-                self.taken.update(_taken(name, args, kwargs or {}))
+                self.taken.update(taken(name, args, kwargs or {}))
                 self._look_at_limits(name, given, made)
                 if self.how is None:
                     self._look(name, given, made)
@@ -145,45 +141,5 @@ def told_by(looks: Sequence[tuple[int, Decides]]) -> str | None:
     for limited, times in whole.limited.items():  # what depends on the samples has other shapes, or is called for each of them
         if all(part.limited[limited] == times for count, part in parts if count < samples):
             return "it limits what was added up over samples"
-    for name, axis, size, number in whole.taken:
-        each, rest = divmod(size, samples)
-        if rest or not each or (name == STEP and each % number == 0):
-            continue
-        if all((name, axis, each * count, number) in part.taken for count, part in parts):
-            return "it takes samples by their position in the batch"
-    return None
-
-
-def _taken(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[str, int, int, int]]:
-    """The places of numbers in a call that another size of the dimension would give another meaning: bounds that it does not
-    reach, steps, and pieces that it is smaller than."""
-    if name in ("getitem", "setitem") and len(args) > 1:
-        for axis, index in _sliced(args[0], args[1]):
-            size = args[0].shape[axis]
-            for bound in (index.start, index.stop):
-                if type(bound) is int and bound and abs(bound) >= size:
-                    yield name, axis, size, bound
-            if type(index.step) is int and index.step > 1:
-                yield STEP, axis, size, index.step
-    elif name in SPLITTING and args:
-        tensor, pieces, axis = (*args, *kwargs.values(), 0)[:3]
-        if isinstance(tensor, torch.Tensor) and type(pieces) is int and type(axis) is int and pieces >= tensor.shape[axis]:
-            yield name, axis % tensor.dim(), tensor.shape[axis], pieces
-
-
-def _sliced(tensor: torch.Tensor, index: Any) -> Iterator[tuple[int, slice]]:
-    """(dimension, slice) for the slices in an index."""
-    entries = index if isinstance(index, tuple) else (index,)
-    used = [_dimensions(entry) for entry in entries]
-    axis = 0
-    for entry, dimensions in zip(entries, used):
-        if isinstance(entry, slice):
-            yield axis, entry
-        axis += tensor.dim() - sum(used) if entry is Ellipsis else dimensions
-
-
-def _dimensions(entry: Any) -> int:
-    """How many dimensions an entry of an index stands for."""
-    if entry is None or entry is Ellipsis or isinstance(entry, bool):
-        return 0
-    return entry.dim() if isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1
+    by_position = told_by_positions(samples, whole.taken, [(count, part.taken) for count, part in parts])
+    return "it takes samples by their position in the batch" if by_position else None

@@ -33,6 +33,7 @@ from memfit.engine.composed import (
 )
 from memfit.profiling.sandbox import Traces
 from memfit.training.comparing import Deviation, relative_difference, tolerance
+from memfit.training.positions import Positions, decides_by_position
 
 Run = Callable[[int, int], object]
 """Runs the samples `start:stop`, with the draws of the whole."""
@@ -78,6 +79,7 @@ class _Seen:
     in_turn: Values
     apart: list[Values]
     sizes: Sequence[int]
+    by_position: bool
 
     def before(self, key: tuple[Any, ...]) -> Any:
         found = self.whole.get(key) or self.in_turn.get(key)
@@ -115,13 +117,23 @@ def composition_of(
             slots.append(Slot(place, rule))
         elif not nearly and place.label not in allowed and named is None:
             named = Deviation(place.label, max(_difference(*each.ends(key)) for each in seen), 0.0, moves=True)
+    if named is None and any(each.by_position for each in seen):
+        named = next((Deviation(p.label, 1.0, 0.0, moves=True) for p in moved.values() if p.label not in allowed), None)
     return Moves(Composition(slots, list(moved.values())), named)
 
 
 def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]]) -> _Seen:
+    looks: list[tuple[int, Positions]] = []
+
+    def watched(start: int, stop: int) -> None:
+        looks.append((stop - start, Positions()))
+        with looks[-1][1].watching():
+            trial.run(start, stop)
+
     pieces = list(bounds(trial.sizes))
-    whole, in_turn = _values(trial.run, [(0, sum(trial.sizes))], aside), _values(trial.run, pieces, aside)
-    return _Seen(whole, in_turn, [_values(trial.run, [piece], aside) for piece in pieces], trial.sizes)
+    whole, in_turn = _values(watched, [(0, sum(trial.sizes))], aside), _values(trial.run, pieces, aside)
+    apart = [_values(watched, [piece], aside) for piece in pieces]
+    return _Seen(whole, in_turn, apart, trial.sizes, decides_by_position(looks))
 
 
 def _rules(place: Place, key: tuple[Any, ...], seen: Sequence[_Seen], closely: float = 1.0) -> Iterator[Rule]:

@@ -7,12 +7,8 @@ from fuzz.grammar import Choices
 KNOWN: dict[str, str] = {
     "state=aux_loss": "what the model keeps with a graph is the last micro-batch's in step mode",
     "outside=generator_weights": "an iterator is drawn from by planning and by each micro-batch in step mode",
-    "calls=in_two_by_hand batch=6": "pieces of a batch that has as many samples as features are cut by features",
     "pack=distribution": "a distribution as output is refused by its type",
     "pack=normal": "a distribution as output is refused by its type",
-    "calls=in_two_by_hand state=counter|tensor_counter|tensor_attribute|running_mean|running_used|ema_data|spectral|momentum_encoder": (
-        "a loss_fn that cuts its batch by itself calls the model more often for the whole than for the few samples of a proof"
-    ),
     "twist=reentrant gradients=post_hooks_step": "a reentrant checkpoint runs hooks on parameters once per call, memfit once on the total",
     "twist=divides": "an assert on the batch's size is refused at a size that was asked for",
 }
