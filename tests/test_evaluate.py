@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers import Forwards
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal
 
 import memfit
 
@@ -59,6 +60,18 @@ def test_a_batch_that_would_not_fit_runs_in_pieces(in_steps: bool) -> None:
     assert len(sizes) > 2 and sum(sizes) == 9000 and max(sizes) - min(sizes) <= 1
     assert torch.allclose(out, want) and not out.requires_grad and type(out) is Tensor
     assert any("without gradients runs in" in event.message for event in run.events)
+
+
+class Distributed(Net):
+    def of(self, out: Tensor, hidden: Tensor) -> Any:
+        return Independent(Normal(out, torch.ones_like(out)), 1)
+
+
+def test_a_distribution_is_that_of_the_whole_batch() -> None:
+    x = numbers(9000)
+    out, sizes, _ = evaluated(Distributed(), x)
+    assert len(sizes) > 2 and out.batch_shape == (9000,) and out.event_shape == (4,)
+    assert torch.allclose(out.mean, evaluated(Net(), x)[0])
 
 
 def test_what_fits_runs_whole_and_is_not_looked_at_again() -> None:

@@ -1,9 +1,9 @@
 """Nested batches and outputs as a flat list of leaves, and back.
 
 Understood: tuples, named tuples, lists, mappings (also `UserDict`s such as transformers' BatchEncoding and
-`ModelOutput`s), dataclasses, and objects of the script's own classes that hold tensors as attributes. Everything else is a
-leaf. Not covered: objects that hold such objects in turn, or tensors in ways of their own (graph batches, caches); they are
-leaves, and cutting refuses leaves it does not know.
+`ModelOutput`s), dataclasses, distributions, and objects of the script's own classes that hold tensors as attributes. Everything
+else is a leaf. Not covered: objects that hold such objects in turn, or tensors in ways of their own (graph batches, caches);
+they are leaves, and cutting refuses leaves it does not know.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def children(node: Any) -> list[tuple[str | int, Any]] | None:
         return [
             (field.name, getattr(node, field.name)) for field in dataclasses.fields(node) if hasattr(node, field.name)
         ]
+    if isinstance(node, torch.distributions.Distribution):
+        return [(Attribute(name), value) for name, value in vars(node).items()]
     if _is_holder(node) and not any(_leads_to_holders(value) for value in vars(node).values()):
         return [(Attribute(name), value) for name, value in vars(node).items()]
     return None

@@ -268,7 +268,9 @@ _READS = (
 )
 
 
-_ALL = (torch.ops.aten.all.default, torch.ops.aten.all.dim, torch.ops.aten.all.dims)
+_ALL = (
+    torch.ops.aten.all.default, torch.ops.aten.all.dim, torch.ops.aten.all.dims, torch.ops.aten._is_all_true.default,
+)  # fmt: skip
 _NOT = (torch.ops.aten.logical_not.default, torch.ops.aten.bitwise_not.default)
 
 

@@ -30,7 +30,7 @@ from memfit.training.call import Call, Split, Tree
 from memfit.training.core import Core
 from memfit.training.doors import Doorway, through
 from memfit.training.learn import fake_outputs, twin_call, ways_to_cut
-from memfit.training.outputs import Joining, Leaf, NotJoined, Outputs, learn_outputs, name_in
+from memfit.training.outputs import Joining, Leaf, Outputs, learn_outputs
 from memfit.training.planner import KERNELS
 from memfit.training.prove import joined_outputs, parts_of
 from memfit.training.recover import surviving
@@ -201,7 +201,7 @@ class Evaluations:
                 for join, part in zip(joins, call.run(call.arguments(start, stop)), strict=True):
                     join.add(part)
         values = [
-            NotJoined(name_in(leaf.path), leaf.value) if leaf.kind == "opaque" else join.whole()
+            join.whole() if leaf.is_tensor else leaf.without_tensor(call.samples)
             for leaf, join in zip(cutting.outputs.leaves, joins)
         ]
         return through(run, cutting.outputs.filled(values))

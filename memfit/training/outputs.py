@@ -29,9 +29,10 @@ class Named(str):
 class Leaf:
     """One leaf of an output."""
 
-    kind: Literal["batch", "constant", "loss", "value", "opaque"]
+    kind: Literal["batch", "constant", "loss", "value", "size", "opaque"]
     """batch: has one entry per sample. constant: a tensor that does not. loss: a differentiable scalar. value: no tensor,
-    the same whatever the batch. opaque: what cannot be joined (a cache, a number read off a tensor)."""
+    the same whatever the batch. size: in a distribution's shape, what grows with the batch. opaque: what cannot be joined (a
+    cache, a number read off a tensor)."""
     path: Path
     """Where it stands in the output."""
     shape: tuple[int, ...] = ()
@@ -47,12 +48,23 @@ class Leaf:
     joined: Literal["first", "mean", "sum"] = "first"
     """For "constant" and "loss": how micro-batches make that of the whole; "mean" is weighted by samples."""
     value: Any = None
-    """For "value": what it is. For "opaque": its type."""
+    """For "value": what it is. For "size": what it is per sample. For "opaque": its type."""
 
     @property
     def is_beside(self) -> bool:
         """Whether it left the forward by another way than its output."""
         return bool(self.path) and isinstance(self.path[0], Named)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is one that micro-batches make together."""
+        return self.kind in ("batch", "constant", "loss")
+
+    def without_tensor(self, samples: int) -> Any:
+        """What stands in an output of so many samples for a leaf that is no tensor."""
+        if self.kind == "opaque":
+            return NotJoined(name_in(self.path), self.value)
+        return self.value * samples if self.kind == "size" else self.value
 
     def shape_for(self, samples: int) -> tuple[int, ...]:
         """Its shape for that many samples."""
@@ -175,7 +187,7 @@ class Outputs:
     @property
     def tensors(self) -> tuple[int, ...]:
         """The indices of leaves that are tensors."""
-        return tuple(i for i, leaf in enumerate(self.leaves) if leaf.kind in ("batch", "constant", "loss"))
+        return tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_tensor)
 
     def filled(self, values: Sequence[Any]) -> Any:
         """An output with these leaves."""
@@ -249,15 +261,17 @@ def learn_outputs(small: Any, few: int, large: Any, many: int) -> Outputs:
 
 def _without_values(leaf: Leaf) -> Any:
     """What stands for the leaf in `Outputs.tree`: objects of the script's own are known by the tensors they hold."""
-    if leaf.kind == "value":
+    if leaf.kind in ("value", "size"):
         return leaf.value
     return torch.empty(0, device="meta") if leaf.path and isinstance(leaf.path[-1], Attribute) else None
 
 
 def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
     if not isinstance(small, torch.Tensor):
-        simple = isinstance(small, (int, float, str, bool, type(None)))
+        simple = isinstance(small, (int, float, str, bool, type(None))) or _is_fixed_transform(small)
         same = simple and type(small) is type(large) and small == large
+        if _is_batch_shape(path) and not same and isinstance(small, int) and small * many == large * few:
+            return Leaf("size", path, value=small // few)
         return Leaf("value", path, value=small) if same else Leaf("opaque", path, value=type(small).__name__)
     about = {
         "shape": tuple(small.shape),
@@ -279,6 +293,18 @@ def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
         f"for {many}: it does not have one entry per sample",
         next_move="compute what needs all samples together outside the model, from outputs with one entry per sample",
     )
+
+
+def _is_fixed_transform(value: Any) -> bool:
+    """Whether it transforms a distribution by nothing that the model computed (tanh)."""
+    return isinstance(value, torch.distributions.Transform) and not any(
+        isinstance(held, torch.Tensor) for held in vars(value).values()
+    )
+
+
+def _is_batch_shape(path: Path) -> bool:
+    """Whether it leads to an entry of a distribution's `batch_shape`."""
+    return len(path) > 1 and path[-2] == "_batch_shape" and isinstance(path[-2], Attribute)
 
 
 def _settled_like(mine: Leaf, its: Leaf) -> Leaf | None:

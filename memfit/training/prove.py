@@ -110,7 +110,7 @@ def _differs_again(
     """Whether parts differ from the whole once the state has moved; a single own loss is looked at apart."""
     whole, parts = again
     for i, leaf in enumerate(settled):
-        if leaf.differentiable and i != loss and leaf.kind not in ("opaque", "value"):
+        if leaf.differentiable and i != loss and leaf.is_tensor:
             limit = tolerance(whole[i].dtype) if whole[i].is_floating_point() else 0.0
             if _leaf_difference(leaf, whole[i], [part[i] for part in parts], sizes) > limit:
                 return True
@@ -120,8 +120,9 @@ def _differs_again(
 def _settled(leaf: Leaf, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[Leaf, Deviation]:
     """The leaf joined in the way that comes nearest to the whole, and how near that is."""
     where = name_in(leaf.path)
-    if leaf.kind == "value":
-        same = all(value == leaf.value for value in (whole, *parts))  # while tracing, numbers read off tensors are guessed
+    if leaf.kind in ("value", "size"):
+        made = [leaf.without_tensor(samples) for samples in (sum(sizes), *sizes)]
+        same = [whole, *parts] == made  # while tracing, numbers read off tensors are guessed
         return leaf if same else _unjoined(leaf, whole), Deviation(where, 0.0, 1.0)
     if not isinstance(whole, torch.Tensor):
         return leaf, Deviation(where, float("inf"), 1.0)

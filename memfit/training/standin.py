@@ -265,7 +265,8 @@ def stand_ins(owner: Owner, call: Call) -> Any:
     made = _Replay.apply(owner, call, wanted, *owner.receivers(call))
     outputs = zip(wanted, made if isinstance(made, tuple) else (made,))
     by_leaf = {i: _one_of_several(standin) for i, standin in outputs}
-    return call.outputs.filled([by_leaf.get(i, _plain(leaf)) for i, leaf in enumerate(call.outputs.leaves)])
+    leaves = enumerate(call.outputs.leaves)
+    return call.outputs.filled([by_leaf.get(i, leaf.without_tensor(call.samples)) for i, leaf in leaves])
 
 
 def _one_of_several(standin: StandIn) -> StandIn:
@@ -606,12 +607,6 @@ def _refuse_watching(output: Any) -> None:
             found="the batch runs in micro-batches with its loss, so that what the loss adds to that gradient is not seen",
             next_move="compute the loss from the output in the script, or let the batch run whole",
         )
-
-
-def _plain(leaf: Any) -> Any:
-    from memfit.training.outputs import NotJoined, name_in
-
-    return NotJoined(name_in(leaf.path), leaf.value) if leaf.kind == "opaque" else leaf.value
 
 
 def _map_standins(function: Callable[[StandIn], Any], tree: Any) -> Any:
