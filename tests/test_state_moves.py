@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import mlp, points
+from helpers import mlp, points, unseen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import memfit
 from memfit import Refused
@@ -269,6 +271,92 @@ def test_state_of_a_loss_moves_once_per_batch(how: str) -> None:
 
     assert assert_same(script, 1e-12, micro_batch=5).plan.accumulation == 3
     assert_same(script, 0.0, micro_batch="off")
+
+
+def counted() -> Iterator[float]:
+    number = 0
+    while True:
+        number += 1
+        yield 1 / number
+
+
+def other_batches() -> Iterator[Any]:
+    loader = DataLoader(TensorDataset(X + 1), batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(0))
+    return iter([(step, batch) for step in range(3) for batch in loader])
+
+
+ITERATORS: dict[str, Callable[[], Iterator[Any]]] = {
+    "generator": counted,
+    "count": lambda: itertools.count(1),
+    "cycle": lambda: itertools.cycle([1.0, 0.5, 0.25]),
+    "list": lambda: iter([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4]),
+    "loader": lambda: iter(DataLoader([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4], batch_size=None)),
+}
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+@pytest.mark.parametrize("micro_batch", [5, "off", "auto"])
+def test_a_loss_that_draws_from_an_iterator_draws_once_per_batch(kind: str, micro_batch: Any) -> None:
+    def script(wrap: Wrap) -> list[Any]:
+        model, weights, drawn = mlp(), ITERATORS[kind](), []
+        held = {"weights": weights}
+
+        def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+            return F.cross_entropy(model(batch[0]), batch[1]) * next(held["weights"]) * next(weights)
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = wrap(model, optimizer, loss_fn=loss_fn, sample=batches()[0], micro_batch=micro_batch)
+        for batch in batches():
+            if run is not None:
+                drawn.append(run.step(batch))
+                continue
+            optimizer.zero_grad()
+            drawn.append(loss_fn(model, batch))
+            drawn[-1].backward()
+            optimizer.step()
+        left = float(next(weights)), float(next(held["weights"]))
+        return [*model.parameters(), *(float(loss.detach()) for loss in drawn), *left]
+
+    assert_same(script, 1e-12)
+
+
+class Drawing(nn.Module):
+    """A forward that draws noise from an iterator, and another batch from a loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scales, self.others = mlp(), counted(), other_batches()
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, (other,) = next(self.others)
+        return self.net(x) * next(self.scales) + self.net(other).mean(0)
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_forward_that_draws_from_iterators_draws_once_per_call(uses: int) -> None:
+    def script(wrap: Wrap) -> list[Any]:
+        model = Drawing()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrap(model, optimizer, micro_batch=5)
+        for x, y in batches():
+            optimizer.zero_grad()
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            if uses == 2:
+                loss = loss + unseen(out).square().mean()
+            loss.backward()
+            optimizer.step()
+        return [*model.parameters(), next(model.scales), *next(model.others)[1]]
+
+    assert_same(script, 1e-12)
+
+
+def test_iterators_that_nothing_was_drawn_from_are_the_same_objects() -> None:
+    model, scales = Drawing(), counted()
+    model.unused = scales  # type: ignore[assignment]
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=5)
+    F.cross_entropy(model(X[:12]), Y[:12]).backward()
+    assert model.unused is scales
 
 
 def test_rules_that_hold_on_samples_of_different_classes_alone_are_not_taken() -> None:

@@ -1,10 +1,10 @@
 """What the user's code leaves in Python objects is put back after planning: objects keep their identities, contents come back.
 
 Planning runs the model, its hooks and the loss on few samples and on tensors that stand for data. Whatever these can reach is
-walked through once: attributes, containers of any depth, variables of functions within functions, partials, bound methods, and
-the globals and class attributes that the user's own code names. What tensors hold is the write guard's. Not covered:
-iterators, files, other processes, data sets, what extensions keep, and objects of installed packages that hold more than data
-(loggers, trackers).
+walked through once: attributes, containers of any depth, variables of functions, partials, bound methods, and the globals and
+class attributes that the user's own code names. What tensors hold is the write guard's, and what was drawn from iterators is
+drawn again (`engine/rewound.py`). Not covered: files, other processes, data sets, what extensions keep, and objects of
+installed packages that hold more than data (loggers, trackers).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from memfit.engine.composed import MISSING, Assigned, Contents, Entry, Place, Variable
+from memfit.engine.rewound import Drawn, Position, Rewound, go_back, position_of, rewound_of, untouched
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where modules keep their hooks; with "_global" in front, where torch keeps those of all modules."""
@@ -191,9 +192,11 @@ class Kept:
             self._open.extend(() if isinstance(value.__self__, (types.ModuleType, type(None))) else (value.__self__,))
         elif isinstance(value, types.CellType):
             self._cell(value)
+        elif isinstance(value, Rewound):
+            self._iterator(value)
         elif isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy"):
             self._state(value)
-        elif not isinstance(value, (*_SHARED, types.ModuleType)) and not hasattr(type(value), "__next__"):
+        elif not isinstance(value, (*_SHARED, types.ModuleType)) and not _only_draws(value):
             self._object(value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
@@ -214,7 +217,40 @@ class Kept:
 
         self._undo.append(undo)
 
+    def _iterator(self, rewound: Rewound) -> None:
+        """How much was drawn from it."""
+        position, rehearsing = position_of(rewound), rewound.rehearsing
+        rewound.rehearsing = True
+
+        def undo() -> None:
+            go_back(rewound, position)
+            rewound.rehearsing = rehearsing
+
+        self._undo.append(undo)
+        self._watch(_moved_position, rewound, position)
+
+    def _rewindable(self, place: Place, value: Any) -> Any:
+        """The value at a place; an iterator is made to go back, for as long as nothing was drawn from it."""
+        if not _is_iterator(value):
+            return value
+        rewound = rewound_of(value)
+        place.put(rewound)
+
+        def undo() -> None:
+            iterator = untouched(rewound)
+            if iterator is not None:
+                place.put(iterator)
+
+        self._undo.append(undo)
+        return rewound
+
+    def _rewindable_entries(self, holder: dict[Any, Any]) -> None:
+        for name, value in [(name, value) for name, value in holder.items() if _is_iterator(value)]:
+            self._rewindable(Entry(holder, name, str(name)), value)
+
     def _container(self, container: Any) -> None:
+        if isinstance(container, dict):
+            self._rewindable_entries(container)
         items = container.copy()
         self._undo.append(lambda: refilled(container, items))
         if isinstance(container, dict):
@@ -240,6 +276,8 @@ class Kept:
         except ValueError:  # not assigned yet
             return
 
+        value = self._rewindable(Variable(cell, "a variable"), value)
+
         def undo() -> None:
             cell.cell_contents = value
 
@@ -258,6 +296,7 @@ class Kept:
             elif isinstance(value, type):
                 self._class(value)
             else:
+                value = self._rewindable(Entry(known, name, name), value)
                 self._undo.append(functools.partial(_rebound, known, name, value))
                 self._watch(_moved_global, known, name, value)
                 self._open.append(value)
@@ -277,6 +316,7 @@ class Kept:
     def _attributes(self, value: Any) -> None:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
+            self._rewindable_entries(own)
             items = dict(own)
             self._undo.append(lambda: put_back(own, items))
             self._watch(_moved_entries, own, items, self._names_of.get(id(own), type(value).__name__))
@@ -330,6 +370,19 @@ def is_installed(module: str | None) -> bool:
     return file.startswith(_INSTALLED) or module.partition(".")[0] in ("memfit", "torch")
 
 
+def _is_iterator(value: Any) -> bool:
+    """Whether it is an iterator of Python's or of a library's, which does not show what it will give."""
+    kind = type(value)
+    draws = hasattr(kind, "__next__") and hasattr(kind, "__iter__") and not isinstance(value, (Rewound, io.IOBase))
+    return draws and is_installed(kind.__module__)
+
+
+def _only_draws(value: Any) -> bool:
+    """Whether it has a next item and is not an iterator of the script's own, whose state is in its attributes."""
+    kind = type(value)
+    return hasattr(kind, "__next__") and (not hasattr(kind, "__iter__") or is_installed(kind.__module__))
+
+
 def names_in(code: types.CodeType) -> Iterator[str]:
     """The names that code, and the functions within it, look up: globals and attributes alike."""
     yield from code.co_names
@@ -356,6 +409,10 @@ def _moved_data(
     tensor: torch.Tensor, data: torch.Tensor, place: tuple[Any, ...], name_of: Callable[[torch.Tensor], str]
 ) -> list[tuple[Place, Any]]:
     return [] if _place(tensor) == place else [(Assigned(tensor, name_of(data)), data.clone())]
+
+
+def _moved_position(rewound: Rewound, before: Position) -> list[tuple[Place, Any]]:
+    return [] if position_of(rewound) == before else [(Drawn(rewound, "an iterator"), before)]
 
 
 def _moved_variable(cell: types.CellType, before: Any) -> list[tuple[Place, Any]]:

@@ -2,7 +2,7 @@
 
 Covered: random state of every device in use, of Python and of NumPy, train/eval modes, autocast, what operators write into any
 tensor that was there before (`guard.py`), and what the user's code leaves in Python objects that it reaches (`kept.py`).
-The script's hooks for saved tensors are not called meanwhile. Not covered: files, iterators, other processes.
+The script's hooks for saved tensors are not called meanwhile. Not covered: files, other processes.
 """
 
 from __future__ import annotations

@@ -196,8 +196,8 @@ class Kinds:
             hint = samples_in_lists(tree, hint)
         fits = hint is not None and (split is not None or _has_dimension(tree, hint))
         found = [hint if fits else shared_samples(tree)]
-        if split is None:
-            found += [common_size(tree), second_size(tree) if self._time_first else None]
+        if split is None:  # (a script may call the model with a part of its batch, which has features as many as samples)
+            found += [shared_samples(tree), common_size(tree), second_size(tree) if self._time_first else None]
         return tuple(dict.fromkeys(samples for samples in found if samples is not None))
 
     def _split(self, tree: Tree, hint: int | None) -> Split | None:

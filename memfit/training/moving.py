@@ -31,6 +31,7 @@ from memfit.engine.composed import (
     Slot,
     appended,
 )
+from memfit.engine.rewound import Position
 from memfit.profiling.sandbox import Traces
 from memfit.training.comparing import Deviation, relative_difference, tolerance
 from memfit.training.positions import Positions, decides_by_position
@@ -250,9 +251,12 @@ def same(a: Any, b: Any, closely: float = 1.0) -> bool:
         return len(a) == len(b) and all(same(x, y, closely) for x, y in zip(a, b))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key], closely) for key in a)
-    if a is MISSING or b is MISSING or isinstance(a, (str, bool, torch.Tensor)) or isinstance(b, (str, bool, torch.Tensor)):
+    if a is MISSING or b is MISSING or isinstance(a, _COMPARED) or isinstance(b, _COMPARED):
         return type(a) is type(b) and bool(a == b)
     return type(a) is type(b)
+
+
+_COMPARED = (str, bool, torch.Tensor, Position)
 
 
 def _same_tensors(a: torch.Tensor, b: torch.Tensor, closely: float) -> bool:
