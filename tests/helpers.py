@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.utils.data import Sampler
 from zoo.plain import Gradients, gradients_of, relative_error
 
 import memfit
@@ -95,18 +96,13 @@ def assert_transparent(
     assert relative_error(got, want) <= tolerance
 
 
-class Aside(SimpleNamespace):
-    """Notes of a test that memfit neither puts back nor composes: it does not look into iterators. (Whatever else a forward
+class Aside(SimpleNamespace, Sampler[Any]):
+    """Notes of a test that memfit neither puts back nor composes: it does not look into samplers. (Whatever else a forward
     leaves is as one forward over the whole batch would have left it.)"""
 
-    def __next__(self) -> None:
-        raise StopIteration
 
-
-class Notes(UserList[Any]):
+class Notes(UserList[Any], Sampler[Any]):
     """A list of such notes."""
-
-    __next__ = Aside.__next__
 
 
 class Forwards:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memfit.batches.tree import map_leaves
 from memfit.engine.context import restore_tensors
 
 MISSING: Any = object()
@@ -137,6 +138,32 @@ class Assigned:
 
     def put(self, value: torch.Tensor) -> None:
         restore_tensors([(self.tensor, value)])
+
+
+@dataclass(frozen=True, eq=False)
+class WithoutGraph:
+    """What another place holds, without the graph of the micro-batch that left it, which its backward frees."""
+
+    place: Place
+
+    @property
+    def label(self) -> str:
+        return self.place.label
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.place.key
+
+    def value(self) -> Any:
+        return without_graph(self.place.value())
+
+    def put(self, value: Any) -> None:
+        self.place.put(value)
+
+
+def without_graph(value: Any) -> Any:
+    """The same with every tensor detached."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 class Rule(Protocol):

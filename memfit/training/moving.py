@@ -29,7 +29,9 @@ from memfit.engine.composed import (
     Rows,
     Rule,
     Slot,
+    WithoutGraph,
     appended,
+    without_graph,
 )
 from memfit.engine.rewound import Position
 from memfit.profiling.sandbox import Traces
@@ -102,11 +104,16 @@ class _Seen:
 
 
 def composition_of(
-    trials: Sequence[Trial], aside: Callable[[], AbstractContextManager[Traces]], allowed: Sequence[str] = ()
+    trials: Sequence[Trial],
+    aside: Callable[[], AbstractContextManager[Traces]],
+    allowed: Sequence[str] = (),
+    *,
+    graphs: bool = False,
 ) -> Moves:
     """How parts compose what a whole moves; `aside` gives contexts that leave no trace. `allowed` are names of state that may
-    be composed as it comes. What holds by chance on some samples does not on the same ones twice, which should be a trial."""
-    seen = [_seen(trial, aside) for trial in trials]
+    be composed as it comes. What holds by chance on some samples does not on the same ones twice, which should be a trial.
+    `graphs`: tensors with a graph are state as well; else they are joined as outputs are (`sidedoors.py`)."""
+    seen = [_seen(trial, aside, graphs) for trial in trials]
     moved = {key: found[0] for each in reversed(seen) for key, found in {**each.in_turn, **each.whole}.items()}
     slots, named = [], None
     for key, place in moved.items():
@@ -123,7 +130,7 @@ def composition_of(
     return Moves(Composition(slots, list(moved.values())), named)
 
 
-def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]]) -> _Seen:
+def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], graphs: bool) -> _Seen:
     looks: list[tuple[int, Positions]] = []
 
     def watched(start: int, stop: int) -> None:
@@ -132,8 +139,9 @@ def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]]) -> 
             trial.run(start, stop)
 
     pieces = list(bounds(trial.sizes))
-    whole, in_turn = _values(watched, [(0, sum(trial.sizes))], aside), _values(trial.run, pieces, aside)
-    apart = [_values(watched, [piece], aside) for piece in pieces]
+    whole = _values(watched, [(0, sum(trial.sizes))], aside, graphs)
+    in_turn = _values(trial.run, pieces, aside, graphs)
+    apart = [_values(watched, [piece], aside, graphs) for piece in pieces]
     return _Seen(whole, in_turn, apart, trial.sizes, decides_by_position(looks))
 
 
@@ -152,18 +160,21 @@ def _after(values: Values, key: tuple[Any, ...], before: Any) -> Any:
     return values[key][2] if key in values else before
 
 
-def _values(run: Run, pieces: Sequence[tuple[int, int]], aside: Callable[[], AbstractContextManager[Traces]]) -> Values:
+def _values(
+    run: Run, pieces: Sequence[tuple[int, int]], aside: Callable[[], AbstractContextManager[Traces]], graphs: bool
+) -> Values:
     """What runs over these pieces, one after the other, move."""
+    found: Values = {}
     with aside() as traces:
         for start, stop in pieces:
             run(start, stop)
-        found = {key: (place, before, place.value()) for key, (place, before) in traces.moved().items()}
-        return {key: value for key, value in found.items() if not _leads_on(value[2])}
-
-
-def _leads_on(value: Any) -> bool:
-    """Whether there is a tensor with a graph in it, which is joined as outputs are (`sidedoors.py`)."""
-    return any(tensor.requires_grad for tensor in tensors(value))
+        for key, (place, before) in traces.moved().items():
+            after = place.value()
+            if not any(tensor.requires_grad for tensor in tensors(after)):
+                found[key] = place, before, after
+            elif graphs:
+                found[key] = WithoutGraph(place), without_graph(before), without_graph(after)
+    return found
 
 
 def _candidates_for(

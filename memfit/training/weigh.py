@@ -90,7 +90,8 @@ def _inferred(
             return work.loss(work.forward(given))
 
     aside = partial(comparable, model, work.device)
-    moves = composition_of((Trial(run, sizes), *_twice(double, staging, aside)), aside) if moved else STILL
+    trials = Trial(run, sizes), *_twice(double, staging, aside)
+    moves = composition_of(trials, aside, graphs=True) if moved else STILL
 
     def in_parts(looks: list[Reads]) -> list[_Measured]:
         parts = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fuzz.grammar import Choices
 
 KNOWN: dict[str, str] = {
-    "state=aux_loss": "what the model keeps with a graph is the last micro-batch's in step mode",
     "twist=reentrant gradients=post_hooks_step": "a reentrant checkpoint runs hooks on parameters once per call, memfit once on the total",
     "twist=divides": "an assert on the batch's size is refused at a size that was asked for",
 }
