@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from handmade import budget, profile, two_blocks
-from helpers import Notes, wrapped
+from helpers import Forwards, Notes, wrapped
 from processes import in_a_new_process
 from stepping import is_fake, plain, sgd
 from test_compose import of_family
@@ -510,3 +510,46 @@ def test_a_batch_whose_tensors_fit_but_whose_kernels_do_not_is_cut() -> None:
     held, budget, micro_batch = map(int, done.stdout.splitlines()[-1].split())
     assert micro_batch < 128
     assert held <= budget
+
+
+class OfTwoKinds(nn.Module):
+    """Takes pictures, and videos that it averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x).tanh()
+        return self.head(hidden.mean(1) if x.dim() == 3 else hidden)
+
+
+def test_every_kind_of_call_runs_by_its_own_plan() -> None:
+    model = OfTwoKinds()
+    optimizer = sgd(model)
+    run = memfit.wrap(model, optimizer, micro_batch=6)
+    sizes = Forwards(model.head).sizes
+    videos, pictures = torch.randn(12, 5, 6), torch.randn(24, 6)
+
+    def step(*batches: Tensor) -> list[int]:
+        sizes.clear()
+        optimizer.zero_grad()
+        losses = [model(batch).flip(0).flip(0).square().mean() for batch in batches]
+        first = list(sizes)
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        return first
+
+    for _ in range(2):  # (once more where gradients are zeroed, which leaves more room)
+        step(videos, pictures)
+    assert run._script is not None
+    for kind, most in zip(run._script._kinds._kinds.values(), (4, 8), strict=True):  # (as if so many fitted of each)
+        for planned in kind.planned.values():
+            planned.plan, planned.largest = replace(planned.plan, micro_batch=most, accumulation=3), most
+    for batches in ((videos, pictures), (pictures, videos), (videos,), (pictures,)):
+        assert step(*batches) == [size for batch in batches for size in ([4] * 3 if batch is videos else [8] * 3)]
+    assert run._core is not None
+    run._core._ran_out(8, 2, "a test")  # pictures, which ran last
+    assert step(videos, pictures) == [4] * 3 + [2] * 12

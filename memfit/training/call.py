@@ -34,6 +34,7 @@ from memfit.engine.staged import Staging, gathers_in_parts
 from memfit.engine.unchanged import Unchanged
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.outputs import Joining, Outputs
+from memfit.training.planned import Planned
 
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
 Split = Callable[[Any, list[int]], Sequence[Any]]
@@ -50,9 +51,9 @@ class Call:
     is what gradients of its outputs flow into, once it has outputs; `gathered` tells whether such gradients have been
     computed. `several` are those that it consists of, if of others; `offsets` where, by their `number`, the outputs of its
     `calls` begin in its own; `begins` the micro-batch of these that it is about to run in. `whole` is what it returned where it
-    ran as it is after all; `composition` says how the state that it moves is composed. `host_draws` tells whether calls draw
-    from Python's or NumPy's generators. With `copies`, micro-batches are copies: a model that writes into its input then leaves
-    the batch alone.
+    ran as it is after all; `planned` is the plan that it ran by; `composition` says how the state that it moves is composed.
+    `host_draws` tells whether calls draw from Python's or NumPy's generators. With `copies`, micro-batches are copies: a model
+    that writes into its input then leaves the batch alone.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Call:
         self.random: list[RandomState] = []
         self.begins: int | None = None
         self.whole: list[Any] | None = None
+        self.planned: Planned | None = None
         self.composition = Composition()
         self.host_draws = HostDraws(lambda: None)
         self.values: list[torch.Tensor | None] | None = None

@@ -37,6 +37,7 @@ from memfit.training.events import Events
 from memfit.training.heap import HeapWatch
 from memfit.training.memory import Memory
 from memfit.training.overlap import Load
+from memfit.training.planned import Planned
 from memfit.training.planner import Planner
 from memfit.training.recover import Again, Recovery
 from memfit.training.scaling import LossScale, computes_in_half
@@ -110,9 +111,8 @@ class Core:
         self.scale = LossScale()
         self.host_draws = HostDraws(self._missed_draws)
         self.recovery = Recovery(device, self.staging, self.buffers, self._ran_out, self.host_draws)
-        self.plan: Plan | None = None
-        self.profile: Profile | None = None
-        self.largest: int | None = None
+        self.active: Planned | None = None
+        """What is in force for the batch that runs."""
         self.least = 1
         """The fewest samples that the model can run; 2 where a single one fails or loses its dimension."""
         self.steps = 0
@@ -139,8 +139,6 @@ class Core:
         """What the model came in, if in something."""
         self._undo_levers: Callable[[], None] = lambda: None
         self._checked_escapes = False
-        self._tuner: Tuner | None = None
-        self._on_changed: Callable[[Plan], None] = lambda plan: None
 
     def hold_in_parts(self, level: str, stepped: Optimizer, parts: FullySharded | None = None) -> None:
         """Plan for `stepped`, which steps this process's part of the parameters, from now on; `parts`: for parameters that
@@ -150,30 +148,44 @@ class Core:
             self.model, stepped, self.device, self.memory, self.settings, self.staging, shard=level, parts=parts
         )
 
-    def adopt(self, plan: Plan, profile: Profile | None, on_changed: Callable[[Plan], None] = lambda plan: None) -> None:
-        """Let `plan` be in force: its levers are applied, those of the plan before it taken back.
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        return None if self.active is None else self.active.plan
 
-        `on_changed` is told when measuring while training finds a better size of micro-batch, or memory runs out.
-        """
-        again = self.plan is not None and plan.micro_batch != self.plan.micro_batch
-        self.readopt(plan, profile, on_changed)
+    @property
+    def profile(self) -> Profile | None:
+        """What the plan in force rests on."""
+        return None if self.active is None else self.active.profile
+
+    def adopt(self, planned: Planned) -> None:
+        """Let a new plan be in force, and measure other sizes of micro-batch beside it."""
+        plan, before = planned.plan, self.plan
+        again = before is not None and plan.micro_batch != before.micro_batch
+        planned.tuner = self._tuner_of(planned)
+        self.activate(planned)
         self.events.add(self.steps, "replan" if again else "plan", plan.summary())
-        self._tuner = None if profile is None else self._tuner_of(plan)
-        if self._tuner is not None:
-            self.heap.ceiling = self.memory.heap_ceiling(_resized(plan, self._tuner.largest // plan.unit, {}), profile)
         self.on_plan()
         if plan.accumulation > 1 and self.normalises_batches():
             self.tell(NORMS if self.whole_norms is None else WHOLE_NORMS)
 
-    def readopt(self, plan: Plan, profile: Profile | None, on_changed: Callable[[Plan], None]) -> None:
-        """`adopt` for a plan that was in force before."""
+    def activate(self, planned: Planned) -> None:
+        """Let the plan of the batch that comes next be in force: its levers are applied, those of the one before taken back."""
+        if planned is self.active:
+            return
         self.release()
-        self._checkpoint(plan.checkpoint)
-        self.plan, self.profile, self.largest = plan, profile, plan.micro_batch
-        self._on_changed, self._tuner = on_changed, None
-        self.heap.ceiling = self.memory.heap_ceiling(plan, profile)
-        if profile is not None and profile.source != "measured":
-            self.buffers.declare(profile.written_buffers)
+        self._checkpoint(planned.plan.checkpoint)
+        self.active = planned
+        self._limit_heap()
+        if planned.profile is not None and planned.profile.source != "measured":
+            self.buffers.declare(planned.profile.written_buffers)
+
+    def _limit_heap(self) -> None:
+        """The process may hold what the plan in force takes, with the largest size that is tried beside it."""
+        assert self.active is not None
+        plan, tuner = self.active.plan, self.active.tuner
+        most = plan if tuner is None else _resized(plan, tuner.largest // plan.unit, {})
+        self.heap.ceiling = self.memory.heap_ceiling(most, self.active.profile)
 
     @contextmanager
     def without_levers(self) -> Iterator[None]:
@@ -193,7 +205,8 @@ class Core:
     @property
     def tuning(self) -> bool:
         """Whether other sizes of micro-batch than the plan's run as well, because they are measured."""
-        return self._tuner is not None and len(self._tuner.fitting) > 1
+        tuner = None if self.active is None else self.active.tuner
+        return tuner is not None and len(tuner.fitting) > 1
 
     def normalises_batches(self) -> bool:
         """Whether a module normalises by the statistics of its batch."""
@@ -204,7 +217,7 @@ class Core:
         self.fixed = plan
         if plan.accumulate_in == "param":  # it was made with no more room than that
             self.settings = replace(self.settings, accumulate_in="param")
-        self.adopt(plan, None)
+        self.adopt(Planned(plan, None))
 
     def release(self) -> None:
         """Take the plan's levers back."""
@@ -241,16 +254,16 @@ class Core:
 
     def limit(self, plan: Plan) -> int:
         """The most samples per micro-batch: the plan's, or less since memory ran out."""
-        return min(plan.micro_batch, self.largest or plan.micro_batch)
+        return plan.micro_batch if self.active is None else min(plan.micro_batch, self.active.largest)
 
     def _follow_drift(self) -> None:
         """Smaller micro-batches once kernels for new shapes have taken half of the margin."""
         plan = self.plan
         prescribed = self.prescribed is not None or self.settings.whole  # kept as asked; a plan made elsewhere held other bytes
         drift = 0 if plan is None or plan.mode == "replay" or prescribed else self.memory.drift(plan)
-        if plan is None or drift <= plan.margin // 2:
+        if self.active is None or plan is None or drift <= plan.margin // 2:
             return
-        self._tuner = None
+        self.active.tuner = None
         now = replace(plan, held=plan.held + drift)
         if plan.predicted.upper + now.held + 2 * plan.margin > plan.limit and self.memory.stop_new_kernels():
             self.note(
@@ -304,7 +317,7 @@ class Core:
 
         def attempt(limit: int) -> Total:
             nonlocal shares
-            tuner = self._tuner if limit == largest else None
+            tuner = self.active.tuner if self.active is not None and limit == largest else None
             if tuner is not None:
                 tuner.begin()
             pieces = tuple(pieces_for(limit, tuner))
@@ -454,35 +467,36 @@ class Core:
         self._checked_escapes = True
         return total
 
-    def _tuner_of(self, plan: Plan) -> Tuner | None:
+    def _tuner_of(self, planned: Planned) -> Tuner | None:
         """What can be measured while training: sizes that fit with this plan's levers."""
+        plan, profile = planned.plan, planned.profile
         prescribed = self.settings.micro_batch is not None or self.settings.whole
         if self.normalises_batches() or self.settings.allow_inexact:
             return None  # every size is another training
-        if prescribed or self.compiled or plan.mode == "replay":
+        if profile is None or prescribed or self.compiled or plan.mode == "replay":
             return None
-        if self.profile is not None and self.profile.kept_per_size > NOTICEABLE:
+        if profile.kept_per_size > NOTICEABLE:
             return None  # every size tried would keep memory for good
         fitting = [plan.unit * n for n in plan.sizes_with_same_levers()]
         alone = None if plan.by_size else plan.share  # priced without gradients of other micro-batches beside it
         return Tuner(fitting, plan.unit * plan.micro_batch, self.device, alone=alone, whole=bool(plan.by_size))
 
     def _end_tuning(self) -> None:
-        tuner, before = self._tuner, self.plan
-        if tuner is None or before is None or not tuner.done:
+        active = self.active
+        if active is None or active.tuner is None or not active.tuner.done:
             return
-        best, rates = tuner.best()
-        self._tuner = None
+        before, (best, rates) = active.plan, active.tuner.best()
+        active.tuner = None
         if self.device.type == "cpu":
             give_back_free_heap()  # what larger sizes left there is not what the plan takes
         self._change(_resized(before, best // before.unit, {c // before.unit: rate for c, rate in rates.items()}))
-        if self.plan is not None and self.plan.micro_batch != before.micro_batch:
-            self.note("replan", f"measured while training: {self.plan.summary()}")
+        if active.plan.micro_batch != before.micro_batch:
+            self.note("replan", f"measured while training: {active.plan.summary()}")
 
     def _ran_out(self, tried: int, smaller: int, text: str) -> None:
         budget = format_bytes(self.memory.budget().limit)
-        self._tuner = None
-        self.largest = min(smaller, self.largest or smaller)
+        if self.active is not None:
+            self.active.tuner, self.active.largest = None, min(smaller, self.active.largest)
         if self.plan is not None and smaller < self.plan.micro_batch:
             self._change(replace(_resized(self.plan, smaller, {}), predicted=self.plan.predicted))
         self.events.add(
@@ -504,9 +518,9 @@ class Core:
         self.events.add(self.steps, "out of memory", message)
 
     def _change(self, plan: Plan) -> None:
-        self.plan, self.largest = plan, plan.micro_batch
-        self.heap.ceiling = self.memory.heap_ceiling(plan, self.profile)
-        self._on_changed(plan)
+        assert self.active is not None
+        self.active.plan, self.active.largest = plan, plan.micro_batch
+        self._limit_heap()
 
 
 def _samples_in(total: Total) -> float:

@@ -9,28 +9,22 @@ from memfit.batches.cut import Layout
 from memfit.batches.shapes import Shapes
 from memfit.engine.accumulate import BY_SAMPLES, Weighting
 from memfit.engine.composed import Composition
-from memfit.planning.plan import Plan
 from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
 from memfit.training.call import Call
 from memfit.training.learn import outputs_of
 from memfit.training.outputs import Outputs
+from memfit.training.planned import Planned
 
 
 @dataclass
-class Planned:
+class PlannedCall(Planned):
     """A plan for one kind of call and what consumes its output."""
 
-    plan: Plan
-    profile: Profile | None
-    """None for a plan that was made elsewhere."""
     demand: Demand
+    """What it was made for."""
     shapes: Shapes
     """Shapes per sample that it was made for."""
-
-    def tuned(self, plan: Plan) -> None:
-        """Measuring while training found a better size."""
-        self.plan = plan
 
 
 @dataclass
@@ -63,7 +57,7 @@ class Kind:
     """How its own loss is weighted, once inferred."""
     several: bool = False
     """Whether its output goes into several losses."""
-    planned: dict[str, Planned] = field(default_factory=dict)
+    planned: dict[str, PlannedCall] = field(default_factory=dict)
     """Plans by what consumes the output."""
 
     def outputs_of(self, call: Call, shapes: Shapes) -> Outputs:

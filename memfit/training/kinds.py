@@ -36,10 +36,11 @@ from memfit.training.consumers import Consumer, OwnLoss, Twin
 from memfit.training.core import Core
 from memfit.training.doors import Door, Doorway
 from memfit.training.faults import is_fault, report_fault, strict
-from memfit.training.kind import Kind, Planned
+from memfit.training.kind import Kind, PlannedCall
 from memfit.training.learn import look_of, structure_of, twin_call, ways_to_cut
 from memfit.training.measure import UNSEEN
 from memfit.training.outputs import Outputs
+from memfit.training.planned import Planned
 from memfit.training.prover import Prover
 from memfit.training.recover import surviving
 from memfit.training.sidedoors import FoundDoors
@@ -403,7 +404,8 @@ class Kinds:
             kind.whole, kind.refused = 0, circumstances
             return False
         if core.plan is None or (core.plan.share, core.plan.accumulation > 1) == (call.samples, True):
-            core.adopt(replace(plan, notes=(*plan.notes, "fits as is: it runs whole, as the script wrote it")), kind.bound)
+            plan = replace(plan, notes=(*plan.notes, "fits as is: it runs whole, as the script wrote it"))
+            core.adopt(Planned(plan, kind.bound))
         kind.whole, kind.beside = max(kind.whole, call.samples), waiting
         return True
 
@@ -431,16 +433,20 @@ class Kinds:
         mode: str = "accumulate",
         standing_per_sample: int = 0,
     ) -> Planned:
-        """The plan for this consumer of the call's output: made at its first use, and again where there is more room."""
+        """The plan for this consumer of the call's output, now in force: made at its first use, and again where there is more
+        room."""
+        if self._core.fixed is not None:
+            assert self._core.active is not None
+            return self._core.active
         with without_saved_tensors_hooks():
-            return self._planned(call, consumer, weighting, mode, standing_per_sample)
+            planned = self._planned(call, consumer, weighting, mode, standing_per_sample)
+        self._core.activate(planned)
+        return planned
 
     def _planned(
         self, call: Call, consumer: Consumer, weighting: Weighting, mode: str, standing_per_sample: int
-    ) -> Planned:
+    ) -> PlannedCall:
         core, kind = self._core, self._kinds[call.key]
-        if core.fixed is not None:
-            return Planned(core.fixed, None, Demand(call.samples), ())
         found, shapes = kind.planned.get(consumer.name), call.shapes
         if found is not None and not no_larger(shapes, found.shapes):
             found = None
@@ -453,33 +459,36 @@ class Kinds:
             standing=core.old_gradient_bytes(),
             standing_per_sample=standing_per_sample,
         )
-        if found is None or (call.samples > found.demand.share and not self._for_more(found, demand)):
+        if found is not None and call.samples > found.demand.share:
+            found = self._for_more(found, demand)
+        elif found is not None and demand.standing < found.demand.standing:
+            found = self._roomier(found, demand.standing)
+        if found is None:
             there = kind.bound if isinstance(consumer, OwnLoss) else None
             plan, profile = core.planner.plan(self._task(call, consumer, demand, weighting), profile=there)
-            plan = keepable(plan, profile, self._most_kept(profile))
-            found = kind.planned[consumer.name] = Planned(plan, profile, demand, shapes)
-            core.adopt(plan, profile, found.tuned)
-        elif demand.standing < found.demand.standing and found.profile is not None:
-            self._roomier(found, demand.standing)
+            found = self._adopted(plan, profile, demand, shapes)
+        kind.planned[consumer.name] = found
         return found
 
-    def _for_more(self, planned: Planned, demand: Demand) -> bool:
-        """A call with more samples, each no larger than was planned for: its plan rests on the same profile, as its own would
-        tell less of larger ones. Whether there is one."""
+    def _adopted(self, plan: Plan, profile: Profile, demand: Demand, shapes: Shapes) -> PlannedCall:
+        made = PlannedCall(keepable(plan, profile, self._most_kept(profile)), profile, demand, shapes)
+        self._core.adopt(made)
+        return made
+
+    def _for_more(self, planned: PlannedCall, demand: Demand) -> PlannedCall | None:
+        """The plan for a call with more samples, each no larger than was planned for: it rests on the same profile, as its own
+        would tell less of larger ones. None where nothing fits."""
         core = self._core
         assert planned.profile is not None
         try:
             possible = core.planner.measurer.possible(core.planner.constrained(demand), planned.profile)
             plan = search([planned.profile], core.memory.budget(), replace(possible, equal=core.compiled))
         except DoesNotFit:
-            return False
-        planned.plan = keepable(plan, planned.profile, self._most_kept(planned.profile))
-        planned.demand = demand
-        core.adopt(planned.plan, planned.profile, planned.tuned)
-        return True
+            return None
+        return self._adopted(plan, planned.profile, demand, planned.shapes)
 
-    def _roomier(self, planned: Planned, standing: int) -> None:
-        """The script zeroes its gradients before the batch runs: their room can be used from now on."""
+    def _roomier(self, planned: PlannedCall, standing: int) -> PlannedCall:
+        """The plan now that the script zeroes its gradients before the batch runs: their room can be used."""
         core = self._core
         planned.demand = replace(planned.demand, standing=standing)
         demand = replace(planned.demand, micro_batch=core.settings.micro_batch, checkpoint=planned.plan.checkpoint)
@@ -487,11 +496,10 @@ class Kinds:
         try:
             plan = search([planned.profile], core.memory.budget(), demand)
         except DoesNotFit:
-            return  # something else came to be held meanwhile; what runs goes on
-        plan = keepable(plan, planned.profile, self._most_kept(planned.profile))
-        if plan.micro_batch > planned.plan.micro_batch and core.largest == planned.plan.micro_batch:
-            planned.plan = plan
-            core.adopt(plan, planned.profile, planned.tuned)
+            return planned  # something else came to be held meanwhile; what runs goes on
+        if plan.micro_batch > planned.plan.micro_batch == planned.largest:
+            return self._adopted(plan, planned.profile, planned.demand, planned.shapes)
+        return planned
 
     def _most_kept(self, profile: Profile) -> int | None:
         """Micro-batches whose activations may be kept at once: one where the next would write what its graph has saved."""

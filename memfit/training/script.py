@@ -19,7 +19,7 @@ import torch
 from memfit._errors import Refused
 from memfit.batches.pieces import sizes
 from memfit.batches.tree import flat, rebuild, tensors
-from memfit.engine.accumulate import BY_TOLD_TERM, Weighting, WeightsChanged, Work
+from memfit.engine.accumulate import BY_SAMPLES, BY_TOLD_TERM, Weighting, WeightsChanged, Work
 from memfit.engine.context import in_checkpoint, outside_transforms, without_inference_mode, without_saved_tensors_hooks
 from memfit.engine.generators import RandomState
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
@@ -33,9 +33,9 @@ from memfit.training.evaluate import Evaluations
 from memfit.training.expression import Cut, Node, Part, Step, Sum, Term, all_nodes, leaves_in, look_of, name_of
 from memfit.training.guard import AccumulationGuard
 from memfit.training.joint import joint
-from memfit.training.kind import BY_SAMPLES, Planned
 from memfit.training.kinds import OWN_LOSS, Kinds
 from memfit.training.outside import OutsideForward
+from memfit.training.planned import Planned
 from memfit.training.standin import StandIn, settle_looks, stand_ins
 from memfit.training.strays import Strays
 from memfit.training.task import LOSS_BOUND
@@ -370,6 +370,7 @@ class Script:
     def _first_pass(self, call: Call) -> None:
         UNDERWAY.make_room(call)
         core, planned, repeated = self._core, self._replay_plan(call), bool(call.pieces)
+        call.planned = planned
 
         def attempt(largest: int) -> None:
             call.kept.clear()
@@ -402,6 +403,8 @@ class Script:
         UNDERWAY.make_room(call)
         self._gathers(call)
         core = self._core
+        if call.planned is not None:
+            core.activate(call.planned)
         receivers = self.receivers(call)
         self._about_to_hand_over(receivers)
         tries = itertools.count()
@@ -524,7 +527,7 @@ class Script:
         core = self._core
         call.check_unchanged()
         UNDERWAY.make_room(call)
-        planned = self._kinds.planned(call, consumer, weighting)
+        planned = call.planned = self._kinds.planned(call, consumer, weighting)
         if core.reference is None:
             core.reference = _reference(call, consumer, weighting)
         work = consumer.work(call, planned.plan.precision)

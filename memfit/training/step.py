@@ -26,6 +26,7 @@ from memfit.profiling.profile import Profile
 from memfit.training.call import copied
 from memfit.training.core import Core
 from memfit.training.ordered import Ordered
+from memfit.training.planned import Planned
 from memfit.training.steptasks import Tasks
 from memfit.training.stepweights import Weigher
 from memfit.training.task import Task
@@ -36,31 +37,23 @@ from memfit.training.works import LossFn, moved
 
 
 @dataclass
-class Planned:
+class PlannedBatch(Planned):
     """A plan and the batches it is good for."""
 
     shapes: Shapes | None
     """Shapes per sample of an ordinary batch; None where samples are collated."""
-    largest: int
+    longest: int
     """Elements of the largest sample."""
     samples: int
     """Samples in a batch."""
-    plan: Plan
-    """The plan."""
-    profile: Profile | None
-    """What it rests on."""
 
     def covers(self, batch: Ordered) -> bool:
         """Whether the batch needs no more room than was planned for."""
         if batch.samples > self.samples and self.plan.accumulation == 1:
             return False  # planned to run whole, without gradients of other micro-batches beside it
         if batch.shapes is None or self.shapes is None:
-            return batch.shapes is self.shapes and batch.largest <= self.largest
+            return batch.shapes is self.shapes and batch.largest <= self.longest
         return len(batch.shapes) == len(self.shapes) and no_larger(batch.shapes, self.shapes)
-
-    def changed(self, plan: Plan) -> None:
-        """Another size of micro-batch turned out to be faster, or the one planned too large."""
-        self.plan = plan
 
 
 class Stepper:
@@ -77,8 +70,7 @@ class Stepper:
         core.reached = (loss_fn, core.settings.weight, core.settings.split)
         self._weights = Weigher(core, self._tasks)
         self._share = 1
-        self._plans: list[Planned] = []
-        self._in_force: Planned | None = None
+        self._plans: list[PlannedBatch] = []
         core.on_forget.append(self.plan_again)
         self._latest: tuple[Hashable, tuple[Layout, Shapes]] = (None, (Layout((), 0), ()))
 
@@ -93,7 +85,7 @@ class Stepper:
 
     def plan_again(self) -> None:
         """Forget the plans: what they rest on has changed."""
-        self._plans, self._in_force, self._share = [], None, 1
+        self._plans, self._share = [], 1
 
     def task(self, batch: Any) -> Task:
         """What there is to profile in a batch like this one."""
@@ -196,26 +188,23 @@ class Stepper:
             self._plan(batch, profile)
 
     def _plan(self, batch: Ordered, profile: Profile | None) -> None:
-        if self._in_force is not None and self._in_force.covers(batch):
-            return
-        known = next((planned for planned in self._plans if planned.covers(batch)), None)
+        known = next((planned for planned in reversed(self._plans) if planned.covers(batch)), None)
         if known is not None:
-            self._core.readopt(known.plan, known.profile, known.changed)
-            self._in_force = known
+            self._core.activate(known)
             return
         if self._plans:
             self._core.note("replan", "samples larger than any before, or more of them: planned anew before they run")
         weighting = self._weights.weighting or BY_SAMPLES
         plan, profile = self._tasks.planned(batch, self._share, weighting, profile)
-        self._in_force = found = Planned(batch.shapes, batch.largest, self._share, plan, profile)
+        found = PlannedBatch(plan, profile, batch.shapes, batch.largest, self._share)
         self._plans = [planned for planned in self._plans if not _outdone(planned, batch)] + [found]
-        self._core.adopt(plan, profile, found.changed)
+        self._core.adopt(found)
 
 
-def _outdone(planned: Planned, batch: Ordered) -> bool:
+def _outdone(planned: PlannedBatch, batch: Ordered) -> bool:
     """Whether every batch that `planned` is good for is no larger than this one."""
     if batch.shapes is None or planned.shapes is None:
-        return batch.shapes is planned.shapes and planned.largest <= batch.largest
+        return batch.shapes is planned.shapes and planned.longest <= batch.largest
     return len(batch.shapes) == len(planned.shapes) and no_larger(planned.shapes, batch.shapes)
 
 

@@ -26,6 +26,7 @@ from memfit.training.core import Core
 from memfit.training.faults import report_fault
 from memfit.training.learn import fake_outputs, twin_of_part
 from memfit.training.outputs import Outputs
+from memfit.training.planned import Planned
 from memfit.training.task import LOSS_BOUND, Task
 from memfit.training.works import CallWork
 
@@ -112,7 +113,7 @@ class UncutCalls:
 
     def _adopt(self, plan: Plan, profile: Profile, samples: int) -> None:
         """A plan of the whole as one piece, in samples."""
-        self._core.adopt(replace(plan, share=samples, micro_batch=samples), None)
+        self._core.adopt(Planned(replace(plan, share=samples, micro_batch=samples), None))
 
     def _say(self, error: Exception, plan: Plan | None) -> None:
         core = self._core

@@ -5,8 +5,6 @@ from __future__ import annotations
 from fuzz.grammar import Choices
 
 KNOWN: dict[str, str] = {
-    "twist=reentrant gradients=post_hooks_step": "a reentrant checkpoint runs hooks on parameters once per call, memfit once on the total",
-    "twist=divides": "an assert on the batch's size is refused at a size that was asked for",
 }
 """By "dimension=option" or "dimension=option|option", several of them with spaces between where it takes all; the list is to become empty."""
 
