@@ -10,35 +10,14 @@ import re
 import pytest
 from fuzz import running
 from fuzz.grammar import OPTIONS, SIMPLEST, Choices, alone, drawn, others, settled
-from fuzz.known import KNOWN, known, parts
+from fuzz.offenders import offenders, told
 from fuzz.outcomes import DIFFERENT, FREE, INVALID, Outcome, outcome
-from fuzz.pool import Found, modes_of, outcomes_of
-from fuzz.reporting import small
+from fuzz.pool import outcomes_of
 from fuzz.script import MARK, source_of, steps_by_itself
 from fuzz.shrinking import shrunk
 from fuzz.snapshot import apart
 
 SLICE = range(60)
-MANY = range(1000, 6000)
-
-
-def offenders(seeds: range, *, modes: int = 2) -> list[Found]:
-    """What differed, crashed or was refused without need, and is not known to; in all modes of a script, or in one by turns."""
-    found = []
-    for seed in seeds:
-        choices = drawn(seed)
-        if known(choices):
-            continue
-        possible = modes_of(choices)
-        chosen = possible if modes > 1 else (possible[seed % len(possible)],)
-        found += [Found(seed, mode, one.kind, one.what, one.detail) for mode, one in outcomes_of(choices, chosen) if one.bad]
-    return found
-
-
-def told(found: list[Found]) -> str:
-    """Offenders by their seeds, the first of them as small scripts."""
-    lines = [f"seed {one.seed}, {one.mode} mode: {one.kind}: {one.what}" for one in found]
-    return "\n".join([*lines, *(small(one, patience=30) for one in found[:3])])
 
 
 def test_scripts_out_of_the_grammar_train_as_without_memfit() -> None:
@@ -77,12 +56,6 @@ def test_what_was_found_once(made: Choices) -> None:
     assert others(choices) == made
     found = [(mode, one.kind, one.what, one.detail) for mode, one in outcomes_of(choices) if one.bad]
     assert not found, found
-
-
-@pytest.mark.slow
-def test_thousands_of_scripts_train_as_without_memfit() -> None:
-    found = offenders(MANY)
-    assert not found, told(found)
 
 
 def test_every_option_can_be_written_and_runs_plain() -> None:
@@ -189,8 +162,3 @@ def test_a_script_that_torch_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch
     broken = source_of(SIMPLEST).replace(MARK, f"{MARK}\nraise ValueError")
     monkeypatch.setattr("fuzz.outcomes.source_of", lambda choices, step: broken)
     assert outcome(SIMPLEST, step=False).kind == INVALID
-
-
-def test_known_faults_name_options_that_there_are() -> None:
-    named = [part for entry in KNOWN for part in parts(entry)]
-    assert [(name, options) for name, options in named if not set(options) <= set(OPTIONS[name])] == []

@@ -172,6 +172,9 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("target", lambda c: c["target"] != "none" and ("no_loader" in the(c, "loader").tags or c["loader"] in ("batch_sampler", "whole_batches"))),
     _loses("target", lambda c: c["target"] == "double" and (c["accumulation"] != "none" or _fixed(c) or "BATCH" in _text(c, "loss"))),
     _loses("arithmetic", lambda c: c["target"] == "double" and "len(x)" in _text(c, "arithmetic")),
+    _loses("target", lambda c: c["target"] != "none" and c["accumulation"] != "none" and c["loader"] == "drop_last"),  # all is dropped
+    # hooks of parameters run once per reentrant checkpoint: docs/guarantees.md, "State"
+    _loses("gradients", lambda c: c["twist"] == "reentrant" and c["gradients"] == "post_hooks_step"),
     # an order drawn from the generator that the loop draws from, too: docs/guarantees.md, "Order of samples"
     _loses("loader", lambda c: c["loader"] == "global_shuffle" and "rand" in "".join(_text(c, n) for n in ("calls", "gradients", "between"))),
     # a model that returns its loss has no other, and one call
