@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Notes, mlp, points, wrapped
+from helpers import Forwards, Notes, mlp, points, wrapped
 from stepping import LossFn, error_of_step, plain, stepper
 from torch import Tensor, nn
 from zoo import FAMILIES, first_batch
@@ -16,7 +17,9 @@ from zoo.data import IGNORED
 from zoo.losses import variants_for
 from zoo.plain import gradients_of, relative_error
 
+import memfit
 from memfit import Refused
+from memfit.training.tune import Tuner
 
 EXACT = 1e-12
 CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
@@ -411,3 +414,27 @@ def test_a_mask_memfit_cannot_see_is_named_as_the_cause_where_it_leaves_nothing(
     wrapped(model, 4)
     with pytest.raises(Refused, match=r"0/0 where it leaves nothing[\s\S]*weight="):
         model(x, torch.zeros_like(y)).backward()
+
+
+def test_corrections_of_one_cut_are_not_those_of_another_of_as_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are measured in turn: the batch that runs again with its corrections would come in other pieces."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch[0])
+        return F.cross_entropy(out, batch[1]) + 0.1 * out.square().mean()
+
+    x, labels = points()
+    padded = torch.where(torch.arange(12) % 2 == 0, IGNORED, labels)
+    padded[:5] = IGNORED
+    sizes = itertools.cycle([4, 8, 8, 4])
+    monkeypatch.setattr(Tuner, "next_choice", lambda tuner, **told: next(sizes))
+    model = mlp()
+    seen = Forwards(model[0])
+    run = memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn=loss_fn, sample=(x, labels))
+    for batch in [(x, labels)] * 2 + [(x, padded)] * 2:
+        _, want = plain(model, loss_fn, batch)
+        before = copy.deepcopy(model)
+        run.step(batch)
+        steps = {name: (p - q) / 0.1 for (name, p), q in zip(before.named_parameters(), model.parameters())}
+        assert relative_error(steps, want) <= EXACT
+    assert seen.sizes[-4:] == [8, 4, 8, 4]  # found to differ, and once more

@@ -313,19 +313,20 @@ class Core:
         precision = self.plan.precision if self.plan is not None else "off"
         parameters = self.staging.parameters()
         half = computes_in_half(parameters, self.device.type, precision)
-        shares: list[list[float]] | None = None
+        exact: tuple[tuple[int, ...], list[list[float]]] | None = None
 
         def attempt(limit: int) -> Total:
-            nonlocal shares
-            tuner = self.active.tuner if self.active is not None and limit == largest else None
+            nonlocal exact
+            if exact is not None and max(exact[0]) > limit:
+                exact = None  # memory ran out since: they are cut anew
+            tuner = self.active.tuner if self.active is not None and limit == largest and exact is None else None
             if tuner is not None:
                 tuner.begin()
-            pieces = tuple(pieces_for(limit, tuner))
+            pieces, known = (tuple(pieces_for(limit, tuner)), None) if exact is None else exact
             begin(pieces)
             self.prepare(len(pieces), parameters)
-            known = shares if shares is not None and len(shares) == len(pieces) else None
             scale = self.scale.scale if half else 1.0
-            usual = load is not None and tuner is None and not half and shares is None
+            usual = load is not None and tuner is None and not half and exact is None
             last = self._around_last(load(pieces) if load is not None and usual else None, weighting, parameters)
             try:
                 run = partial(accumulate, work, pieces, self.staging, weighting, parameters=parameters)
@@ -333,7 +334,7 @@ class Core:
                 with self.memory.running(), self.staging.counting(), self.norms_of(len(pieces)):
                     total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:
-                shares = difference.shares
+                exact = pieces, difference.shares  # which are those of these micro-batches
                 raise Again from None
             if self.together is not None and self.together.overlap is not None:
                 self.together.overlap.attempted(total)
