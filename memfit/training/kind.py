@@ -49,6 +49,8 @@ class Kind:
     """What it returned where cutting it was proven on real samples."""
     prove_at: int = 0
     """Optimizer steps after which cutting it is proven again, on the batch that comes then."""
+    alike: int = 0
+    """Samples up to which its forward was seen to do the same as with few."""
     composition: Composition = field(default_factory=Composition)
     """How the state that its forward moves is composed over micro-batches."""
     writes_input: bool = False

@@ -345,7 +345,7 @@ class Kinds:
             self._grew(kind, call, shapes)
         if core.together is None and self._runs_whole(kind, call):
             return None
-        if call.samples > 1 and (kind.proven is None or core.steps >= kind.prove_at):
+        if call.samples > 1 and (kind.proven is None or core.steps >= kind.prove_at or call.samples > kind.alike):
             self._prove_known(kind, call, shapes)
         return call
 

@@ -17,12 +17,14 @@ from memfit.batches.cut import Layout, candidate_layouts, like_first, uncuttable
 from memfit.batches.lists import cut_lists, look_of_lists
 from memfit.batches.tree import Attribute, Path, is_column, leaves, map_leaves
 from memfit.engine.context import autocast_now, uncompiled
+from memfit.engine.generators import HostRandom
 from memfit.profiling.failures import TraceFailed
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.twins import on_twins
 from memfit.training.call import Call, Split, Tree
 from memfit.training.outputs import Outputs, learn_outputs
+from memfit.training.positions import Positions, decides_by_size
 
 
 def structure_of(tree: Tree, model: nn.Module, device: torch.device, split: Split | None = None) -> Hashable:
@@ -131,6 +133,11 @@ def twin_call(call: Call, twin: Callable[[torch.Tensor], torch.Tensor], samples:
     return twin_, made
 
 
+def twins_of(tree: Any, twin: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A part of a batch with fake tensors for real ones."""
+    return map_leaves(lambda leaf: twin_of_part(leaf, twin) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
 def twin_of_part(tensor: torch.Tensor, twin: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """The twin of a part of a batch with a storage of its own size."""
     if tensor.is_floating_point() and not tensor.is_sparse:
@@ -159,6 +166,28 @@ def fake_outputs(call: Call, *samples: int) -> list[Any]:
         twins = [twin_call(call, world.twin, n)[0] for n in samples]
         with world.entered(), uncompiled(), torch.enable_grad():
             return [t.output() for t in twins]
+
+
+def does_otherwise(call: Call) -> bool:
+    """Whether the model does something else with all samples of a call than with few, as far as fake tensors tell: on copies of
+    one sample, so that values decide nothing."""
+    few, many = 2, 3
+    if call.samples <= many or call.split is not None or not call.layout.cuts:
+        return False
+    alike, looks, state = call.chosen((0,) * many), [], HostRandom.capture()
+    try:
+        for samples in (few, many, call.samples):
+            state.restore()
+            with on_twins(call.model, call.device) as world:
+                twin = twin_call(alike, world.twin, samples)[0]
+                with world.entered(), uncompiled(), torch.enable_grad(), Positions().watching() as look:
+                    twin.output()
+            looks.append((samples, look))
+    except TraceFailed:
+        return False
+    finally:
+        state.restore()
+    return decides_by_size(*looks)
 
 
 def _real_outputs(call: Call, *samples: int) -> list[Any]:

@@ -16,7 +16,7 @@ from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.accumulate import WeightsChanged
 from memfit.training.call import Split, part_of_split
 from memfit.training.choose import marks_of, most_telling, spaced
-from memfit.training.learn import twin_of_part
+from memfit.training.learn import twins_of
 
 RAGGED = 1.05
 """Samples whose sizes differ by more than this factor are ordered by size."""
@@ -152,9 +152,11 @@ class Ordered:
 
     def twins(self, index: int, count: int, twin: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         """`copies`, with fake tensors for real ones."""
-        return map_leaves(
-            lambda leaf: twin_of_part(leaf, twin) if isinstance(leaf, torch.Tensor) else leaf, self.copies(index, count)
-        )
+        return twins_of(self.copies(index, count), twin)
+
+    def alike(self, count: int) -> Any:
+        """The largest sample as often as that."""
+        return self._make([self._order[0]] * count)
 
     def spread(
         self, parts: Sequence[int], rivals: Sequence[Callable[[Any], Any]] = (), own: Callable[[Any], Any] | None = None

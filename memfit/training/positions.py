@@ -1,7 +1,7 @@
-"""Whether code treats samples by their position in the batch: takes the first 64, runs four at a time.
+"""Whether code does something else with many samples than with few: takes the first 64, runs four at a time, asks how many.
 
-On a few samples it may do the same to the whole as to its parts, and not on all. It is told by the numbers that functions are
-given along the samples, and by how often modules are called. Not covered: what a size decides in Python without either.
+On a few samples it may do the same to the whole as to its parts, and not on all. It is told by the functions and modules that
+it calls, and by what functions are given beside tensors. Not covered: what a size decides without any of these.
 """
 
 from __future__ import annotations
@@ -14,36 +14,62 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from memfit.batches.tree import tensors
 
 SPLITTING = frozenset("split unsafe_split".split())
 """Functions that cut into pieces of a given size."""
 CHUNKING = frozenset("chunk unsafe_chunk tensor_split".split())
 """Functions that cut into a given number of pieces."""
+COMPARING = frozenset("lt le gt ge eq ne less less_equal greater greater_equal not_equal".split())
+"""Functions that compare; a number beside consecutive ones is a position."""
+SHAPING = frozenset("view reshape unsqueeze to long int float double".split())
+"""Functions that leave consecutive numbers what they are."""
 STEP = "step"
 """In the place of a function's name: how far a slice goes from one entry to the next."""
 Taken = tuple[str, int, int, int]
 """Bounds, steps, sizes and numbers of pieces: (function, dimension, its size, number)."""
 
 
+SIZE = "the number of samples"
+"""What decides, in a refusal's words."""
+
+
 class Positions(TorchFunctionMode):
-    """While active, notes in `taken` what is taken by position, and counts `calls` of modules."""
+    """While active, notes in `taken` what is taken by position, in `functions` those called and what they are given beside
+    tensors, and counts `calls` of modules."""
 
     def __init__(self) -> None:
         super().__init__()
         self.taken: set[Taken] = set()
+        self.functions: list[tuple[Any, tuple[Any, ...]]] = []
         self.calls: Counter[int] = Counter()
+        self._counting = WeakTensorKeyDictionary()
+        """Tensors of consecutive numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.taken.update(taken(func.__name__.strip("_"), args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        name, result = func.__name__.strip("_"), func(*args, **(kwargs or {}))
+        self.taken.update(taken(name, args, kwargs or {}))
+        self.functions.append((func, tuple(_plain((args, kwargs)))))
+        given = tensors((args, kwargs or {}))
+        counting = bool(given) and all(tensor in self._counting for tensor in given)
+        if name == "arange" or (counting and name in SHAPING):
+            for made in tensors(result):
+                self._counting[made] = True
+        elif counting:
+            long = [(name, axis, size, args[-1]) for axis, size in enumerate(given[0].shape) if size > 1]
+            if name in COMPARING and type(args[-1]) is int and len(long) == 1:  # (else it is not known along which they count)
+                self.taken.update(long)
+        return result
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> Iterator[Positions]:
         """Inside, it looks at everything."""
         hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: self.calls.update((id(module),)))
         try:
             with self:
-                yield
+                yield self
         finally:
             hook.remove()
 
@@ -56,25 +82,75 @@ def decides_by_position(looks: Sequence[tuple[int, Positions]]) -> bool:
     return any(not _is_affine({count: look.calls[module] for count, look in looks}) for module in whole.calls)
 
 
-def told_by_positions(samples: int, whole: set[Taken], parts: Sequence[tuple[int, set[Taken]]]) -> bool:
-    """Whether numbers along the samples are the same for the whole as for parts of it."""
+def decides_by_size(few: tuple[int, Positions], many: tuple[int, Positions], all_: tuple[int, Positions]) -> bool:
+    """Whether looks at a few samples, a few more, and all of them show that their number decides."""
+    looks = dict((few, many, all_))
+    counts = {n: Counter(func for func, _ in look.functions) for n, look in looks.items()}
+    (less, one), (more, other), (n, _) = few, many, all_
+    if told_by_positions(more, other.taken, [(less, one.taken)], most=n):
+        return True
+    by_function = ({n: count[func] for n, count in counts.items()} for func in set().union(*counts.values()))
+    if not all(_is_affine(times, absent=True) for times in by_function):
+        return True
+    found = [look.functions for look in looks.values()]
+    if len({len(functions) for functions in found}) > 1:
+        return False  # called for each sample: in any order
+    for given in zip(*found):
+        if len({func for func, _ in given}) > 1 or len({len(values) for _, values in given}) > 1:
+            return True
+        if any(_is_chosen(dict(zip(looks, values))) for values in zip(*(values for _, values in given))):
+            return True
+    return False
+
+
+def _is_chosen(values: Mapping[int, Any]) -> bool:
+    """Whether what a function is given is the same for few samples and a few more, and another for all; or a number that grows
+    with them up to a limit."""
+    its, more, whole = values.values()
+    if type(its) is type(more) and its == more:
+        return type(whole) is not type(its) or bool(whole != its)
+    if all(type(value) is int for value in (its, more, whole)):
+        return not _is_affine(dict(values), absent=True)
+    return False
+
+
+def _plain(value: Any) -> Iterator[Any]:
+    """Numbers and words, in any nesting."""
+    if isinstance(value, (int, float, complex, str, type(None))):
+        yield value
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _plain(item)
+    elif isinstance(value, dict):
+        yield from _plain(tuple(value.values()))
+
+
+def told_by_positions(
+    samples: int, whole: set[Taken], parts: Sequence[tuple[int, set[Taken]]], *, most: int | None = None
+) -> bool:
+    """Whether numbers along the samples are the same for the whole as for parts of it. `most`: samples that there will be; a
+    number beyond them decides nothing."""
     if not any(count < samples for count, _ in parts):
         return False
     for name, axis, size, number in whole:
         each, rest = divmod(size, samples)
         if rest or not each or (name == STEP and each % number == 0):
             continue
+        if most is not None and (name in CHUNKING or (name != STEP and abs(number) >= each * most)):
+            continue
         if all((name, axis, each * count, number) in part for count, part in parts):
             return True
     return False
 
 
-def _is_affine(calls: Mapping[int, int]) -> bool:
-    """Whether a module is called as often for any number of samples, or so many times for each. One that some do not call at
-    all (an expert) is called as values decide."""
-    if not all(calls.values()) or len(calls) < 3:
+def _is_affine(numbers: Mapping[int, int], *, absent: bool = False) -> bool:
+    """Whether numbers for so many samples each are the same for any number of them, or as many for each. Calls of modules that
+    some do not make at all (of an expert) are made as values decide, and tell nothing unless `absent`."""
+    if len(numbers) < 3 or not (absent or all(numbers.values())):
         return True
-    (a, its), (b, more), *others = sorted(calls.items())
+    (a, its), (b, more), *others = sorted(numbers.items())
     return all((number - its) * (b - a) == (more - its) * (n - a) for n, number in others)
 
 

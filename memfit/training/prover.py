@@ -24,6 +24,8 @@ from memfit.training.choose import marks_of, most_telling, spaced
 from memfit.training.comparing import Deviation
 from memfit.training.core import Core
 from memfit.training.kind import Kind
+from memfit.training.learn import does_otherwise
+from memfit.training.positions import SIZE
 from memfit.training.prove import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.training.recover import on_fewer, surviving
 from memfit.training.sidedoors import look_for_side_doors
@@ -109,6 +111,15 @@ class Prover:
     def _on_fewer(self, attempt: Callable[[int], Deviation | None], few: int) -> Deviation | None:
         return on_fewer(attempt, few, self._core.device, self._core.proof_ran_out)
 
+    def by_size(self, kind: Kind, call: Call) -> list[Deviation]:
+        """That the forward decides by the number of samples, where it does not do with all of these what it does with few."""
+        if call.samples <= kind.alike:
+            return []
+        if does_otherwise(call):
+            return [Deviation(SIZE, 1.0, 0.0, reads=True)]
+        kind.alike = call.samples
+        return []
+
     # ---- which samples
 
     def _provable(self, kind: Kind, call: Call) -> tuple[int, tuple[str, ...]]:
@@ -144,6 +155,7 @@ class Prover:
     def _prove_on(self, proof: Call, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
         core, sizes = self._core, self._sizes(proof)
         outputs, deviations, kind.composition = joined_outputs(proof, sizes)
+        deviations += self.by_size(kind, call)
         apart = [deviation for deviation in deviations if not deviation.agrees]
         refused = [deviation for deviation in apart if not self._is_allowed(deviation, proof)]
         if refused:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from memfit._errors import MemfitError, Refused, UsageError, first_line
+from memfit.batches.cut import layout_from_two, like_first
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, CountOf, Weighting, Work, loss_of, wide
 from memfit.engine.composed import Composition
+from memfit.engine.generators import HostRandom
 from memfit.engine.terms import Terms, is_only_term
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
@@ -25,7 +27,9 @@ from memfit.training.alone import loss_alone
 from memfit.training.comparing import Deviation
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.decides import Decides, told_by
+from memfit.training.learn import twins_of
 from memfit.training.ordered import Ordered
+from memfit.training.positions import Positions, decides_by_size
 from memfit.training.prove import PROOF_SAMPLES, comparable, parts_of
 from memfit.training.recover import on_fewer, surviving
 from memfit.training.steptasks import Tasks
@@ -123,6 +127,8 @@ class Weigher:
         else:
             with checkpointed(core.model, blocks), core.memory.sparing_kernels():
                 self._weigh_by_proof(batch, few, before)
+        if self.weighting is not None and self._decides_by_size(batch, max(share, batch.samples)):
+            self._run_together(f"it does something else with {batch.samples} samples than with few")
         if not self.together:
             self._remember(batch)
         return profile
@@ -230,6 +236,29 @@ class Weigher:
             looks.append((samples, decides))
         return told_by(looks) is None
 
+    def _decides_by_size(self, batch: Ordered, samples: int) -> bool:
+        """Whether the loss of so many samples does something else than that of few, as far as fake tensors tell: on copies of
+        one sample, so that values decide nothing."""
+        few, many = 2, 3
+        if samples <= many or batch.in_order:
+            return False
+        looks, state = [], HostRandom.capture()
+        try:
+            large = batch.alike(many)
+            layout = layout_from_two(batch.alike(few), few, large, many)
+            for count in (few, many, samples):
+                state.restore()
+                with on_twins(self._core.model, self._core.device) as world:
+                    work = self._tasks.work(_given(twins_of(like_first(large, layout, count), world.twin)), count, "off")
+                    with world.entered(), Positions().watching() as look:
+                        loss_of(work, count)
+                looks.append((count, look))
+        except (TraceFailed, Refused):
+            return False
+        finally:
+            state.restore()
+        return decides_by_size(*looks)
+
     @contextmanager
     def _on_twins(self, batch: Ordered, samples: int) -> Iterator[Work]:
         """Inside, the loss of so many samples can be computed on fake tensors. Raises TraceFailed."""
@@ -307,6 +336,10 @@ def _say_on_few(error: BaseException) -> None:
             "memfit: raised by loss_fn on a few samples of a batch, while planning; where it needs more of them at once, "
             "wrap without loss_fn and compute the loss in your own loop"
         )
+
+
+def _given(tree: Any) -> Callable[[int, int], Any]:
+    return lambda start, stop: tree
 
 
 def _by_hand(weight: Callable[[Any], float], device: torch.device) -> CountOf:

@@ -1,0 +1,113 @@
+"""Forwards and losses that do something else with many samples than with few: refused, or run in two passes, never cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Forwards, mlp, points
+from stepping import error_of_step
+from torch import Tensor, nn
+
+import memfit
+from memfit import Refused
+
+X, Y = points(24)
+EXACT, MOST = 1e-12, 8
+"""Samples beyond which they do something else: parts of a batch of 12 have fewer, and so have proofs."""
+
+
+def mask_of(x: Tensor) -> Tensor:
+    return (torch.arange(len(x)) < MOST).double()
+
+
+FORWARDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "a factor": lambda net, x: net(x) * (2.0 if len(x) > MOST else 1.0),
+    "another function": lambda net, x: net(x).tanh() if len(x) > MOST else net(x),
+    "another module": lambda net, x: net(net[0](x)[:, :7]) if len(x) > MOST else net(x),
+    "a word": lambda net, x: F.gelu(net(x), approximate="tanh" if len(x) > MOST else "none"),
+    "the first samples": lambda net, x: torch.cat([net(x[:MOST]) * 2, net(x[MOST:])]),
+    "a mask of positions": lambda net, x: net(x) * mask_of(x)[:, None],
+    "a limit": lambda net, x: net(x) * torch.ones(min(len(x), MOST)).sum() / 4,
+}
+SAME: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "each sample": lambda net, x: torch.stack([net(sample) for sample in x]),
+    "a view": lambda net, x: net(x.view(len(x), -1)).view(len(x), 4),
+    "features by position": lambda net, x: net(x) * (torch.arange(4) < 2)[None] + net(x)[:, :8].sum(1, keepdim=True),
+    "its length": lambda net, x: net(x) * len(x) / len(x),
+}
+
+
+class Doing(nn.Module):
+    """A net and what is done with it."""
+
+    def __init__(self, what: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.what = mlp(), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.what(self.net, x)
+
+
+@pytest.mark.parametrize("how", FORWARDS)
+def test_a_forward_that_decides_by_size_is_refused(how: str) -> None:
+    model = Doing(FORWARDS[how])
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch=5)
+    with pytest.raises(Refused, match="the number of samples"):
+        model(X[:12])
+
+
+def test_a_batch_that_grows_beyond_it_is_looked_at_again() -> None:
+    model = Doing(FORWARDS["a factor"])
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch=5)
+    F.cross_entropy(model(X[:7]), Y[:7]).backward()
+    with pytest.raises(Refused, match="the number of samples"):
+        model(X[:12])
+
+
+@pytest.mark.parametrize("how", FORWARDS)
+def test_it_runs_whole_where_that_fits(how: str) -> None:
+    model, plain = Doing(FORWARDS[how]), Doing(FORWARDS[how])
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1))
+    for each in (model, plain):
+        F.cross_entropy(each(X[:12]), Y[:12]).backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", SAME)
+def test_what_does_the_same_for_any_number_is_cut(how: str) -> None:
+    model = Doing(SAME[how])
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch=5)
+    F.cross_entropy(model(X[:12]), Y[:12]).backward()
+
+
+LOSSES: dict[str, Callable[[nn.Module, Any], Tensor]] = {
+    "a factor": lambda m, b: F.cross_entropy(m(b[0]), b[1]) * (2.0 if len(b[0]) > MOST else 1.0),
+    "smoothing": lambda m, b: F.cross_entropy(m(b[0]), b[1], label_smoothing=0.1 if len(b[0]) > MOST else 0.0),
+    "another loss": lambda m, b: (F.cross_entropy if len(b[0]) > MOST else F.multi_margin_loss)(m(b[0]), b[1]),
+    "the first samples": lambda m, b: F.cross_entropy(m(b[0])[:MOST], b[1][:MOST]),
+    "a mask of positions": lambda m, b: (F.cross_entropy(m(b[0]), b[1], reduction="none") * mask_of(b[0])).mean(),
+}
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_a_loss_fn_that_decides_by_size_runs_in_two_passes(how: str) -> None:
+    assert error_of_step(mlp(), LOSSES[how], (X[:12], Y[:12])) <= EXACT
+
+
+def test_a_loss_fn_that_divides_by_the_size_does_not() -> None:
+    model = mlp()
+    seen = Forwards(model[0])
+    run = memfit.wrap(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        sample=(X[:12], Y[:12]),
+        loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="sum") / len(b[0]),
+        micro_batch=5,
+    )
+    run.step((X[:12], Y[:12]))
+    assert seen.sizes == [4, 4, 4]
