@@ -90,8 +90,9 @@ def _inferred(
             return work.loss(work.forward(given))
 
     aside = partial(comparable, model, work.device)
-    trials = Trial(run, sizes), *_twice(double, staging, aside)
-    moves = composition_of(trials, aside, graphs=True) if moved else STILL
+    moves = STILL
+    if moved:
+        moves = composition_of((Trial(run, sizes), *_twice(double, staging, aside)), aside, graphs=True)
 
     def in_parts(looks: list[Reads]) -> list[_Measured]:
         parts = []
