@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import Forwards, points
 from stepping import sgd
 from torch import Tensor, nn
 from zoo.plain import gradients_of, relative_error
@@ -234,3 +235,71 @@ def test_a_line_that_reads_an_output_before_its_loss_is_said() -> None:
         "\n                ", " "
     )
     run.undo()
+
+
+def grown_head(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Two more classes, in a layer of its own."""
+    model.head = nn.Linear(8, 6).double()
+    optimizer.add_param_group({"params": model.head.parameters()})
+
+
+def densified(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Rows that are split in two, in the parameters' old places in the optimizer."""
+    for name in ("weight", "bias"):
+        old = getattr(model.head, name)
+        new = nn.Parameter(torch.cat([old.detach(), old.detach()[:2]]))
+        setattr(model.head, name, new)
+        for group in optimizer.param_groups:
+            group["params"] = [new if p is old else p for p in group["params"]]
+            optimizer.state.pop(old, None)
+
+
+def one_more_layer(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """A layer where there was none."""
+    model.middle = nn.Linear(8, 8).double()
+    optimizer.add_param_group({"params": model.middle.parameters(), "lr": 0.01})
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.middle, self.head = nn.Linear(7, 8).double(), nn.Tanh(), nn.Linear(8, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.body(x)))
+
+
+@pytest.mark.parametrize("step_mode", [False, True])
+@pytest.mark.parametrize("grow", [grown_head, densified, one_more_layer])
+def test_parameters_that_are_added_or_replaced_are_planned_for_anew(
+    grow: Callable[[Any, torch.optim.Optimizer], None], step_mode: bool
+) -> None:
+    def trained(wrap: Callable[..., Any]) -> tuple[list[Tensor], list[int], Any]:
+        model = Growing()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        run = wrap(model, optimizer)
+        for step in range(4):
+            if step == 2:
+                torch.manual_seed(step)
+                grow(model, optimizer)
+                sizes = Forwards(model.head).sizes
+            x, y = points(12, seed=step)
+            if run is not None and step_mode:
+                run.step((x, y))
+                continue
+            optimizer.zero_grad()
+            loss_of_growing(model, (x, y)).backward()
+            optimizer.step()
+        return list(model.parameters()), sizes, run
+
+    given = {"loss_fn": loss_of_growing, "sample": points(12)} if step_mode else {}
+    wanted, _, _ = trained(lambda model, optimizer: None)
+    made, sizes, run = trained(lambda model, optimizer: memfit.wrap(model, optimizer, micro_batch=5, **given))
+    assert sizes == [4, 4, 4] * 2
+    assert all(float((p - q).detach().norm()) <= 1e-12 for p, q in zip(made, wanted, strict=True))
+    assert any("added or replaced" in event.message for event in run.events)
+
+
+def loss_of_growing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])

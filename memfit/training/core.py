@@ -104,6 +104,8 @@ class Core:
         inside = {id(p) for p in model.parameters()}
         outside = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in inside]
         self.staging = Staging(model, outside)
+        self.known = {id(p): p for p in model.parameters()}
+        """The model's own parameters, by their ids."""
         self.buffers = WrittenBuffers(model)
         self.events = Events()
         self.memory = (Memory if settings.card is None else CardMemory)(model, optimizer, device, budget)
@@ -135,10 +137,28 @@ class Core:
         """What planning calls beside the model."""
         self.on_forget: list[Callable[[], None]] = []
         """Called when plans have to be made anew."""
+        self.on_parameters: list[Callable[[], None]] = []
+        """Called when all that is known of the model has to be found anew."""
         self.taken: TakenOver | None = None
         """What the model came in, if in something."""
         self._undo_levers: Callable[[], None] = lambda: None
         self._checked_escapes = False
+
+    def knows_parameters(self) -> bool:
+        """Whether the parameters in the model are its own. New ones that the optimizer trains (a grown head) are from now on,
+        and everything is planned anew; `functional_call` puts others in their places for a moment."""
+        if self.staging.holds_only(self.known):
+            return True
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if self.together is not None or any(id(p) not in trained for p in self.model.parameters() if id(p) not in self.known):
+            return False
+        self.known = {id(p): p for p in self.model.parameters()}
+        self.reference = None
+        self.memory.train()
+        for forget in (*self.on_parameters, *self.on_forget):
+            forget()
+        self.note("replan", "parameters were added or replaced: planned anew")
+        return True
 
     def hold_in_parts(self, level: str, stepped: Optimizer, parts: FullySharded | None = None) -> None:
         """Plan for `stepped`, which steps this process's part of the parameters, from now on; `parts`: for parameters that

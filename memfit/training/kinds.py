@@ -96,6 +96,11 @@ class Kinds:
         for kind in self._kinds.values():
             kind.whole, kind.refused, kind.planned = 0, None, {}
 
+    def begin_anew(self) -> None:
+        """The model is another one: nothing is known of its calls."""
+        for known in (self._kinds, self._recognised, self._doors, self._unknown, self._untrained):
+            known.clear()
+
     def ended(self) -> None:
         """Backward has come to the calls since the last one, or the optimizer has stepped."""
         self._open = 0

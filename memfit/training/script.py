@@ -66,7 +66,7 @@ class Script:
         self._batch_samples, self._batch_number = batch_samples, batch_number
         self._kinds, self._evaluations = Kinds(core), Evaluations(core, self.aside)
         core.on_forget.append(self._kinds.forget)
-        self._known = {id(p): p for p in core.model.parameters()}
+        core.on_parameters.append(self._kinds.begin_anew)
         self._busy = False
         self._shapes: dict[Any, Any] = {}
         self._lines = {""}
@@ -189,7 +189,7 @@ class Script:
         UNDERWAY.ran_whole(self, found)
         for tensor in found:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._about_to_hand_over(list(self._known.values())))
+                tensor.register_hook(lambda _: self._about_to_hand_over(list(self._core.known.values())))
 
     def watch_strays(self) -> Callable[[], None]:
         """Level gradients that no forward hands over, from the first backward on. Returns what ends that."""
@@ -216,13 +216,11 @@ class Script:
         """Whether gradients flow into its parameters, or through it into what it is given."""
         if not torch.is_grad_enabled():
             return False
-        if not (any(p.requires_grad for p in self._known.values()) or any(t.requires_grad for t in tensors(tree))):
+        if not self._core.knows_parameters():
+            said = "a call with other parameters than those wrapped ran whole; if they were replaced, add them to the optimizer"
+            self._core.note("note", said)
             return False
-        if self._core.staging.holds_only(self._known):
-            return True
-        # functional_call puts other tensors in the parameters' places for a moment; so does a script that replaces them.
-        self._core.note("note", "a call with other parameters than those wrapped ran whole; if they were replaced, wrap again")
-        return False
+        return any(p.requires_grad for p in self._core.known.values()) or any(t.requires_grad for t in tensors(tree))
 
     @contextmanager
     def aside(self) -> Iterator[None]:

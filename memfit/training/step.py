@@ -72,6 +72,7 @@ class Stepper:
         self._share = 1
         self._plans: list[PlannedBatch] = []
         core.on_forget.append(self.plan_again)
+        core.on_parameters.append(self._weights.begin_anew)
         self._latest: tuple[Hashable, tuple[Layout, Shapes]] = (None, (Layout((), 0), ()))
 
     def ordered(self, batch: Any) -> Ordered:
@@ -100,6 +101,7 @@ class Stepper:
     def _loss(self, batch: Any) -> torch.Tensor:
         ordered = self.ordered(batch)
         self.samples = ordered.samples
+        self._core.knows_parameters()
         self._decide(ordered, ordered.samples)
         doubted = False
         while not self._weights.together:
