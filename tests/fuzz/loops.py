@@ -118,6 +118,13 @@ for part, labels in zip(parts, y.split(4)):
     loss = loss + F.cross_entropy(out, labels) * len(part) / len(x)
 """,
     ),
+    "in_fives_by_hand": piece(
+        "owns", call="loss = 0.0", loss="""
+for start in range(0, len(x), 5):
+    out = «x[start : start + 5]»
+    loss = loss + F.cross_entropy(out, y[start : start + 5], reduction="sum") / len(x)
+""",
+    ),
     "each_backward": piece(
         "owns", call="out = «x»", loss="""
 loss = F.cross_entropy(out, y) / 2

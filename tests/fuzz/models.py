@@ -116,6 +116,12 @@ h = sum(weight[..., i : i + 1] * expert(h) for i, expert in enumerate(self.exper
     "by_value": piece("decides", forward="if h.abs().max() > 0.8:\n    h = h * 0.5"),
     "by_mean": piece("decides", forward="if h.mean() > 0:\n    h = h * 0.5"),
     "by_size": piece("decides", forward="h = h * (2.0 if len(x) > 4 else 1.0)"),
+    "by_batch": piece("decides", forward="h = h * (2.0 if len(x) > 6 else 1.0)"),
+    "by_word": piece("decides", forward='h = F.gelu(h, approximate="tanh" if len(x) > 6 else "none")'),
+    "first_rows": piece("decides", forward="h = torch.cat([h[:5] * 2.0, h[5:]])"),
+    "first_marked": piece(
+        "decides", forward="h = h * (1.0 + (torch.arange(len(x)) < 5).double()).view(-1, *[1] * (h.dim() - 1))"
+    ),
     "divides": piece("fixed", forward="assert 256 % len(x) == 0, len(x)"),
     "fixed_size": piece(
         "fixed",
@@ -179,6 +185,8 @@ self.hidden = mixed.detach()
 h = h + (mixed if h.dim() == 2 else mixed[:, None])
 """,
     ),
+    "drawn": piece("state", init="self.scales = itertools.cycle([1.0, 0.9, 0.8])", forward="h = h * next(self.scales)"),
+    "kept_graph": piece("door", init="self.kept = {}", forward='self.kept["h"] = h * 2.0'),
     "aux_loss": piece("door", init="self.aux_loss = None", forward="self.aux_loss = (h - 0.1).pow(2).mean()",
                       terms="loss = loss + 0.1 * model.aux_loss"),
 }  # fmt: skip

@@ -124,6 +124,13 @@ return sum(term / w for term, w in zip(terms, self.w))
         "", "loss = F.cross_entropy(out, y) * next(weights)", setup="weights = iter([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])",
         holds="weights",
     ),
+    "cycle_weights": _outside(
+        "", "loss = F.cross_entropy(out, y) * next(weights)", setup="weights = itertools.cycle([1.0, 0.9, 0.7])", holds="weights"
+    ),
+    "loader_goals": _outside(
+        "", "loss = F.cross_entropy(out, y) + 0.1 * (out - next(goals)).pow(2).mean()",
+        setup="goals = iter(DataLoader(torch.arange(90.0).double().view(30, 3) / 90, batch_size=None))", holds="goals",
+    ),
     "prompt": piece(
         "outside", "prompt", setup="prompt = nn.Parameter(torch.zeros(INPUT).double())", params="prompt", before="x = x + prompt",
     ),

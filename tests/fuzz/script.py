@@ -11,6 +11,7 @@ from fuzz.pieces import SECTIONS, indented, together
 HEAD = """
 import copy
 import functools
+import itertools
 import random
 from collections import deque, namedtuple
 from dataclasses import dataclass

@@ -137,6 +137,16 @@ if epoch == 0:
     optimizer.add_param_group({"params": model.head.parameters()})
 """,
     ),
+    "grown_layer": piece(
+        "changes", "replaces",
+        end_epoch="""
+if epoch == 0:
+    grown = nn.Linear(model.head.out_features, model.head.out_features).double()
+    model.head = nn.Sequential(model.head, grown)
+    model.head.out_features = grown.out_features
+    optimizer.add_param_group({"params": grown.parameters()})
+""",
+    ),
     "bias_dropped": piece("changes", end_epoch="if epoch == 0:\n    model.head.bias = None"),
     "added_group": piece(
         "changes", setup="late = nn.Linear(1, 1, bias=False).double()",
