@@ -46,6 +46,13 @@ FOUND = (
     {"pack": "list", "gradients": "post_hooks_step"},
     {"pack": "list", "gradients": "hooks"},
     {"twist": "reentrant", "loss": "two_losses_two_means"},
+    {"outside": "loader_goals"},
+    {"outside": "generator_weights"},
+    {"calls": "in_two_by_hand", "state": "counter"},
+    {"calls": "in_two_by_hand", "batch": "6"},
+    {"state": "aux_loss"},
+    {"twist": "by_batch"},
+    {"loss": "first_marked"},
 )
 """What differed silently or crashed once, by what it takes."""
 

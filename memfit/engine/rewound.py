@@ -11,8 +11,11 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(eq=True)
@@ -43,7 +46,7 @@ class Rewound:
     def __next__(self) -> Any:
         if self._next == self._first + len(self._drawn):
             try:
-                self._drawn.append(next(self._iterator))
+                self._drawn.append(self._another())
             except StopIteration:
                 if self.rehearsing and self._drawn:
                     return self._drawn[-1]
@@ -55,6 +58,11 @@ class Rewound:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
+
+    def _another(self) -> Any:
+        """The next item, for real: while rehearsing, tensors may be fake."""
+        with _disable_current_modes() if self.rehearsing else nullcontext():
+            return next(self._iterator)
 
     def _let_go(self) -> None:
         """Forget items that nobody can go back to."""
