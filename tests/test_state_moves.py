@@ -315,7 +315,7 @@ ITERATORS: dict[str, Callable[[], Iterator[Any]]] = {
 
 
 @pytest.mark.parametrize("kind", ITERATORS)
-@pytest.mark.parametrize("micro_batch", [5, "off", "auto"])
+@pytest.mark.parametrize("micro_batch", [5, "auto"])
 def test_a_loss_that_draws_from_an_iterator_draws_once_per_batch(kind: str, micro_batch: Any) -> None:
     def script(wrap: Wrap) -> list[Any]:
         model, weights, drawn = mlp(), ITERATORS[kind](), []
@@ -533,7 +533,7 @@ class InPieces(nn.Module):
         return torch.cat([self.counting(piece) for piece in pieces_of(x, self.how, self.size)])
 
 
-SIZES_OF_PIECES = [2, 3, 4, 6, 8, 12]
+SIZES_OF_PIECES = [2, 4, 8]
 
 
 @pytest.mark.parametrize("size", SIZES_OF_PIECES)
