@@ -303,3 +303,37 @@ def test_parameters_that_are_added_or_replaced_are_planned_for_anew(
 
 def loss_of_growing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_functional_call_with_parameters_that_the_optimizer_trains_runs_with_these() -> None:
+    def trained(wrap: Callable[..., Any]) -> list[Tensor]:
+        model = net()
+        members = [{name: nn.Parameter(p.detach() * (1 + i)) for name, p in model.named_parameters()} for i in range(2)]
+        optimizer = sgd(model)
+        optimizer.add_param_group({"params": [p for member in members for p in member.values()]})
+        wrap(model, optimizer)
+        for _ in range(2):
+            x, y = data()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            for member in members:
+                loss = loss + F.cross_entropy(torch.func.functional_call(model, member, (x,)), y)
+            loss.backward()
+            optimizer.step()
+        return [*model.parameters(), *(p for member in members for p in member.values())]
+
+    wanted = trained(lambda model, optimizer: None)
+    made = trained(lambda model, optimizer: memfit.wrap(model, optimizer, micro_batch=4))
+    assert all(float((p - q).detach().norm()) <= 1e-12 for p, q in zip(made, wanted, strict=True))
+
+
+def test_parameters_that_are_replaced_before_the_loss_are_refused() -> None:
+    model = Growing()
+    optimizer = sgd(model)
+    memfit.wrap(model, optimizer, micro_batch=5)
+    x, y = points(12)
+    F.cross_entropy(model(x), y).backward()
+    out = model(x)
+    grown_head(model, optimizer)
+    with pytest.raises(Refused, match="replaced since the call"):
+        F.cross_entropy(out, y).backward()

@@ -132,6 +132,16 @@ def requiring_as(flags: list[tuple[torch.Tensor, bool]]) -> Iterator[None]:
             p.requires_grad_(not wanted)
 
 
+def in_functional_call() -> bool:
+    """Whether `torch.func.functional_call` runs, which puts other tensors in the parameters' places for a moment."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_functional_call" and frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def requires_of(modules: list[nn.Module]) -> list[tuple[torch.Tensor, bool]]:
     """The `requires_grad` of every parameter that these modules hold."""
     return [(p, p.requires_grad) for p in parameters_in(modules)]

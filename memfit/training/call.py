@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._errors import UsageError
+from memfit._errors import Refused, UsageError
 from memfit.batches.cut import Axis, Layout, cut_samples, cutter
 from memfit.batches.pieces import bounds
 from memfit.batches.shapes import Shapes, shapes_per_sample
@@ -29,7 +29,7 @@ from memfit.engine.context import (
     without_autocast,
 )
 from memfit.engine.generators import HostDraws, RandomState
-from memfit.engine.modules import modules_of
+from memfit.engine.modules import modules_of, parameters_in
 from memfit.engine.staged import Staging, gathers_in_parts
 from memfit.engine.unchanged import Unchanged
 from memfit.training.buffers import WrittenBuffers
@@ -109,11 +109,22 @@ class Call:
         return self.several or (self,)
 
     def check_unchanged(self) -> None:
-        """Raise torch's own error if an input or a parameter was modified since the call. A pass that repeats another begins
-        with the state that the first one began with, whatever moved it since then."""
+        """Raise torch's own error if an input or a parameter was modified since the call, and Refused where a parameter was
+        replaced. A pass that repeats another begins with the state that the first one began with, whatever moved it since."""
         for each in self.calls:
+            each._check_places()
             moved = each.composition.keys if each.pieces else frozenset()
             each._unchanged.check("runs this call in micro-batches when its loss is computed", moved)
+
+    def _check_places(self) -> None:
+        """Raise Refused where parameters are in the model that were not there: they would get the gradients."""
+        there = () if gathers_in_parts(self.model) else parameters_in(modules_of(self.model))
+        if there and [id(p) for p in there] != [id(p) for p, _ in self.requires]:
+            raise Refused(
+                "running a call in micro-batches when its loss is computed",
+                found="parameters of the model were replaced since the call",
+                next_move='compute the loss and run its backward first, or pass micro_batch="off"',
+            )
 
     def check_data(self) -> None:
         """Raise torch's own error if an input or a parameter was written through `.data` since then."""

@@ -16,6 +16,7 @@ from memfit._errors import Refused
 from memfit._units import format_bytes
 from memfit.batches.pieces import equal_sizes, next_size, sizes
 from memfit.engine.accumulate import AroundLast, SharesDiffer, Weighting, Work, accumulate
+from memfit.engine.context import in_functional_call
 from memfit.engine.generators import HostDraws
 from memfit.engine.handover import Total
 from memfit.engine.modules import normalises_batches
@@ -150,7 +151,8 @@ class Core:
         if self.staging.holds_only(self.known):
             return True
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        if self.together is not None or any(id(p) not in trained for p in self.model.parameters() if id(p) not in self.known):
+        untrained = any(id(p) not in trained for p in self.model.parameters() if id(p) not in self.known)
+        if untrained or self.together is not None or in_functional_call():
             return False
         self.known = {id(p): p for p in self.model.parameters()}
         self.reference = None
