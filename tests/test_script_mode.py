@@ -1249,9 +1249,10 @@ def test_numbers_that_change_at_every_step_leave_nothing_behind(loss: Any) -> No
     for step in range(12):
         model.zero_grad()
         loss(model(x), y, step).backward()
-        gc.collect()
-        alive.append(sum(type(each) is FakeTensorMode for each in gc.get_objects()))
-    assert alive[3] == alive[-1]
+        if step in (3, 11):
+            gc.collect()
+            alive.append(sum(type(each) is FakeTensorMode for each in gc.get_objects()))
+    assert alive[0] == alive[1]
 
 
 # ---- planned for real
