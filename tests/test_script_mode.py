@@ -1252,7 +1252,7 @@ def test_numbers_that_change_at_every_step_leave_nothing_behind(loss: Any) -> No
         if step in (3, 11):
             gc.collect()
             alive.append(sum(type(each) is FakeTensorMode for each in gc.get_objects()))
-    assert alive[0] == alive[1]
+    assert alive[1] <= alive[0]  # (what tests before this one left may go meanwhile)
 
 
 # ---- planned for real
