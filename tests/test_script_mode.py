@@ -10,6 +10,7 @@ import copy
 import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -1253,6 +1254,26 @@ def test_numbers_that_change_at_every_step_leave_nothing_behind(loss: Any) -> No
             gc.collect()
             alive.append(sum(type(each) is FakeTensorMode for each in gc.get_objects()))
     assert alive[1] <= alive[0]  # (what tests before this one left may go meanwhile)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_batches_are_let_go_of_without_the_garbage_collector(known: bool) -> None:
+    model = mlp()
+    wrapped(model, 5)
+    gone = []
+    gc.disable()
+    try:
+        for step in range(4):
+            model.zero_grad()
+            x, y = points(seed=step)
+            gone.append(weakref.ref(x))
+            out = model(x)
+            loss = F.cross_entropy(out, y) if known else unseen(out).exp().mean()
+            loss.backward()
+        del x, out, loss
+        assert [ref() is None for ref in gone[1:]] == [True] * 3  # (the first is what `verify` compares on)
+    finally:
+        gc.enable()
 
 
 # ---- planned for real

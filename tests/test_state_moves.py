@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -369,6 +371,33 @@ def test_a_forward_that_draws_from_iterators_draws_once_per_call(uses: int) -> N
         return [*model.parameters(), next(model.scales), *next(model.others)[1]]
 
     assert_same(script, 1e-12)
+
+
+@pytest.mark.parametrize("step_mode", [False, True])
+def test_items_that_were_drawn_are_not_kept(step_mode: bool) -> None:
+    model, given = mlp(), list[weakref.ref[Tensor]]()
+
+    def items() -> Iterator[Tensor]:
+        while True:
+            item = torch.full((4,), 0.01, dtype=torch.float64)
+            given.append(weakref.ref(item))
+            yield item
+
+    model.drawn = items()  # type: ignore[assignment]
+    model[-1].register_forward_hook(lambda module, args, out: out + next(model.drawn))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"loss_fn": cross_entropy, "sample": batches()[0]} if step_mode else {}
+    run = memfit.wrap(model, optimizer, micro_batch=5, **settings)
+    for _ in range(7):  # (a proof that is repeated lets go as well: at steps 4 and 16)
+        for batch in batches():
+            if step_mode:
+                run.step(batch)
+            else:
+                optimizer.zero_grad()
+                cross_entropy(model, batch).backward()
+                optimizer.step()
+    gc.collect()
+    assert len(given) >= 14 and sum(item() is not None for item in given) <= 4
 
 
 def test_iterators_that_nothing_was_drawn_from_are_the_same_objects() -> None:

@@ -154,7 +154,8 @@ class Prover:
 
     def _prove_on(self, proof: Call, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
         core, sizes = self._core, self._sizes(proof)
-        outputs, deviations, kind.composition = joined_outputs(proof, sizes)
+        outputs, deviations, composition = joined_outputs(proof, sizes)
+        kind.composition = composition.afresh()  # (which keeps nothing of the proof)
         deviations += self.by_size(kind, call)
         apart = [deviation for deviation in deviations if not deviation.agrees]
         refused = [deviation for deviation in apart if not self._is_allowed(deviation, proof)]

@@ -485,14 +485,14 @@ class Script:
                 total = self._pass(call, consumer, weighting, first)
                 if self._batch_samples() == 0:
                     total.weight = 0.0
-                then = total.on_handover
+                then, receivers = total.on_handover, total.receivers  # (the total itself would close a cycle)
 
                 def handing_over(incoming: torch.Tensor) -> None:
                     then(incoming)
                     call.check_data()
                     for labels in consumer.labels:
                         labels.check_data("has computed the gradients with the loss")
-                    self._about_to_hand_over(total.receivers)
+                    self._about_to_hand_over(receivers)
 
                 total.on_handover = handing_over
                 if self._core.together is not None:

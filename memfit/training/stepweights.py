@@ -190,7 +190,7 @@ class Weigher:
         self.weighting, deviation, moves = infer_weighting(
             work, parts, core.staging, core.model, decides=True, double=None if batch.in_order else double
         )
-        self.composition = moves.composition
+        self.composition = moves.composition.afresh()
         self._tasks.watch(work)
         if self.weighting is not None and again is None and deviation.limit >= LOOSE:
             close = f"{deviation.limit:.0%}"
