@@ -276,13 +276,13 @@ def test_a_plan_that_does_not_fit_on_one_rank_is_an_error_on_all(doomed: Process
 def beside_another_term(equal: bool) -> str:
     """A mean over valid labels beside a penalty: what it divides by differs between the processes, or not."""
     model = network()
-    x, y = torch.randn(6, 6, dtype=torch.float64), torch.zeros(6, dtype=torch.int64)
+    x, y = torch.randn(6, 4, 6, dtype=torch.float64), torch.zeros(6, 4, dtype=torch.int64)
     if rank() or equal:
-        y[::2] = -100  # one in every micro-batch
+        y[:, ::2] = -100  # two in every sample
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         out = model(batch[0])
-        return F.cross_entropy(out, batch[1]) + 0.1 * out.square().mean(1).mean()
+        return F.cross_entropy(out.flatten(0, 1), batch[1].flatten()) + 0.1 * out.square().mean((1, 2)).mean()
 
     run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), loss_fn=loss, micro_batch=2)
     try:
@@ -297,7 +297,7 @@ def beside_another_term(equal: bool) -> str:
 def test_a_term_that_the_processes_would_weigh_differently_is_refused(two: Processes) -> None:
     assert two.run(beside_another_term, True) == ["a step was done"] * 2
     for text in two.run(beside_another_term, False):
-        assert text.startswith("one loss over all processes")
+        assert text.startswith("one loss over all processes") and "a term of it, may be divided by" in text
 
 
 def allowed() -> tuple[int, int]:

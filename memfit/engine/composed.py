@@ -310,11 +310,16 @@ class Composition:
             return
         now = [place.value() for place in self.moved]
         try:
-            if from_call and self._there is not None:
-                _put(self.moved, self._there)
+            if from_call:
+                self.undone()
             yield
         finally:
             _put(self.moved, now)
+
+    def undone(self) -> None:
+        """The state is as it was before the latest pass."""
+        if self._there is not None:
+            _put(self.moved, self._there)
 
     def repeated(self) -> Composition:
         """That of a pass which repeats the first one."""

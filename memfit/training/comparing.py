@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -28,11 +29,9 @@ class Deviation:
     """Difference up to which they count as equal."""
     others: tuple[str, ...] = ()
     """What else deviates by more than its limit."""
-    moves: bool = False
-    """Whether it is state, which parts move otherwise than the whole."""
-
-    reads: bool = False
-    """Whether it is a line that decides by values of the batch."""
+    by: Literal["mixing", "moving", "reading", "counting"] = "mixing"
+    """What comes to it: samples that mix, state that parts move otherwise, a line that reads values of the batch and decides by
+    them, or by how many samples there are."""
 
     @property
     def agrees(self) -> bool:

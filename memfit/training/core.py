@@ -16,6 +16,7 @@ from memfit._errors import Refused
 from memfit._units import format_bytes
 from memfit.batches.pieces import equal_sizes, next_size, sizes
 from memfit.engine.accumulate import AroundLast, SharesDiffer, Weighting, Work, accumulate
+from memfit.engine.composed import Composition
 from memfit.engine.context import in_functional_call
 from memfit.engine.generators import HostDraws
 from memfit.engine.handover import Total
@@ -264,6 +265,11 @@ class Core:
         """Samples per micro-batch, where a plan or the user fixed them."""
         return self.fixed.micro_batch if self.fixed is not None else self.settings.micro_batch
 
+    def samples_of_all(self, samples: int) -> int:
+        """Samples in a batch of all processes, of which this one has so many; where their number was not asked for, as if all
+        had as many."""
+        return max(samples * self.settings.ranks, self.settings.together or 0)
+
     def tell(self, message: str) -> None:
         """A note that is also said on stderr, once: something runs otherwise than was asked for."""
         if self.settings.rank == 0 and not any(event.message == message for event in self.events):
@@ -395,6 +401,17 @@ class Core:
     def announcing(self) -> AbstractContextManager[None]:
         """What fails inside is told to the other processes, which would wait for this one."""
         return nullcontext() if self.together is None else self.together.announcing()
+
+    def beginning(self, composition: Composition) -> Callable[[], None]:
+        """A pass begins that other processes may ask for once more: what puts back all that it is going to move."""
+        put_back = None if self.together is None else self.recovery.remembered()[0]
+
+        def begin_again() -> None:
+            composition.undone()
+            if put_back is not None:
+                put_back()
+
+        return begin_again
 
     def combine(
         self, total: Total, weighting: Weighting, *, unproven: bool = False, divided: bool = False

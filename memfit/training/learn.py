@@ -17,14 +17,13 @@ from memfit.batches.cut import Layout, candidate_layouts, like_first, uncuttable
 from memfit.batches.lists import cut_lists, look_of_lists
 from memfit.batches.tree import Attribute, Path, is_column, leaves, map_leaves
 from memfit.engine.context import autocast_now, uncompiled
-from memfit.engine.generators import HostRandom
 from memfit.profiling.failures import TraceFailed
 from memfit.profiling.fake import FakeWorld
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.twins import on_twins
 from memfit.training.call import Call, Split, Tree
 from memfit.training.outputs import Outputs, learn_outputs
-from memfit.training.positions import Positions, decides_by_size
+from memfit.training.positions import first_that_decides
 
 
 def structure_of(tree: Tree, model: nn.Module, device: torch.device, split: Split | None = None) -> Hashable:
@@ -168,26 +167,17 @@ def fake_outputs(call: Call, *samples: int) -> list[Any]:
             return [t.output() for t in twins]
 
 
-def does_otherwise(call: Call) -> bool:
-    """Whether the model does something else with all samples of a call than with few, as far as fake tensors tell: on copies of
-    one sample, so that values decide nothing."""
-    few, many = 2, 3
-    if call.samples <= many or call.split is not None or not call.layout.cuts:
-        return False
-    alike, looks, state = call.chosen((0,) * many), [], HostRandom.capture()
-    try:
-        for samples in (few, many, call.samples):
-            state.restore()
-            with on_twins(call.model, call.device) as world:
-                twin = twin_call(alike, world.twin, samples)[0]
-                with world.entered(), uncompiled(), torch.enable_grad(), Positions().watching() as look:
-                    twin.output()
-            looks.append((samples, look))
-    except TraceFailed:
-        return False
-    finally:
-        state.restore()
-    return decides_by_size(*looks)
+def size_that_decides(call: Call, *sizes: int) -> int | None:
+    """The first of these numbers of samples with which the model does something else than with few, as far as fake tensors
+    tell."""
+    if call.split is not None or not call.layout.cuts:
+        return None
+    alike = call.chosen((0, 0, 0))
+
+    def prepared(twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> Callable[[], Any]:
+        return twin_call(alike, twin, samples)[0].output
+
+    return first_that_decides(call.model, call.device, prepared, sizes)
 
 
 def _real_outputs(call: Call, *samples: int) -> list[Any]:

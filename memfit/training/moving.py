@@ -56,7 +56,7 @@ class Moves:
 
     def misread(self) -> Deviation:
         """State that is composed, and that a later forward reads otherwise in parts than as a whole."""
-        return Deviation(self.composition.slots[0].place.label, 1.0, 0.0, moves=True)
+        return Deviation(self.composition.slots[0].place.label, 1.0, 0.0, by="moving")
 
 
 EXACT = 1e-5
@@ -124,9 +124,9 @@ def composition_of(
         if rule is not None:
             slots.append(Slot(place, rule))
         elif not nearly and place.label not in allowed and named is None:
-            named = Deviation(place.label, max(_difference(*each.ends(key)) for each in seen), 0.0, moves=True)
+            named = Deviation(place.label, max(_difference(*each.ends(key)) for each in seen), 0.0, by="moving")
     if named is None and any(each.by_position for each in seen):
-        named = next((Deviation(p.label, 1.0, 0.0, moves=True) for p in moved.values() if p.label not in allowed), None)
+        named = next((Deviation(p.label, 1.0, 0.0, by="moving") for p in moved.values() if p.label not in allowed), None)
     return Moves(Composition(slots, list(moved.values())), named)
 
 

@@ -7,7 +7,7 @@ it calls, and by what functions are given beside tensors. Not covered: what a si
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.batches.tree import tensors
+from memfit.engine.context import uncompiled
+from memfit.engine.generators import HostRandom
+from memfit.profiling.failures import TraceFailed
+from memfit.profiling.twins import on_twins
 
 SPLITTING = frozenset("split unsafe_split".split())
 """Functions that cut into pieces of a given size."""
@@ -34,6 +38,8 @@ Taken = tuple[str, int, int, int]
 
 SIZE = "the number of samples"
 """What decides, in a refusal's words."""
+FEW, MORE = 2, 3
+"""Samples of which code is taken to do the same as of any other number."""
 
 
 class Positions(TorchFunctionMode):
@@ -80,6 +86,35 @@ def decides_by_position(looks: Sequence[tuple[int, Positions]]) -> bool:
     if told_by_positions(samples, whole.taken, [(count, part.taken) for count, part in parts]):
         return True
     return any(not _is_affine({count: look.calls[module] for count, look in looks}) for module in whole.calls)
+
+
+def first_that_decides(
+    model: nn.Module,
+    device: torch.device,
+    prepared: Callable[[Callable[[torch.Tensor], torch.Tensor], int], Callable[[], Any]],
+    sizes: Sequence[int],
+) -> int | None:
+    """The first of `sizes` (numbers of samples) with which code does something else than with few, as far as fake tensors tell.
+
+    `prepared(twin, samples)` returns the code, to be run on so many copies of one sample, so that values decide nothing.
+    """
+    sizes, state = [size for size in sizes if size > MORE], HostRandom.capture()
+
+    def look(samples: int) -> tuple[int, Positions]:
+        state.restore()
+        with on_twins(model, device) as world:
+            run = prepared(world.twin, samples)
+            with world.entered(), uncompiled(), torch.enable_grad(), Positions().watching() as found:
+                run()
+        return samples, found
+
+    try:
+        few, more = (look(FEW), look(MORE)) if sizes else (None, None)
+        return next((size for size in dict.fromkeys(sizes) if few and more and decides_by_size(few, more, look(size))), None)
+    except TraceFailed:
+        return None
+    finally:
+        state.restore()
 
 
 def decides_by_size(few: tuple[int, Positions], many: tuple[int, Positions], all_: tuple[int, Positions]) -> bool:

@@ -70,7 +70,7 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     """
     whole, parts, moves, line = _whole_and_parts(frozen_norms(call), sizes)
     deviations = [] if moves.deviation is None else [moves.deviation]
-    deviations += [] if line is None else [Deviation(line, 1.0, 0.0, reads=True)]
+    deviations += [] if line is None else [Deviation(line, 1.0, 0.0, by="reading")]
     outputs = call.outputs
     if any(len(found) != len(outputs.leaves) for found in (whole, *parts)):
         return outputs, [Deviation("the structure of the output", float("inf"), 1.0)], moves.composition

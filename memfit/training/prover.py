@@ -24,11 +24,12 @@ from memfit.training.choose import marks_of, most_telling, spaced
 from memfit.training.comparing import Deviation
 from memfit.training.core import Core
 from memfit.training.kind import Kind
-from memfit.training.learn import does_otherwise
+from memfit.training.learn import size_that_decides
 from memfit.training.positions import SIZE
 from memfit.training.prove import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.training.recover import on_fewer, surviving
 from memfit.training.sidedoors import look_for_side_doors
+from memfit.training.together import OF_SHARES
 from memfit.training.weigh import PROBED, infer_weighting
 from memfit.training.works import CallWork
 
@@ -66,10 +67,10 @@ class Prover:
     def mixes(self, call: Call, deviation: Deviation) -> Refused:
         """The refusal of a call whose parts are not the whole."""
         core = self._core
-        if deviation.moves:
+        if deviation.by == "moving":
             return self._moves_state(call, deviation)
-        if deviation.reads:
-            return self._reads_values(call, deviation)
+        if deviation.by != "mixing":
+            return self._decides(call, deviation)
         proof = self._chosen(call, min(PROOF_SAMPLES, call.samples))
         allowed = core.settings.allow_inexact
         found = surviving(lambda: mixing_module(proof, self._sizes(proof), allowed), core.device, lambda text: None)
@@ -100,10 +101,12 @@ class Prover:
             "the batch runs whole",
         )
 
-    def _reads_values(self, call: Call, deviation: Deviation) -> Refused:
+    def _decides(self, call: Call, deviation: Deviation) -> Refused:
+        by_values = f"the forward decides by values of the batch, which may be others in a part of it: {deviation.where}"
+        by_size = f"the forward decides by {SIZE}: it does something else with {call.samples} than with few, or takes some of "
         return Refused(
             f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
-            found=f"the forward decides by values of the batch, which may be others in a part of it: {deviation.where}",
+            found=by_values if deviation.by == "reading" else f"{by_size}them by their position",
             next_move=f"accept that with allow_inexact={[deviation.where]!r}, decide outside of the forward, or give it a "
             "budget in which the batch runs whole",
         )
@@ -115,8 +118,12 @@ class Prover:
         """That the forward decides by the number of samples, where it does not do with all of these what it does with few."""
         if call.samples <= kind.alike:
             return []
-        if does_otherwise(call):
-            return [Deviation(SIZE, 1.0, 0.0, reads=True)]
+        core, in_all = self._core, self._core.samples_of_all(call.samples)
+        decides = size_that_decides(call, call.samples, in_all)
+        if decides == call.samples:
+            return [Deviation(SIZE, 1.0, 0.0, by="counting")]
+        if decides is not None:
+            core.tell(f"the forward does something else with {in_all} samples than with few: {OF_SHARES}")
         kind.alike = call.samples
         return []
 

@@ -44,13 +44,24 @@ class Recovery:
         self._device, self._staging, self._buffers, self._on_failure = device, staging, buffers, on_failure
         self.drew = False
 
+    def remembered(self) -> tuple[Callable[[], None], RandomState]:
+        """What drops gathered gradients and puts random state and buffers back to what they are now; that random state."""
+        random = RandomState.capture(self._device, host=self.host_draws.kept)
+        copies = self._buffers.snapshot()
+
+        def put_back() -> None:
+            self._staging.discard()
+            random.restore(self._device)
+            restore_tensors(copies)
+
+        return put_back, random
+
     def run(self, attempt: Callable[[int], T], largest: int) -> T:
         """`attempt(largest)`, with smaller values after each out-of-memory error; at 1 the error is the user's.
 
         Whatever `attempt` raises, gathered gradients are dropped, and random state and buffers are as they were before.
         """
-        random = RandomState.capture(self._device, host=self.host_draws.kept)
-        copies = self._buffers.snapshot()
+        put_back, random = self.remembered()
         while True:
             try:
                 done = attempt(largest)
@@ -58,9 +69,7 @@ class Recovery:
                 self.host_draws.ran(random.host)
                 return done
             except BaseException as error:
-                self._staging.discard()
-                random.restore(self._device)
-                restore_tensors(copies)
+                put_back()
                 if isinstance(error, Again):
                     continue
                 if largest <= 1 or not is_out_of_memory(error):

@@ -12,7 +12,7 @@ from memfit.engine.handover import Factor
 
 MOST_RIVALS = 6
 """Counts that are compared between processes; there are seldom two."""
-ABOUT = 12
+ABOUT = 13
 STATED = ABOUT + 2 * MOST_RIVALS
 """Numbers that every process states of a step before those about its parameters."""
 BITS = 48
@@ -39,6 +39,8 @@ class Stated:
     """Whether the script divides its sum by that."""
     torn: bool
     """Whether its latest optimizer step was left halfway."""
+    whole: bool
+    """Whether its loss takes all samples of its share together."""
     ready: bool
     """Whether its gradients can be reduced beside its last micro-batch: in this step, or in one like it."""
     worked: bool
@@ -64,7 +66,7 @@ def unpacked(numbers: Sequence[float], count: int) -> tuple[bool, ...]:
 
 def stated(numbers: Sequence[float], parameters: int) -> Stated:
     """One process's numbers, read."""
-    step, weight, value, way, digest, samples, divided, torn, ready, worked, beside, after = numbers[:ABOUT]
+    step, weight, value, way, digest, samples, divided, torn, whole, ready, worked, beside, after = numbers[:ABOUT]
     pairs = zip(numbers[ABOUT:STATED:2], numbers[ABOUT + 1 : STATED : 2])
     return Stated(
         number=int(step),
@@ -75,6 +77,7 @@ def stated(numbers: Sequence[float], parameters: int) -> Stated:
         samples=samples if weight else 0.0,
         divided=bool(divided),
         torn=bool(torn),
+        whole=bool(whole),
         ready=bool(ready),
         worked=bool(worked),
         paces=(beside, after),

@@ -30,6 +30,7 @@ from memfit.training.planned import Planned
 from memfit.training.steptasks import Tasks
 from memfit.training.stepweights import Weigher
 from memfit.training.task import Task
+from memfit.training.together import WholeShares
 from memfit.training.tune import Tuner
 from memfit.training.ways import way_of
 from memfit.training.weigh import without_idle_rivals
@@ -110,6 +111,8 @@ class Stepper:
             except WeightsChanged:
                 self._weights.weigh_again(ordered, doubted)
                 doubted = True
+            except WholeShares:
+                self._weights.run_together("it does on another process")
         return self._all_at_once(batch)
 
     def _accumulated(self, batch: Ordered) -> torch.Tensor:
@@ -130,11 +133,20 @@ class Stepper:
             load = batch.load if self._weights.known else None
             return core.accumulated(work, weighting, pieces_for, largest=core.limit(plan), load=load)
 
+        def combined(total: Total, weighting: Weighting) -> Weighting | None:
+            try:
+                return core.combine(total, weighting, unproven=not self._weights.known)
+            except WholeShares:
+                begin_again()
+                raise
+
+        begin_again = core.beginning(work.composition)
         with core.staging.also(batch.wanted):
             weighting = self._weights.of(batch)
             total = gathered(weighting)
-            while (other := core.combine(total, weighting, unproven=not self._weights.known)) is not None:
+            while (other := combined(total, weighting)) is not None:
                 if way_of(other) != way_of(weighting):
+                    begin_again()
                     total = gathered(other)
                 self._weights.weighting = weighting = other
             return hand_over(total)

@@ -15,7 +15,6 @@ from memfit.batches.cut import layout_from_two, like_first
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, CountOf, Weighting, Work, loss_of, wide
 from memfit.engine.composed import Composition
-from memfit.engine.generators import HostRandom
 from memfit.engine.terms import Terms, is_only_term
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
@@ -29,10 +28,11 @@ from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.decides import Decides, told_by
 from memfit.training.learn import twins_of
 from memfit.training.ordered import Ordered
-from memfit.training.positions import Positions, decides_by_size
+from memfit.training.positions import FEW, MORE, first_that_decides
 from memfit.training.prove import PROOF_SAMPLES, comparable, parts_of
 from memfit.training.recover import on_fewer, surviving
 from memfit.training.steptasks import Tasks
+from memfit.training.together import OF_SHARES
 from memfit.training.weigh import PROBED, infer_weighting
 
 LOOSE = 1e-2
@@ -98,7 +98,7 @@ class Weigher:
                 _say_on_few(error)
                 raise
             said = first_line(error)
-        self._run_together(f"of a few it cannot be computed: {said}")
+        self.run_together(f"of a few it cannot be computed: {said}")
         return None
 
     def _failure(self, batch: Ordered, samples: int) -> TraceFailed | None:
@@ -131,8 +131,8 @@ class Weigher:
         else:
             with checkpointed(core.model, blocks), core.memory.sparing_kernels():
                 self._weigh_by_proof(batch, few, before)
-        if self.weighting is not None and self._decides_by_size(batch, max(share, batch.samples)):
-            self._run_together(f"it does something else with {batch.samples} samples than with few")
+        if self.weighting is not None and (decides := self._size_that_decides(batch, max(share, batch.samples))):
+            self.run_together(f"it does something else with {decides} samples than with few")
         if not self.together:
             self._remember(batch)
         return profile
@@ -196,7 +196,7 @@ class Weigher:
             close = f"{deviation.limit:.0%}"
             core.note("note", f"the loss computes in half precision: that samples do not mix is proven to {close} only")
         if self.weighting is not None and moves.deviation is not None and not self._accepts(moves.deviation):
-            self._run_together(f"it moves state at every call, in parts otherwise than as a whole: {moves.deviation.where}")
+            self.run_together(f"it moves state at every call, in parts otherwise than as a whole: {moves.deviation.where}")
         elif self.weighting is not None and self.weighting.doubt is not None:
             self._doubt(self.weighting.doubt)
         elif self.weighting is None:
@@ -206,7 +206,7 @@ class Weigher:
             if math.isnan(deviation.relative):
                 self._refuse_not_finite(work, few)
             late = "" if again is None else "; steps since the last proof may have trained on gradients that are off by as much"
-            self._run_together(f"its parts differ from the whole by {deviation.relative:.2g}{late}")
+            self.run_together(f"its parts differ from the whole by {deviation.relative:.2g}{late}")
 
     def _accepts(self, deviation: Deviation) -> bool:
         return deviation.where in self._core.settings.allow_inexact
@@ -214,14 +214,14 @@ class Weigher:
     def _doubt(self, why: str) -> None:
         """The weighting holds on these samples, and may not on others."""
         if self._core.settings.split is None:
-            self._run_together(why)
+            self.run_together(why)
         else:
             self._core.tell(f"the loss is cut although {why}: its parts were proven to add up on a few samples only")
 
     def _weigh_unproven(self, batch: Ordered) -> None:
         """Two samples do not fit at once: only a loss that is one known mean needs no proof of its weighting."""
         if not self._is_one_mean(batch):
-            self._run_together("two samples do not fit at once, so another way could not be proven")
+            self.run_together("two samples do not fit at once, so another way could not be proven")
             return
         self.weighting = BY_TERM
         self._core.note("note", "two samples do not fit at once: not proven that the model keeps samples apart")
@@ -240,28 +240,22 @@ class Weigher:
             looks.append((samples, decides))
         return told_by(looks) is None
 
-    def _decides_by_size(self, batch: Ordered, samples: int) -> bool:
-        """Whether the loss of so many samples does something else than that of few, as far as fake tensors tell: on copies of
-        one sample, so that values decide nothing."""
-        few, many = 2, 3
-        if samples <= many or batch.in_order:
-            return False
-        looks, state = [], HostRandom.capture()
+    def _size_that_decides(self, batch: Ordered, samples: int) -> int | None:
+        """`samples`, or those of all processes together, where the loss does something else with so many than with few."""
+        if batch.in_order:
+            return None
+        large = batch.alike(MORE)
         try:
-            large = batch.alike(many)
-            layout = layout_from_two(batch.alike(few), few, large, many)
-            for count in (few, many, samples):
-                state.restore()
-                with on_twins(self._core.model, self._core.device) as world:
-                    work = self._tasks.work(_given(twins_of(like_first(large, layout, count), world.twin)), count, "off")
-                    with world.entered(), Positions().watching() as look:
-                        loss_of(work, count)
-                looks.append((count, look))
-        except (TraceFailed, Refused):
-            return False
-        finally:
-            state.restore()
-        return decides_by_size(*looks)
+            layout = layout_from_two(batch.alike(FEW), FEW, large, MORE)
+        except Refused:
+            return None
+
+        def prepared(twin: Callable[[torch.Tensor], torch.Tensor], count: int) -> Callable[[], Any]:
+            fake = twins_of(like_first(large, layout, count), twin)
+            return partial(loss_of, self._tasks.work(_given(fake), count, "off"), count)
+
+        core = self._core
+        return first_that_decides(core.model, core.device, prepared, (samples, core.samples_of_all(samples)))
 
     @contextmanager
     def _on_twins(self, batch: Ordered, samples: int) -> Iterator[Work]:
@@ -280,9 +274,9 @@ class Weigher:
         if not doubted and before is not None:
             self._weigh(batch, batch.samples, before)
         if doubted or self.weighting == before:
-            self._run_together("its weighting did not hold for a later batch")
+            self.run_together("its weighting did not hold for a later batch")
 
-    def _run_together(self, why: str) -> None:
+    def run_together(self, why: str) -> None:
         if self._core.settings.split is not None:
             raise Refused(
                 "cutting batches with split= for this loss_fn",
@@ -291,7 +285,11 @@ class Weigher:
             )
         self.weighting, self.together = None, True
         self._core.reference = None  # what there was to compare with does not hold; the two passes leave their own
-        self._core.note("note", f"the loss needs all samples together ({why}): the model runs in two passes")
+        if self._core.together is None:
+            self._core.note("note", f"the loss needs all samples together ({why}): the model runs in two passes")
+        else:
+            self._core.together.whole = True
+            self._core.tell(f"the loss needs all samples together ({why}): {OF_SHARES}, in two passes")
 
     def _refuse_not_finite(self, work: Work, samples: int) -> None:
         core = self._core

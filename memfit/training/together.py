@@ -12,13 +12,14 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
 from memfit._errors import RankFailed, Refused
-from memfit.engine.accumulate import Weighting, wide
+from memfit.engine.accumulate import BY_SAMPLES, Weighting, wide
 from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging, sparse_parameters
 from memfit.hardware.exhausted import patiently
@@ -42,10 +43,19 @@ from memfit.training.takeover import TakenOver
 from memfit.training.ways import Way, common, way_of, ways_of, weighting_by
 
 STEP = "a training step"
+OF_SHARES = "each process computes it of its own share, as under DistributedDataParallel"
+"""What becomes of what needs all samples of a batch."""
 LOOKED_AT = 256
 """Elements of each parameter that are compared between processes."""
 APART = 1e-6
 """Relative difference of what they add up to from which on parameters are taken to be different."""
+
+
+BY_SAMPLES_CODE = way_of(BY_SAMPLES).code
+
+
+class WholeShares(Exception):
+    """The loss of another process takes all samples of its share together, and so it has to here; nothing was changed."""
 
 
 class Together:
@@ -54,8 +64,9 @@ class Together:
     Attributes: `mean` (whether sums are divided by the number of processes, as plain DistributedDataParallel does), `torn`
     (whether an optimizer step has begun here and not come to its end), `company` (what processes tell each other about
     themselves in the same exchange, if they do), `part` (this process's part of the latest batch, as means weigh it; None
-    where totals were added up), `overlap` (what reduces gradients beside the last micro-batch; None where nothing does, as in
-    script mode).
+    where totals were added up), `whole` (whether its loss takes all samples of its share together: where that is so on one
+    process it is on all, which then come to the same exchanges), `overlap` (what reduces gradients beside the last
+    micro-batch; None where nothing does, as in script mode).
     """
 
     def __init__(
@@ -75,6 +86,7 @@ class Together:
         self._steps = 0
         self.torn = False
         self.part: float | None = None
+        self.whole = False
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -116,7 +128,7 @@ class Together:
         Where processes weigh in different ways nothing is changed, and the way that holds on all of them is returned, by which
         the total has to be gathered again if it was not. `unproven`: that `weighting` is none that was proven; `divided`: that
         the script divides a sum by the number of its samples, so that it is meant as a mean. Raises RankFailed where another
-        process failed, Refused where they do different things.
+        process failed, Refused where they do different things, WholeShares where another one's share has to run whole.
         """
         self._look()
         gradients = {place: self._laid_out(place, gradient, half) for place, gradient in self._own(total).items()}
@@ -126,9 +138,18 @@ class Together:
         elif self.overlap is not None:
             done = self.overlap.reduced
         self._check(told)
+        while not all(each.whole for each in told) and any(each.whole for each in told):
+            if not self.whole:
+                raise WholeShares
+            told = self._agreed(total, gradients, weighting, divided)  # once the others have come by the same way
         if self.company is not None:
             self.company.heard(self._heard, self._steps)
         counting = [each for each in told if each.way is not None]
+        if self.whole and len({each.way for each in counting}) > 1:
+            if told[self.ranks.rank].way not in (None, BY_SAMPLES_CODE):
+                total.weight = float(total.samples)
+            told = counting = [_by_samples(each) for each in told]
+            weighting = BY_SAMPLES
         if len({each.way for each in counting}) > 1:
             nothing = told[self.ranks.rank].way is None
             return self._common(ways_of(weighting, unproven=unproven or nothing))
@@ -267,8 +288,8 @@ class Together:
         if overlap is not None:
             ready, paces = overlap.ready if ready is None else ready, overlap.trials.stated()
         code = float(way_of(weighting).code)
-        about = [float(self._steps), weight, value, code, digest, float(total.samples), float(divided), float(self.torn)]
-        return [*about, float(bool(ready)), float(worked), *paces, *rivals]
+        about = [float(self._steps), weight, value, code, digest, float(total.samples), float(divided)]
+        return [*about, float(self.torn), float(self.whole), float(bool(ready)), float(worked), *paces, *rivals]
 
     def _digest(self) -> float:
         """What the first elements of all parameters add up to, in steps 1, 2, 4, 8, ...: it is the same everywhere."""
@@ -360,6 +381,12 @@ class Together:
 
     def _patiently(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         return patiently(make, self.ranks.device)
+
+
+def _by_samples(told: Stated) -> Stated:
+    """What a process told, weighed by samples."""
+    known = told.way in (None, BY_SAMPLES_CODE)
+    return replace(told, way=BY_SAMPLES_CODE, weight=told.weight if known else told.samples, rivals={})
 
 
 def _scaled(gradient: torch.Tensor | None, factor: Factor) -> torch.Tensor | None:
