@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -314,6 +314,95 @@ ITERATORS: dict[str, Callable[[], Iterator[Any]]] = {
     "list": lambda: iter([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4]),
     "loader": lambda: iter(DataLoader([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4], batch_size=None)),
 }
+
+
+Scale = Callable[[], Any]
+
+
+class Slotted:
+    """An iterator in a slot."""
+
+    __slots__ = ("scales",)
+
+
+def in_a_slot(scales: Iterator[Any]) -> Scale:
+    held = Slotted()
+    held.scales = scales  # type: ignore[attr-defined]
+    return lambda: next(held.scales)  # type: ignore[attr-defined]
+
+
+def in_a_default(scales: Iterator[Any]) -> Scale:
+    def draw(scales: Iterator[Any] = scales) -> Any:
+        return next(scales)
+
+    return draw
+
+
+def in_a_tuple(scales: Iterator[Any]) -> Scale:
+    held = (1, (scales, 2))
+    return lambda: next(held[1][0])
+
+
+def in_a_list(scales: Iterator[Any]) -> Scale:
+    held = [scales]
+    return lambda: next(held[0])
+
+
+def on_a_class(scales: Iterator[Any]) -> Scale:
+    class Held:
+        drawn = scales
+
+    return lambda: next(Held.drawn)
+
+
+class Scaled(NamedTuple):
+    """An iterator in a named tuple."""
+
+    scales: Iterator[Any]
+    factor: float
+
+
+def in_a_named_tuple(scales: Iterator[Any]) -> Scale:
+    held = {"scaled": Scaled(scales, 1.0)}
+    return lambda: next(held["scaled"].scales) * held["scaled"].factor
+
+
+PLACES: dict[str, Callable[[Iterator[Any]], Scale]] = {
+    "partial": lambda scales: functools.partial(next, scales),
+    "keyword": lambda scales: functools.partial(lambda scales: next(scales), scales=scales),
+    "method": lambda scales: scales.__next__,
+    "tuple": in_a_tuple,
+    "named tuple": in_a_named_tuple,
+    "list": in_a_list,
+    "slot": in_a_slot,
+    "default": in_a_default,
+    "class": on_a_class,
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("micro_batch", [5, "auto"])
+def test_wherever_an_iterator_is_held(place: str, micro_batch: Any) -> None:
+    def script(wrap: Wrap) -> list[Any]:
+        model, drawn = mlp(), PLACES[place](itertools.cycle([1.0, 0.5, 0.25]))
+
+        def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+            return F.cross_entropy(model(batch[0]), batch[1]) * drawn()
+
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        run = wrap(model, optimizer, loss_fn=loss_fn, sample=batches()[0], micro_batch=micro_batch)
+        for batch in batches():
+            if run is not None:
+                losses.append(float(run.step(batch).detach()))
+                continue
+            optimizer.zero_grad()
+            loss = loss_fn(model, batch)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimizer.step()
+        return [*model.parameters(), *losses, float(drawn())]
+
+    assert_same(script, 1e-12)
 
 
 @pytest.mark.parametrize("kind", ITERATORS)

@@ -2,8 +2,8 @@
 batch draw what the whole would.
 
 A generator or a loader's iterator cannot be copied nor set back. One that was drawn from stays, in the places where it was
-found, in a `Rewound` that remembers items as long as somebody may go back to them. Not covered: iterators within tuples and
-other iterators, those that a local variable of the loop holds as well, and `send` and `throw`, which go to the generator.
+found, in a `Rewound` that remembers items as long as somebody may go back to them. Not covered: iterators within other
+iterators, those that a local variable of the loop holds as well, and `send` and `throw`, which go to the generator.
 """
 
 from __future__ import annotations

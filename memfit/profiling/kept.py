@@ -22,7 +22,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -185,6 +185,7 @@ class Kept:
         elif isinstance(value, types.FunctionType):
             self._function(value)
         elif isinstance(value, functools.partial):
+            self._rewindable(functools.partial(_set_arguments, value), value.args)
             self._open.extend((value.func, value.args, value.keywords))
         elif isinstance(value, types.MethodType):
             self._open.extend((value.__self__, value.__func__))
@@ -229,28 +230,31 @@ class Kept:
         self._undo.append(undo)
         self._watch(_moved_position, rewound, position)
 
-    def _rewindable(self, place: Place, value: Any) -> Any:
-        """The value at a place; an iterator is made to go back, for as long as nothing was drawn from it."""
-        if not _is_iterator(value):
+    def _rewindable(self, put: Callable[[Any], object], value: Any) -> Any:
+        """The value at a place where `put` puts another; iterators in it are made to go back, for as long as something was
+        drawn from them."""
+        found: list[Rewound] = []
+        made = _rewinding(value, found)
+        if not found:
             return value
-        rewound = rewound_of(value)
-        place.put(rewound)
+        put(made)
 
         def undo() -> None:
-            iterator = untouched(rewound)
-            if iterator is not None:
-                place.put(iterator)
+            if all(untouched(rewound) is not None for rewound in found):
+                put(value)
 
         self._undo.append(undo)
-        return rewound
+        return made
 
-    def _rewindable_entries(self, holder: dict[Any, Any]) -> None:
-        for name, value in [(name, value) for name, value in holder.items() if _is_iterator(value)]:
-            self._rewindable(Entry(holder, name, str(name)), value)
+    def _rewindable_entries(self, holder: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        for name, value in [(name, value) for name, value in items if type(value) not in _SIMPLE]:
+            self._rewindable(functools.partial(holder.__setitem__, name), value)
 
     def _container(self, container: Any) -> None:
         if isinstance(container, dict):
-            self._rewindable_entries(container)
+            self._rewindable_entries(container, container.items())
+        elif not isinstance(container, set) and len(container) <= LONG:
+            self._rewindable_entries(container, enumerate(container))
         items = container.copy()
         self._undo.append(lambda: refilled(container, items))
         if isinstance(container, dict):
@@ -264,6 +268,7 @@ class Kept:
             self._attributes(container)
 
     def _function(self, function: types.FunctionType) -> None:
+        self._rewindable(functools.partial(setattr, function, "__defaults__"), function.__defaults__)
         self._open.extend((function.__closure__, function.__defaults__, function.__kwdefaults__))
         if function.__dict__:
             self._open.append(function.__dict__)
@@ -276,7 +281,7 @@ class Kept:
         except ValueError:  # not assigned yet
             return
 
-        value = self._rewindable(Variable(cell, "a variable"), value)
+        value = self._rewindable(Variable(cell, "a variable").put, value)
 
         def undo() -> None:
             cell.cell_contents = value
@@ -296,7 +301,7 @@ class Kept:
             elif isinstance(value, type):
                 self._class(value)
             else:
-                value = self._rewindable(Entry(known, name, name), value)
+                value = self._rewindable(functools.partial(known.__setitem__, name), value)
                 self._undo.append(functools.partial(_rebound, known, name, value))
                 self._watch(_moved_global, known, name, value)
                 self._open.append(value)
@@ -316,14 +321,14 @@ class Kept:
     def _attributes(self, value: Any) -> None:
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
-            self._rewindable_entries(own)
+            self._rewindable_entries(own, own.items())
             items = dict(own)
             self._undo.append(lambda: put_back(own, items))
             self._watch(_moved_entries, own, items, self._names_of.get(id(own), type(value).__name__))
             self._open.extend(item for name, item in items.items() if name not in _OF_MODULES or item)
         for name in _slots(type(value)):
             if hasattr(value, name):
-                item = getattr(value, name)
+                item = self._rewindable(functools.partial(_set_slot, value, name), getattr(value, name))
                 self._undo.append(functools.partial(_set_slot, value, name, item))
                 self._open.append(item)
 
@@ -341,6 +346,7 @@ class Kept:
                 elif isinstance(item, types.FunctionType):
                     self._open.append(item)
                 elif not name.startswith("__") and not hasattr(type(item), "__get__"):
+                    item = self._rewindable(functools.partial(setattr, base, name), item)
                     self._undo.append(functools.partial(_set_on_class, base, name, item))
                     self._open.append(item)
 
@@ -375,6 +381,26 @@ def _is_iterator(value: Any) -> bool:
     kind = type(value)
     draws = hasattr(kind, "__next__") and hasattr(kind, "__iter__") and not isinstance(value, (Rewound, io.IOBase))
     return draws and is_installed(kind.__module__)
+
+
+def _rewinding(value: Any, found: list[Rewound]) -> Any:
+    """The value with iterators that go back for those in it; tuples are made anew for that. `found` receives them."""
+    if _is_iterator(value):
+        found.append(rewound_of(value))
+        return found[-1]
+    if isinstance(value, types.MethodWrapperType) and value.__name__ == "__next__" and _is_iterator(value.__self__):
+        found.append(rewound_of(cast("Iterator[Any]", value.__self__)))
+        return found[-1].__next__
+    if isinstance(value, tuple) and len(value) <= LONG:
+        before = len(found)
+        items = [item if type(item) in _SIMPLE else _rewinding(item, found) for item in value]
+        if len(found) > before:
+            return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)  # type: ignore[attr-defined]
+    return value
+
+
+def _set_arguments(partial: functools.partial[Any], arguments: tuple[Any, ...]) -> None:
+    partial.__setstate__((partial.func, arguments, partial.keywords, partial.__dict__))  # type: ignore[attr-defined]
 
 
 def _only_draws(value: Any) -> bool:

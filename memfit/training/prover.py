@@ -188,9 +188,9 @@ class Prover:
     def _infer(self, kind: Kind, proof: Call) -> Deviation | None:
         assert proof.outputs.loss is not None
         work = CallWork(frozen_norms(proof), proof.outputs.loss, draws=False)
-        weighting, deviation, _ = infer_weighting(work, self._sizes(proof), self._core.staging, self._core.model)
+        weighting, deviation, moves = infer_weighting(work, self._sizes(proof), self._core.staging, self._core.model)
         kind.weighting = weighting or BY_SAMPLES
-        return deviation if weighting is None else None
+        return deviation if weighting is None else moves.deviation
 
     def _is_allowed(self, deviation: Deviation, proof: Call) -> bool:
         """Whether the user accepted this deviation by its own name, or by those of the modules it comes from."""

@@ -46,7 +46,8 @@ def infer_weighting(
 ) -> tuple[Weighting | None, Deviation, Moves]:
     """How the losses of parts of these sizes make the loss of the whole, proven on losses and gradients; None if no way
     does; and how the state that the loss moves is composed. Parameters that only the loss knows are staged from now on.
-    `decides`: doubt losses that decide by what the model computed; for works that call the model, and not its forward.
+    `decides`: doubt losses that decide by what the model computed, and take what keeps a graph for state; for works that call
+    the model, and not its forward.
     `double`: the same samples twice, to tell how state moves."""
     look = partial(_inferred, work, sizes, staging, model, decides, double)
     found = look(by_operations=False) or look(by_operations=True)
@@ -92,7 +93,7 @@ def _inferred(
     aside = partial(comparable, model, work.device)
     moves = STILL
     if moved:
-        moves = composition_of((Trial(run, sizes), *_twice(double, staging, aside)), aside, graphs=True)
+        moves = composition_of((Trial(run, sizes), *_twice(double, staging, aside)), aside, graphs=decides)
 
     def in_parts(looks: list[Reads]) -> list[_Measured]:
         parts = []
