@@ -141,16 +141,16 @@ class StandIn(torch.Tensor):
             with torch.no_grad():
                 value = self.from_parents(values)
                 return value if self._scalar is None else self._scalar.and_others(value)
+        if self._is_loss:
+            return self.computed().detach()  # (its parts are weighted, and its gradients gather at the same time)
         return self._owner.values(self._call)[self._leaf]
 
     def read(self) -> torch.Tensor:
-        """What it stands for, to be looked at. A loss is looked at before its backward: its gradients gather at the same
-        time, so that it is not computed twice."""
+        """What it stands for, to be looked at."""
         if self._scalar is not None and not self._looks:
             # (other processes may not look, so that nothing is agreed on by looking)
             return self.computed() if self._owner.alone or self._scalar.is_known else self.detached()
-        before_backward = self._is_loss and not self._parents and self._call.values is None
-        return self.computed() if before_backward else self.detached()
+        return self.detached()
 
     @property
     def leaves(self) -> frozenset[Leaf]:
