@@ -55,6 +55,14 @@ SIMPLEST: Choices = {name: options[0] for name, options in OPTIONS.items()}
 TWICE_AS_OFTEN = {"loss": 2.0, "calls": 1.2, "outside": 1.2, "body": 3.0, "micro": 3.0, "batch": 2.0, "samples": 2.0, "arithmetic": 1.2}
 """How much more often than others these dimensions take another option than the simplest."""
 
+SELDOM, UNCUT = 0.3, frozenset(("decides", "mixes", "fixed", "writes"))
+"""How often what cannot be cut is drawn, beside other options of its dimension: a script that is refused tells little more."""
+
+
+def _weights(name: str) -> list[float]:
+    table = TABLES.get(name)
+    return [1.0 if table is None or UNCUT.isdisjoint(table[option].tags) else SELDOM for option in OPTIONS[name]]
+
 
 def drawn(seed: int) -> Choices:
     """The choices that a seed stands for."""
@@ -63,7 +71,7 @@ def drawn(seed: int) -> Choices:
     choices = dict(SIMPLEST)
     for name, options in OPTIONS.items():
         take = draw.random() < min(0.9, often * TWICE_AS_OFTEN.get(name, 1.0))
-        option = draw.choice(options)
+        (option,) = draw.choices(options, _weights(name))
         if take:
             choices[name] = option
     return settled(choices, keep=draw.choice(tuple(OPTIONS)))
