@@ -121,3 +121,9 @@ class Fixed(Texts):
 def test_nothing_is_seen_of_datasets_that_cannot_be_looked_through(dataset):
     scan = longest_samples(dataset, 3)
     assert (scan.samples, scan.sizes, scan.complete, scan.seen) == ([], (), False, 0)
+
+
+def test_the_longest_in_each_tensor_is_among_them():
+    pairs = [(torch.zeros(200 - 2 * i), torch.zeros(i)) for i in range(40)]
+    found = longest_samples(pairs, 3, seconds=30).samples
+    assert [len(audio) for audio, _ in found] == [200, 198, 196, 122]

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, overload
 
 import torch
 
+from memfit.batches.extents import Extent
 from memfit.batches.tree import flat, tensors
 
+MOST_PARTS = 32
+"""A longer tuple is one of numbers."""
 Collate = Callable[[list[Any]], Any]
 Drawing = Callable[[int], AbstractContextManager[Any]]
 
@@ -38,7 +41,7 @@ class SampleBatch(Sequence[Any]):
         self._samples = samples
         self._collate_fn = collate_fn
         self._drawing = drawing
-        self._sizes: list[int] | None = None
+        self._extents: list[Extent] | None = None
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -72,7 +75,8 @@ class SampleBatch(Sequence[Any]):
         if not present or len(present) == len(self) or not self._leaves_out(present[0]):
             return self
         found = SampleBatch([self._samples[i] for i in present], self._collate_fn, drawing=self._drawing)
-        found._sizes = [sizes[i] for i in present]
+        extents = self.extents()
+        found._extents = [extents[i] for i in present]
         return found
 
     def _leaves_out(self, index: int) -> bool:
@@ -87,16 +91,36 @@ class SampleBatch(Sequence[Any]):
         shapes = [tuple(tensor.shape) for tensor in tensors(alone)]
         return bool(shapes) and shapes == [tuple(tensor.shape) for tensor in tensors(beside)]
 
+    def extents(self) -> list[Extent]:
+        """Per sample the elements in each of its tensors (in all together, where samples differ in what they hold). Looked at
+        once, then kept."""
+        if self._extents is None:
+            found = [() if sample is None else extent_of(tuple(sample) if type(sample) is list else sample) for sample in self]
+            alike = len({len(extent) for extent in found if extent}) == 1 and all(found)
+            self._extents = found if alike else [(sum(extent),) for extent in found]
+        return list(self._extents)
+
     def sizes(self) -> list[int]:
-        """Per sample the elements in it (`count_elements`): what samples are ordered by. Looked at once, then kept."""
-        if self._sizes is None:
-            self._sizes = [0 if sample is None else count_elements(sample) for sample in self]
-        return list(self._sizes)
+        """Per sample the elements in it (`count_elements`): what samples are ordered by."""
+        return [sum(extent) for extent in self.extents()]
 
     def nbytes(self) -> int:
         """Bytes of tensors and arrays in the samples, told from the first one by their sizes."""
         sizes = self.sizes()
         return count_bytes(self._samples[0]) * sum(sizes) // max(1, sizes[0]) if sizes else 0
+
+
+def extent_of(sample: Any) -> Extent:
+    """`count_elements` of each part of a sample that is a tuple, a mapping or a dataclass, in any nesting."""
+    if isinstance(sample, Mapping):
+        parts: Iterable[Any] = sample.values()
+    elif isinstance(sample, tuple) and len(sample) <= MOST_PARTS:
+        parts = sample
+    elif is_dataclass(sample) and not isinstance(sample, type):
+        parts = [getattr(sample, field.name, None) for field in fields(sample)]
+    else:
+        return (count_elements(sample),)
+    return tuple(n for part in parts for n in extent_of(part))
 
 
 def count_elements(sample: Any) -> int:

@@ -137,7 +137,7 @@ def accumulate(
             if after_micro is not None:
                 after_micro(index)
         if weighting.watch and shares is None:
-            _check_shares(gathered.terms, pieces)
+            _check_shares(gathered.terms, pieces, work.device)
         gathered.check_rivals(pieces)
     return gathered.total(receivers)
 
@@ -370,17 +370,16 @@ def _check_rivals(rivals: list[tuple[Count, ...]], chosen: Sequence[Count | None
             raise WeightsChanged("a count that was proportional to the weights no longer is")
 
 
-def _check_shares(terms: list[list[Term]], pieces: Sequence[int]) -> None:
+def _check_shares(terms: list[list[Term]], pieces: Sequence[int], device: torch.device) -> None:
     if not terms or not terms[0]:
         return
     if len({len(found) for found in terms}) != 1:
         raise WeightsChanged("the number of known means differs between micro-batches")
-    counts = torch.stack(
-        [torch.stack([torch.as_tensor(t.count, dtype=torch.float64) for t in found]) for found in terms]
-    )
+    # The one host read of this path; only losses that mix known means with other terms come here.
+    flat = _stacked([term.count for found in terms for term in found], wide(device), device)
+    counts = flat.cpu().double().reshape(len(terms), -1)
     samples = torch.tensor(pieces, dtype=torch.float64)[:, None]
     expected = samples / samples.sum()
     actual = counts / counts.sum(0)
-    # The one host read of this path; only losses that mix known means with other terms come here.
     if not torch.allclose(actual, expected.expand_as(actual), rtol=1e-9, atol=0):
         raise SharesDiffer((actual / expected).tolist())

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from memfit.batches.samples import count_elements
+from memfit.batches.samples import extent_of
 from memfit.loading.draws import preserved
 
 
@@ -25,7 +25,7 @@ class Scan:
     """What a look through a dataset found."""
 
     samples: list[Any]
-    """The longest samples seen, longest first."""
+    """The longest samples seen, longest first, and those that are longer than they in one of their tensors."""
     sizes: tuple[int, ...]
     """Elements of every sample seen, in the order they were seen."""
     complete: bool
@@ -50,17 +50,27 @@ def longest_samples(dataset: Any, count: int, seconds: float = 0.5) -> Scan:
         return Scan([], (), complete=False, seen=0)
     sizes: list[int] = []
     longest: list[tuple[int, int, Any]] = []  # a heap; the second number decides ties, so samples are never compared
+    by_tensor: dict[tuple[int, int], tuple[int, Any]] = {}  # by how many tensors there are, and which it is
     with preserved():
         stop = time.perf_counter() + seconds
         for i in _shuffled(length):
             sample = own[i]
-            sizes.append(count_elements(sample))
+            extent = extent_of(sample)
+            sizes.append(sum(extent))
+            for key, elements in (((len(extent), k), elements) for k, elements in enumerate(extent)):
+                if elements > by_tensor.get(key, (0, None))[0]:
+                    by_tensor[key] = elements, sample
             heapq.heappush(longest, (sizes[-1], -len(sizes), sample))
             if len(longest) > count:
                 heapq.heappop(longest)
             if time.perf_counter() >= stop:
                 break
     ordered = [sample for _, _, sample in sorted(longest, key=lambda entry: entry[:2], reverse=True)]
+    there = [extent_of(sample) for sample in ordered]
+    for (tensors, k), (elements, sample) in by_tensor.items():
+        if elements > max((extent[k] for extent in there if len(extent) == tensors), default=0):
+            ordered.append(sample)
+            there.append(extent_of(sample))
     return Scan(ordered, tuple(sizes), complete=len(sizes) == length, seen=len(sizes))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memfit.batches.cut import Layout, cut, cut_samples, pieces_of
+from memfit.batches.extents import Extent, of_those_after, together
 from memfit.batches.pieces import bounds
 from memfit.batches.samples import SampleBatch
 from memfit.batches.shapes import Shapes
@@ -25,8 +26,9 @@ RAGGED = 1.05
 class Ordered:
     """Samples in the order in which micro-batches are made of them.
 
-    `sizes[i]` are the elements of the i-th; all zero where samples cannot be told apart. `shapes` are the shapes per sample
-    of an ordinary batch, None where samples are collated. With `in_order`, pieces can only be made of neighbours;
+    `extents[i]` is the most that the i-th and those after it have in each tensor, `sizes[i]` the elements of that; all zero
+    where samples cannot be told apart. `shapes` are the shapes per sample of an ordinary batch, None where samples are
+    collated. With `in_order`, pieces can only be made of neighbours;
     `views(pieces)` makes all of them where that copies nothing. They lie on `devices`, if known.
     `again` makes of a part of an ordinary batch, and the number of samples in it, a batch of its own. `wanted` are the tensors
     of an ordinary batch that gradients flow into. `nbytes()` counts the bytes of samples that are not collated yet.
@@ -35,7 +37,7 @@ class Ordered:
     def __init__(
         self,
         samples: int,
-        sizes: Sequence[int],
+        extents: Sequence[Extent],
         piece: Callable[[Sequence[int]], Any],
         *,
         shapes: Shapes | None = None,
@@ -50,10 +52,13 @@ class Ordered:
         self.samples, self.shapes, self.in_order, self._again = samples, shapes, in_order, again
         self.wanted = wanted
         self.devices = devices
-        self.ragged = bool(sizes) and max(sizes) > RAGGED * max(1, min(sizes))
+        sizes = [sum(extent) for extent in extents]
+        self.ragged = bool(sizes) and sum(together(extents)) > RAGGED * max(1, min(sizes))
         order = sorted(range(samples), key=lambda i: -sizes[i]) if self.ragged else range(samples)
         self._order = order
-        self.sizes = [sizes[i] for i in order] if sizes else [0] * samples
+        self._own = [extents[i] for i in order] if sizes else [()] * samples
+        self.extents = of_those_after(self._own) if sizes else self._own
+        self.sizes = [sum(extent) for extent in self.extents]
         self._make = piece
         self._views = views
         self._ready: dict[tuple[int, int], Any] = {}
@@ -62,7 +67,7 @@ class Ordered:
     def of_samples(batch: SampleBatch) -> Ordered:
         """Samples that are collated piece by piece."""
         batch = batch.without_gaps()
-        return Ordered(len(batch), batch.sizes(), batch.collate, nbytes=batch.nbytes)
+        return Ordered(len(batch), batch.extents(), batch.collate, nbytes=batch.nbytes)
 
     @staticmethod
     def of_tree(tree: Any, layout: Layout, shapes: Shapes) -> Ordered:
@@ -117,7 +122,7 @@ class Ordered:
 
     @property
     def largest(self) -> int:
-        """Elements of the largest sample."""
+        """Elements of the largest sample, as large in each tensor as any."""
         return max(self.sizes, default=0)
 
     @property
@@ -139,10 +144,18 @@ class Ordered:
         return self._make(self._order[start:stop]) if ready is None else ready
 
     def copies(self, index: int, count: int) -> Any:
-        """`count` samples like the `index`-th: that one again and again where samples are collated, else the first ones."""
+        """`count` samples like the `index`-th: that one again and again where samples are collated, with those after it that
+        are larger in some tensor, else the first ones."""
         if self.ragged:
-            return self._make([self._order[index]] * count)
+            chosen = self._largest_from(index)
+            return self._make([self._order[chosen[i % len(chosen)]] for i in range(count)])
         return self._make([self._order[i % self.samples] for i in range(count)])
+
+    def _largest_from(self, index: int) -> list[int]:
+        """The `index`-th sample, and one after it for each tensor in which another is larger."""
+        missing = [k for k, (own, most) in enumerate(zip(self._own[index], self.extents[index])) if own < most]
+        after = range(index, self.samples)
+        return list(dict.fromkeys((index, *(max(after, key=lambda i: self._own[i][k]) for k in missing))))
 
     def around(self, index: int) -> Callable[[int, int], Any]:
         """Pieces of samples of about the size of the `index`-th, in turns, for timing."""
@@ -179,7 +192,7 @@ class Ordered:
             there = [self._order[i] for i in spaced(self.samples)]
             marks = [marks_of(self._make([i])) for i in there]
             if self.ragged:
-                marks = [{**mark, "size": float(self.sizes[i])} for mark, i in zip(marks, spaced(self.samples))]
+                marks = [{**mark, "size": float(sum(self._own[i]))} for mark, i in zip(marks, spaced(self.samples))]
             chosen = [there[i] for i in most_telling(marks, parts)]
         return lambda low, high: self._make(chosen[low:high])
 
@@ -192,7 +205,8 @@ class Ordered:
         """The batch's samples in this order."""
         view = Ordered(0, [], self._make, shapes=self.shapes, in_order=self.in_order, again=self._again)
         view.samples, view._order, view.ragged = len(order), order, self.ragged
-        view.sizes = [0] * len(order)
+        view.sizes, view._own = [0] * len(order), [()] * len(order)
+        view.extents = view._own
         return view
 
 

@@ -13,6 +13,7 @@ import torch
 
 from memfit._errors import Refused, UsageError
 from memfit.batches.cut import Layout, candidate_layouts, look_of, refuse_no_batch, shared_samples, uncuttable
+from memfit.batches.extents import Scale
 from memfit.batches.pieces import pieces_by_size
 from memfit.batches.samples import SampleBatch
 from memfit.batches.shapes import Shapes, no_larger, shapes_per_sample
@@ -43,8 +44,8 @@ class PlannedBatch(Planned):
 
     shapes: Shapes | None
     """Shapes per sample of an ordinary batch; None where samples are collated."""
-    longest: int
-    """Elements of the largest sample."""
+    scale: Scale
+    """Sizes of samples, in terms of those that were planned with."""
     samples: int
     """Samples in a batch."""
 
@@ -53,7 +54,7 @@ class PlannedBatch(Planned):
         if batch.samples > self.samples and self.plan.accumulation == 1:
             return False  # planned to run whole, without gradients of other micro-batches beside it
         if batch.shapes is None or self.shapes is None:
-            return batch.shapes is self.shapes and batch.largest <= self.longest
+            return batch.shapes is self.shapes and all(self.scale.covers(extent) for extent in batch.extents[:1])
         return len(batch.shapes) == len(self.shapes) and no_larger(batch.shapes, self.shapes)
 
 
@@ -166,9 +167,11 @@ class Stepper:
             usual, most = next(((n, m) for elements, n, m in plan.by_size if size <= elements), plan.by_size[-1][1:])
             return usual * largest // plan.micro_batch if choice is None else min(most, choice // max(1, size))
 
-        found = pieces_by_size(batch.sizes, samples_for, self._core.least)
+        active = self._core.active
+        sizes = [active.scale.size(extent) for extent in batch.extents] if isinstance(active, PlannedBatch) else batch.sizes
+        found = pieces_by_size(sizes, samples_for, self._core.least)
         if tuner is not None and choice is not None:
-            tuner.expect_batch(choice, sum(batch.sizes), len(found))
+            tuner.expect_batch(choice, sum(sizes), len(found))
         return found
 
     # ---- what a batch is
@@ -210,7 +213,7 @@ class Stepper:
             self._core.note("replan", "samples larger than any before, or more of them: planned anew before they run")
         weighting = self._weights.weighting or BY_SAMPLES
         plan, profile = self._tasks.planned(batch, self._share, weighting, profile)
-        found = PlannedBatch(plan, profile, batch.shapes, batch.largest, self._share)
+        found = PlannedBatch(plan, profile, batch.shapes, Scale(batch.extents[::-1]), self._share)
         self._plans = [planned for planned in self._plans if not _outdone(planned, batch)] + [found]
         self._core.adopt(found)
 
@@ -218,7 +221,7 @@ class Stepper:
 def _outdone(planned: PlannedBatch, batch: Ordered) -> bool:
     """Whether every batch that `planned` is good for is no larger than this one."""
     if batch.shapes is None or planned.shapes is None:
-        return batch.shapes is planned.shapes and planned.longest <= batch.largest
+        return batch.shapes is planned.shapes and planned.scale.within(batch.extents[0])
     return len(batch.shapes) == len(planned.shapes) and no_larger(planned.shapes, batch.shapes)
 
 
