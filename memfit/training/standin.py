@@ -165,6 +165,11 @@ class StandIn(torch.Tensor):
         return all((values := made[number]) is not None and values[leaf] is not None for number, leaf in self.leaves)
 
     @property
+    def is_in_graph(self) -> bool:
+        """Whether all gradients of it come to itself: also those of what C++ computed from it."""
+        return isinstance(self._node, Output) and self._call.whole is None and not self._parents and not self._is_loss
+
+    @property
     def _leaf(self) -> int:
         """The output leaf that it is, where it is one."""
         return self._node.leaf[1] if isinstance(self._node, Output) else -1
@@ -238,13 +243,17 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(args[0].without_data(), *args[1:], **kwargs)
     if func in _WATCHING:
         _refuse_watching(args[0])
+        _map_standins(StandIn.computed, args[0])
+    if func in _WATCHING | _GRADIENT and isinstance(args[0], StandIn) and args[0].is_in_graph:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
     result = _free_pair(func, args, kwargs) if func in PAIRED else _free(func, args, kwargs)
     if result is not None:
         return result
     if func in OUT_OF_PLACE and _rewritten(func, args, kwargs):
         return args[0]
     if func is torch.autograd.grad:
-        _refuse_as_goal(kwargs.get("inputs", args[1] if len(args) > 1 else ()))
+        return _gradients(*args, **kwargs)
     if _writes(func, kwargs):
         _map_standins(StandIn.settle, (args, kwargs))
     return func(*_map_standins(StandIn.computed, args), **_map_standins(StandIn.computed, kwargs))
@@ -315,10 +324,33 @@ class _Replay(torch.autograd.Function):
         by_leaf: list[torch.Tensor | None] = [None] * len(ctx.call.outputs.leaves)
         for i, gradient in zip(ctx.wanted, gradients):
             by_leaf[i] = gradient
-        total = ctx.owner.replayed(ctx.call, tuple(by_leaf))
-        given = give(total, total.factor, keep=False)
+        given = _given_of_loss(ctx.owner, ctx.call, by_leaf)
+        if given is None or any(gradient is not None for gradient in by_leaf):
+            total = ctx.owner.replayed(ctx.call, tuple(by_leaf))
+            given = _both(given, give(total, total.factor, keep=False))
         needed = ctx.needs_input_grad[3:]
         return (None, None, None, *(g if need else None for g, need in zip(given, needed)))
+
+
+def _given_of_loss(
+    owner: Owner, call: Call, by_leaf: list[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None] | None:
+    """What a model's own loss gives, which C++ took without saying so: it is weighted otherwise than outputs are joined."""
+    own = call.outputs.loss
+    if own is None or by_leaf[own] is None or call.whole is not None:
+        return None
+    incoming, by_leaf[own] = by_leaf[own], None
+    with torch.enable_grad():
+        loss = owner.accumulate_own_loss(call)
+    return torch.autograd.grad(loss, owner.receivers(call), incoming, allow_unused=True)
+
+
+def _both(
+    some: Sequence[torch.Tensor | None] | None, more: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
+    if some is None:
+        return more
+    return [b if a is None else a if b is None else a + b for a, b in zip(some, more)]
 
 
 class _Unwrap(torch.autograd.Function):
@@ -588,6 +620,15 @@ def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
     return in_place or name in _WRITING or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
 
 
+def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.grad` of, or with respect to, stand-ins."""
+    _refuse_as_goal(inputs)
+    outputs, args, kwargs = _map_standins(StandIn.computed, (outputs, args, kwargs))
+    inputs = _map_standins(lambda goal: goal if goal.is_in_graph else goal.computed(), inputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.grad(outputs, inputs, *args, **kwargs)
+
+
 def _refuse_as_goal(goals: Any) -> None:
     found = [g for g in (goals if isinstance(goals, (tuple, list)) else (goals,)) if isinstance(g, StandIn)]
     if any(goal._computed is None for goal in found):
@@ -630,6 +671,7 @@ _LIKE = {
     torch.randint_like, _T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor,
 }  # fmt: skip
 _WATCHING = {_T.retain_grad, _T.register_hook}
+_GRADIENT = {_T.grad.__get__, _T.grad.__set__, _T.grad.__delete__, _T.retains_grad.__get__}  # type: ignore[attr-defined]
 _DETACHING = {_T.detach, _T.data.__get__}  # type: ignore[attr-defined]
 _METADATA = {
     getattr(_T, name).__get__
