@@ -57,6 +57,8 @@ FOUND = (
     {"state": "aux_loss"},
     {"twist": "by_batch"},
     {"loss": "first_marked"},
+    {"loss": "scripted", "between": "output_hook"},
+    {"state": "max_norm"},
 )
 """What differed silently or crashed once, by what it takes."""
 

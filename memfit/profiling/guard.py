@@ -9,6 +9,7 @@ extensions that are no operators), and parameters that several processes hold in
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as _KeptVersion
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import TensorWeakRef
 
 from memfit.engine.context import uncompiled
 
@@ -40,7 +40,7 @@ class UndoLog:
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage, _Geometry]] = {}
-        self._versions: dict[int, tuple[TensorWeakRef, int]] = {}
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}  # (held: `p.detach()` may be all that has p's counter)
 
     def about_to_write(self, tensor: torch.Tensor) -> None:
         """Keep what is there, the first time."""
@@ -52,16 +52,17 @@ class UndoLog:
             self._copies[storage._cdata] = storage, storage.clone(), _geometry(tensor, storage)
         counted = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         if id(counted) not in self._versions and not counted.is_inference():
-            self._versions[id(counted)] = TensorWeakRef(counted), counted._version
+            self._versions[id(counted)] = counted, counted._version
 
     def moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(a tensor, what it held before) for what was written and is not the same. What nobody else holds was made meanwhile,
         past the dispatcher (`copy.deepcopy`)."""
+        held = Counter(tensor.untyped_storage()._cdata for tensor, _ in self._versions.values())
         return [
             (_tensor_on(storage, geometry), _tensor_on(copy, geometry))
             for storage, copy, geometry in self._copies.values()
             if storage.nbytes() == copy.nbytes()
-            and torch._C._storage_Use_Count(storage._cdata) > 1
+            and torch._C._storage_Use_Count(storage._cdata) > 1 + held[storage._cdata]
             and not torch.equal(_bytes_of(storage), _bytes_of(copy))
         ]
 
@@ -71,9 +72,8 @@ class UndoLog:
             if storage.nbytes() != copy.nbytes():
                 storage.resize_(copy.nbytes())
             storage.copy_(copy)
-        for ref, version in reversed(self._versions.values()):
-            if (tensor := ref()) is not None:
-                _set_version(tensor, version)
+        for tensor, version in reversed(self._versions.values()):
+            _set_version(tensor, version)
         self._copies, self._versions = {}, {}
 
 

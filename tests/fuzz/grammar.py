@@ -145,7 +145,9 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("calls", lambda c: _words(c) and _shifts(c)),
     _loses("calls", lambda c: _tokens(c) and ("goal" in _text(c, "calls") or _owns("calls")(c))),
     _loses("calls", lambda c: c["inputs"] != "one" and c["calls"] in ("catenated", "mixup")),
-    _loses("calls", lambda c: _tokens(c) and c["calls"] in ("teacher", "evaluated_first")),
+    _loses("calls", lambda c: _tokens(c) and c["calls"] in ("teacher", "evaluated_first", "two_models", "residual_calls")),
+    _loses("backward", lambda c: c["backward"] == "scaler" and (c["gradients"] != "none" or c["optimizers"] != "one" or c["accumulation"] != "none")),
+    _loses("target", lambda c: c["target"] == "double" and c["loader"] == "drop_last"),  # the data set may be smaller
     _loses("inputs", lambda c: _words(c) or _owns("pack")(c)),
     _loses("loss", lambda c: _tokens(c) and "tokens" not in the(c, "loss").tags),
     _loses("loss", lambda c: not _tokens(c) and "unflat" in the(c, "loss").tags),

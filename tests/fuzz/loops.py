@@ -137,6 +137,40 @@ loss = F.cross_entropy(out, y) / 2
         "single", call="with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):\n    out = «x»"
     ),
     "saved_on_cpu": piece("single", call="with torch.autograd.graph.save_on_cpu():\n    out = «x»"),
+    "gan": piece(
+        "owns", setup="judge = nn.Linear(CLASSES, 1).double()\njudging = torch.optim.SGD(judge.parameters(), lr=0.05)",
+        call="out = «x»",
+        loss="""
+judging.zero_grad()
+(F.softplus(judge(out.detach())) + F.softplus(-judge(goal))).mean().backward()
+judging.step()
+loss = F.softplus(-judge(out)).mean()
+""",
+    ),
+    "two_models": piece(
+        setup="second = copy.deepcopy(model)", params="*second.parameters()", call="out = «x»\nother = second«x»",
+        terms="loss = loss + F.mse_loss(out, other)",
+    ),
+    "cotraining": piece(
+        "owns", setup="second = copy.deepcopy(model)", params="*second.parameters()", call="out, other = «x», second«x»",
+        loss="loss = F.cross_entropy(out, y) + F.cross_entropy(other, y) + F.mse_loss(out, other.detach())",
+    ),
+    "policy": piece(
+        "owns", call="out = «x»\nunused = torch.rand(1)",
+        loss="""
+policy = Categorical(logits=out)
+action = policy.sample()
+reward = (action == y).double()
+loss = -(policy.log_prob(action) * (reward - reward.mean())).mean()
+""",
+    ),
+    "baseline": piece(
+        "owns", call="out = «x»\nwith torch.no_grad():\n    before = «x»",
+        loss="loss = (F.cross_entropy(out, y, reduction='none') * (before.argmax(1) == y).double().add(0.5)).mean()",
+    ),
+    "autocast": piece("single", call='with torch.autocast("cpu", torch.bfloat16):\n    out = «x»'),
+    "list_of_calls": piece("owns", call="outs = [«x + 0.1 * i» for i in range(3)]\nout = outs[0]", loss="loss = sum(F.cross_entropy(each, y) for each in outs)"),
+    "residual_calls": piece(call="first = «x»\nout = first + 0.5 * «x + 0.1»"),
     "noisy": piece("single", call="out = «x + 0.1 * torch.randn(x.shape).double()»"),
 }  # fmt: skip
 """Calls of the model in a step; those tagged "owns" bring their own loss."""
@@ -185,6 +219,29 @@ ARITHMETIC = {
     "repeated_use": piece(arithmetic="loss = loss + 0.5 * loss.detach() * loss"),
     "cloned": piece(arithmetic="loss = loss.clone()"),
     "to_double": piece(arithmetic="loss = loss.double()"),
+    "own_function": piece(
+        setup="""
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+""",
+        arithmetic="loss = Doubled.apply(loss)",
+    ),
+    "scripted_scale": piece(
+        setup="def scaled(loss: torch.Tensor) -> torch.Tensor:\n    return loss * 1.5\n\n\nscripted_scale = torch.jit.script(scaled)",
+        arithmetic="loss = scripted_scale(loss)",
+    ),
+    "where": piece(arithmetic="loss = torch.where(loss > 1.1, loss, loss * 0.5)"),
+    "all_parameters": piece(arithmetic="loss = loss + 0.0 * sum(p.sum() for p in model.parameters())"),
+    "viewed": piece(arithmetic="loss = loss.view(1).mean()"),
+    "powered_rate": piece(arithmetic='loss = loss * (1.0 + optimizer.param_groups[0]["lr"])'),
+    "unbound": piece(arithmetic="loss = torch.stack([loss, 0.5 * loss]).unbind()[1]"),
+    "swapped": piece(arithmetic="loss, half = loss * 0.5, loss * 0.25\nloss = loss + half"),
 }
 
 METRICS = {

@@ -85,6 +85,14 @@ TWISTS = {
     ),
     "groupnorm": piece(init="self.norm = nn.GroupNorm(2, 4)", forward="h = self.norm(h) if h.dim() == 2 else h"),
     "unused": piece(init="self.idle = nn.Linear(4, 4)", forward=""),
+    "cached_mask": piece(
+        init="self.mask = None",
+        forward="if self.mask is None or len(self.mask) != len(x):\n    self.mask = torch.ones(len(x), 1).double() * 0.9\nh = h * (self.mask if h.dim() == 2 else self.mask[:, None])",
+    ),
+    "lazy_table": piece(
+        init="self.table = None", forward="if self.table is None:\n    self.table = torch.linspace(0.5, 1.5, 4).double()\nh = h * self.table"
+    ),
+    "lazy_parts": piece(init="self.parts = {}", forward='h = h * self.parts.setdefault(h.shape[-1], torch.linspace(0.5, 1.5, 4).double())'),
     "moe": piece(
         init="self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])",
         forward="""
@@ -168,6 +176,22 @@ with torch.no_grad():
         slow.mul_(0.9).add_(online, alpha=0.1)
 h = self.online(h) + self.slow(h.detach())
 """,
+    ),
+    "numpy_mean": piece(
+        "state", init="self.mean = np.zeros(4)",
+        forward="self.mean[:] = 0.9 * self.mean + 0.1 * h.detach().reshape(-1, 4).mean(0).numpy()",
+    ),
+    "dict_state": piece(
+        "state", init='self.stats = {"n": 0, "mean": torch.zeros(4).double()}',
+        forward="""
+self.stats["n"] += 1
+self.stats["mean"] = 0.9 * self.stats["mean"] + 0.1 * h.detach().reshape(-1, 4).mean(0)
+""",
+    ),
+    "class_counter": piece("state", forward="type(self).forwards = getattr(type(self), 'forwards', 0) + 1"),
+    "clipped_weight": piece("state", forward="with torch.no_grad():\n    self.head.weight.clamp_(-0.4, 0.4)"),
+    "max_norm": piece(
+        "state", init="self.renorm = nn.Embedding(2, 4, max_norm=0.5)", forward="h = h + self.renorm((h.detach().sum(-1) > 0).long())"
     ),
     "spectral": piece(
         "state",

@@ -134,6 +134,32 @@ return sum(term / w for term, w in zip(terms, self.w))
     "prompt": piece(
         "outside", "prompt", setup="prompt = nn.Parameter(torch.zeros(INPUT).double())", params="prompt", before="x = x + prompt",
     ),
+    "nonlocal_count": _outside(
+        "def counting():\n    n = 0\n\n    def weight():\n        nonlocal n\n        n += 1\n        return 1.0 / n\n\n    return weight",
+        "loss = F.cross_entropy(out, y) * weight()", setup="weight = counting()", holds="weight",
+    ),
+    "numpy_running": _module(
+        "Centre", "self.centre = np.zeros(CLASSES)",
+        """
+loss = F.cross_entropy(out - torch.from_numpy(self.centre.copy()), y)
+self.centre[:] = 0.9 * self.centre + 0.1 * out.detach().mean(0).numpy()
+return loss
+""",
+    ),
+    "tensor_list": _module(
+        "Means", "self.means = [torch.zeros(CLASSES).double() for _ in range(2)]",
+        """
+loss = F.cross_entropy(out - self.means[0], y)
+for mean, factor in zip(self.means, (0.9, 0.5)):
+    mean.mul_(factor).add_(out.detach().mean(0), alpha=1 - factor)
+return loss
+""",
+    ),
+    "set_of_classes": _module("Met", "self.met = set()", "self.met.update(y.tolist())\nreturn F.cross_entropy(out, y) / len(self.met)"),
+    "static_count": _outside(
+        "class Counted:\n    calls = 0\n\n    @classmethod\n    def weight(cls):\n        cls.calls += 1\n        return 1.0 / cls.calls",
+        "loss = F.cross_entropy(out, y) * Counted.weight()", setup="counted = Counted", holds="counted",
+    ),
     "global_list": _outside(
         "", "loss = F.cross_entropy(out, y)\nkept.append(float(loss.detach()))", setup="kept = []", holds="kept"
     ),

@@ -19,6 +19,10 @@ for p, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=
 """
     ),
     "autograd_backward": piece(backward="torch.autograd.backward([loss])"),
+    "scaler": piece(
+        setup='scaler = torch.amp.GradScaler("cpu", init_scale=64.0)', backward="scaler.scale(loss).backward()",
+        gradients="scaler.unscale_(optimizer)", stepped="scaler.update()",
+    ),
     "inputs": piece(backward="loss.backward(inputs=[p for p in model.parameters() if p.requires_grad])"),
     "conflict": piece(
         backward="""
