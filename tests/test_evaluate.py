@@ -166,6 +166,53 @@ def test_what_parts_do_not_make_runs_whole(build: type[Net]) -> None:
         assert torch.allclose(mine, its, atol=1e-6)
 
 
+class Asked(Net):
+    """Returns what it was asked for last, by an argument or by an attribute."""
+
+    how = "scores"
+
+    def forward(self, x: Tensor, how: str | None = None) -> Any:
+        hidden = self.first(x).relu()
+        out = self.last(hidden)
+        return {
+            "scores": out,
+            "list": [out],
+            "dict": {"out": out},
+            "pair": (out, hidden[:, :2]),
+            "labels": out.argmax(1),
+            "mean": out.mean(1),
+            "number": (out, 2),
+            "word": (out, "two"),
+        }[how or self.how]
+
+
+@pytest.mark.parametrize("by_argument", [True, False])
+def test_a_model_that_returns_something_else_is_joined_as_that(by_argument: bool) -> None:
+    x, model, plain = numbers(9000), Asked(), Asked().eval()
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), budget=SMALL)
+    model.eval()
+    seen = Forwards(model.first)
+    for how in ("scores", "list", "dict", "pair", "labels", "mean", "scores", "number", "word", "number"):
+        model.how = plain.how = how
+        with torch.no_grad():
+            given = {"how": how} if by_argument else {}
+            found, want = model(x, **given), plain(x, **given)
+        assert type(found) is type(want)
+        same(found, want)
+    assert max(seen.sizes) < 9000
+
+
+def same(found: Any, want: Any) -> None:
+    if isinstance(want, Tensor):
+        assert found.dtype == want.dtype and torch.allclose(found, want)
+    elif isinstance(want, (tuple, list, dict)):
+        assert type(found) is type(want) and len(found) == len(want)
+        for a, b in zip(*(each.values() if isinstance(each, dict) else each for each in (found, want))):
+            same(a, b)
+    else:
+        assert found == want
+
+
 def test_what_it_leaves_on_itself_is_joined() -> None:
     model = Left()
     _, sizes, _ = evaluated(model, numbers(9000))

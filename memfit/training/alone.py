@@ -34,7 +34,7 @@ def call_alone(call: Call) -> str | None:
     looked_at.copies = True
 
     def run(samples: int) -> list[Any]:
-        found = looked_at.run(looked_at.arguments(0, samples))
+        found = flat(looked_at.output(looked_at.arguments(0, samples)))
         _backward([value for value in found if isinstance(value, torch.Tensor) and value.requires_grad], call.model)
         return found
 

@@ -204,6 +204,13 @@ class Call:
         """The leaves of `output`."""
         return flat(self.output(tree))
 
+    def checked(self, tree: Tree) -> list[Any]:
+        """The leaves of `output`. Raises Otherwise where it is none of those that the call is known to have."""
+        output = self.output(tree)
+        found = flat(output)
+        self.outputs.check(output, found)
+        return found
+
     def arguments(self, start: int, stop: int) -> Tree:
         """The arguments of one micro-batch; those that require gradients as leaves of their own."""
         if self.whole_piece:
@@ -324,9 +331,9 @@ class Call:
 
     def _forward_of(self, start: int, stop: int, staging: Staging) -> list[Any]:
         if not torch.is_grad_enabled():
-            return self.run(self.arguments(start, stop))
+            return self.checked(self.arguments(start, stop))
         with staging.swapped():
-            return self.run(self.arguments(start, stop))
+            return self.checked(self.arguments(start, stop))
 
     def _backward_of(
         self, index: int, start: int, stop: int, gradients: Sequence[torch.Tensor | None], staging: Staging

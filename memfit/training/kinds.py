@@ -36,10 +36,11 @@ from memfit.training.consumers import Consumer, OwnLoss, Twin
 from memfit.training.core import Core
 from memfit.training.doors import Door, Doorway
 from memfit.training.faults import is_fault, report_fault, strict
+from memfit.training.flags import Flags
 from memfit.training.kind import Kind, PlannedCall
 from memfit.training.learn import look_of, structure_of, twin_call, ways_to_cut
 from memfit.training.measure import UNSEEN
-from memfit.training.outputs import Outputs
+from memfit.training.outputs import Otherwise, Outputs
 from memfit.training.planned import Planned
 from memfit.training.prover import Prover
 from memfit.training.recover import surviving
@@ -88,6 +89,7 @@ class Kinds:
         self._unknown: set[Hashable] = set()
         self._untrained: set[Hashable] = set()
         self._uncut = UncutCalls(core)
+        self._flags = Flags(core.model)
         self._open = self._most_open = 0
         self._time_first = any(getattr(module, "batch_first", True) is False for module in core.model.modules())
 
@@ -100,6 +102,7 @@ class Kinds:
         """The model is another one: nothing is known of its calls."""
         for known in (self._kinds, self._recognised, self._doors, self._unknown, self._untrained):
             known.clear()
+        self._flags = Flags(self._core.model)
 
     def ended(self) -> None:
         """Backward has come to the calls since the last one, or the optimizer has stepped."""
@@ -114,7 +117,11 @@ class Kinds:
         self._most_open = max(self._most_open, self._open)
         try:
             with without_saved_tensors_hooks():
-                return self._through_doors(name, plain, tree, hint)
+                try:
+                    return self._through_doors(name, plain, tree, hint)
+                except Otherwise:  # it is another kind of call
+                    self._kinds.pop(self._recognise(name, tree, hint).key, None)
+                    return self._through_doors(name, plain, tree, hint)
         except Exception as error:
             found = self._recognise(name, tree, hint)
             samples = found.samples if found.samples is not None else next(iter(self._told(tree, hint)), None)
@@ -154,12 +161,13 @@ class Kinds:
 
     def _recognise(self, name: str, tree: Tree, hint: int | None) -> Recognised:
         """Of which kind a call is, and how many samples it has."""
-        look = None if self._core.settings.split is not None else look_of(tree, self._core.model, self._core.device)
+        core, flags = self._core, self._flags.now()
+        look = None if core.settings.split is not None else look_of(tree, core.model, core.device, flags)
         before = None if look is None else self._recognised.get((name, look))
         if before is not None and self._kinds.get(before.key) is before.kind:
             return before
         split = self._split(tree, hint)
-        key = name, structure_of(tree, self._core.model, self._core.device, split)
+        key = name, structure_of(tree, core.model, core.device, split, flags)
         kind = self._kinds.get(key)
         if split is not None:
             samples = next(iter(self._told(tree, hint)), None)
@@ -252,6 +260,8 @@ class Kinds:
 
     def runs_whole_after(self, call: Call, error: BaseException) -> bool:
         """Whether a call may run whole whose pass in pieces raised this."""
+        if isinstance(error, Otherwise):
+            self._kinds = {key: kind for key, kind in self._kinds.items() if key not in {c.key for c in call.calls}}
         if not isinstance(error, Exception) or isinstance(error, (MemfitError, Modified, WeightsChanged)):
             return False
         if is_out_of_memory(error):

@@ -26,8 +26,10 @@ from memfit.training.outputs import Outputs, learn_outputs
 from memfit.training.positions import first_that_decides
 
 
-def structure_of(tree: Tree, model: nn.Module, device: torch.device, split: Split | None = None) -> Hashable:
-    """What two calls share if they can be cut the same way: nesting, dtypes, plain values, mode and autocast.
+def structure_of(
+    tree: Tree, model: nn.Module, device: torch.device, split: Split | None = None, flags: Hashable = ()
+) -> Hashable:
+    """What two calls share if they can be cut the same way: nesting, dtypes, plain values, mode, flags and autocast.
 
     Where only `split` knows how, what it cuts beside tensors (lists of lengths) may differ from call to call.
     """
@@ -39,12 +41,12 @@ def structure_of(tree: Tree, model: nn.Module, device: torch.device, split: Spli
         found = tuple((path, _kind(leaf, path)) for path, leaf in leaves(tree))
     return (
         found,
-        model.training,
+        (model.training, flags),
         tuple((a.device_type, a.enabled, a.dtype) for a in autocast_now((device.type, "cpu"))),
     )
 
 
-def look_of(tree: Tree, model: nn.Module, device: torch.device) -> Hashable:
+def look_of(tree: Tree, model: nn.Module, device: torch.device, flags: Hashable = ()) -> Hashable:
     """What two calls share that are of one kind and have the same sizes; None where they are given more than tensors."""
     args, kwargs = tree
     found = []
@@ -55,7 +57,7 @@ def look_of(tree: Tree, model: nn.Module, device: torch.device) -> Hashable:
     casts = tuple(
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in dict.fromkeys((device.type, "cpu"))
     )
-    return len(args), tuple(kwargs), tuple(found), model.training, casts
+    return len(args), tuple(kwargs), tuple(found), (model.training, flags), casts
 
 
 def ways_to_cut(

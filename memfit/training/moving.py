@@ -117,8 +117,9 @@ def composition_of(
     moved = {key: found[0] for each in reversed(seen) for key, found in {**each.in_turn, **each.whole}.items()}
     slots, named = [], None
     for key, place in moved.items():
-        if all(same(*each.ends(key), EXACT) for each in seen):
-            continue
+        flag = any(isinstance(each.before(key), (bool, str)) for each in seen)
+        if all(same(*each.ends(key), EXACT) for each in seen) and not flag:
+            continue  # (what a forward does for the first time only, it would do in the first micro-batch only)
         nearly = all(same(*each.ends(key)) for each in seen)
         rule = next(_rules(place, key, seen, EXACT), None) or (None if nearly else next(_rules(place, key, seen), None))
         if rule is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,10 @@ from memfit.batches.pieces import bounds
 from memfit.batches.tree import Attribute, Path, leaves, path_name, rebuild
 
 _NUMBERS = ("int", "float", "bool", "complex", "str", "NoneType")
+
+
+class Otherwise(Refused):
+    """A model returns another structure, or another value beside its tensors, than it did for calls like this one."""
 
 
 class Named(str):
@@ -157,6 +162,29 @@ class Outputs:
     leaves: tuple[Leaf, ...]
     """In order."""
 
+    def check(self, output: Any, found: Sequence[Any]) -> None:
+        """Raise Otherwise where an output, with these leaves, is none of this structure with these values."""
+        if not self._is_nested_like(output):
+            raise _otherwise(f"a {type(output).__name__}")
+        self.check_leaves(found)
+
+    def check_leaves(self, found: Sequence[Any]) -> None:
+        """Raise Otherwise where these are not the leaves of such an output."""
+        if len(found) != len(self.leaves):
+            raise _otherwise(f"{len(found)} values")
+        for i, value in self._values:
+            if type(found[i]) is not type(value) or found[i] != value:
+                raise _otherwise(f"{found[i]!r} as {name_in(self.leaves[i].path)}, where it was {value!r}")
+
+    @cached_property
+    def _values(self) -> tuple[tuple[int, Any], ...]:
+        return tuple((i, leaf.value) for i, leaf in enumerate(self.leaves) if leaf.kind == "value")
+
+    def _is_nested_like(self, output: Any) -> bool:
+        if isinstance(output, torch.Tensor) or self.tree is None:
+            return isinstance(output, torch.Tensor) and self.tree is None
+        return type(output) is type(self.tree) and (not isinstance(output, dict) or list(output) == list(self.tree))
+
     @property
     def bytes_per_sample(self) -> int:
         """Bytes of the differentiable outputs per sample, in float32 as losses compute."""
@@ -292,6 +320,15 @@ def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
         found=f"{name_in(path)} has the shape {tuple(small.shape)} for {few} samples and {tuple(large.shape)} "
         f"for {many}: it does not have one entry per sample",
         next_move="compute what needs all samples together outside the model, from outputs with one entry per sample",
+    )
+
+
+def _otherwise(what: str) -> Otherwise:
+    return Otherwise(
+        "running a call of the model in micro-batches",
+        found=f"the forward returned {what}; for calls like this one it did not before",
+        next_move="let an argument of the call decide what the forward returns, or a bool or str attribute of the module, or "
+        'pass micro_batch="off"',
     )
 
 

@@ -278,9 +278,11 @@ class Script:
         return self._core.together is None
 
     def defers(self, call: Call) -> bool:
-        """Whether losses of calls like this one wait for what becomes of them: where there are several, and among several
-        processes, which add up sums and not what a script divides by counts of its own."""
-        return self._kinds.of(call).several or not (self.alone or self.in_step)
+        """Whether losses of calls like this one wait for what becomes of them: where there are several, unless a script may see
+        meanwhile that a forward which moves state has not run; and among several processes, which add up sums and not what a
+        script divides by counts of its own."""
+        several = self._kinds.of(call).several and not call.composition.moved
+        return several or not (self.alone or self.in_step)
 
     def accumulate_known_loss(self, call: Call, loss: Step) -> torch.Tensor:
         """A known loss by accumulate."""

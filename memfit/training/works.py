@@ -107,7 +107,7 @@ class CallWork:
 
     def _value(self, arguments: Any) -> Any:
         with precision_applied(self._precision, self.device):
-            found = self.call.run(arguments)
+            found = self.call.checked(arguments)
         if self.keeps:
             self.values.append({leaf: found[leaf].detach() for leaf in self.keeps})
         return found[self._leaf]
@@ -134,7 +134,7 @@ class OutputsWork(CallWork):
     def forward(self, inputs: Any) -> Any:
         arguments, start, stop = inputs
         with precision_applied(self._precision, self.device):
-            found = self.call.run(arguments)
+            found = self.call.checked(arguments)
         wanted = [v for v, leaf in zip(found, self.call.outputs.leaves) if leaf.differentiable]
         return wanted, start, stop
 
@@ -163,7 +163,7 @@ class ExpressionWork(CallWork):
     def forward(self, inputs: Any) -> Any:
         arguments, start, stop = inputs
         with precision_applied(self._precision, self.device):
-            found = self.call.run(arguments)
+            found = self.call.checked(arguments)
         if self.keeps:
             self.values.append({leaf: found[leaf].detach() for leaf in self.keeps})
         if self.draws:  # not while tracing, where sizes may be guessed
