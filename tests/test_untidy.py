@@ -337,3 +337,34 @@ def test_parameters_that_are_replaced_before_the_loss_are_refused() -> None:
     grown_head(model, optimizer)
     with pytest.raises(Refused, match="replaced since the call"):
         F.cross_entropy(out, y).backward()
+
+
+class Checkpointed(nn.Module):
+    """Its first layer is checkpointed on data: torch gives it no gradient where the checkpoint is reentrant."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.last = nn.Linear(7, 8).double(), nn.Linear(8, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return self.last(hidden.tanh())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_parameters_without_a_gradient_are_named(reentrant: bool, in_steps: bool) -> None:
+    model, (x, y) = Checkpointed(reentrant), points()
+    more: dict[str, Any] = {"loss_fn": lambda m, b: F.cross_entropy(m(b[0]), b[1])} if in_steps else {}
+    optimizer = sgd(model)
+    run = memfit.wrap(model, optimizer, micro_batch=5, **more)
+    for _ in range(2):
+        if in_steps:
+            run.step((x, y))
+        else:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    said = [event.message for event in run.events if "no gradient came to" in event.message]
+    assert said == (["no gradient came to first.weight, first.bias in the first step"] if reentrant else [])

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 HISTORY = 1000
 """Steps whose durations are remembered."""
+NAMED = 8
+"""Parameters that are named in a note."""
 LOOKS = 100
 """Steps within which one is to be seen that takes what was planned; in the first of them sizes are still measured."""
 
@@ -395,6 +397,8 @@ class Run:
             core.memory.reset_peak()  # neither what planning itself held nor a plan before this one counts
             self._measured_plan, self._peak_from = core.plan, core.steps
         core.memory.stepped()
+        if core.steps == 1 and core.together is None:
+            self._name_unreached(core)
         if not core.settled and core.steps <= LOOKS and core.plan is not None:
             peak = self.measured_peak()
             core.settled = peak is not None and peak <= core.plan.held + core.plan.predicted.upper
@@ -408,6 +412,15 @@ class Run:
             if self._stepper is None:  # in step mode `step` ends it
                 self._clock.end(self._script.samples_seen)
             self._script.samples_seen = 0
+
+    def _name_unreached(self, core: Core) -> None:
+        """Which parameters the first step had no gradient for: torch leaves them as they are, and says nothing."""
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        named = self.model.named_parameters()
+        names = [name for name, p in named if p.requires_grad and p.grad is None and id(p) in trained]
+        if names:
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            core.note("note", f"no gradient came to {', '.join(names[:NAMED])}{more} in the first step")
 
     def _compare_with_target(self, script: Script) -> None:
         core = self._core
