@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import mlp, points, wrapped
+from stepping import sgd
 from torch import Tensor, nn
 from zoo.plain import gradients_of, relative_error
 
+import memfit
 from memfit import Refused
 from memfit.training.flags import MOST, Flags
 
@@ -102,8 +104,80 @@ def test_flags_that_change_all_the_time_are_none() -> None:
 
 
 @pytest.mark.parametrize("build", [lambda: nn.Linear(3, 2), lambda: nn.TransformerEncoderLayer(4, 2)])
-def test_modules_of_packages_have_none(build: Callable[[], nn.Module]) -> None:
-    assert Flags(build()).now() == ()
+def test_words_of_modules_of_packages_are_none(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    before = Flags(model).now()
+    model.anything = "else"  # type: ignore[assignment]
+    assert Flags(model).now() == before == ((), 0)
+
+
+class Centring(nn.Module):
+    """Mixes samples where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.centres = mlp(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        return out - out.mean(0) if self.centres else out
+
+
+def told(model: Centring) -> None:
+    model.centres = True
+
+
+def hooked(model: Centring) -> None:
+    model.net[0].register_forward_hook(lambda module, args, out: out - out.mean(0))
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize("change", [told, hooked])
+def test_it_is_proven_anew_where_the_model_changes(change: Callable[[Centring], None], in_steps: bool) -> None:
+    """In the third step, between two proofs."""
+    model, plain = Centring(), Centring()
+    steps = trained(model, in_steps), trained(plain, None)
+    for _ in range(2):
+        for step in steps:
+            step()
+    assert relative_error(dict(model.named_parameters()), dict(plain.named_parameters())) <= EXACT
+    change(model)
+    with pytest.raises(Refused, match="mixes samples"):
+        steps[0]()
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_state_that_it_moves_from_now_on_moves_once(in_steps: bool) -> None:
+    model, plain = Centring(), Centring()
+    for each, step in ((model, trained(model, in_steps)), (plain, trained(plain, None))):
+        for i in range(6):
+            if i == 2:
+                torch.manual_seed(0)  # (what follows draws)
+                torch.nn.utils.parametrizations.spectral_norm(each.net[0])
+            step()
+    assert relative_error(dict(model.state_dict()), dict(plain.state_dict())) <= EXACT
+
+
+def trained(model: nn.Module, in_steps: bool | None) -> Callable[[], Any]:
+    """One step of training; None: without memfit."""
+    optimizer = sgd(model)
+    settings: dict[str, Any] = {"loss_fn": cross_entropy} if in_steps else {}
+    run = None if in_steps is None else memfit.wrap(model, optimizer, micro_batch=5, **settings)
+
+    def step() -> None:
+        if in_steps:
+            assert run is not None
+            run.step((X, Y))
+            return
+        optimizer.zero_grad()
+        cross_entropy(model, (X, Y)).backward()
+        optimizer.step()
+
+    return step
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def test_a_flag_that_a_forward_sets_is_state() -> None:

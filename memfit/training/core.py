@@ -36,6 +36,7 @@ from memfit.training.catchup import CatchUp
 from memfit.training.company import Company
 from memfit.training.elsewhere import CardMemory
 from memfit.training.events import Events
+from memfit.training.flags import Flags
 from memfit.training.heap import HeapWatch
 from memfit.training.memory import Memory
 from memfit.training.overlap import Load
@@ -143,6 +144,8 @@ class Core:
         """Called when all that is known of the model has to be found anew."""
         self.taken: TakenOver | None = None
         """What the model came in, if in something."""
+        self.flags = Flags(model)
+        """What tells kinds of calls and of batches apart beside what they are given."""
         self._undo_levers: Callable[[], None] = lambda: None
         self._checked_escapes = False
 
@@ -156,7 +159,7 @@ class Core:
         if untrained or self.together is not None or in_functional_call():
             return False
         self.known = {id(p): p for p in self.model.parameters()}
-        self.reference = None
+        self.reference, self.flags = None, Flags(self.model)
         self.memory.train()
         for forget in (*self.on_parameters, *self.on_forget):
             forget()

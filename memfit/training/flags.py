@@ -1,6 +1,8 @@
-"""What modules of the script's own say of themselves in words and truth values: a forward may return something else by it.
+"""What a model says of itself: the words and truth values on modules of the script's own, its modules, and their hooks.
 
-Not covered: numbers, which count more often than they tell kinds of calls apart.
+By these a forward may do something else, so that what was found out about it holds as long as they stay the same.
+
+Not covered: numbers, which count more often than they tell kinds of calls apart, and what a model reads elsewhere.
 """
 
 from __future__ import annotations
@@ -9,31 +11,36 @@ from collections.abc import Hashable
 
 from torch import nn
 
+from memfit.engine.modules import modules_of
 from memfit.profiling.kept import is_installed
 
-MOST = 8
-"""Values that are told apart; where there are more, they are none by which kinds of calls differ."""
+MOST = 16
+"""What is told apart; where a model says more, nothing of that kind is looked at any more."""
 
 
 class Flags:
-    """The attributes of a model's modules that are words or truth values."""
+    """A model's flags, as they are when `now` is called."""
 
     def __init__(self, model: nn.Module) -> None:
-        own = [vars(module) for module in model.modules() if not is_installed(type(module).__module__)]
+        self._model = model
+        own = [vars(module) for module in modules_of(model) if not is_installed(type(module).__module__)]
         self._found = [
             (held, name)
             for held in own
             for name, value in held.items()
             if type(value) in (bool, str) and name != "training" and not name.startswith("_")
         ]
-        self._met: set[Hashable] = set()
+        self._words: set[Hashable] = set()
+        self._parts: dict[Hashable, int] = {}
 
     def now(self) -> Hashable:
         """What they are."""
-        if not self._found:
-            return ()
-        found = tuple(value if type(value := held.get(name)) in (bool, str) else None for held, name in self._found)
-        self._met.add(found)
-        if len(self._met) > MOST:
-            self._found = []
-        return found
+        words = tuple(value if type(value := held.get(name)) in (bool, str) else None for held, name in self._found)
+        if words not in self._words:
+            self._words.add(words)
+            if len(self._words) > MOST:
+                self._found = []
+        if len(self._parts) > MOST:
+            return words
+        parts = tuple([(id(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in modules_of(self._model)])
+        return words, self._parts.setdefault(parts, len(self._parts))

@@ -36,7 +36,6 @@ from memfit.training.consumers import Consumer, OwnLoss, Twin
 from memfit.training.core import Core
 from memfit.training.doors import Door, Doorway
 from memfit.training.faults import is_fault, report_fault, strict
-from memfit.training.flags import Flags
 from memfit.training.kind import Kind, PlannedCall
 from memfit.training.learn import look_of, structure_of, twin_call, ways_to_cut
 from memfit.training.measure import UNSEEN
@@ -89,7 +88,6 @@ class Kinds:
         self._unknown: set[Hashable] = set()
         self._untrained: set[Hashable] = set()
         self._uncut = UncutCalls(core)
-        self._flags = Flags(core.model)
         self._open = self._most_open = 0
         self._time_first = any(getattr(module, "batch_first", True) is False for module in core.model.modules())
 
@@ -102,7 +100,6 @@ class Kinds:
         """The model is another one: nothing is known of its calls."""
         for known in (self._kinds, self._recognised, self._doors, self._unknown, self._untrained):
             known.clear()
-        self._flags = Flags(self._core.model)
 
     def ended(self) -> None:
         """Backward has come to the calls since the last one, or the optimizer has stepped."""
@@ -161,7 +158,7 @@ class Kinds:
 
     def _recognise(self, name: str, tree: Tree, hint: int | None) -> Recognised:
         """Of which kind a call is, and how many samples it has."""
-        core, flags = self._core, self._flags.now()
+        core, flags = self._core, self._core.flags.now()
         look = None if core.settings.split is not None else look_of(tree, core.model, core.device, flags)
         before = None if look is None else self._recognised.get((name, look))
         if before is not None and self._kinds.get(before.key) is before.kind:

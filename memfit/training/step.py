@@ -70,11 +70,11 @@ class Stepper:
         self._core, self._whole_loss = core, whole_loss
         self._tasks = Tasks(core, loss_fn)
         core.reached = (loss_fn, core.settings.weight, core.settings.split)
-        self._weights = Weigher(core, self._tasks)
+        self._kinds: dict[Hashable, tuple[Weigher, list[PlannedBatch]]] = {}
         self._share = 1
-        self._plans: list[PlannedBatch] = []
+        self._look()
         core.on_forget.append(self.plan_again)
-        core.on_parameters.append(self._weights.begin_anew)
+        core.on_parameters.append(self._begin_anew)
         self._latest: tuple[Hashable, tuple[Layout, Shapes]] = (None, (Layout((), 0), ()))
 
     def ordered(self, batch: Any) -> Ordered:
@@ -83,12 +83,29 @@ class Stepper:
 
     def prepare(self, like: Ordered, share: int | None) -> None:
         """Plan for effective batches of `share` samples (None: as many) like those in `like`, without running any."""
+        self._look()
         with reaching(*self._core.reached):
             self._decide(like, share or like.samples)
 
     def plan_again(self) -> None:
         """Forget the plans: what they rest on has changed."""
-        self._plans, self._share = [], 1
+        for _, plans in self._kinds.values():
+            plans.clear()
+        self._share = 1
+
+    def _begin_anew(self) -> None:
+        """The model is another one: nothing is known of its loss."""
+        self._kinds.clear()
+        self._look()
+
+    def _look(self) -> None:
+        """What is known of the loss while the model's flags are what they are."""
+        flags = self._core.flags.now()
+        if flags not in self._kinds:
+            self._kinds[flags] = Weigher(self._core, self._tasks), []
+        self._weights, self._plans = self._kinds[flags]
+        if self._core.together is not None:
+            self._core.together.whole = self._weights.together
 
     def task(self, batch: Any) -> Task:
         """What there is to profile in a batch like this one."""
@@ -104,6 +121,7 @@ class Stepper:
         ordered = self.ordered(batch)
         self.samples = ordered.samples
         self._core.knows_parameters()
+        self._look()
         self._decide(ordered, ordered.samples)
         doubted = False
         while not self._weights.together:
@@ -214,7 +232,7 @@ class Stepper:
         weighting = self._weights.weighting or BY_SAMPLES
         plan, profile = self._tasks.planned(batch, self._share, weighting, profile)
         found = PlannedBatch(plan, profile, batch.shapes, Scale(batch.extents[::-1]), self._share)
-        self._plans = [planned for planned in self._plans if not _outdone(planned, batch)] + [found]
+        self._plans[:] = [planned for planned in self._plans if not _outdone(planned, batch)] + [found]
         self._core.adopt(found)
 
 

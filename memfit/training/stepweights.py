@@ -56,10 +56,6 @@ class Weigher:
         self._proven_ragged = False
         self._prove_at = 0
 
-    def begin_anew(self) -> None:
-        """The model is another one: how its loss is weighted is found anew."""
-        self.weighting, self._alone, self.together, self._proven_ragged = None, None, False, False
-
     @property
     def known(self) -> bool:
         """Whether it was stated, or proven."""
