@@ -13,6 +13,8 @@ from helpers import mlp, points, wrapped
 from torch import Tensor, nn
 from zoo.plain import gradients_of, relative_error
 
+from memfit import Refused
+
 X, Y = points(12)
 Y = Y.clone()
 Y[1:4] = -100
@@ -118,3 +120,23 @@ def test_a_models_own_loss_is_weighted_there_too(past: str, beside: str | None) 
     wrapped(model, 5)
     (found, value), (want, wanted) = gradients(model), gradients(WithLoss())
     assert relative_error(found, want) <= EXACT and torch.allclose(value[0], wanted[0], rtol=EXACT, atol=0)
+
+
+@pytest.mark.parametrize("look", ["retain_grad", "register_hook"])
+def test_what_would_look_at_a_gradient_that_was_gathered_already_is_refused(look: str) -> None:
+    model = mlp()
+    wrapped(model, 5)
+    out = model(X)
+    loss = F.cross_entropy(out, Y)
+    watch = out.retain_grad if look == "retain_grad" else lambda: out.register_hook(print)
+    with pytest.raises(Refused, match=f"output.{look}"):
+        watch()
+    loss.backward()
+    watch()  # nothing comes any more
+    assert relative_error(gradients_of(model), gradients_of(_plain())) <= EXACT
+
+
+def _plain() -> nn.Module:
+    model = mlp()
+    F.cross_entropy(model(X), Y).backward()
+    return model

@@ -49,11 +49,12 @@ class Call:
 
     `pieces` and the random state of each are fixed by the first pass over it; later passes repeat them exactly. `receivers`
     is what gradients of its outputs flow into, once it has outputs; `gathered` tells whether such gradients have been
-    computed. `several` are those that it consists of, if of others; `offsets` where, by their `number`, the outputs of its
-    `calls` begin in its own; `begins` the micro-batch of these that it is about to run in. `whole` is what it returned where it
-    ran as it is after all; `planned` is the plan that it ran by; `composition` says how the state that it moves is composed.
-    `host_draws` tells whether calls draw from Python's or NumPy's generators. With `copies`, micro-batches are copies: a model
-    that writes into its input then leaves the batch alone.
+    computed, `pending` how many losses have done so whose backward is still to come. `several` are those that it consists of,
+    if of others; `offsets` where, by their `number`, the outputs of its `calls` begin in its own; `begins` the micro-batch of
+    these that it is about to run in. `whole` is what it returned where it ran as it is after all; `planned` is the plan that
+    it ran by; `composition` says how the state that it moves is composed. `host_draws` tells whether calls draw from Python's
+    or NumPy's generators. With `copies`, micro-batches are copies: a model that writes into its input then leaves the batch
+    alone.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Call:
         modules = modules_of(model)
         self.modes, self.requires = modes_of(modules), requires_of(modules)
         self.copies = self.gathered = False
+        self.pending = 0
         self.receivers: Sequence[torch.Tensor] | None = None
         self.pieces: tuple[int, ...] = ()
         self.random: list[RandomState] = []

@@ -495,7 +495,11 @@ class Script:
                     for labels in consumer.labels:
                         labels.check_data("has computed the gradients with the loss")
                     self._about_to_hand_over(receivers)
+                    for each in () if graph_is_kept() else call.calls:
+                        each.pending -= 1
 
+                for each in call.calls:
+                    each.pending += 1
                 total.on_handover = handing_over
                 if self._core.together is not None:
                     total.combine = self._combining(total, BY_SAMPLES if weighting is BY_SHARE else weighting)

@@ -243,6 +243,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(args[0].without_data(), *args[1:], **kwargs)
     if func in _WATCHING:
         _refuse_watching(args[0])
+        _refuse_late(args[0])
         _map_standins(StandIn.computed, args[0])
     if func in _WATCHING | _GRADIENT and isinstance(args[0], StandIn) and args[0].is_in_graph:
         with torch._C.DisableTorchFunctionSubclass():
@@ -647,6 +648,16 @@ def _refuse_watching(output: Any) -> None:
             "the gradient of an output beside the model's own loss",
             found="the batch runs in micro-batches with its loss, so that what the loss adds to that gradient is not seen",
             next_move="compute the loss from the output in the script, or let the batch run whole",
+        )
+
+
+def _refuse_late(output: Any) -> None:
+    """A loss that was computed from it already has gathered its gradients past what would look at them."""
+    if isinstance(output, StandIn) and output._call.pending and output._computed is None:
+        raise Refused(
+            "looking at the gradient of the model's output",
+            found="the batch ran in micro-batches with its loss, and the whole gradient of the output was never made",
+            next_move="call output.retain_grad() or output.register_hook() before computing the loss from it",
         )
 
 
