@@ -252,6 +252,31 @@ def graph_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch["nodes"], batch["sizes"]), batch["y"])
 
 
+@pytest.mark.parametrize("sizes", [(12, 12), (12, 4), (12, 8, 4), (4, 12), (8, 12)])
+def test_what_is_the_same_for_all_samples_is_not_cut(sizes: tuple[int, ...]) -> None:
+    """Weights of four classes and of eight features, in batches of as many samples, too."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        x, labels, classes, features = batch
+        hidden = model[:2](x) * features
+        return F.cross_entropy(model[2:](hidden), labels, weight=classes) + (hidden * features[:, None].T).square().mean()
+
+    generator = torch.Generator().manual_seed(0)
+    classes, features = (torch.rand(n, generator=generator, dtype=torch.float64) + 0.5 for n in (4, 8))
+    x, labels = points(24)
+    model, reference = mlp(), mlp()
+    seen = Seen(model)
+    run = memfit.wrap(model, sgd(model), loss_fn=loss_fn, micro_batch=3, before_step=seen)
+    optimizer = sgd(reference)
+    for size in sizes:
+        batch = x[:size], labels[:size], classes, features
+        run.step(batch)
+        optimizer.zero_grad()
+        loss_fn(reference, batch).backward()
+        assert relative_error(seen.gradients[-1], gradients_of(reference)) <= EXACT
+        optimizer.step()
+
+
 def test_split_cuts_what_memfit_cannot() -> None:
     batch = graphs([3, 1, 4, 1, 5, 2])
     error = error_of_step(

@@ -6,6 +6,7 @@ arguments); they are refused with the way out, `split=`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -177,6 +178,14 @@ def shared_samples(tree: Any) -> int | None:
         leaf.shape[0] for leaf in flat(tree) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.numel() > 1
     }
     return found.pop() if len(found) == 1 else None
+
+
+def usual_samples(tree: Any) -> int | None:
+    """The size of the first dimension that most tensors share, two at least, or None; the others (weights of classes, a mask of
+    positions) are the same for all samples."""
+    found = Counter(t.shape[0] for t in flat(tree) if isinstance(t, torch.Tensor) and t.dim() and t.numel() > 1)
+    ((size, count), *others) = found.most_common() or [(0, 0)]
+    return size if count > 1 and all(count > other for _, other in others) else None
 
 
 def common_size(tree: Any) -> int | None:

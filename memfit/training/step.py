@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from memfit._errors import Refused, UsageError
-from memfit.batches.cut import Layout, candidate_layouts, look_of, refuse_no_batch, shared_samples, uncuttable
+from memfit.batches.cut import Layout, candidate_layouts, look_of, refuse_no_batch, shared_samples, uncuttable, usual_samples
 from memfit.batches.extents import Scale
 from memfit.batches.pieces import pieces_by_size
 from memfit.batches.samples import SampleBatch
 from memfit.batches.shapes import Shapes, no_larger, shapes_per_sample
-from memfit.batches.tree import map_leaves, tensors
+from memfit.batches.tree import flat, map_leaves, tensors
 from memfit.engine.accumulate import BY_SAMPLES, Weighting, WeightsChanged, checked_loss
 from memfit.engine.handover import Total, hand_over
 from memfit.planning.plan import Plan
@@ -75,6 +75,8 @@ class Stepper:
         self._look()
         core.on_forget.append(self.plan_again)
         core.on_parameters.append(self._begin_anew)
+        self._shared: dict[int, tuple[int, ...]] = {}
+        """By leaf of a batch, the shape of what is the same for all samples."""
         self._latest: tuple[Hashable, tuple[Layout, Shapes]] = (None, (Layout((), 0), ()))
 
     def ordered(self, batch: Any) -> Ordered:
@@ -210,8 +212,18 @@ class Stepper:
         """How an ordinary batch is cut, and its shapes per sample; that of the latest is remembered."""
         looks = look_of(batch)
         if looks is None or looks != self._latest[0]:
-            self._latest = looks, _layout_of(batch)
+            self._latest = looks, self._layout_of(batch)
         return self._latest[1]
+
+    def _layout_of(self, batch: Any) -> tuple[Layout, Shapes]:
+        """How a batch is cut that was not met yet. What was the same for all samples in another one stays so, however many
+        samples there are now."""
+        found = _likeliest_layout(batch)
+        shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in flat(batch)]
+        kept = [self._shared.get(i) != shape or shape is None for i, shape in enumerate(shapes)]
+        layout = Layout(tuple(axis if keeps else None for axis, keeps in zip(found.axes, kept)), found.samples)
+        self._shared |= {i: shape for i, (axis, shape) in enumerate(zip(layout.axes, shapes)) if axis is None and shape}
+        return layout, shapes_per_sample(batch, layout)
 
     # ---- deciding
 
@@ -243,13 +255,14 @@ def _outdone(planned: PlannedBatch, batch: Ordered) -> bool:
     return len(batch.shapes) == len(planned.shapes) and no_larger(planned.shapes, batch.shapes)
 
 
-def _layout_of(batch: Any) -> tuple[Layout, Shapes]:
+def _likeliest_layout(batch: Any) -> Layout:
     refuse_no_batch(batch)
-    samples = shared_samples(batch) or (1 if all(tensor.numel() == 1 for tensor in tensors(batch)) else None)
+    single = 1 if all(tensor.numel() == 1 for tensor in tensors(batch)) else None
+    samples = shared_samples(batch) or usual_samples(batch) or single
     layout = None if samples is None else next(candidate_layouts(batch, samples), None)
     if layout is None:
         raise uncuttable("its tensors do not share a first dimension")
-    return layout, shapes_per_sample(batch, layout)
+    return layout
 
 
 def _check_tensors(found: Sequence[torch.Tensor]) -> None:
