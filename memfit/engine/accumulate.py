@@ -118,13 +118,15 @@ def accumulate(
     before_backward: Callable[[], None] | None = None,
     after_micro: Callable[[int], None] | None = None,
     around_last: AroundLast | None = None,
+    alone: bool = True,
 ) -> Total:
     """Run all micro-batches and return the loss and gradients of the effective batch.
 
     `pieces` are the micro-batches' sizes in samples, `parameters` those that are staged where they are listed already,
     `scale` the loss scale while gathering (float16), `shares` the correction of watched means where known already;
     `before_backward()` is called after each forward, and `after_micro(i)` after each micro-batch; the backward of the last one
-    runs inside `around_last(total)`, which is given what the total will be, without its gradients.
+    runs inside `around_last(total)`, which is given what the total will be, without its gradients. Where no micro-batch has
+    anything that counts they run all the same if there are no others (`alone`): what comes is what the whole would give.
     Raises WeightsChanged or SharesDiffer where the weighting does not hold for this batch. The caller discards what was
     staged when an exception leaves.
     """
@@ -136,6 +138,8 @@ def accumulate(
             gathered.micro_batch(start, stop, None if shares is None else shares[index], around)
             if after_micro is not None:
                 after_micro(index)
+        if alone and gathered.is_empty:
+            gathered.run_all(pieces)
         if weighting.watch and shares is None:
             _check_shares(gathered.terms, pieces, work.device)
         gathered.check_rivals(pieces)
@@ -192,6 +196,17 @@ class Pass:
             self._before_backward()
         with without_autocast(self._work.device), nullcontext() if around is None else around(self._whole([], [])):
             torch.autograd.backward(loss, self._beginning(loss, weight * self._scale))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no micro-batch had anything that counts."""
+        return not self._losses
+
+    def run_all(self, pieces: Sequence[int]) -> None:
+        """Run micro-batches none of which has anything that counts: zeros, or not a number, as their whole gives."""
+        self._weighting, self.rivals, self.chosen = BY_SAMPLES, [], []
+        for start, stop in bounds(pieces):
+            self.micro_batch(start, stop)
 
     def check_rivals(self, pieces: Sequence[int]) -> None:
         """Raise WeightsChanged where a count that could not be told apart from the weights can be in this batch."""

@@ -361,7 +361,8 @@ class Core:
             last = self._around_last(load(pieces) if load is not None and usual else None, weighting, parameters)
             try:
                 run = partial(accumulate, work, pieces, self.staging, weighting, parameters=parameters)
-                run = partial(run, around_last=last, before_backward=None if self.heap.ceiling is None else self.heap.check)
+                check = None if self.heap.ceiling is None else self.heap.check
+                run = partial(run, alone=self.together is None, around_last=last, before_backward=check)
                 with self.memory.running(), self.staging.counting(), self.norms_of(len(pieces)):
                     total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:
@@ -405,9 +406,10 @@ class Core:
         """What fails inside is told to the other processes, which would wait for this one."""
         return nullcontext() if self.together is None else self.together.announcing()
 
-    def beginning(self, composition: Composition) -> Callable[[], None]:
-        """A pass begins that other processes may ask for once more: what puts back all that it is going to move."""
-        put_back = None if self.together is None else self.recovery.remembered()[0]
+    def beginning(self, composition: Composition, *, unsure: bool) -> Callable[[], None]:
+        """A pass begins that other processes may ask for once more, or its result if `unsure`: what puts back all that it is
+        going to move."""
+        put_back = self.recovery.remembered()[0] if unsure or self.together is not None else None
 
         def begin_again() -> None:
             composition.undone()

@@ -370,7 +370,8 @@ class Kinds:
 
         if again:
             deviation = surviving(lambda: self._prover.prove(kind, call, shapes), core.device, unrepeated)
-            kind.prove_at = PROVE_AGAIN * core.steps
+            if kind.prove_at != core.steps:
+                kind.prove_at = PROVE_AGAIN * core.steps
         else:
             deviation = self._prover.prove(kind, call, shapes)
         if deviation is not None:

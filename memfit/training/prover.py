@@ -176,19 +176,23 @@ class Prover:
         kind.writes_input = call.copies = entrances.writes_input
         if len(sizes) < 2:
             return None  # it runs as one piece; a larger one is proven
+        kind.prove_at = core.steps + 1
         if outputs.loss is not None:
             found = self._infer(kind, proof)
             if found is not None:
                 if not self._is_allowed(found, proof):
                     return found
                 self._accept(found)
-        kind.proven, kind.prove_at = outputs, core.steps + 1
+        kind.proven = outputs
         return None
 
     def _infer(self, kind: Kind, proof: Call) -> Deviation | None:
         assert proof.outputs.loss is not None
         work = CallWork(frozen_norms(proof), proof.outputs.loss, draws=False)
         weighting, deviation, moves = infer_weighting(work, self._sizes(proof), self._core.staging, self._core.model)
+        if weighting is None and deviation.agrees:
+            kind.prove_at = self._core.steps  # nothing is known from these samples: the next call decides
+            return moves.deviation
         kind.weighting = weighting or BY_SAMPLES
         return deviation if weighting is None else moves.deviation
 

@@ -161,10 +161,13 @@ class Stepper:
                 begin_again()
                 raise
 
-        begin_again = core.beginning(work.composition)
+        begin_again = core.beginning(work.composition, unsure=self._weights.mute)
         with core.staging.also(batch.wanted):
             weighting = self._weights.of(batch)
             total = gathered(weighting)
+            if self._weights.mute and bool(total.value != 0):
+                begin_again()
+                raise WeightsChanged("the loss of the samples that were looked at was nothing, and that of others is not")
             while (other := combined(total, weighting)) is not None:
                 if way_of(other) != way_of(weighting):
                     begin_again()

@@ -44,8 +44,9 @@ PROVE_WITHIN = 256
 
 
 class Weigher:
-    """Attributes: `weighting` (None: not known yet), `together` (whether the loss needs all samples together instead),
-    `composition` (how the state that the loss moves is composed)."""
+    """Attributes: `weighting` (None: not known yet), `mute` (whether that is so as its samples had no loss), `together`
+    (whether the loss needs all samples together instead), `composition` (how the state that the loss moves is composed).
+    """
 
     def __init__(self, core: Core, tasks: Tasks) -> None:
         self.weighting: Weighting | None = None
@@ -53,7 +54,7 @@ class Weigher:
         self.composition = Composition()
         self._core, self._tasks = core, tasks
         self._alone: Weighting | None = None
-        self._proven_ragged = False
+        self._proven_ragged = self.mute = False
         self._prove_at = 0
 
     @property
@@ -183,6 +184,7 @@ class Weigher:
         work = self._tasks.work(pieces, few, "off", on_copies=True)
         self._prove_at = min(PROVE_AGAIN * core.steps or 1, core.steps + PROVE_WITHIN)
         double = self._tasks.work(batch.twice(max(parts)), 2 * max(parts), "off", on_copies=True)
+        self.mute = False
         self.weighting, deviation, moves = infer_weighting(
             work, parts, core.staging, core.model, decides=True, double=None if batch.in_order else double
         )
@@ -195,6 +197,8 @@ class Weigher:
             self.run_together(f"it moves state at every call, in parts otherwise than as a whole: {moves.deviation.where}")
         elif self.weighting is not None and self.weighting.doubt is not None:
             self._doubt(self.weighting.doubt)
+        elif self.weighting is None and deviation.agrees:
+            self.weighting, self.mute = again, again is None  # a mask left nothing of them
         elif self.weighting is None:
             if again is not None and not math.isfinite(deviation.relative):
                 self.weighting = again

@@ -44,11 +44,12 @@ def infer_weighting(
     decides: bool = False,
     double: Work | None = None,
 ) -> tuple[Weighting | None, Deviation, Moves]:
-    """How the losses of parts of these sizes make the loss of the whole, proven on losses and gradients; None if no way
-    does; and how the state that the loss moves is composed. Parameters that only the loss knows are staged from now on.
-    `decides`: doubt losses that decide by what the model computed, and take what keeps a graph for state; for works that call
-    the model, and not its forward.
-    `double`: the same samples twice, to tell how state moves."""
+    """How the losses of parts of these sizes make the loss of the whole, proven on losses and gradients; None if no way does,
+    or any (a mask leaves nothing of these samples), as the deviation says; and how the state that the loss moves is composed.
+    Parameters that only the loss knows are staged from now on. `decides`: doubt losses that decide by what the model
+    computed, and take what keeps a graph for state; for works that call the model, and not its forward. `double`: the same
+    samples twice, to tell how state moves.
+    """
     look = partial(_inferred, work, sizes, staging, model, decides, double)
     found = look(by_operations=False) or look(by_operations=True)
     assert found is not None  # the second look takes every draw
@@ -227,6 +228,8 @@ def _choose(
     whole: _Measured, parts: Sequence[_Measured], counts: Sequence[LeafCount]
 ) -> tuple[Weighting | None, Deviation]:
     limit = max(tolerance(whole.dtype), max((tolerance(g.dtype) for g in whole.gradients if g is not None), default=0.0))
+    if not any(measured.says_something for measured in (whole, *parts)):
+        return None, Deviation("the loss", 0.0, limit)
     by_name = all(m.by_name for m in (whole, *parts))
     if all(m.only_term for m in (whole, *parts)):
         ways = [(Weighting("term", "by what its mean divides by", by_name=by_name), [p.term_count for p in parts])]
