@@ -534,7 +534,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.x, self.y = points()
-        self.edges = torch.zeros(2, 20)
+        self.edges, self.ends = torch.zeros(2, 20), torch.zeros(2)
 
 
 def test_a_batch_that_cannot_be_cut_says_split() -> None:

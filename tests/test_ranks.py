@@ -171,7 +171,7 @@ class Fails(nn.Module):
     def __init__(self, error: Exception, on: tuple[int, ...], times: int) -> None:
         super().__init__()
         self.error, self.on, self.left = error, on, times
-        self.armed = False
+        self.armed = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.armed and rank() in self.on and self.left and torch.is_grad_enabled():
@@ -188,7 +188,7 @@ def survived(mode: str, on: tuple[int, ...], times: int) -> tuple[dict[str, torc
     settings: dict[str, Any] = {"loss_fn": loss_fn} if mode == "step" else {}
     run = memfit.wrap(model, optimizer, loader_of("distributed"), target_batch=TARGET, micro_batch=4, **settings)
     for number, batch in enumerate(run.loader):
-        fails.armed = number == 1
+        fails.armed = int(number == 1)
         if mode == "step":
             run.step(batch)
         else:

@@ -57,6 +57,8 @@ class Kind:
     """Whether its forward writes into the tensors it is given."""
     weighting: Weighting = BY_SAMPLES
     """How its own loss is weighted, once inferred."""
+    mute: bool = False
+    """Whether the samples of its latest proof had no loss, so that nothing was inferred."""
     several: bool = False
     """Whether its output goes into several losses."""
     planned: dict[str, PlannedCall] = field(default_factory=dict)

@@ -166,15 +166,15 @@ class Outputs:
         """Raise Otherwise where an output, with these leaves, is none of this structure with these values."""
         if not self._is_nested_like(output):
             raise _otherwise(f"a {type(output).__name__}")
-        self.check_leaves(found)
-
-    def check_leaves(self, found: Sequence[Any]) -> None:
-        """Raise Otherwise where these are not the leaves of such an output."""
-        if len(found) != len(self.leaves):
-            raise _otherwise(f"{len(found)} values")
+        self.check_count(found)
         for i, value in self._values:
             if type(found[i]) is not type(value) or found[i] != value:
                 raise _otherwise(f"{found[i]!r} as {name_in(self.leaves[i].path)}, where it was {value!r}")
+
+    def check_count(self, found: Sequence[Any]) -> None:
+        """Raise Otherwise where an output has more or fewer leaves."""
+        if len(found) != len(self.leaves):
+            raise _otherwise(f"{len(found)} values")
 
     @cached_property
     def _values(self) -> tuple[tuple[int, Any], ...]:

@@ -72,7 +72,7 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     deviations = [] if moves.deviation is None else [moves.deviation]
     deviations += [] if line is None else [Deviation(line, 1.0, 0.0, by="reading")]
     outputs = call.outputs
-    outputs.check_leaves(whole)
+    outputs.check_count(whole)
     if any(len(found) != len(outputs.leaves) for found in parts):
         return outputs, [Deviation("the structure of the output", float("inf"), 1.0)], moves.composition
     settled = []

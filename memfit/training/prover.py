@@ -176,7 +176,7 @@ class Prover:
         kind.writes_input = call.copies = entrances.writes_input
         if len(sizes) < 2:
             return None  # it runs as one piece; a larger one is proven
-        kind.prove_at = core.steps + 1
+        kind.prove_at, kind.mute = core.steps + 1, False
         if outputs.loss is not None:
             found = self._infer(kind, proof)
             if found is not None:
@@ -191,7 +191,7 @@ class Prover:
         work = CallWork(frozen_norms(proof), proof.outputs.loss, draws=False)
         weighting, deviation, moves = infer_weighting(work, self._sizes(proof), self._core.staging, self._core.model)
         if weighting is None and deviation.agrees:
-            kind.prove_at = self._core.steps  # nothing is known from these samples: the next call decides
+            kind.prove_at, kind.mute = self._core.steps, True  # the next call decides
             return moves.deviation
         kind.weighting = weighting or BY_SAMPLES
         return deviation if weighting is None else moves.deviation
