@@ -4,6 +4,7 @@ batch that decide what is computed."""
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import memfit
 from memfit import Refused
 from memfit.engine import handover
 from memfit.training import script
+from memfit.training.underway import UNDERWAY
 
 X, Y = points()
 T = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -154,6 +156,7 @@ def test_a_fault_of_memfits_own_runs_the_batch_whole_and_writes_a_file(loss: str
 
     fail.__code__ = fail.__code__.replace(co_filename=script.__file__)
     monkeypatch.setattr(script, "hand_over", fail)
+    monkeypatch.setattr(UNDERWAY, "_whole", [(object(), weakref.ref(fail))])  # a call of another model waits all the while
     monkeypatch.delenv("MEMFIT")
     wanted, drawn = in_turn(Wrapper(0.5).net, LOSSES[loss])
     model = Wrapper(0.5).net

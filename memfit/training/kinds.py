@@ -274,7 +274,8 @@ class Kinds:
     def say_whole(self, call: Call, error: BaseException) -> None:
         """That calls like this one run whole from now on, which failed in pieces."""
         for each in call.calls:
-            self._kinds[each.key].whole = sys.maxsize
+            kind = self._kinds[each.key]
+            kind.whole = kind.beside = sys.maxsize
         what = f"{type(error).__name__}: {first_line(error)}"
         self._core.tell(f"a batch failed in pieces; it and batches like it run whole, as the script wrote them: {what}")
         report_fault(self._core, error)
