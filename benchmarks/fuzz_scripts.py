@@ -3,6 +3,7 @@
     python benchmarks/fuzz_scripts.py --seeds 0:20000 [--resume] [--shrink] [--workers 2] [--save]
     python benchmarks/fuzz_scripts.py --show SEED
     python benchmarks/fuzz_scripts.py --alone loss=vmap     # one construct, with everything else as simple as it goes
+    python benchmarks/fuzz_scripts.py --seeds 0:1000 --processes 2     # two processes with their shares, against one
 
 A seed is a script. Results are written as they come, one JSON object a line, to `--log`; `--resume` leaves out seeds that are
 there. `--shrink` makes one finding of every kind small and prints its source.

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from listing import each
+from thinned import EVERY
 
 import memfit
 
@@ -251,6 +252,11 @@ def test_quick_tests_read_neither_the_clock_nor_the_memory() -> None:
     found = [each for path in sorted(TESTS.glob("*.py")) if path.name != here for each in readers(path)]
     assert sorted(set(found) - MAY_READ.keys()) == []
     assert sorted(MAY_READ.keys() - set(found)) == []  # no longer than it has to be
+
+
+def test_what_is_thinned_out_is_there() -> None:
+    gone = [name for name in EVERY if f"def {name.split('::')[1]}(" not in (TESTS / name.split("::")[0]).read_text()]
+    assert gone == []
 
 
 def test_a_quick_test_that_reads_through_a_helper_is_found(tmp_path: Path) -> None:

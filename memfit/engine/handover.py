@@ -39,6 +39,10 @@ class Total:
     """What it would weigh by the counts that could not be told apart from that."""
     watched: Sequence[Factor] = ()
     """What its known means beside other terms divide by."""
+    incoming: Factor = 1.0
+    """The gradient of the loss that backward came with."""
+    unseen: bool = False
+    """Whether what the loss computes from the outputs was not seen: then it is weighed by samples."""
     combine: Callable[[Factor], Factor] = field(default=lambda factor: factor)
     """Called with what every gradient has to be multiplied by, the user's own factor included, to make the total that of all
     processes; returns what is left to multiply by."""
@@ -66,6 +70,7 @@ class _HandOver(torch.autograd.Function):
         refuse_create_graph()
         total: Total = ctx.total
         total.on_handover(incoming)
+        total.incoming = _on_host(incoming)
         factor = total.combine(_times(total.factor, incoming))
         given = give(total, factor, keep=graph_is_kept())
         needed = ctx.needs_input_grad[2:]

@@ -57,7 +57,7 @@ class _Joined(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.staging, (ctx.finish, ctx.weight), ctx.inside, ctx.receivers = staging, then, inside, receivers
         outputs = tuple(tensor.detach() for tensor in inside)
-        ctx.save_for_backward(*outputs)  # autograd itself then raises its own error on a second backward
+        ctx.save_for_backward(torch.empty(0))  # autograd itself then raises its own error on a second backward
         return outputs
 
     @staticmethod

@@ -8,6 +8,7 @@ module that owns them (closures, plain lists); `check_nothing_escaped` finds the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -383,8 +384,12 @@ def _follow(parameter: torch.Tensor, alias: torch.Tensor) -> None:
 
 
 def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:
-    """Let RNN modules, which keep a second list of references to their parameters, see those now in place."""
+    """Let RNN modules, which keep lists of their parameters beside them, see those now in place; else a forward makes these
+    lists anew, which then look like state that it moves."""
     for module in modules:
         names = module.__dict__.get("_flat_weights_names")
-        if names is not None:
-            module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment]
+        if names is None:
+            continue
+        module._flat_weights = found = [getattr(module, name, None) for name in names]  # type: ignore[assignment]
+        if "_flat_weight_refs" in module.__dict__:
+            module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in found]  # type: ignore[assignment]

@@ -15,9 +15,10 @@ import torch
 
 from memfit.batches.cut import Axis
 from memfit.engine.context import Autocast, autocasting
-from memfit.engine.handover import ALMOST
+from memfit.engine.handover import ALMOST, Factor
 from memfit.engine.terms import told
 from memfit.engine.unchanged import Unchanged
+from memfit.training.stated import EITHER, NOTHING
 
 Leaf = tuple[int, int]
 """A call's number, and the index of a leaf of its output."""
@@ -196,19 +197,19 @@ class Term:
 
     node: Node
     """A sum over samples."""
-    count: int | float | torch.Tensor = 1
-    """What the whole batch's sum is divided by."""
+    count: int | float | torch.Tensor | None = None
+    """What the whole batch's sum is divided by; None: by nothing, which a mean over one sample is not."""
     coefficient: float = 1.0
     known: Step | None = None
     """The loss of torch.nn.functional that it is a multiple of, if of one alone."""
 
     def of(self, part: Part) -> torch.Tensor:
-        value = part.value(self.node)
-        if isinstance(self.count, torch.Tensor):
+        value, count = part.value(self.node), 1 if self.count is None else self.count
+        if isinstance(count, torch.Tensor):
             # Neither a count of integers (divided in float32) nor a half precision's range limits it.
-            count = self.count.to(torch.promote_types(value.dtype, torch.float32))
+            count = count.to(torch.promote_types(value.dtype, torch.float32))
             return value * (self.coefficient / count).to(value.dtype)
-        scale = self.coefficient / self.count if self.count else float("nan")
+        scale = self.coefficient / count if count else float("nan")
         return value if scale == 1.0 else value * scale
 
     def parts(self) -> Iterator[Node]:
@@ -219,18 +220,28 @@ class Term:
         count = other.tensor if isinstance(other, Cut) else self.count
         return replace(self, node=mapped(self.node, change, known), count=count)
 
-    def counting(self, samples: int) -> tuple[float | None, Term]:
-        """(what it divides by that depends on the batch of so many samples, the same without that); None for plain sums."""
+    def counting(self, samples: int) -> tuple[float, Term]:
+        """(what it divides by that depends on the batch of so many samples, the same without that). NOTHING for plain sums,
+        EITHER for one of a single sample, which may be a mean as well."""
         count, coefficient = self.count, self.coefficient
-        if isinstance(count, int) and count == 1:
-            if samples < 2 or abs(abs(coefficient) * samples - 1.0) >= ALMOST:
-                return None, self
+        if count is None:
+            if abs(abs(coefficient) * samples - 1.0) >= ALMOST:
+                return NOTHING, self
+            if samples == 1:
+                return EITHER, self
             count, coefficient = samples, coefficient * samples
-        return float(count), replace(self, count=1, coefficient=coefficient)
+        return float(count), replace(self, count=None, coefficient=coefficient)
+
+    def without_coefficient(self) -> Term:
+        """The same for a process whose part may have nothing to count, which then comes to nothing."""
+        count = self.count
+        if isinstance(count, torch.Tensor):
+            count = torch.where(count == 0, torch.ones_like(count), count)
+        return replace(self, coefficient=1.0, count=count or 1 if isinstance(count, (int, float)) else count)
 
     def over(self, count: torch.Tensor) -> Term:
         """The same, divided by that."""
-        return replace(self, count=self.count * count, known=None)
+        return replace(self, count=count if self.count is None else self.count * count, known=None)
 
     def times(self, factor: float) -> Term:
         """The same, that many times."""
@@ -254,6 +265,11 @@ class Sum:
 
     def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Sum:
         return Sum(tuple(mapped(term, change, known) for term in self.terms))  # type: ignore[misc]
+
+
+def as_factor(count: int | float | torch.Tensor) -> Factor:
+    """A count as what a mean weighs: a number where it is on the host."""
+    return float(count) if not isinstance(count, torch.Tensor) or count.device.type == "cpu" else count
 
 
 _KINDS = {Step, Cut, Output, Sized, Term, Sum}

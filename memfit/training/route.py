@@ -60,7 +60,7 @@ def total(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
     if dims is None or keeps or rest or len(dims) < len(args[0].shape):
         return None
     summed = Step(torch.sum, (args[0].node,), {}, None, autocast_now((device.type, "cpu")))
-    return Term(summed, _product(args[0].shape) if "mean" in function.__name__ else 1)
+    return Term(summed, _product(args[0].shape) if "mean" in function.__name__ else None)
 
 
 def known(function: Any, bound: Bound, operand: Callable[[Any], Operand | None], device: torch.device) -> Step | None:
@@ -104,7 +104,7 @@ class Unreduced:
 
     def term(self) -> Term:
         """The number of the whole batch."""
-        return Term(self.summed, {"mean": self.values, "batchmean": self.rows}.get(self.reduction, 1))
+        return Term(self.summed, {"mean": self.values, "batchmean": self.rows}.get(self.reduction))
 
 
 def unreduced(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Unreduced | None:
@@ -400,17 +400,21 @@ def _without_ellipsis(index: tuple[Any, ...], dims: int) -> list[Any]:
 
 
 def _reshaped(function: Any, shape: Any, axis: Axis, sizes: tuple[int, ...]) -> Found | None:
-    """A change of shape in row-major order: find the new dimension that the samples' factor lies in."""
+    """A change of shape in row-major order: find the new dimension that the samples' factor lies in. A single sample's can be
+    in several: it is taken for the one with the fewest entries of each sample."""
     samples = axis.samples(shape[axis.dim])
     below = axis.inner * _product(shape[axis.dim + 1 :])  # how many entries one step from sample to sample skips
-    suffix = 1
+    suffix, least = 1, below + (samples > 1)
+    found: list[Axis] = []
     for dim in range(len(sizes) - 1, -1, -1):
-        if below % suffix == 0 and (suffix * sizes[dim]) % (below * samples) == 0 and suffix * sizes[dim] > below:
+        if below % suffix == 0 and (suffix * sizes[dim]) % (below * samples) == 0 and suffix * sizes[dim] >= least:
             inner = below // suffix
-            moved = Axis(dim, sizes[dim] // (inner * samples), inner)
-            return function, (Sized(partial(_with_size, sizes, moved)),), {}, moved
+            found.append(Axis(dim, sizes[dim] // (inner * samples), inner))
         suffix *= sizes[dim]
-    return None
+    if not found:
+        return None
+    moved = min(found, key=lambda each: each.inner) if samples == 1 else found[0]
+    return function, (Sized(partial(_with_size, sizes, moved)),), {}, moved
 
 
 def _with_size(sizes: tuple[int, ...], axis: Axis, samples: int) -> tuple[int, ...]:

@@ -326,7 +326,6 @@ class Run:
 
         def loss(batch: Any) -> torch.Tensor:
             interception = self._answering(partial(script.answer, "forward"))
-            script.in_step = True
             interception.install()
             try:
                 with script.outside.watching():

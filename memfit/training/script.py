@@ -7,6 +7,7 @@ that leave the forward by other ways than its output (found and refused).
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,7 @@ import torch
 from memfit._errors import Refused
 from memfit.batches.pieces import sizes
 from memfit.batches.tree import flat, rebuild, tensors
-from memfit.engine.accumulate import BY_SAMPLES, BY_TOLD_TERM, Weighting, WeightsChanged, Work
+from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weighting, WeightsChanged, Work
 from memfit.engine.context import in_checkpoint, outside_transforms, without_inference_mode, without_saved_tensors_hooks
 from memfit.engine.generators import RandomState
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
@@ -30,15 +31,17 @@ from memfit.training.consumers import AllOutputs, Consumer, Expression
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.doors import through
 from memfit.training.evaluate import Evaluations
-from memfit.training.expression import Cut, Node, Part, Step, Sum, Term, all_nodes, leaves_in, look_of, name_of
+from memfit.training.expression import Cut, Node, Part, Step, Sum, Term, all_nodes, as_factor, leaves_in, look_of, name_of
 from memfit.training.guard import AccumulationGuard
 from memfit.training.joint import joint
 from memfit.training.kinds import OWN_LOSS, Kinds
 from memfit.training.outside import OutsideForward
 from memfit.training.planned import Planned
 from memfit.training.standin import StandIn, settle_looks, stand_ins
+from memfit.training.stated import divisor_of
 from memfit.training.strays import Strays
 from memfit.training.task import LOSS_BOUND
+from memfit.training.together import OF_SHARES, Together
 from memfit.training.tune import Tuner
 from memfit.training.underway import UNDERWAY
 from memfit.training.where import line_of_script
@@ -70,8 +73,6 @@ class Script:
         self._busy = False
         self._shapes: dict[Any, Any] = {}
         self._lines = {""}
-        self.in_step = False
-        """Whether it serves step mode's losses in two passes, which processes come to one by one."""
         self._joint: Callable[[], Call | None] = lambda: None
         self.outside = OutsideForward(core.model, core.tell)
         self._strays: Strays | None = None
@@ -118,28 +119,30 @@ class Script:
 
         def finish(gradients: list[torch.Tensor | None], receivers: Sequence[torch.Tensor]) -> Total:
             with core.announcing():
-                total = Total(torch.zeros((), device=core.device), receivers, gradients, weight=weight)
+                total = Total(torch.zeros((), device=core.device), receivers, gradients, weight=weight, unseen=True)
                 total.factor = core.staging.relative_to(weight)
                 self._combine(total, BY_SAMPLES)
-                self._say_unseen()
             return total
 
         core.prepare(1)
         weight = self._own_weight(1)
         return joined(run, core.staging, finish, weight)
 
-    def _say_unseen(self) -> None:
-        """Among several processes: that a loss is not one which memfit can weigh over all of them."""
-        if self._core.together is not None:
+    def _say_how(self, together: Together) -> None:
+        """That the loss of the latest batch is not one which memfit weighs over all processes, or sees but in part."""
+        if together.part is None:
+            self._say_added(together)
+        if together.apart:
+            self._core.tell(f"the loss is multiplied by what differs between processes, such as its own value: {OF_SHARES}")
+        if together.unseen:
             self._core.tell(
                 "each process computes the loss of its own samples, in a way that memfit does not see into: processes weigh by "
                 "their samples, as means do in DistributedDataParallel (a loss_fn= that memfit calls is weighed exactly)"
             )
 
-    def _say_added(self) -> None:
+    def _say_added(self, together: Together) -> None:
         """That sums add up over processes, which memfit cannot tell from means whose divisor it does not see."""
-        together = self._core.together
-        if together is not None and not together.mean:
+        if not together.mean:
             size = together.ranks.size
             self._core.tell(
                 f"the loss is a sum over samples as far as memfit sees: sums add up over the {size} processes, where "
@@ -172,8 +175,8 @@ class Script:
                 found="what its mean divides by is seen on some of them and not on others, so that it cannot be weighted alike",
                 next_move="give every process two samples of each batch at least, or pass loss_fn= to memfit.wrap",
             )
-        if self._core.together is not None and self._core.together.part is None:
-            self._say_added()
+        if self._core.together is not None:
+            self._say_how(self._core.together)
         if self._strays is not None and self._core.staging.parts is None:
             self._strays.combined()
 
@@ -254,8 +257,10 @@ class Script:
 
     def joint(self, calls: tuple[Call, ...]) -> Call | None:
         """These calls as one, or None where they do not run together."""
-        if len({call.samples for call in calls}) > 1 or any(c.values is not None or c.gathered or c.split for c in calls):
+        if len({call.samples for call in calls}) > 1 or any(call.gathered or call.split for call in calls):
             return None
+        if self.alone and any(call.values is not None for call in calls):
+            return None  # as in `accumulates`
         if sum(bool(call.composition.moved) for call in calls) > 1:
             return None  # the second forward begins with the state that the whole of the first one leaves
         made = self._joint()
@@ -266,11 +271,12 @@ class Script:
         return made
 
     def accumulates(self, call: Call, node: Node) -> bool:
-        """Whether what `node` comes to can be gathered by accumulate: nothing of it was made whole before."""
+        """Whether what `node` comes to can be gathered by accumulate: nothing of it was made whole before, and a backward of
+        that would do. Several processes gather it all the same, as one of them may look at outputs and the others not."""
         by_number = {each.number: each for each in call.calls}
-        return all(by_number[number].values is None for number, _ in leaves_in(node)) and all(
-            by_number[number].outputs.leaves[leaf].differentiable for number, leaf in leaves_in(node)
-        )
+        if self.alone and any(by_number[number].values is not None for number, _ in leaves_in(node)):
+            return False
+        return all(by_number[number].outputs.leaves[leaf].differentiable for number, leaf in leaves_in(node))
 
     @property
     def alone(self) -> bool:
@@ -282,7 +288,7 @@ class Script:
         meanwhile that a forward which moves state has not run; and among several processes, which add up sums and not what a
         script divides by counts of its own."""
         several = self._kinds.of(call).several and not call.composition.moved
-        return several or not (self.alone or self.in_step)
+        return several or not self.alone
 
     def accumulate_known_loss(self, call: Call, loss: Step) -> torch.Tensor:
         """A known loss by accumulate."""
@@ -295,27 +301,39 @@ class Script:
         """The sum of terms by accumulate."""
         if len(terms) == 1 and terms[0].known is not None:
             return self.accumulate_known_loss(call, terms[0].known) * terms[0].coefficient
+        if len(terms) == 1 and not self.alone and self._core.staging.parts is None:
+            return self._accumulate_term(call, terms[0]) * terms[0].coefficient
         with self._core.announcing():
             node = Sum(self.over_all(call, terms))
             return self._accumulated(call, Expression(name_of(node), node, call.offsets), BY_SHARE)
+
+    def _accumulate_term(self, call: Call, term: Term) -> torch.Tensor:
+        """The only term of a loss, which weighs beside those of other processes what it divides by."""
+        made = term.without_coefficient()
+        with self._core.announcing():
+            consumer = Expression(name_of(made), made, call.offsets)
+            if term.count is None:
+                return self._accumulated(call, consumer, BY_SUM)
+            return self._accumulated(call, consumer, BY_SHARE, weight=as_factor(term.count))
 
     def over_all(self, call: Call, terms: Sequence[Term]) -> tuple[Term, ...]:
         """The terms such that what processes come to, weighed by their samples, is what one process would over all samples:
         sums add up, and the others are divided by counts over all."""
         together = self._core.together
-        if together is None or self.in_step:
+        if together is None:
             return tuple(terms)
         own = self._own_weight(call.samples)
         counted = [term.counting(call.samples) for term in terms]
-        told = together.ranks.agree([own, *(own and (count or 0.0) for count, _ in counted)], DIVISORS)
-        samples, *counts = (sum(numbers) for numbers in zip(*told))
-        if any(count is None for count, _ in counted):
-            self._say_added()
-        part = own / samples if own else 1.0
+        told = together.ranks.agree([own, *(count if own else math.nan for count, _ in counted)], DIVISORS)
+        samples, *counts = zip(*told)
+        divisors = [divisor_of(numbers) for numbers in counts]
+        if None in divisors:
+            self._say_added(together)
+        part = own / sum(samples) if own else 1.0
         sums = part * (together.ranks.size if together.mean else 1)
         return tuple(
-            replace(term, count=sums if count is None else whole * part, known=None)
-            for (count, term), whole in zip(counted, counts)
+            replace(term, count=sums, known=None) if divisor is None else replace(other, count=divisor * part, known=None)
+            for term, (_, other), divisor in zip(terms, counted, divisors)
         )
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
@@ -422,14 +440,13 @@ class Script:
                 parameters = len(receivers) - len(call.inputs.wanted)
                 staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
             value = torch.zeros((), device=core.device)
-            return Total(value, receivers, staged, factor, weight=weight, samples=call.samples)
+            return Total(value, receivers, staged, factor, weight=weight, samples=call.samples, unseen=True)
 
         with self.aside(), core.announcing(), call.as_called():
             largest = max(call.pieces)
             with core.computing(again=True):
                 total = attempt(largest) if core.staging.parts is not None else core.recovery.run(attempt, largest)
             self._combine(total, BY_SAMPLES)
-            self._say_unseen()
         settle_looks(call.calls)
         return total
 
@@ -476,11 +493,15 @@ class Script:
         for each in (call, *call.calls):
             each.gathered = True
 
-    def _accumulated(self, call: Call, consumer: Consumer, weighting: Weighting) -> torch.Tensor:
-        """The loss of the whole call, its gradients gathered, as a tensor whose backward hands them over."""
+    def _accumulated(
+        self, call: Call, consumer: Consumer, weighting: Weighting, weight: Factor | None = None
+    ) -> torch.Tensor:
+        """The loss of the whole call, its gradients gathered, as a tensor whose backward hands them over. `weight`: what it
+        weighs as a mean beside those of other processes."""
         first, total = not call.pieces, None
         if first:
             self._after_earlier(call)
+        call.kept.clear()  # what is gathered runs forwards of its own
         self._gathers(call)
         try:
             with self._in_pass(call), nullcontext() if first else call.drawing_again():
@@ -502,7 +523,10 @@ class Script:
                     each.pending += 1
                 total.on_handover = handing_over
                 if self._core.together is not None:
-                    total.combine = self._combining(total, BY_SAMPLES if weighting is BY_SHARE else weighting)
+                    combined = BY_SAMPLES if weighting is BY_SHARE else weighting
+                    if weight is not None:
+                        combined, total.weight = BY_TERM, weight if total.weight else 0.0
+                    total.combine = self._combining(total, combined)
                 return hand_over(total)
         except BaseException as error:
             begun, ran = call.random[:1], total is not None

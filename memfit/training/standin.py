@@ -566,8 +566,11 @@ def _rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
         standin.detach_()
         if made.requires_grad:
             _Rewritten.apply(standin, made)
-    standin._node, standin._scalar, standin._parents = made._node, made._scalar, made._parents  # type: ignore[attr-defined]
-    standin._looks = made._looks  # type: ignore[attr-defined]
+    assert isinstance(made, StandIn)
+    standin._call, standin._node, standin._scalar = made._call, made._node, made._scalar
+    standin._parents, standin._looks = made._parents, made._looks
+    for each in made._call.calls:
+        each.standins.add(standin)
     return True
 
 

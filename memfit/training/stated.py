@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,9 +13,11 @@ from memfit.engine.handover import Factor
 
 MOST_RIVALS = 6
 """Counts that are compared between processes; there are seldom two."""
-ABOUT = 13
+ABOUT = 15
 STATED = ABOUT + 2 * MOST_RIVALS
 """Numbers that every process states of a step before those about its parameters."""
+NOTHING, EITHER = -2.0, -1.0
+"""Stand for what a sum divides by: nothing; and for one sample, nothing or the number of samples."""
 BITS = 48
 """Answers that one number carries: what a double holds exactly."""
 
@@ -41,12 +44,16 @@ class Stated:
     """Whether its latest optimizer step was left halfway."""
     whole: bool
     """Whether its loss takes all samples of its share together."""
+    unseen: bool
+    """Whether memfit does not see what its loss computes from the outputs."""
     ready: bool
     """Whether its gradients can be reduced beside its last micro-batch: in this step, or in one like it."""
     worked: bool
     """Whether its part of the sums beside the last micro-batch was right; True where there were none."""
     paces: tuple[float, float]
     """Seconds of its steps with such sums and without; zeros where that is not known."""
+    incoming: float
+    """The gradient of the loss that its backward came with; not a number where that was not looked at."""
     rivals: dict[int, float]
     """What it would weigh in other ways that hold on it."""
     reached: tuple[bool, ...]
@@ -66,7 +73,8 @@ def unpacked(numbers: Sequence[float], count: int) -> tuple[bool, ...]:
 
 def stated(numbers: Sequence[float], parameters: int) -> Stated:
     """One process's numbers, read."""
-    step, weight, value, way, digest, samples, divided, torn, whole, ready, worked, beside, after = numbers[:ABOUT]
+    step, weight, value, way, digest, samples, divided, torn, *more = numbers[:ABOUT]
+    whole, unseen, ready, worked, beside, after, incoming = more
     pairs = zip(numbers[ABOUT:STATED:2], numbers[ABOUT + 1 : STATED : 2])
     return Stated(
         number=int(step),
@@ -78,9 +86,11 @@ def stated(numbers: Sequence[float], parameters: int) -> Stated:
         divided=bool(divided),
         torn=bool(torn),
         whole=bool(whole),
+        unseen=bool(unseen),
         ready=bool(ready),
         worked=bool(worked),
         paces=(beside, after),
+        incoming=incoming,
         rivals={int(code): count for code, count in pairs if code},
         reached=unpacked(numbers[STATED:], parameters),
     )
@@ -90,6 +100,12 @@ def is_mean(told: Sequence[Stated]) -> bool:
     """Whether sums are divided by the samples in them, as far as can be seen: a single sample is divided by one."""
     counting = [each for each in told if each.way is not None]
     return all(each.divided for each in counting) and any(each.samples > 1 for each in counting)
+
+
+def are_apart(told: Sequence[Stated]) -> bool:
+    """Whether processes multiply their losses by different numbers, other than by one over their samples."""
+    incoming = {each.incoming for each in told if each.way is not None and not math.isnan(each.incoming)}
+    return len(incoming) > 1 and not is_mean(told)
 
 
 def share_of(told: Sequence[Stated], rank: int, *, summed: bool, mean: bool) -> float:
@@ -115,6 +131,15 @@ def check_rivals(told: Sequence[Stated]) -> None:
                 next_move="say by weight= what a part of a batch counts, or give every process more samples of each batch; "
                 "where one term of several is meant, divide each by what all processes count",
             )
+
+
+def divisor_of(told: Sequence[float]) -> float | None:
+    """What a term of the loss divides by over all processes, from what it does on each: not a number where there are no
+    samples. None: by nothing."""
+    known = [number for number in told if not math.isnan(number)]
+    if NOTHING in known or all(number == EITHER for number in known):
+        return None
+    return sum(1.0 if number == EITHER else number for number in known)
 
 
 def upstream_of(told: Sequence[Stated], rank: int) -> float:

@@ -176,6 +176,8 @@ class Stepper:
             return hand_over(total)
 
     def _all_at_once(self, batch: Any) -> torch.Tensor:
+        if self._core.together is not None:
+            self._core.together.agree_whole()
         whole = batch.collate() if isinstance(batch, SampleBatch) else batch
         whole = map_leaves(copied, whole) if self._tasks.writes else whole
         return checked_loss(self._whole_loss(moved(whole, self._core.device)))

@@ -289,7 +289,10 @@ class Weigher:
             self._core.note("note", f"the loss needs all samples together ({why}): the model runs in two passes")
         else:
             self._core.together.whole = True
-            self._core.tell(f"the loss needs all samples together ({why}): {OF_SHARES}, in two passes")
+            self._core.tell(
+                f"the loss needs all samples together ({why}): it runs in two passes, and where it is not made of sums and "
+                f"means that memfit follows, {OF_SHARES}"
+            )
 
     def _refuse_not_finite(self, work: Work, samples: int) -> None:
         core = self._core

@@ -31,6 +31,7 @@ from memfit.training.stated import (
     MOST_RIVALS,
     STATED,
     Stated,
+    are_apart,
     check_rivals,
     is_mean,
     number_of,
@@ -86,7 +87,7 @@ class Together:
         self._steps = 0
         self.torn = False
         self.part: float | None = None
-        self.whole = False
+        self.whole = self.apart = self.unseen = False
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -138,14 +139,13 @@ class Together:
         elif self.overlap is not None:
             done = self.overlap.reduced
         self._check(told)
-        while not all(each.whole for each in told) and any(each.whole for each in told):
-            if not self.whole:
-                raise WholeShares
-            told = self._agreed(total, gradients, weighting, divided)  # once the others have come by the same way
+        if any(each.whole for each in told) and not self.whole:
+            raise WholeShares
         if self.company is not None:
             self.company.heard(self._heard, self._steps)
         counting = [each for each in told if each.way is not None]
-        if self.whole and len({each.way for each in counting}) > 1:
+        self.unseen = any(each.unseen for each in counting)
+        if (self.whole or self.unseen) and len({each.way for each in counting}) > 1:
             if told[self.ranks.rank].way not in (None, BY_SAMPLES_CODE):
                 total.weight = float(total.samples)
             told = counting = [_by_samples(each) for each in told]
@@ -154,6 +154,7 @@ class Together:
             nothing = told[self.ranks.rank].way is None
             return self._common(ways_of(weighting, unproven=unproven or nothing))
         check_rivals(counting)
+        self.apart = are_apart(told)
         share, total.value = self._weigh(total, told, summed=weighting.kind == "sum")
         reached = [i for i, any_ in enumerate(map(any, zip(*(each.reached for each in told)))) if any_]
         rest = [i for i in reached if id(self._parameters[i]) not in done]
@@ -181,6 +182,17 @@ class Together:
         if self.overlap is not None:
             self.overlap.heard(told, [self._parameters[i] for i in reached if id(self._parameters[i]) not in self._sparse])
         return None
+
+    def agree_whole(self) -> None:
+        """Go on once the losses of all processes take all samples of their shares together: who finds that out tells it to the
+        others in the exchange that they come to, and waits. Raises RankFailed where another process failed."""
+        self._look()
+        nothing = Total(torch.zeros((), device=self.ranks.device), (), [], weight=0.0)
+        there = False
+        while not there:
+            told = self._agreed(nothing, (), BY_SAMPLES, False)
+            self._check(told)
+            there = all(each.whole for each in told)
 
     def told_early(self, sums: Total, weighting: Weighting, *, willing: bool) -> list[Stated]:
         """What every process says before the backward of its last micro-batch; `sums` has no gradients yet."""
@@ -289,11 +301,23 @@ class Together:
             ready, paces = overlap.ready if ready is None else ready, overlap.trials.stated()
         code = float(way_of(weighting).code)
         about = [float(self._steps), weight, value, code, digest, float(total.samples), float(divided)]
-        return [*about, float(self.torn), float(self.whole), float(bool(ready)), float(worked), *paces, *rivals]
+        about += [float(self.torn), float(self.whole), float(total.unseen), float(bool(ready)), float(worked)]
+        return [*about, *paces, self._incoming(total), *rivals]
+
+    @property
+    def _looks(self) -> bool:
+        """Whether this is one of the steps 1, 2, 4, 8, ..., in which what may wait for a device is compared."""
+        return not self._steps & (self._steps - 1)
+
+    def _incoming(self, total: Total) -> float:
+        incoming = total.incoming
+        if not isinstance(incoming, torch.Tensor) or incoming.device.type == "cpu":
+            return number_of(incoming)
+        return number_of(incoming.cpu()) if self._looks else math.nan
 
     def _digest(self) -> float:
-        """What the first elements of all parameters add up to, in steps 1, 2, 4, 8, ...: it is the same everywhere."""
-        if self._steps & (self._steps - 1) or self._staging.parts is not None:
+        """What the first elements of all parameters add up to, now and then: it is the same everywhere."""
+        if not self._looks or self._staging.parts is not None:
             return 0.0
         with torch.no_grad():
             first = [p.detach().reshape(-1)[:LOOKED_AT].to(torch.float32).sum() for p in self._parameters if p.numel()]

@@ -46,7 +46,7 @@ def outcome(choices: Choices, *, step: bool) -> Outcome:
     want = running.plain(source)
     got = running.with_memfit(source)
     if want.error is not None:
-        return Outcome(INVALID, _words(want.error), want.trace[-1500:])
+        return Outcome(INVALID, words(want.error), want.trace[-1500:])
     if got.error is not None:
         return _of_error(choices, got, source, want)
     drift: dict[str, float] = {}
@@ -74,14 +74,14 @@ def _of_error(choices: Choices, got: running.Ran, source: str, want: running.Ran
     if WRITTEN in str(got.error) and "writes" in the(choices, "between").tags:
         return Outcome(REFUSED, f"{type(got.error).__name__}: what a deferred pass reads was written before backward", str(got.error))
     if not isinstance(got.error, MemfitError):
-        return Outcome(CRASHED, _words(got.error), got.trace[-3500:])
-    words = f"{type(got.error).__name__}: {_normal(got.error.asked)} / {_normal(got.error.found)}"
+        return Outcome(CRASHED, words(got.error), got.trace[-3500:])
+    said = f"{type(got.error).__name__}: {normal(got.error.asked)} / {normal(got.error.found)}"
     cut = running.cut_by_hand(source)
     decides = any("decides" in the(choices, name).tags for name in ("twist", "loss"))  # by other values, parts would decide otherwise
     decides = decides or ("fixed" in the(choices, "twist").tags and ON_FEW in got.error.found)
     same = not decides and cut.error is None and not any(value > TOLERANCE for value in apart(want.left, cut.left).values())
     whole = 'micro_batch="auto"' in source or "micro_batch='auto'" in source or "micro_batch='off'" in source
-    return Outcome(UNTRUE if same or whole else REFUSED, words, f"{got.error}\n{got.trace[-2500:]}")
+    return Outcome(UNTRUE if same or whole else REFUSED, said, f"{got.error}\n{got.trace[-2500:]}")
 
 
 def _accepted(choices: Choices, got: running.Ran) -> bool:
@@ -101,11 +101,11 @@ def _events(ran: running.Ran) -> str:
     return "\n".join(f"event: {kind}: {message}" for kind, message in ran.events)
 
 
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_normal(str(error))}"
+def words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {normal(str(error))}"
 
 
-def _normal(text: str) -> str:
+def normal(text: str) -> str:
     """The text without what differs from script to script."""
     first = text.strip().splitlines()[0] if text.strip() else ""
     first = re.sub(r"0x[0-9a-f]+", "ADDRESS", first)

@@ -12,7 +12,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,10 +43,10 @@ def plain(source: str) -> Ran:
     return _run(source, None)
 
 
-def with_memfit(source: str) -> Ran:
-    """The script with memfit's lines."""
+def with_memfit(source: str, **given: Any) -> Ran:
+    """The script with memfit's lines; `given` are names that these use."""
     lines = [line for line in source.splitlines() if not line.endswith("#-")]
-    return _run(re.sub(r"^( *)#: ", r"\1", "\n".join(lines) + "\n", flags=re.MULTILINE), None)
+    return _run(re.sub(r"^( *)#: ", r"\1", "\n".join(lines) + "\n", flags=re.MULTILINE), None, given)
 
 
 def jittered(source: str) -> Ran:
@@ -59,13 +59,13 @@ def cut_by_hand(source: str) -> Ran:
     return _run(source, _halve)
 
 
-def _run(source: str, change: Callable[[nn.Module], None] | None) -> Ran:
+def _run(source: str, change: Callable[[nn.Module], None] | None, given: Mapping[str, Any] | None = None) -> Ran:
     if change is not None:
         source = source.replace(MARK, "_change(model)", 1)
     module = types.ModuleType(NAME)
     printed: list[tuple[Any, ...]] = []
     names = vars(module)
-    names |= {"print": lambda *values: printed.append(values), "_change": change}
+    names |= {"print": lambda *values: printed.append(values), "_change": change, **(given or {})}
     file = f"<{NAME}>"
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     sys.modules[NAME] = module
@@ -76,7 +76,8 @@ def _run(source: str, change: Callable[[nn.Module], None] | None) -> Ran:
         except (Exception, SystemExit) as error:
             ran.error, ran.trace = error, traceback.format_exc()
         names.pop("_change", None)
-        names.pop("memfit", None)
+        for name in ("memfit", *(given or {})):
+            names.pop(name, None)
         if ran.error is None:
             ran.left = snapshot(names, printed)
         run = names.get("run")

@@ -1,0 +1,56 @@
+"""Tests with many parameters of which every n-th runs in `make test`; all of them run in `make test-all`.
+
+What they hold is held by others as well: laws, the fuzzer, or their own neighbours. Parameters that vary fastest take turns.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+EVERY = {
+    "test_elastic.py::test_a_bad_state_is_refused_in_three_parts_and_nothing_of_it_is_taken": 2,
+    "test_elastic.py::test_an_interrupted_epoch_goes_on_and_the_next_ones_follow": 2,
+    "test_elsewhere.py::test_the_zoo_is_traced_for_a_card": 2,
+    "test_differ.py::test_a_rank_with_less_memory_has_its_share_in_micro_batches_that_fit": 2,
+    "test_free_losses.py::test_a_loss_by_hand_runs_nothing_twice": 2,
+    "test_fuzz.py::test_what_was_found_once": 2,
+    "test_guest_trainer.py::test_the_trainer_trains_a_wrapped_model_as_it_trains_a_plain_one": 2,
+    "test_kept.py::test_memory_may_run_out_in_what_is_kept": 2,
+    "test_laws.py::test_the_familys_own_loss": 2,
+    "test_ledger.py::test_traced_is_what_real_tensors_take": 2,
+    "test_overlap.py::test_memory_that_runs_out_in_the_last_backward": 2,
+    "test_phases.py::test_every_phase_holds_what_was_traced": 2,
+    "test_planning_run.py::test_running_out_of_memory_while_sizes_are_timed_only_makes_them_smaller": 3,
+    "test_planning_run.py::test_what_a_disturbance_made_look_too_large_is_measured_again_before_it_is_refused": 2,
+    "test_planning_run.py::test_what_runs_holds_what_was_traced": 2,
+    "test_ranks.py::test_gradients_are_reduced_once_however_many_micro_batches_there_are": 2,
+    "test_ranks_by_size.py::test_a_loss_fn_is_computed_of_each_share": 2,
+    "test_ranks_laws.py::test_outputs_that_no_loss_uses_and_losses_in_two_passes": 2,
+    "test_ranks_laws.py::test_the_familys_own_loss": 2,
+    "test_ranks_laws.py::test_the_familys_own_loss_in_parts": 2,
+    "test_recovery.py::test_after_any_of_them_the_batch_trains_once_in_smaller_micro_batches": 2,
+    "test_recovery.py::test_script_mode_recovers_wherever_its_passes_fail": 2,
+    "test_script_mode.py::test_outputs_read_around_the_loss": 2,
+    "test_shard.py::test_the_same_training_with_parts_of_everything": 2,
+    "test_shard.py::test_what_one_level_saved_another_loads": 3,
+    "test_sizes.py::test_a_size_between_two_traced_ones_needs_what_its_own_trace_says": 2,
+    "test_state_moves.py::test_calls_move_state_in_their_order_whichever_is_used_first": 2,
+    "test_state_moves.py::test_state_of_a_forward_moves_once_per_batch": 2,
+    "test_wholenorm.py::test_running_statistics_are_those_of_the_whole_batch": 2,
+}
+
+
+def thin_out(items: Iterable[pytest.Item]) -> None:
+    """Mark as slow what is not every n-th."""
+    met: dict[str, int] = defaultdict(int)
+    for item in items:
+        name = item.nodeid.split("/")[-1].split("[")[0]
+        every = EVERY.get(name)
+        if every is None or item.get_closest_marker("slow") is not None:
+            continue
+        at, met[name] = met[name], met[name] + 1
+        if (at + at // every) % every:
+            item.add_marker(pytest.mark.slow)
