@@ -42,6 +42,12 @@ FOUND = (
     ("one", {"body": "tokens", "terms": "l2_out"}),
     ("one", {"body": "causal"}),
     ("one", {"body": "lstm", "calls": "list_of_calls"}),
+    ("most", {"calls": "sum_of_three", "arithmetic": "minus_detached"}),
+    ("third", {"backward": "scaled"}),
+    ("third", {"loss": "ce_ignore", "metrics": "accuracy"}),
+    ("third", {"loss": "two_denominators", "metrics": "norm"}),
+    ("third", {"calls": "sum_of_two", "loss": "ce_ignore", "metrics": "max_metric"}),
+    ("third", {"arithmetic": "parts_logged"}),
 )
 """What differed silently or crashed once, by how batches are shared and what it takes."""
 

@@ -31,7 +31,7 @@ from memfit.engine.context import (
 from memfit.engine.generators import HostDraws, RandomState
 from memfit.engine.modules import modules_of, parameters_in
 from memfit.engine.staged import Staging, gathers_in_parts
-from memfit.engine.unchanged import Unchanged
+from memfit.engine.unchanged import Modified, Unchanged
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.outputs import Joining, Outputs
 from memfit.training.planned import Planned
@@ -53,8 +53,8 @@ class Call:
     if of others; `offsets` where, by their `number`, the outputs of its `calls` begin in its own; `begins` the micro-batch of
     these that it is about to run in. `whole` is what it returned where it ran as it is after all; `planned` is the plan that
     it ran by; `composition` says how the state that it moves is composed. `host_draws` tells whether calls draw from Python's
-    or NumPy's generators. With `copies`, micro-batches are copies: a model that writes into its input then leaves the batch
-    alone.
+    or NumPy's generators. `noted` holds what sums over its samples came to in passes (by id: the node, its sum). With
+    `copies`, micro-batches are copies: a model that writes into its input then leaves the batch alone.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class Call:
         self.values: list[torch.Tensor | None] | None = None
         self.kept: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}
         self.inputs = InputGradients(tree, layout if split is None else Layout((), layout.samples))
+        self.noted: dict[int, tuple[Any, torch.Tensor]] = {}
         self.standins: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         written = (*tensors(tree), *(() if gathers_in_parts(model) else (p for p, _ in self.requires)))
         self._written = written
@@ -117,6 +118,15 @@ class Call:
             each._check_places()
             moved = each.composition.keys if each.pieces else frozenset()
             each._unchanged.check("runs this call in micro-batches when its loss is computed", moved)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether `check_unchanged` has nothing to say."""
+        try:
+            self.check_unchanged()
+        except (Modified, Refused):
+            return False
+        return True
 
     def _check_places(self) -> None:
         """Raise Refused where parameters are in the model that were not there: they would get the gradients."""
@@ -155,10 +165,15 @@ class Call:
             each.pieces, each.random = tuple(pieces), []
         return True
 
+    def note(self, node: Any, value: torch.Tensor) -> None:
+        """Remember what a sum over the samples came to."""
+        for each in self.calls:
+            each.noted[id(node)] = node, value.detach()
+
     def forget_pass(self) -> None:
         """Undo `begin`: the pass failed and another will take its place."""
         for each in (self, *self.several):
-            each.pieces, each.random, each.kept, each.begins, each.values = (), [], {}, None, None
+            each.pieces, each.random, each.kept, each.begins, each.values, each.noted = (), [], {}, None, None, {}
 
     @contextmanager
     def as_called(self) -> Iterator[None]:

@@ -204,7 +204,11 @@ class Term:
     """The loss of torch.nn.functional that it is a multiple of, if of one alone."""
 
     def of(self, part: Part) -> torch.Tensor:
-        value, count = part.value(self.node), 1 if self.count is None else self.count
+        return self.of_sum(part.value(self.node))
+
+    def of_sum(self, value: torch.Tensor) -> torch.Tensor:
+        """What it comes to where the sum of `node` is this."""
+        count = 1 if self.count is None else self.count
         if isinstance(count, torch.Tensor):
             # Neither a count of integers (divided in float32) nor a half precision's range limits it.
             count = count.to(torch.promote_types(value.dtype, torch.float32))

@@ -45,6 +45,7 @@ from memfit.training.together import OF_SHARES, Together
 from memfit.training.tune import Tuner
 from memfit.training.underway import UNDERWAY
 from memfit.training.where import line_of_script
+from memfit.training.works import ExpressionWork
 
 DIVISORS = "what the losses of a step divide by"
 KEPT_VALUES = 16 << 20
@@ -300,7 +301,9 @@ class Script:
     def accumulate_terms(self, call: Call, terms: Sequence[Term]) -> torch.Tensor:
         """The sum of terms by accumulate."""
         if len(terms) == 1 and terms[0].known is not None:
-            return self.accumulate_known_loss(call, terms[0].known) * terms[0].coefficient
+            loss = self.accumulate_known_loss(call, terms[0].known)
+            call.note(terms[0].node, loss if terms[0].count is None else loss * terms[0].count)
+            return loss * terms[0].coefficient
         if len(terms) == 1 and not self.alone and self._core.staging.parts is None:
             return self._accumulate_term(call, terms[0]) * terms[0].coefficient
         with self._core.announcing():
@@ -562,9 +565,14 @@ class Script:
         work.draws = True
         work.composition = call.composition if first else call.composition.repeated()
         work.keeps = self._worth_keeping(call, consumer, planned.plan) if first else frozenset()
+        if isinstance(work, ExpressionWork):
+            terms = [term for number in _numbers(call) for term in number.terms if term.known is not work.node]
+            work.note(list({id(term.node): term.node for term in terms}.values()))
 
         def begin(pieces: Sequence[int]) -> None:
             work.values.clear()
+            if isinstance(work, ExpressionWork):
+                work.noted.clear()
             if first:
                 call.forget_pass()
                 call.begin(pieces)
@@ -576,6 +584,8 @@ class Script:
             total = core.accumulated(work, weighting, pieces_for, largest=core.limit(planned.plan), begin=begin)
         if first:
             self._ran(call)
+        for node, value in work.noted.values() if isinstance(work, ExpressionWork) else ():
+            call.note(node, value)
         if work.values:
             whole = call.joined(work.values)
             for each in call.calls:
@@ -594,8 +604,9 @@ class Script:
     def _worth_keeping(self, call: Call, consumer: Consumer, plan: Plan) -> frozenset[int]:
         """The outputs that the script still holds, the smallest first, as far as there is room beside the plan's peak; a loss
         that is being computed is none."""
+        numbers = set(map(id, _numbers(call)))  # which are added up in the pass
         standins = [standin for each in call.calls for standin in each.standins if isinstance(standin, StandIn)]
-        leaves = {leaf for standin in standins for leaf in standin.leaves}
+        leaves = {leaf for standin in standins if id(standin) not in numbers for leaf in standin.leaves}
         held = {call.offsets[number] + leaf for number, leaf in leaves if number in call.offsets}
         held -= {call.outputs.loss} if consumer is OWN_LOSS else set()
         size = {i: call.outputs.leaves[i].bytes_for(call.samples) for i in held}
@@ -609,6 +620,12 @@ class Script:
         self._kinds.ended()
         if self._guard is not None:
             self._guard.handing_over(self._batch_number(), receivers)
+
+
+def _numbers(call: Call) -> list[StandIn]:
+    """Losses that wait, or parts of some, and may be read after the pass that computes the gradients."""
+    found = [standin for each in call.calls for standin in each.standins if isinstance(standin, StandIn)]
+    return [standin for standin in dict.fromkeys(found) if standin.is_loss_that_waits]
 
 
 def _all_computed(tree: Any) -> Any:

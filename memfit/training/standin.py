@@ -131,10 +131,32 @@ class StandIn(torch.Tensor):
             given, named = _map_standins(StandIn.detached, args), _map_standins(StandIn.detached, kwargs or {})
         return func(*given, **named)
 
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """What a number consists of."""
+        return () if self._scalar is None else self._scalar.terms
+
+    @property
+    def is_loss_that_waits(self) -> bool:
+        """Whether it is a number that gradients may flow through."""
+        return bool(self.terms) and not self._looks
+
+    def noted(self) -> torch.Tensor | None:
+        """What it came to in a pass, where it is a number that was added up beside a loss; without a graph."""
+        terms = self.terms if self.is_loss_that_waits else ()
+        known = {key: value for call in self._call.calls for key, (_, value) in call.noted.items()}
+        if not terms or any(id(term.node) not in known for term in terms):
+            return None
+        with torch.no_grad():
+            value = sum(term.of_sum(known[id(term.node)]) for term in terms)
+            return self._scalar.and_others(value.to(self.dtype)).detach()  # type: ignore[union-attr]
+
     def detached(self) -> torch.Tensor:
         """What it stands for, without a graph."""
         if self._computed is not None:
             return self._computed.detach()
+        if (noted := self.noted()) is not None:
+            return noted
         if self._parents:
             # (where nothing has run yet, this plans, which takes graphs)
             values = [parent.detached() for parent in self._parents]
@@ -147,6 +169,8 @@ class StandIn(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """What it stands for, to be looked at."""
+        if self._computed is None and (noted := self.noted()) is not None:
+            return noted
         if self._scalar is not None and not self._looks:
             # (other processes may not look, so that nothing is agreed on by looking)
             return self.computed() if self._owner.alone or self._scalar.is_known else self.detached()
@@ -207,6 +231,9 @@ class StandIn(torch.Tensor):
         if isinstance(self._node, Output) and self._call.whole is not None:
             return self._call.whole[self._leaf]
         if self._scalar is not None:
+            noted = self.noted()
+            if noted is not None and not self._call.is_unchanged:  # it is only looked at, or torch's own error follows
+                return _Unwrap.apply(self, noted)  # type: ignore[no-any-return]
             return self._scalar.and_others(self._gathered(self._scalar.terms))
         if self._parents:
             return self.from_parents([parent.computed() for parent in self._parents])

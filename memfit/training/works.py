@@ -10,7 +10,7 @@ from torch import nn
 
 from memfit.batches.tree import map_leaves, tensors
 from memfit.batches.weights import Count, known_loss
-from memfit.engine.accumulate import CountOf
+from memfit.engine.accumulate import CountOf, wide
 from memfit.engine.composed import Composition
 from memfit.levers.precision import precision_applied
 from memfit.training.call import Call, copied
@@ -156,9 +156,25 @@ class ExpressionWork(CallWork):
         borrowed: Sequence[torch.Tensor] = (),
     ) -> None:
         super().__init__(call, 0, precision=precision, draws=draws, borrowed=borrowed)
-        self._node, self._shared = node, used_again(node)
+        self.node, self._shared = node, used_again(node)
         self._compute = node.told if isinstance(node, Step) and known_loss(node.function) is not None else node.of
         self._leaves = {leaf: offsets[leaf[0]] + leaf[1] for leaf in leaves_in(node)}
+        self._offsets = offsets
+        self._notes: Sequence[Node] = ()
+        self.noted: dict[int, tuple[Node, torch.Tensor]] = {}
+        """What nodes came to so far, by their ids."""
+
+    def note(self, nodes: Sequence[Node]) -> None:
+        """Add up what these, sums over samples, come to beside the loss, to be read after the pass."""
+        self._notes = [node for node in nodes if all(number in self._offsets for number, _ in leaves_in(node))]
+        self._shared |= {id(node) for node in self._notes}
+        self._leaves |= {leaf: self._offsets[leaf[0]] + leaf[1] for node in self._notes for leaf in leaves_in(node)}
+
+    def _take_note(self, part: Part) -> None:
+        for node in self._notes:
+            value = part.value(node).detach().to(wide(self.device))
+            before = self.noted.get(id(node))
+            self.noted[id(node)] = node, value if before is None else before[1] + value
 
     def forward(self, inputs: Any) -> Any:
         arguments, start, stop = inputs
@@ -173,7 +189,10 @@ class ExpressionWork(CallWork):
 
     def loss(self, outputs: Any) -> torch.Tensor:
         with precision_applied(self._precision, self.device):
-            return self._compute(outputs)
+            loss = self._compute(outputs)
+            with torch.no_grad():
+                self._take_note(outputs)
+            return loss
 
 
 def moved(tree: Any, device: torch.device) -> Any:

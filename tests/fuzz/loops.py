@@ -241,6 +241,7 @@ class Doubled(torch.autograd.Function):
     "viewed": piece(arithmetic="loss = loss.view(1).mean()"),
     "powered_rate": piece(arithmetic='loss = loss * (1.0 + optimizer.param_groups[0]["lr"])'),
     "unbound": piece(arithmetic="loss = torch.stack([loss, 0.5 * loss]).unbind()[1]"),
+    "parts_logged": piece(arithmetic="first, loss = loss, loss + 0.1 * out.pow(2).mean()", stepped='print("first", first.item())'),
     "swapped": piece(arithmetic="loss, half = loss * 0.5, loss * 0.25\nloss = loss + half"),
 }
 
