@@ -17,7 +17,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from common import ROOT, save
@@ -29,6 +30,7 @@ from fuzz.outcomes import BAD, INVALID, REFUSED  # noqa: E402
 from fuzz.pool import Found, found_in, outcomes_of  # noqa: E402
 from fuzz.reporting import causes, per_thousand, small  # noqa: E402
 from fuzz.script import source_of  # noqa: E402
+from fuzz.sharing import found_in_pairs  # noqa: E402
 
 
 def main() -> None:
@@ -41,6 +43,7 @@ def main() -> None:
     arguments.add_argument("--shrink", action="store_true")
     arguments.add_argument("--save", action="store_true", help="write a dated result")
     arguments.add_argument("--workers", type=int, default=1)
+    arguments.add_argument("--processes", type=int, choices=(1, 2), default=1, help="2: shares of batches on two, against one")
     arguments.add_argument("--findings", type=Path, help="write the table and the findings there, too")
     arguments.add_argument("--log", type=Path, default=Path("fuzz.jsonl"))
     given = arguments.parse_args()
@@ -48,10 +51,12 @@ def main() -> None:
         show(drawn(given.show) if given.show is not None else alone(*given.alone.split("=")))
         return
     began = time.time()
-    found = run(seeds_of(given.seeds), given.log, resume=given.resume, workers=given.workers)
+    several = given.processes == 2
+    results = partial(found_in_pairs, shrink=given.shrink) if several else partial(found_in, workers=given.workers)
+    found = run(seeds_of(given.seeds), given.log, resume=given.resume, results=results)
     with contextlib.ExitStack() as files:
         places = [sys.stdout, *([files.enter_context(given.findings.open("w"))] if given.findings else [])]
-        for text in report(found, shrink=given.shrink):
+        for text in report(found, shrink=given.shrink and not several):
             for place in places:
                 print(text, file=place, flush=True)
     print(f"{time.time() - began:.0f} seconds")
@@ -66,6 +71,8 @@ def report(found: list[Found], *, shrink: bool) -> Iterator[str]:
         yield f"\n{len(group)} {kind}, {mode} mode: {what}\n  seeds {[one.seed for one in group[:8]]}"
         if shrink and kind in BAD:
             yield small(group[0])
+        elif kind in BAD:
+            yield group[0].detail
 
 
 def seeds_of(text: str) -> list[int]:
@@ -76,13 +83,13 @@ def seeds_of(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def run(seeds: list[int], log: Path, *, resume: bool, workers: int) -> list[Found]:
-    """Run seeds, writing each outcome to the log as it comes."""
+def run(seeds: list[int], log: Path, *, resume: bool, results: Callable[[list[int]], Iterable[Found]]) -> list[Found]:
+    """Run seeds by `results`, writing each outcome to the log as it comes."""
     found = [Found(**json.loads(line)) for line in log.read_text().splitlines()] if resume and log.exists() else []
     found = [one for one in found if one.seed in set(seeds)]
     done = {one.seed for one in found}
     with log.open("a" if resume else "w") as file:
-        for one in found_in([seed for seed in seeds if seed not in done], workers=workers):
+        for one in results([seed for seed in seeds if seed not in done]):
             found.append(one)
             file.write(json.dumps(one.as_dict()) + "\n")
             file.flush()

@@ -48,6 +48,11 @@ FOUND = (
     ("third", {"loss": "two_denominators", "metrics": "norm"}),
     ("third", {"calls": "sum_of_two", "loss": "ce_ignore", "metrics": "max_metric"}),
     ("third", {"arithmetic": "parts_logged"}),
+    ("half", {"body": "causal", "backward": "twice"}),
+    ("most", {"loss": "ce_none_masked"}),
+    ("most", {"loss": "mask_and_mean"}),
+    ("third", {"loss": "ce_sum", "arithmetic": "added_in_place", "backward": "two_losses", "parts": "new_head"}),
+    ("most", {"parts": "grown_layer"}),
 )
 """What differed silently or crashed once, by how batches are shared and what it takes."""
 

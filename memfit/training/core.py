@@ -148,6 +148,8 @@ class Core:
         """What tells kinds of calls and of batches apart beside what they are given."""
         self._undo_levers: Callable[[], None] = lambda: None
         self._checked_escapes = False
+        self._level = "off"
+        """What is held in parts."""
 
     def knows_parameters(self) -> bool:
         """Whether the parameters in the model are its own. New ones that the optimizer trains (a grown head) are from now on,
@@ -156,9 +158,11 @@ class Core:
             return True
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         untrained = any(id(p) not in trained for p in self.model.parameters() if id(p) not in self.known)
-        if untrained or self.together is not None or in_functional_call():
+        if untrained or self._level != "off" or in_functional_call():
             return False
         self.known = {id(p): p for p in self.model.parameters()}
+        if self.together is not None:
+            self.together.begin_anew()
         self.reference, self.flags = None, Flags(self.model)
         self.memory.train()
         for forget in (*self.on_parameters, *self.on_forget):
@@ -169,7 +173,7 @@ class Core:
     def hold_in_parts(self, level: str, stepped: Optimizer, parts: FullySharded | None = None) -> None:
         """Plan for `stepped`, which steps this process's part of the parameters, from now on; `parts`: for parameters that
         are held in parts themselves."""
-        self.staging.parts = parts
+        self.staging.parts, self._level = parts, level
         self.planner = Planner(
             self.model, stepped, self.device, self.memory, self.settings, self.staging, shard=level, parts=parts
         )

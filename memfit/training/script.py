@@ -35,6 +35,7 @@ from memfit.training.expression import Cut, Node, Part, Step, Sum, Term, all_nod
 from memfit.training.guard import AccumulationGuard
 from memfit.training.joint import joint
 from memfit.training.kinds import OWN_LOSS, Kinds
+from memfit.training.masked import count_of
 from memfit.training.outside import OutsideForward
 from memfit.training.planned import Planned
 from memfit.training.standin import StandIn, settle_looks, stand_ins
@@ -159,7 +160,7 @@ class Script:
         def combine(factor: Factor) -> Factor:
             if first:
                 return factor / first[0]  # backward again through a graph that was kept
-            first.append(factor)
+            first.append(total.incoming)  # (combining leaves no other factor)
             total.factor = factor
             divided = isinstance(factor, float) and abs(factor * total.samples - 1.0) < ALMOST
             with self._core.announcing():
@@ -315,9 +316,10 @@ class Script:
         made = term.without_coefficient()
         with self._core.announcing():
             consumer = Expression(name_of(made), made, call.offsets)
-            if term.count is None:
+            count = count_of(term)
+            if count is None:
                 return self._accumulated(call, consumer, BY_SUM)
-            return self._accumulated(call, consumer, BY_SHARE, weight=as_factor(term.count))
+            return self._accumulated(call, consumer, BY_SHARE, weight=as_factor(count))
 
     def over_all(self, call: Call, terms: Sequence[Term]) -> tuple[Term, ...]:
         """The terms such that what processes come to, weighed by their samples, is what one process would over all samples:
@@ -326,7 +328,7 @@ class Script:
         if together is None:
             return tuple(terms)
         own = self._own_weight(call.samples)
-        counted = [term.counting(call.samples) for term in terms]
+        counted = [replace(term, count=count_of(term)).counting(call.samples) for term in terms]
         told = together.ranks.agree([own, *(count if own else math.nan for count, _ in counted)], DIVISORS)
         samples, *counts = zip(*told)
         divisors = [divisor_of(numbers) for numbers in counts]

@@ -80,14 +80,22 @@ class Together:
         self._heard: list[list[float]] = []
         self._parameters: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
-        self._look()
-        self._sparse = {id(p) for p in sparse_parameters(model)}
-        self._reducer = Reducer(ranks, self._parameters, overlaps=overlaps)
-        self.overlap = Overlap(ranks, staging, self._reducer.buffer, self) if overlaps else None
-        self._steps = 0
+        self._overlaps, self._steps = overlaps, 0
+        self.overlap: Overlap | None = None
+        self.begin_anew()
         self.torn = False
         self.part: float | None = None
         self.whole = self.apart = self.unseen = False
+
+    def begin_anew(self) -> None:
+        """Other parameters are in the model, on all processes."""
+        self._look()
+        self._sparse = {id(p) for p in sparse_parameters(self._model)}
+        self._reducer = Reducer(self.ranks, self._parameters, overlaps=self._overlaps)
+        before, self.overlap = self.overlap, None
+        if self._overlaps:
+            self.overlap = Overlap(self.ranks, self._staging, self._reducer.buffer, self)
+            self.overlap.note = self.overlap.note if before is None else before.note
 
     @property
     def parameters(self) -> list[torch.Tensor]:

@@ -43,6 +43,8 @@ def steps_by_itself(choices: Choices) -> bool:
         return False
     if choices["calls"] in ("input_gradient", "each_backward") or "rand" in the(choices, "calls").lines.get("call", ""):  # draws of a batch that is cut are others
         return False
+    if "stepped" in the(choices, "arithmetic").lines:  # which reads what the loop computed
+        return False
     gradients = choices["gradients"] in ("none", "hooks", "module_hook", "module_hook_replaces", "backward_hook", "scaled", "printed")
     return gradients and choices["logging"] in ("none", "item", "tensor_total", "formatted")
 

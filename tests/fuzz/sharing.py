@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import random
 import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fuzz import running
-from fuzz.grammar import Choices, settled, the
+from fuzz.grammar import Choices, drawn, others, settled, the
 from fuzz.outcomes import (
     CRASHED,
     DIFFERENT,
@@ -28,7 +31,9 @@ from fuzz.outcomes import (
     normal,
     words,
 )
-from fuzz.script import source_of
+from fuzz.pool import Found
+from fuzz.script import source_of, steps_by_itself
+from fuzz.shrinking import shrunk
 from fuzz.snapshot import Snapshot, apart
 
 SHARES = ("half", "third", "most", "one")
@@ -54,7 +59,8 @@ def shared(choices: Choices) -> Choices | None:
     outside = the(found, "outside")
     state = outside.holds and not outside.lines.get("params")
     decides = any({"decides", "fixed", "mixes", "positions", "batchnorm"} & the(found, name).tags for name in ("twist", "loss"))
-    return None if own or batches or state or decides or found["gradients"] != "none" or "drop" in text else found
+    bare = found["parts"] == "weights_replaced" or found["gradients"] != "none"  # what nobody adds up over processes
+    return None if own or batches or state or decides or bare or "drop" in text else found
 
 
 def shared_source(choices: Choices, *, step: bool) -> str:
@@ -154,3 +160,23 @@ class Pair:
         if self._processes is not None:
             self._processes.end()
             self._processes = None
+
+
+def found_in_pairs(seeds: Iterable[int], *, shrink: bool) -> Iterator[Found]:
+    """Run seeds on two processes and yield what they come to; with `shrink`, findings with the smallest script that comes to
+    the same."""
+    pair = Pair()
+    for seed in seeds:
+        choices, shares = shared(drawn(seed)), share_of(seed)
+        for step in () if choices is None else (False, True) if steps_by_itself(choices) else (False,):
+            run = partial(_outcome, pair, step, shares)
+            found = run(choices)
+            if found.bad and shrink:
+                made, found = shrunk(choices, found, step=step, run=run)
+                found = replace(found, detail=f"{found.detail}\n{others(made)}\n{shared_source(made, step=step)}")
+            yield Found(seed, f"{'step' if step else 'script'} ({shares})", found.kind, found.what, found.detail)
+    pair.end()
+
+
+def _outcome(pair: Pair, step: bool, shares: str, choices: Choices) -> Outcome:
+    return pair.outcome(choices, step=step, shares=shares) if shared(choices) == choices else Outcome(INVALID)
