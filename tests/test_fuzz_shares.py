@@ -13,7 +13,7 @@ from fuzz.outcomes import DIFFERENT, FREE, INEXACT, TWICE
 from fuzz.script import steps_by_itself
 from fuzz.sharing import Pair, share_of, shared
 
-SLICE = range(24)
+SLICE = range(16)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,7 @@ FOUND = (
     ("third", {"arithmetic": "parts_logged"}),
     ("half", {"body": "causal", "backward": "twice"}),
     ("most", {"loss": "ce_none_masked"}),
+    ("half", {"loss": "detached_weight", "arithmetic": "isub_item"}),
     ("most", {"loss": "mask_and_mean"}),
     ("third", {"loss": "ce_sum", "arithmetic": "added_in_place", "backward": "two_losses", "parts": "new_head"}),
     ("most", {"parts": "grown_layer"}),

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from helpers import Forwards, Notes, mlp, points, wrapped
 from stepping import LossFn, error_of_step, plain, stepper
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 from zoo import FAMILIES, first_batch
 from zoo.data import IGNORED
 from zoo.losses import variants_for
@@ -19,6 +20,7 @@ from zoo.plain import gradients_of, relative_error
 
 import memfit
 from memfit import Refused
+from memfit.batches.samples import SampleBatch
 from memfit.training.tune import Tuner
 
 EXACT = 1e-12
@@ -416,6 +418,27 @@ def test_a_mask_memfit_cannot_see_is_named_as_the_cause_where_it_leaves_nothing(
         model(x, torch.zeros_like(y)).backward()
 
 
+@pytest.mark.parametrize("gaps_from", [0, 2])
+def test_terms_that_divide_by_counts_of_their_own_take_one_pass(gaps_from: int) -> None:
+    """From the step after the one in which that is learnt."""
+    model = mlp()
+    seen = Forwards(model[0])
+    run = memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.0), loss_fn=two_means, micro_batch=5)
+    generator = torch.Generator().manual_seed(1)
+    passes = []
+    for step in range(gaps_from + 4):
+        x, y = points(12, seed=step)
+        if step >= gaps_from:
+            y[torch.rand(12, generator=generator) < 0.4] = IGNORED
+        _, want = plain(model, two_means, (x, y))
+        seen.sizes.clear()
+        run.step((x, y))
+        passes.append(sum(seen.sizes) // 12)
+        assert relative_error(gradients_of(model), want) <= EXACT
+    assert passes[gaps_from + 1 :] == [1, 1, 1] and max(passes) <= 3
+    assert not any("may have trained" in event.message for event in run.events)
+
+
 def test_corrections_of_one_cut_are_not_those_of_another_of_as_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are measured in turn: the batch that runs again with its corrections would come in other pieces."""
 
@@ -434,7 +457,7 @@ def test_corrections_of_one_cut_are_not_those_of_another_of_as_many_pieces(monke
     for batch in [(x, labels)] * 2 + [(x, padded)] * 2:
         _, want = plain(model, loss_fn, batch)
         before = copy.deepcopy(model)
-        run.step(batch)
+        run.step(SampleBatch(list(zip(*batch)), default_collate))  # which is not there as a whole
         steps = {name: (p - q) / 0.1 for (name, p), q in zip(before.named_parameters(), model.parameters())}
         assert relative_error(steps, want) <= EXACT
     assert seen.sizes[-4:] == [8, 4, 8, 4]  # found to differ, and once more

@@ -17,6 +17,7 @@ EVERY = {
     "test_differ.py::test_a_rank_with_less_memory_has_its_share_in_micro_batches_that_fit": 2,
     "test_free_losses.py::test_a_loss_by_hand_runs_nothing_twice": 2,
     "test_fuzz.py::test_what_was_found_once": 2,
+    "test_fuzz_shares.py::test_what_was_found_once": 2,
     "test_guest_trainer.py::test_the_trainer_trains_a_wrapped_model_as_it_trains_a_plain_one": 2,
     "test_kept.py::test_memory_may_run_out_in_what_is_kept": 2,
     "test_laws.py::test_the_familys_own_loss": 2,

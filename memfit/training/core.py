@@ -338,11 +338,12 @@ class Core:
         largest: int,
         begin: Callable[[Sequence[int]], None] = lambda pieces: None,
         load: Callable[[Sequence[int]], Load] | None = None,
+        repeats: bool = True,
     ) -> Total:
         """The total of an effective batch, through recovery: smaller micro-batches, a lower loss scale or true shares where
         the first attempt shows that they are needed. `pieces_for(largest, tuner)` says how it is cut; while there is a
         tuner, it says how large each micro-batch is. `load` says of pieces what they come to; with it, gradients may be reduced
-        beside the last micro-batch."""
+        beside the last micro-batch. Without `repeats`, SharesDiffer leaves where true shares would take a second attempt."""
         self._follow_drift()
         largest = largest if self.plan is None else min(largest, self.limit(self.plan))
         precision = self.plan.precision if self.plan is not None else "off"
@@ -370,6 +371,8 @@ class Core:
                 with self.memory.running(), self.staging.counting(), self.norms_of(len(pieces)):
                     total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:
+                if not repeats:
+                    raise
                 exact = pieces, difference.shares  # which are those of these micro-batches
                 raise Again from None
             if self.together is not None and self.together.overlap is not None:

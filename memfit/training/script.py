@@ -625,9 +625,10 @@ class Script:
 
 
 def _numbers(call: Call) -> list[StandIn]:
-    """Losses that wait, or parts of some, and may be read after the pass that computes the gradients."""
+    """Losses of the call that wait, or parts of some, and may be read after the pass that computes the gradients."""
     found = [standin for each in call.calls for standin in each.standins if isinstance(standin, StandIn)]
-    return [standin for standin in dict.fromkeys(found) if standin.is_loss_that_waits]
+    numbers = [standin for standin in dict.fromkeys(found) if standin.is_loss_that_waits]
+    return [each for each in numbers if all(leaf[0] in call.offsets for term in each.terms for leaf in leaves_in(term.node))]
 
 
 def _all_computed(tree: Any) -> Any:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -87,7 +88,7 @@ class StandIn(torch.Tensor):
     _node: Node
     _axis: Axis | None
     _computed: torch.Tensor | None
-    _parents: tuple[StandIn, ...]
+    _parents: Mapping[StandIn, Node]
     _scalar: Scalar | None
     _looks: bool
 
@@ -100,7 +101,7 @@ class StandIn(torch.Tensor):
         like: torch.Tensor | Any,
         axis: Axis | None,
         *,
-        parents: tuple[StandIn, ...] = (),
+        parents: Mapping[StandIn, Node] = MappingProxyType({}),
         scalar: Scalar | None = None,
         looks: bool = False,
     ) -> StandIn:
@@ -326,7 +327,7 @@ def settle_looks(calls: Sequence[Call]) -> None:
     for standin in looks:
         standin.computed()
     for standin in looks:
-        standin._parents, standin._scalar, standin._node = (), None, Output((-1, -1))
+        standin._parents, standin._scalar, standin._node = {}, None, Output((-1, -1))
         del standin._call
 
 
@@ -409,31 +410,32 @@ class _Rewritten(torch.autograd.Function):
 
 
 class _Then(torch.autograd.Function):
-    """One operation as an autograd node, for stand-ins that are consumed from C++; `others` are added to what it gives."""
+    """One operation as an autograd node, for stand-ins that are consumed from C++; inputs are what `make` gives it as parents,
+    and others that are added to what it gives."""
 
     @staticmethod
-    def forward(ctx: Any, make: Callable[[], StandIn], others: int, *inputs: torch.Tensor) -> StandIn:
+    def forward(ctx: Any, make: Callable[[], StandIn], *inputs: torch.Tensor) -> StandIn:
         made = make()
-        ctx.node, ctx.samples, ctx.parents = made._node, made._call.samples, inputs[: len(inputs) - others]
+        ctx.node, ctx.samples, ctx.parents = made._node, made._call.samples, made._parents
         return made
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        parents, needed = ctx.parents, ctx.needs_input_grad[2:]
+        parents, needed = ctx.parents, ctx.needs_input_grad[1:]
         with torch.enable_grad():
             starts = [parent.detached().detach() for parent in parents]
             wanted = [start.requires_grad_() for start, need in zip(starts, needed) if need]
             value = _last(ctx.node, parents, starts, ctx.samples)
             found = iter(torch.autograd.grad(value, wanted, gradient, allow_unused=True))
         own = [next(found) if need else None for need in needed[: len(parents)]]
-        return None, None, *own, *(gradient if need else None for need in needed[len(parents) :])
+        return None, *own, *(gradient if need else None for need in needed[len(parents) :])
 
 
-def _last(node: Node, parents: Sequence[StandIn], values: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
+def _last(node: Node, parents: Mapping[StandIn, Node], values: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
     """The last operation of a way on the whole batch, where its parents have these values."""
     part = Part({}, 0, samples)
-    for parent, value in zip(parents, values):
-        part.put(parent._node, value)
+    for place, value in zip(parents.values(), values):
+        part.put(place, value)
     with torch._C.DisableTorchFunctionSubclass():
         return part.value(node)
 
@@ -531,7 +533,7 @@ def _next_step(
             tuple(like.shape),
             like,
             following.axis,
-            parents=tuple(standins),
+            parents=_nodes_of(standins),
             looks=not trains,
         )
 
@@ -548,6 +550,11 @@ def _gathered(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tens
     return _scalar(call, term, standins) if first._owner.defers(call) else first._owner.accumulate_terms(call, [term])
 
 
+def _nodes_of(standins: Sequence[StandIn]) -> dict[StandIn, Node]:
+    """What they stand for by now: one that is only looked at may be another once it was computed."""
+    return {standin: standin._node for standin in standins}
+
+
 def _scalar(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
     first, node = standins[0], Sum((term,))
     like, looks = first._owner.like_after(call, term.node, standins), not _flows(standins)
@@ -557,7 +564,7 @@ def _scalar(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor
     def make() -> StandIn:
         about = Scalar((term,))
         return StandIn.make(
-            first._owner, call, node, (), like, None, parents=tuple(standins), scalar=about, looks=looks
+            first._owner, call, node, (), like, None, parents=_nodes_of(standins), scalar=about, looks=looks
         )
 
     return _linked(make, standins)
@@ -570,14 +577,14 @@ def _added(
     found, first = combined(func, args, kwargs, _scalar_of), standins[0]
     if found is None or any(tensor.dtype != first.dtype for tensor in (*standins, *found.constants)):
         return None
-    parents = tuple(dict.fromkeys(parent for standin in standins for parent in standin._parents))
+    parents = {parent: place for standin in standins for parent, place in standin._parents.items()}
     looks = not _flows((*standins, *found.constants))
 
     def make() -> StandIn:
         node = Sum(found.terms)
         return StandIn.make(first._owner, call, node, (), first, None, parents=parents, scalar=found, looks=looks)
 
-    return _linked(make, parents, found.constants)
+    return _linked(make, tuple(parents), found.constants)
 
 
 def _rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -594,10 +601,12 @@ def _rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
         if made.requires_grad:
             _Rewritten.apply(standin, made)
     assert isinstance(made, StandIn)
+    before = standin._call.calls
     standin._call, standin._node, standin._scalar = made._call, made._node, made._scalar
     standin._parents, standin._looks = made._parents, made._looks
     for each in made._call.calls:
-        each.standins.add(standin)
+        if each not in before:  # (a set of references would ask whether the stand-in is equal to itself)
+            each.standins.add(standin)
     return True
 
 
@@ -613,7 +622,7 @@ def _flows(standins: Sequence[torch.Tensor]) -> bool:
 def _linked(make: Callable[[], StandIn], parents: Sequence[StandIn], others: Sequence[torch.Tensor] = ()) -> StandIn:
     inputs = (*parents, *others)
     graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    return _Then.apply(make, len(others), *inputs) if graph else make()  # type: ignore[no-any-return]
+    return _Then.apply(make, *inputs) if graph else make()  # type: ignore[no-any-return]
 
 
 def _operand(value: Any) -> Operand | None:

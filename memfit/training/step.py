@@ -18,7 +18,7 @@ from memfit.batches.pieces import pieces_by_size
 from memfit.batches.samples import SampleBatch
 from memfit.batches.shapes import Shapes, no_larger, shapes_per_sample
 from memfit.batches.tree import flat, map_leaves, tensors
-from memfit.engine.accumulate import BY_SAMPLES, Weighting, WeightsChanged, checked_loss
+from memfit.engine.accumulate import BY_SAMPLES, SharesDiffer, Weighting, WeightsChanged, checked_loss
 from memfit.engine.handover import Total, hand_over
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand
@@ -134,6 +134,8 @@ class Stepper:
                 doubted = True
             except WholeShares:
                 self._weights.run_together("it does on another process")
+            except SharesDiffer:
+                self._weights.run_together("its terms divide by counts of their own, which are those of all samples")
         return self._all_at_once(batch)
 
     def _accumulated(self, batch: Ordered) -> torch.Tensor:
@@ -152,7 +154,8 @@ class Stepper:
             if batch.is_whole:
                 weighting = without_idle_rivals(weighting, lambda: batch.piece(0, batch.samples))
             load = batch.load if self._weights.known else None
-            return core.accumulated(work, weighting, pieces_for, largest=core.limit(plan), load=load)
+            repeats = not batch.is_whole  # what is not there as a whole is collated again, in the same pieces
+            return core.accumulated(work, weighting, pieces_for, largest=core.limit(plan), load=load, repeats=repeats)
 
         def combined(total: Total, weighting: Weighting) -> Weighting | None:
             try:

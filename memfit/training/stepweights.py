@@ -39,6 +39,7 @@ LOOSE = 1e-2
 """Deviation that a proof allows from which on that is said."""
 PROVE_AGAIN = 4
 """An inferred weighting is proven again at the next batch, and then whenever this many times as many steps were done."""
+IN_TWO = "the model runs in two passes, or in one where the loss is made of sums and means that memfit follows"
 PROVE_WITHIN = 256
 """It is proven again after this many more steps at the latest: for a step or two of computation."""
 
@@ -205,7 +206,7 @@ class Weigher:
                 return
             if math.isnan(deviation.relative):
                 self._refuse_not_finite(work, few)
-            late = "" if again is None else "; steps since the last proof may have trained on gradients that are off by as much"
+            late = "" if again is None or again.watch else "; steps since the last proof may have trained on gradients that are off by as much"
             self.run_together(f"its parts differ from the whole by {deviation.relative:.2g}{late}")
 
     def _accepts(self, deviation: Deviation) -> bool:
@@ -286,12 +287,11 @@ class Weigher:
         self.weighting, self.together = None, True
         self._core.reference = None  # what there was to compare with does not hold; the two passes leave their own
         if self._core.together is None:
-            self._core.note("note", f"the loss needs all samples together ({why}): the model runs in two passes")
+            self._core.note("note", f"the loss needs all samples together ({why}): {IN_TWO}")
         else:
             self._core.together.whole = True
             self._core.tell(
-                f"the loss needs all samples together ({why}): it runs in two passes, and where it is not made of sums and "
-                f"means that memfit follows, {OF_SHARES}"
+                f"the loss needs all samples together ({why}): {IN_TWO}; what of it is not made of those, {OF_SHARES}"
             )
 
     def _refuse_not_finite(self, work: Work, samples: int) -> None:

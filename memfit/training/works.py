@@ -166,8 +166,8 @@ class ExpressionWork(CallWork):
 
     def note(self, nodes: Sequence[Node]) -> None:
         """Add up what these, sums over samples, come to beside the loss, to be read after the pass."""
-        self._notes = [node for node in nodes if all(number in self._offsets for number, _ in leaves_in(node))]
-        self._shared |= {id(node) for node in self._notes}
+        self._notes = nodes
+        self._shared |= {id(node) for node in nodes}
         self._leaves |= {leaf: self._offsets[leaf[0]] + leaf[1] for node in self._notes for leaf in leaves_in(node)}
 
     def _take_note(self, part: Part) -> None:
