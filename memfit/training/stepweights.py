@@ -206,7 +206,8 @@ class Weigher:
                 return
             if math.isnan(deviation.relative):
                 self._refuse_not_finite(work, few)
-            late = "" if again is None or again.watch else "; steps since the last proof may have trained on gradients that are off by as much"
+            unsure = again is not None and not again.watch  # (known means are looked at in every batch)
+            late = "; steps since the last proof may have trained on gradients that are off by as much" if unsure else ""
             self.run_together(f"its parts differ from the whole by {deviation.relative:.2g}{late}")
 
     def _accepts(self, deviation: Deviation) -> bool:
