@@ -248,7 +248,7 @@ class Pass:
         """The total, as far as micro-batches have run, with these gradients."""
         device, exact = self._work.device, wide(self._work.device)
         if not self._losses:  # no micro-batch had anything valid: the whole would give 0/0 as well
-            return Total(torch.full((), float("nan"), device=device), receivers, gradients, weight=0.0)
+            return Total(torch.full((), float("nan"), device=device), receivers, gradients, 1.0 / self._scale, weight=0.0)
         share, factor = self._share(exact, device) if self._counts else (1.0, 1.0)
         value = _weighted_sum(self._losses, self._weights, exact, device) * share
         value = value.to(self._dtype) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=self._dtype)
@@ -265,12 +265,14 @@ class Pass:
     def _share(self, exact: torch.dtype, device: torch.device) -> tuple[Factor, Factor]:
         """What the sums of the losses and of the gradients still have to be multiplied by."""
         count = _sum(self._counts, device)
+        # Without a single valid entry the loss is 0/0, as it would be whole, but torch's gradient of it is zero; in parts it is
+        # that of other processes.
+        nothing = 0.0 if self._staging.parts is None else 1.0
         if isinstance(count, torch.Tensor):
             share = count.to(exact).reciprocal() * self._unit
-            return share, torch.where(count == 0, torch.zeros_like(share), share)
-        # Without a single valid entry the loss is 0/0, as it would be whole, but torch's gradient of it is zero.
+            return share, torch.where(count == 0, torch.full_like(share, nothing), share)
         share = self._unit / count if count else math.nan
-        return share, share if count else 0.0
+        return share, share if count else nothing
 
     def _loss(
         self, outputs: Any, samples: int, count: Count | None, shares: Sequence[float] | None

@@ -108,14 +108,14 @@ def are_apart(told: Sequence[Stated]) -> bool:
     return len(incoming) > 1 and not is_mean(told)
 
 
-def share_of(told: Sequence[Stated], rank: int, *, summed: bool, mean: bool) -> float:
+def share_of(told: Sequence[Stated], rank: int, *, summed: bool, mean: bool, in_parts: bool = False) -> float:
     """What a process's gradients have to be multiplied by, where all weights are known on the host. `mean`: sums are divided by
-    the number of processes."""
+    the number of processes; `in_parts`: they are sums over all processes already, divided by its own weight if it has any."""
     if summed and not is_mean(told):
         return 1.0 / len(told) if mean else 1.0
     weights = [each.samples if summed else each.weight for each in told]
     whole = sum(weights)
-    return weights[rank] / whole if whole else 0.0
+    return (weights[rank] or float(in_parts)) / whole if whole else 0.0
 
 
 def check_rivals(told: Sequence[Stated]) -> None:

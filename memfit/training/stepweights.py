@@ -33,6 +33,7 @@ from memfit.training.prove import PROOF_SAMPLES, comparable, parts_of
 from memfit.training.recover import on_fewer, surviving
 from memfit.training.steptasks import Tasks
 from memfit.training.together import OF_SHARES
+from memfit.training.ways import ways_of
 from memfit.training.weigh import PROBED, infer_weighting
 
 LOOSE = 1e-2
@@ -198,6 +199,8 @@ class Weigher:
             self.run_together(f"it moves state at every call, in parts otherwise than as a whole: {moves.deviation.where}")
         elif self.weighting is not None and self.weighting.doubt is not None:
             self._doubt(self.weighting.doubt)
+        elif self.weighting is not None and again is not None and not _agree(again, self.weighting):
+            self.run_together(f"its parts weigh {self.weighting.label}, and those of an earlier batch {again.label}")
         elif self.weighting is None and deviation.agrees:
             self.weighting, self.mute = again, again is None  # a mask left nothing of them
         elif self.weighting is None:
@@ -334,6 +337,11 @@ class Weigher:
 
         weighting = self.weighting or BY_SAMPLES
         self._core.reference = MadeReference(few.samples, weighting, make, reversible=not batch.in_order)
+
+
+def _agree(one: Weighting, other: Weighting) -> bool:
+    """Whether two proofs on different samples have a way in common; else what they found held by chance."""
+    return bool({way.code for way in ways_of(one, unproven=False)} & {way.code for way in ways_of(other, unproven=False)})
 
 
 def _say_on_few(error: BaseException) -> None:

@@ -358,19 +358,22 @@ class Together:
 
     def _weigh(self, total: Total, told: Sequence[Stated], *, summed: bool) -> tuple[Factor, torch.Tensor]:
         """(what this process's gradients have to be multiplied by, the loss over all processes)."""
-        share = share_of(told, self.ranks.rank, summed=summed, mean=self.mean)
+        in_parts = self._staging.parts is not None
+        share = share_of(told, self.ranks.rank, summed=summed, mean=self.mean, in_parts=in_parts)
         if summed and not is_mean(told):
             self.part = share if self.mean else None
             return share, self._summed(total, told, [float(each.way is not None) for each in told]) * share
         if total.value.device.type == "cpu":
             weights = [each.samples if summed else each.weight for each in told]
-            whole, self.part = sum(weights), share
+            whole = sum(weights)
+            self.part = weights[self.ranks.rank] / whole if whole else 0.0
             return share, self._summed(total, told, weights) / whole if whole else total.value * math.nan
         samples = sum(each.samples for each in told)
         self.part = told[self.ranks.rank].samples / samples if samples else 1.0 / self.ranks.size
         own = torch.as_tensor(total.weight, dtype=wide(total.value.device), device=total.value.device)
         both = torch.stack([own, torch.where(own == 0, 0.0, total.value * own)])
         self.ranks.sum([both])
+        own = torch.where(own == 0, float(in_parts), own)
         share = torch.where(both[0] == 0, 0.0, own / both[0])
         return share, (both[1] / both[0]).to(total.value.dtype)
 

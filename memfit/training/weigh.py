@@ -26,7 +26,7 @@ from memfit.engine.slices import Draws
 from memfit.engine.staged import Staging, gathers_in_parts, gradients_of
 from memfit.engine.terms import Terms, is_only_term, leaves_of
 from memfit.training.comparing import TOLERANCE, Deviation, in_double, tolerance
-from memfit.training.decides import Decides, told_by
+from memfit.training.decides import Decides, counted_by, told_by
 from memfit.training.moving import STILL, Moves, Trial, composition_of, same
 from memfit.training.prove import comparable
 from memfit.training.reads import Reads, Value, decided
@@ -253,8 +253,13 @@ def _choose(
     chosen = fitting[0][0]
     if not tells_sums:
         chosen = replace(chosen, sums=_difference(whole, parts, []) <= limit)
-    chosen = replace(chosen, doubt=_doubt([(m.samples, m.decides) for m in (whole, *parts) if m.decides], chosen.kind))
-    return _with_rivals(chosen, fitting[1:]), deviation
+    chosen = _with_rivals(chosen, fitting[1:])
+    looks = [(m.samples, m.decides) for m in (whole, *parts) if m.decides]
+    doubt = _doubt(looks, chosen.kind)
+    if doubt is None and looks and chosen.kind in ("samples", "count"):
+        looked_at = [i for i, count in enumerate(counts) if count is chosen.count or count in chosen.rivals]
+        doubt = counted_by(looks, [(float(m.samples), *(m.counts[i] for i in looked_at)) for m in (whole, *parts)])
+    return replace(chosen, doubt=doubt), deviation
 
 
 def _doubt(looks: Sequence[tuple[int, Decides]], kind: str) -> str | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from fuzz.grammar import Choices, drawn
@@ -40,13 +42,11 @@ def found_in(seeds: Iterable[int], *, workers: int = 1) -> Iterator[Found]:
     busy: list[_Worker] = []
     for _ in range(workers):
         busy.append(_Worker(waiting))
-    while busy:
-        for worker in list(busy):
-            found = worker.next()
-            if found is None:
-                busy.remove(worker)
-                continue
-            yield from found
+    while busy := [worker for worker in busy if not worker.is_idle]:
+        ready = wait([worker.pipe for worker in busy], max(0.0, min(worker.left for worker in busy)))
+        for worker in busy:
+            if worker.pipe in ready or worker.left <= 0:
+                yield from worker.next()
 
 
 class _Worker:
@@ -55,7 +55,23 @@ class _Worker:
     def __init__(self, seeds: Iterator[int]) -> None:
         self._seeds, self._process, self._done = seeds, None, 0
         self._seed: int | None = None
+        self._until = 0.0
         self._begin()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no seed in work, as there are no more."""
+        return self._seed is None
+
+    @property
+    def pipe(self) -> Connection:
+        """What its outcomes come through."""
+        return self._ours
+
+    @property
+    def left(self) -> float:
+        """Seconds that its seed may still take."""
+        return self._until - time.monotonic()
 
     def _begin(self) -> None:
         """Send the next seed, to a new process where there is none."""
@@ -72,14 +88,14 @@ class _Worker:
             theirs.close()
             self._done = 0
         self._ours.send(self._seed)
+        self._until = time.monotonic() + PATIENCE
 
-    def next(self) -> list[Found] | None:
-        """What the seed in work came to; None where there are no more."""
-        if self._seed is None:
-            return None
+    def next(self) -> list[Found]:
+        """What the seed in work came to; the next one is begun."""
+        assert self._seed is not None and self._process is not None
         seed, self._done = self._seed, self._done + 1
         try:
-            if not self._ours.poll(PATIENCE):
+            if not self._ours.poll():
                 raise TimeoutError
             found = [Found(seed, *one) for one in self._ours.recv()]
         except TimeoutError:

@@ -38,6 +38,8 @@ from fuzz.snapshot import Snapshot, apart
 
 SHARES = ("half", "third", "most", "one")
 """How many samples of a batch the first process has: half, a third, all but one, or one."""
+LEVELS = ("optimizer", "gradients", "parameters")
+"""What may be held in parts."""
 SAID = ("each process computes it of its own share", "each process computes the loss of its own samples", "received gradients outside")
 """Said where processes compute something else than one would."""
 LEFT = re.compile(r"(second_optimizer|optimizer|beside)\b|.*_parameters\b")
@@ -63,7 +65,7 @@ def shared(choices: Choices) -> Choices | None:
     return None if own or batches or state or decides or bare or "drop" in text else found
 
 
-def shared_source(choices: Choices, *, step: bool) -> str:
+def shared_source(choices: Choices, *, step: bool, level: str = "off") -> str:
     """The script, which takes its share of each batch where memfit's lines are. The first process alone looks at outputs."""
     source = source_of(choices, step=step).replace("#: run = memfit.wrap(model, optimizer, loader, ", "#: run = memfit.wrap(model, optimizer, ")
     source = source.replace("[optimizer, second_optimizer], loader, ", "[optimizer, second_optimizer], ")
@@ -72,17 +74,23 @@ def shared_source(choices: Choices, *, step: bool) -> str:
     if looks and "\n" not in looks:
         source = source.replace(f" {looks}\n", f" if rank == 0: {looks}\n")
     source = source.replace("NAMES = ", "rank = 0  #-\nNAMES = ", 1)
+    if level != "off":
+        source = source.replace("micro_batch=", f'shard="{level}", micro_batch=', 1)
+        source += "\nleft = {name: getattr(p, 'full_tensor', p.detach)().detach().clone() for name, p in model.named_parameters()}\n"
     return re.sub(r"^( +)(for batch in .*:)$", r"\1\2\n\1    #: batch = share(batch)", source, flags=re.MULTILINE)
 
 
 def share_of(seed: int) -> str:
-    """How the batches of a seed are shared."""
-    return random.Random(f"shares of {seed}").choice(SHARES)
+    """How the batches of a seed are shared, and what is held in parts: "third", "third, parameters"."""
+    draw = random.Random(f"shares of {seed}")
+    shares, level = draw.choice(SHARES), draw.choice(("off",) * 6 + LEVELS)
+    return shares if level == "off" else f"{shares}, {level}"
 
 
 def outcome_of_shares(processes: Processes, choices: Choices, *, step: bool, shares: str) -> Outcome:
     """Run a script plain in one process, and with memfit's lines in two, and compare. Raises Hang, Failed."""
-    source = shared_source(choices, step=step)
+    shares, _, level = shares.partition(", ")
+    source = shared_source(choices, step=step, level=level or "off")
     want = running.plain(source)
     if want.error is not None:
         return Outcome(INVALID, words(want.error), want.trace[-1500:])
@@ -135,7 +143,9 @@ def ran(source: str, shares: str) -> dict[str, Any]:
 
 
 def _kept(left: Snapshot) -> Snapshot:
-    return {path: value for path, value in left.items() if LEFT.match(path)}
+    """What is compared; where something is held in parts, that which the script has put together."""
+    whole = {path: value for path, value in left.items() if path.startswith("left[")}
+    return whole or {path: value for path, value in left.items() if LEFT.match(path)}
 
 
 class Pair:
