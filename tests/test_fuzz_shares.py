@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from fuzz.grammar import SIMPLEST, Choices, drawn, others, settled
-from fuzz.outcomes import DIFFERENT, FREE, INEXACT, TWICE
+from fuzz.outcomes import DIFFERENT, FREE, INEXACT, REFUSED, TWICE
 from fuzz.script import steps_by_itself
 from fuzz.sharing import Pair, share_of, shared
 
@@ -36,6 +36,7 @@ def test_scripts_out_of_the_grammar_train_as_on_one_process(pair: Pair) -> None:
 
 
 FOUND = (
+    ("third, parameters", {"loss": "ce_ignore"}),
     ("one", {"terms": "l2_out"}),
     ("most", {"arithmetic": "add_"}),
     ("most", {"arithmetic": "iadd_out"}),
@@ -64,6 +65,13 @@ def test_what_was_found_once(pair: Pair, shares: str, made: Choices) -> None:
     assert choices is not None and others(choices) == made
     for step in (False, True) if steps_by_itself(choices) else (False,):
         assert pair.outcome(choices, step=step, shares=shares).kind in (FREE, TWICE)
+
+
+def test_parameters_of_another_optimizer_are_not_held_in_parts(pair: Pair) -> None:
+    choices = shared({**SIMPLEST, "optimizers": "halves_by_name"})
+    assert choices is not None
+    found = pair.outcome(choices, step=False, shares="third, gradients")
+    assert found.kind == REFUSED and "another optimizer trains head.weight" in found.detail
 
 
 @pytest.mark.parametrize("loss", ["rmse", "log_of_mean"])

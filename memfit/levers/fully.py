@@ -9,6 +9,7 @@ the block that owns them; recurrent layers, which keep lists of their weights.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -390,11 +391,23 @@ def _obstacles(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     held = {id(p) for p in model.parameters()}
     if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
         yield "the optimizer trains parameters that are not the model's"
+    if others := _trained_elsewhere(model, optimizer):
+        yield f"another optimizer trains {', '.join(others[:3])}, and would not see what takes their place"
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             yield f"{name} keeps a list of its weights"
         if module.__dict__.get("sparse") is True:
             yield f"{name} has sparse gradients"
+
+
+def _trained_elsewhere(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The parameters that are in no group of `optimizer`, and in one of another optimizer of the script's."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = {id(p): name for name, p in model.named_parameters() if p.requires_grad and id(p) not in own}
+    if not left:
+        return []
+    alive = [each for each in gc.get_objects() if isinstance(each, Optimizer) and each is not optimizer]
+    return [left[id(p)] for each in alive for group in each.param_groups for p in group["params"] if id(p) in left]
 
 
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
