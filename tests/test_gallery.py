@@ -25,11 +25,15 @@ def test_the_line_is_one(name: str) -> None:
     assert lines[0] == "#: import memfit" and len(lines) == 2
 
 
-QUICK = {"multitask"}
-"""What stands for the others in the quick tests: several heads, and losses that are added up."""
+def test_one_of_them_trains_as_plain_in_pieces(tmp_path: Path) -> None:
+    """What stands for the others in the quick tests: several heads, and losses that are added up."""
+    plain = gallery.plain("multitask", tmp_path, "--dtype", "float64")
+    cut = gallery.wrapped("multitask", tmp_path, "--dtype", "float64", micro_batch=5)
+    assert gallery.losses_apart(cut, plain) <= 1e-10 and gallery.parameters_apart(cut, plain) <= 1e-10
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in gallery.NAMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", gallery.NAMES)
 def test_the_same_training(name: str, tmp_path: Path) -> None:
     """In float64; `python tests/gallery.py NAME` shows float32 as well."""
     options, exact = ("--dtype", "float64"), 1e-6 if name in SINGLE_INSIDE else 1e-10
