@@ -33,6 +33,7 @@ INDEXING = frozenset("getitem index_select take masked_select index gather".spli
 READING = frozenset("item int float bool index tolist".split())
 """Functions that make a number of Python's of a tensor; what is done with it is not seen."""
 DIVIDING = frozenset("div divide true_divide truediv itruediv".split())
+"""Functions that divide their first argument by the second."""
 LIMITING = frozenset(
     "relu relu6 clamp clamp_min clamp_max clip minimum maximum max min where hardtanh threshold abs absolute fabs sign sgn "
     "copysign heaviside fmax fmin amax amin aminmax leaky_relu rrelu prelu elu selu celu softplus hardsigmoid hardswish "

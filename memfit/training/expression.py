@@ -20,7 +20,8 @@ from memfit.engine.terms import told
 from memfit.engine.unchanged import Unchanged
 from memfit.training.stated import EITHER, NOTHING
 
-Count = int | float | torch.Tensor | None
+Divisor = int | float | torch.Tensor | None
+"""What a sum over the batch is divided by; None: by nothing."""
 Leaf = tuple[int, int]
 """A call's number, and the index of a leaf of its output."""
 
@@ -198,7 +199,7 @@ class Term:
 
     node: Node
     """A sum over samples."""
-    count: Count = None
+    count: Divisor = None
     """What the whole batch's sum is divided by; None: by nothing, which a mean over one sample is not."""
     coefficient: float = 1.0
     known: Step | None = None

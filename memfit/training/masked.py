@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from memfit.training.expression import Count, Cut, Step, Term
+from memfit.training.expression import Cut, Divisor, Step, Term
 from memfit.training.route import named
 
 _MULTIPLYING = frozenset(named("mul", "multiply", "__mul__", "__rmul__"))
 
 
-def count_of(term: Term) -> Count:
+def count_of(term: Term) -> Divisor:
     """What the term divides by, and zero where its mask leaves nothing and it divides by one at most."""
     count = term.count
     if not isinstance(count, torch.Tensor) or not isinstance(term.node, Step) or term.node.function is not torch.sum:

@@ -46,7 +46,6 @@ LEFT = re.compile(r"(second_optimizer|optimizer|beside)\b|.*_parameters\b")
 """What is compared: what each process prints, counts and caches of its own share is its own."""
 _ALIKE = {"between": "none", "evaluation": "none", "state": "none", "target": "none", "logging": "item"}
 """Dimensions that are of each process's own samples, or draw from its own generators."""
-_PATIENCE = 60.0
 
 
 def shared(choices: Choices) -> Choices | None:
@@ -156,7 +155,7 @@ class Pair:
 
     def outcome(self, choices: Choices, *, step: bool, shares: str) -> Outcome:
         """What a script comes to; hanging and ending processes are crashes."""
-        self._processes = self._processes or Processes(2, _PATIENCE)
+        self._processes = self._processes or Processes(2)
         try:
             found = outcome_of_shares(self._processes, choices, step=step, shares=shares)
         except (Hang, Failed) as error:
