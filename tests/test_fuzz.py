@@ -59,6 +59,7 @@ FOUND = (
     {"loss": "first_marked"},
     {"loss": "scripted", "between": "output_hook"},
     {"state": "max_norm"},
+    {"state": "clipped_weight", "calls": "catenated"},
 )
 """What differed silently or crashed once, by what it takes."""
 

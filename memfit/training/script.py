@@ -399,7 +399,9 @@ class Script:
             call.kept.clear()
             if not repeated:
                 call.forget_pass()
-            keep = 0 if core.staging.parts is not None else planned.plan.keep  # (passes of all processes go in one order)
+            # Passes over parts go in one order on all processes; and a forward that writes parameters, as state, spoils graphs
+            # that are kept of those before it.
+            keep = 0 if core.staging.parts is not None or call.composition.moved else planned.plan.keep
             pieces = core.pieces(call.samples, largest)
             cut = partial(sizes, largest=largest, least=core.least)
             with nullcontext() if repeated else core.norms_of(len(pieces)):
