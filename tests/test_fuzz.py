@@ -60,6 +60,7 @@ FOUND = (
     {"loss": "scripted", "between": "output_hook"},
     {"state": "max_norm"},
     {"state": "clipped_weight", "calls": "catenated"},
+    {"state": "clipped_weight", "calls": "self_training", "parts": "frozen_head", "metrics": "copy_"},
 )
 """What differed silently or crashed once, by what it takes."""
 

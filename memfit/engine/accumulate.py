@@ -18,6 +18,7 @@ from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
 from memfit.engine.composed import Composition
 from memfit.engine.context import without_autocast
+from memfit.engine.divisors import Divided, How
 from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging
 from memfit.engine.terms import Term, Terms, is_only_term, standing_in
@@ -84,6 +85,9 @@ class Weighting:
     not proportional to it has to be proven again."""
     sums: bool = False
     """Whether adding losses up holds as well: parts without any loss tell nothing about that."""
+    divided: tuple[How, ...] | None = None
+    """What each part of the loss divides by was seen to be: what adds up over samples has to stay in proportion to the weights.
+    None: not looked at."""
     doubt: str | None = None
     """Why it may hold on the samples it was proven on and not on others; None where nothing speaks for that."""
 
@@ -143,6 +147,7 @@ def accumulate(
         if weighting.watch and shares is None:
             _check_shares(gathered.terms, pieces, work.device)
         gathered.check_rivals(pieces)
+        gathered.check_divisors()
     return gathered.total(receivers)
 
 
@@ -174,6 +179,7 @@ class Pass:
         self._unit = 0.0
         self.rivals: list[tuple[Count, ...]] = []
         self.chosen: list[Count | None] = []
+        self._divided = Divided(weighting.divided)
 
     def micro_batch(
         self, start: int, stop: int, shares: Sequence[float] | None = None, around: AroundLast | None = None
@@ -204,13 +210,19 @@ class Pass:
 
     def run_all(self, pieces: Sequence[int]) -> None:
         """Run micro-batches none of which has anything that counts: zeros, or not a number, as their whole gives."""
-        self._weighting, self.rivals, self.chosen = BY_SAMPLES, [], []
+        self._weighting, self.rivals, self.chosen, self._divided = BY_SAMPLES, [], [], Divided(None)
         for start, stop in bounds(pieces):
             self.micro_batch(start, stop)
 
     def check_rivals(self, pieces: Sequence[int]) -> None:
         """Raise WeightsChanged where a count that could not be told apart from the weights can be in this batch."""
         _check_rivals(self.rivals, pieces if self._weighting.count is None else self.chosen)
+
+    def check_divisors(self) -> None:
+        """Raise WeightsChanged where what the loss divides by is not in proportion to the weights."""
+        changed = self._divided.changed(self._work.device, wide(self._work.device))
+        if changed is not None:
+            raise WeightsChanged(changed)
 
     @staticmethod
     def _beginning(loss: torch.Tensor, factor: Count | float) -> torch.Tensor:
@@ -255,7 +267,8 @@ class Pass:
         whole = Total(value, receivers, gradients, factor / self._scale, weight=self._weight())
         whole.samples = self._work.samples
         whole.rivals = [_sum(counts, device) for counts in zip(*self.rivals)]
-        whole.watched = [_sum([term.count for term in terms], device) for terms in zip(*self.terms)]
+        watched = [[term.count for term in terms] for terms in zip(*self.terms)]
+        whole.watched = [*(_sum(counts, device) for counts in watched), *self._divided.sums()]
         return whole
 
     def _weight(self) -> Factor:
@@ -285,8 +298,10 @@ class Pass:
             with Terms(alone=False, shares=shares, by_name=self._weighting.by_name) as terms:
                 loss = checked_loss(self._work.loss(outputs))
             self.terms.append([Term(term.mean.detach(), term.entries, term.count) for term in terms.found])
+            self._divided.add(loss, samples, terms.given)
             return loss, self._by_samples(samples, part)
         loss = checked_loss(self._work.loss(outputs))
+        self._divided.add(loss, samples if count is None or self._weighting.kind != "count" else count)
         if self._weighting.kind == "count" and count is not None:
             return loss, self._deferred(count, count, part)
         if self._weighting.kind == "share" and self._staging.parts is not None:
@@ -302,6 +317,7 @@ class Pass:
         if len(terms.found) != 1 or not is_only_term(loss, terms.found[0]):
             raise WeightsChanged(f"{len(terms.found)} known means in a loss that was one")
         term = terms.found[0]
+        self._divided.add(loss, term.count, terms.given)
         return loss, self._deferred(term.count, term.entries, part)
 
     def _deferred(self, count: Count, entries: Count, part: float) -> Count | float:

@@ -75,6 +75,11 @@ class Staging:
         finally:
             self.outside, self.leaves = before, []
 
+    @property
+    def versions(self) -> int:
+        """What grows when a parameter of the model is written in place."""
+        return sum(p._version for p in self.model.parameters() if not p.is_inference())
+
     def holds_only(self, known: dict[int, Any]) -> bool:
         """Whether every parameter in the model is one of `known` (ids): False inside `functional_call`."""
         if self.parts is not None:

@@ -50,6 +50,8 @@ class Terms:
 
     def __init__(self, *, alone: bool, shares: Sequence[float] | None = None, by_name: bool | None = False) -> None:
         self.found: list[Term] = []
+        self.given: list[torch.Tensor] = []
+        """What was given for each of them."""
         self.only_by_name = True
         """Whether everything found so far was called as an attribute of torch.nn.functional."""
         self.lowest: torch.dtype | None = None
@@ -86,7 +88,8 @@ class Terms:
         finally:
             self._answering = False
         self.found.append(term)
-        return term.mean if self._shares is None else term.mean * self._shares[len(self.found) - 1]
+        self.given.append(term.mean if self._shares is None else term.mean * self._shares[len(self.found) - 1])
+        return self.given[-1]
 
     def _term(self, function: Any, bound: Bound) -> Term:
         if self._alone:

@@ -266,6 +266,7 @@ class Call:
         ran = [tuple(cut(size)) for size in self.pieces]
         joins = [Joining(leaf, tuple(itertools.chain.from_iterable(ran))) for leaf in self.outputs.leaves]
         moving = self.composition.over_pass() if first else self.composition.kept()
+        written = staging.versions
         with moving, buffers.kept(not first), nullcontext() if first else self.drawing_again():
             for index, (start, _) in enumerate(bounds(self.pieces)):
                 self.draw_from(index)
@@ -276,6 +277,9 @@ class Call:
                     with torch.set_grad_enabled(kept):
                         found = self._forward_of(start + low, start + high, staging)
                     self.composition.after_forward(high - low)
+                    if kept and staging.versions != written:  # the next forward would spoil the graph
+                        keep, kept = 0, False
+                        self.kept.clear()
                     if kept:
                         self.kept[index] = found, self.inputs.at(start)
                     for i, join in enumerate(joins):

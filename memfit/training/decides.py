@@ -32,8 +32,6 @@ INDEXING = frozenset("getitem index_select take masked_select index gather".spli
 """Functions that take entries by an index."""
 READING = frozenset("item int float bool index tolist".split())
 """Functions that make a number of Python's of a tensor; what is done with it is not seen."""
-DIVIDING = frozenset("div divide true_divide truediv itruediv".split())
-"""Functions that divide their first argument by the second."""
 LIMITING = frozenset(
     "relu relu6 clamp clamp_min clamp_max clip minimum maximum max min where hardtanh threshold abs absolute fabs sign sgn "
     "copysign heaviside fmax fmin amax amin aminmax leaky_relu rrelu prelu elu selu celu softplus hardsigmoid hardswish "
@@ -47,8 +45,7 @@ class Decides(TorchFunctionMode):
     """While active, `how` says the first way in which a result with a gradient hangs on a decision (None: in no way).
 
     `limited` counts calls of functions with limits, by the shapes that they were given; `taken` has what was taken by position.
-    Both tell something beside looks at other numbers of samples: `told_by`. `divisors` are the numbers, computed from the batch
-    alone, that something with a gradient was divided by.
+    Both tell something beside looks at other numbers of samples: `told_by`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,7 +53,6 @@ class Decides(TorchFunctionMode):
         self.how: str | None = None
         self.limited: Counter[tuple[Any, ...]] = Counter()
         self.taken: set[Taken] = set()
-        self.divisors: list[float] = []
         self._model, self._inside = model, 0
         self._hooks: list[Any] = []
         self._read = self._used = False
@@ -88,7 +84,6 @@ class Decides(TorchFunctionMode):
             if given:
                 self.taken.update(taken(name, args, kwargs or {}))
                 self._look_at_limits(name, given, made)
-                self._look_at_divisor(name, args)
                 if self.how is None:
                     self._look(name, given, made)
         return result
@@ -104,13 +99,6 @@ class Decides(TorchFunctionMode):
             self._constant.pop(tensor, None)  # written in place
         if name in LIMITING and any(t.requires_grad for t in made):
             self.limited[(name, *(tuple(t.shape) for t in given))] += 1
-
-    def _look_at_divisor(self, name: str, args: tuple[Any, ...]) -> None:
-        if name not in DIVIDING or len(args) != 2 or not all(isinstance(argument, torch.Tensor) for argument in args):
-            return
-        divided, by = args
-        if divided.requires_grad and not by.requires_grad and by.numel() == 1 and by not in self._computed:
-            self.divisors.append(float(by))
 
     def _look(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
         computed = any(t.requires_grad or t in self._computed for t in given)
@@ -142,20 +130,6 @@ class Decides(TorchFunctionMode):
         if any(t.dim() == 0 and not t.requires_grad for t in decided):
             return "it weighs by a count of what the model computed"
         return None
-
-
-def counted_by(looks: Sequence[tuple[int, Decides]], counts: Sequence[Sequence[float]]) -> str | None:
-    """What tells that a loss divides by a number which it counts in the batch, and which is none of `counts`: those of each
-    look, the first of which has all samples."""
-    (_, whole), *parts = looks
-    if any(len(part.divisors) != len(whole.divisors) for _, part in parts):
-        return None
-    for divisors in zip(whole.divisors, *(part.divisors for _, part in parts)):
-        total, *each = divisors
-        adds_up = abs(sum(each) - total) <= len(each) and len(set(divisors)) > 1  # (`clamp(min=1)` makes one of nothing)
-        if adds_up and not any(tuple(count) == divisors for count in zip(*counts)):
-            return "it divides by what it counts in the batch in a way of its own"
-    return None
 
 
 def told_by(looks: Sequence[tuple[int, Decides]]) -> str | None:

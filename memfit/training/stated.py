@@ -16,6 +16,8 @@ MOST_RIVALS = 6
 ABOUT = 15
 STATED = ABOUT + 2 * MOST_RIVALS
 """Numbers that every process states of a step before those about its parameters."""
+EXACT = 1e-9
+"""Relative difference up to which counts are in proportion: rounding."""
 NOTHING, EITHER = -2.0, -1.0
 """Stand for what a sum divides by: nothing; and for one sample, nothing or the number of samples."""
 BITS = 48
@@ -123,7 +125,8 @@ def check_rivals(told: Sequence[Stated]) -> None:
     them differently: no process alone could tell which is right."""
     ways = set[int]().union(*(each.rivals for each in told))
     for way in ways:
-        if all(way in each.rivals for each in told) and len({each.rivals[way] / each.weight for each in told}) > 1:
+        ratios = [each.rivals[way] / each.weight for each in told if not math.isnan(each.rivals.get(way, math.nan))]
+        if len(ratios) == len(told) and max(ratios) - min(ratios) > EXACT * max(ratios):
             raise Refused(
                 "one loss over all processes",
                 found="what it, or a term of it, may be divided by (valid labels, a mask) is in proportion to the samples of "

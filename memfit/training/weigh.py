@@ -21,12 +21,13 @@ from memfit.batches.pieces import bounds
 from memfit.batches.tree import Path, leaf_at, leaves, path_name, tensors
 from memfit.batches.weights import Count, entries_other_than
 from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_loss
+from memfit.engine.divisors import How, Number, divisors_of, how_divided, off_by
 from memfit.engine.intercept import is_compiled
 from memfit.engine.slices import Draws
 from memfit.engine.staged import Staging, gathers_in_parts, gradients_of
 from memfit.engine.terms import Terms, is_only_term, leaves_of
 from memfit.training.comparing import TOLERANCE, Deviation, in_double, tolerance
-from memfit.training.decides import Decides, counted_by, told_by
+from memfit.training.decides import Decides, told_by
 from memfit.training.moving import STILL, Moves, Trial, composition_of, same
 from memfit.training.prove import comparable
 from memfit.training.reads import Reads, Value, decided
@@ -163,6 +164,7 @@ class _Measured:
     by_name: bool
     term_count: float
     counts: tuple[float, ...]
+    divisors: list[Number] | None
     dtype: torch.dtype
     decides: Decides | None
 
@@ -202,6 +204,7 @@ class _Look:
             outputs = self.work.forward(inputs)
             with Terms(alone=False, by_name=None if self.by_name else False) as terms, decides or nullcontext():
                 loss = checked_loss(self.work.loss(outputs))
+        divisors = divisors_of(loss, terms.given)
         given = {id(tensor) for tensor in (*tensors(inputs), *self.work.extra_receivers())}
         reached = [weakref.ref(leaf) for leaf in self._leaves(loss) if id(leaf) not in given]
         gradients = gradients_of(loss, self.probes, self.model)
@@ -214,6 +217,7 @@ class _Look:
             by_name=self.by_name and terms.only_by_name,
             term_count=float(terms.found[0].count) if terms.found else 0.0,
             counts=tuple(float(c) for c in found),
+            divisors=divisors,
             dtype=terms.lowest or (loss.dtype if loss.dtype in TOLERANCE else torch.float32),
             decides=decides,
         )
@@ -244,22 +248,19 @@ def _choose(
     tells_sums = all(part.says_something for part in parts)
     if tells_sums:
         ways.append((Weighting("sum", "as a sum"), []))
-    tried = [(_difference(whole, parts, weights), weighting, weights) for weighting, weights in ways]
+    how = how_divided(whole.divisors, [part.divisors for part in parts])
+    tried = [(_difference(whole, parts, weights, how), weighting, weights) for weighting, weights in ways]
     fitting = [(weighting, weights) for difference, weighting, weights in tried if difference <= limit]
     best = min(difference for difference, _, _ in tried)
     deviation = Deviation("the loss", best, limit)
     if not fitting:
         return None, deviation
-    chosen = fitting[0][0]
+    chosen = replace(fitting[0][0], divided=how)
     if not tells_sums:
-        chosen = replace(chosen, sums=_difference(whole, parts, []) <= limit)
+        chosen = replace(chosen, sums=_difference(whole, parts, [], how) <= limit)
     chosen = _with_rivals(chosen, fitting[1:])
     looks = [(m.samples, m.decides) for m in (whole, *parts) if m.decides]
-    doubt = _doubt(looks, chosen.kind)
-    if doubt is None and looks and chosen.kind in ("samples", "count"):
-        looked_at = [i for i, count in enumerate(counts) if count is chosen.count or count in chosen.rivals]
-        doubt = counted_by(looks, [(float(m.samples), *(m.counts[i] for i in looked_at)) for m in (whole, *parts)])
-    return replace(chosen, doubt=doubt), deviation
+    return replace(chosen, doubt=_doubt(looks, chosen.kind)), deviation
 
 
 def _doubt(looks: Sequence[tuple[int, Decides]], kind: str) -> str | None:
@@ -286,8 +287,11 @@ def without_idle_rivals(weighting: Weighting, whole: Callable[[], Any]) -> Weigh
     return replace(weighting, rivals=tuple(rival for rival, is_idle in zip(weighting.rivals, idle) if not is_idle))
 
 
-def _difference(whole: _Measured, parts: Sequence[_Measured], weights: list[float]) -> float:
-    """Relative difference between the whole's loss and gradients and the parts', weighted ([]: summed)."""
+def _difference(
+    whole: _Measured, parts: Sequence[_Measured], weights: list[float], how: Sequence[How] | None
+) -> float:
+    """Relative difference between the whole's loss and gradients and the parts', weighted ([]: summed), and between these
+    weights and what the loss divides by."""
     total = sum(weights)
     if weights and total == 0:
         return float("inf")
@@ -304,7 +308,8 @@ def _difference(whole: _Measured, parts: Sequence[_Measured], weights: list[floa
         for some in in_double(*(g for _, g in known)) if known else ():
             off = sum(piece * share for piece, (share, _) in zip(some, known))
             squares += float(torch.as_tensor(off).square().sum())
-    return max(error, (squares / max(norm, 1e-30)) ** 0.5)
+    columns = list(zip(*(map(float, part.divisors or ()) for part in parts)))
+    return max(error, (squares / max(norm, 1e-30)) ** 0.5, off_by(how or (), columns, weights))
 
 
 @dataclass(frozen=True)

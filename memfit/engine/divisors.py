@@ -1,0 +1,161 @@
+"""What a loss divides by, read off its autograd graph: what its parts have to weigh.
+
+Seen are divisions by one number, means, and what they are linear in; not compiled code, functions of autograd's own making
+(`autograd.Function`), divisors in half precision, which are rounded, and those whose saved tensors have hooks (reading these
+would run them: checkpoints compute again).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.engine.terms import HALF
+
+Number = float | torch.Tensor
+"""On the host, or on a device."""
+How = str
+"""How a divisor comes of the samples: one of ADDS, SAME, OTHERWISE."""
+ADDS, SAME, OTHERWISE = "adds", "same", "otherwise"
+CLOSE = 1e-5
+"""Relative difference up to which divisors are equal: small numbers are added so as not to divide by zero."""
+_MOST_NODES = 64
+_LINEAR = frozenset(
+    "Add Sub Rsub Mul Div Mean Neg Sum Nansum ToCopy Clone Alias View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Permute "
+    "Transpose T Select Slice Index IndexSelect Gather Where MaskedFill MaskedSelect Stack Cat Unbind Split Diagonal".split()
+)
+
+
+class Divided:
+    """What the losses of micro-batches are divided by, as far as a proof saw `how` that comes of their samples."""
+
+    def __init__(self, how: Sequence[How] | None) -> None:
+        self._how = how or ()
+        self._adds = ADDS in self._how
+        self._weights: list[Number] = []
+        self._rows: list[list[Number] | None] = []
+
+    def add(self, loss: torch.Tensor, weight: Number, known: Sequence[torch.Tensor] = ()) -> None:
+        """Look at the loss of the next micro-batch, which weighs `weight`; at what it is made of beside the means `known`."""
+        if self._how:
+            self._weights.append(weight if self._adds else 1.0)
+            self._rows.append(divisors_of(loss, known))
+
+    def changed(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """What is no longer as it was proven; waits for the device once, if divisors are there."""
+        rows = [row for row in self._rows if row is not None and len(row) == len(self._how)]
+        if len(rows) < len(self._rows):
+            return "the loss divides more often, or less, than when it was proven"
+        numbers = [number for row in (self._weights, *rows) for number in row]
+        if any(isinstance(number, FakeTensor) for number in numbers):
+            return None
+        if any(isinstance(number, torch.Tensor) for number in numbers):
+            numbers = torch.stack([torch.as_tensor(n, dtype=dtype, device=device) for n in numbers]).tolist()
+        numbers, count = [float(number) for number in numbers], len(self._how)
+        weights, divisors = numbers[: len(rows)], numbers[len(rows) :]
+        is_off = off_by(self._how, [divisors[i::count] for i in range(count)], weights) > CLOSE
+        return "what the loss divides by is no longer in proportion to the weights" if is_off else None
+
+    def sums(self) -> list[Number]:
+        """What each divisor comes to over all samples; not a number where they do not add up."""
+        adds = [how == ADDS for how in self._how]
+        return [sum(column) if each else math.nan for each, column in zip(adds, zip(*(row or () for row in self._rows)))]
+
+
+def divisors_of(loss: torch.Tensor, known: Sequence[torch.Tensor] = ()) -> list[Number] | None:
+    """What parts of the loss that it is linear in are divided by, in the order of its graph; not looked at beyond the means
+    `known`, which are weighted apart. None: too much to look at."""
+    found: list[Number] = []
+    ends = {mean.grad_fn for mean in known}
+    for visited, node in enumerate(_linear_nodes(loss, ends)):
+        if visited >= _MOST_NODES:
+            return None
+        found += _divisor(node)
+    return found
+
+
+def _linear_nodes(loss: torch.Tensor, ends: set[Any]) -> Iterator[Any]:
+    open_: list[Any] = [loss.grad_fn]
+    seen = set(ends)
+    while open_:
+        node = open_.pop()
+        if node is None or node in seen or (name := node.name().partition("Backward")[0]) not in _LINEAR:
+            continue
+        following = [each for each, _ in node.next_functions if each is not None]
+        if len(following) > 1 and name in ("Mul", "Div"):
+            continue  # linear in neither alone
+        seen.add(node)
+        yield node
+        open_ += following
+
+
+def how_divided(whole: Sequence[Number] | None, parts: Sequence[Sequence[Number] | None]) -> tuple[How, ...] | None:
+    """How each of the divisors of a whole comes of its samples, from those of its parts; None where they have not as many."""
+    if whole is None or any(part is None or len(part) != len(whole) for part in parts):
+        return None
+    return tuple(_how(*map(float, column)) for column in zip(whole, *parts))  # type: ignore[arg-type]
+
+
+def _how(whole: float, *parts: float) -> How:
+    if all(_are_close(part, whole) for part in parts):
+        return SAME
+    excess = sum(parts) - whole  # one for each part in which there is nothing, where scripts divide by one at least
+    return ADDS if -CLOSE * abs(whole) <= excess <= len(parts) else OTHERWISE
+
+
+def off_by(how: Sequence[How], columns: Sequence[Sequence[float]], weights: Sequence[float]) -> float:
+    """By how much the divisors of parts of a batch, one column for each, are not in proportion to the weights of these ([]: one
+    each), where they add up, or not the same."""
+    off = 0.0
+    for each, column in zip(how, columns):
+        numbers = [_snapped(number) for number in column]
+        if each == ADDS:
+            numbers = [n / weight for n, weight in zip(numbers, weights or [1.0] * len(numbers)) if weight]
+        if each != OTHERWISE and numbers:
+            largest = max(map(abs, numbers))
+            off = max(off, (max(numbers) - min(numbers)) / largest if largest else 0.0)
+    return off
+
+
+def _snapped(number: float) -> float:
+    """A number that little was added to, so as not to divide by zero, without that."""
+    return float(round(number)) if math.isfinite(number) and _are_close(number, round(number)) else number
+
+
+def _are_close(one: float, other: float) -> bool:
+    return abs(one - other) <= CLOSE * max(abs(one), abs(other))
+
+
+def _divisor(node: Any) -> list[Number]:
+    name = node.name().partition("Backward")[0]
+    if name == "Mean":
+        return [float(_averaged(node))]
+    if name not in ("Div", "Mul"):
+        return []
+    side = "self" if node.next_functions[0][0] is None else "other"
+    if getattr(getattr(node, f"_raw_saved_{side}"), "unpack_hook", None) is not None:
+        return [math.nan]
+    by: torch.Tensor = getattr(node, f"_saved_{side}")
+    if by.dim() or by.is_complex():
+        return []
+    if by.dtype in HALF:
+        return [math.nan]
+    number: Number = by
+    if by.device.type == "cpu" and not isinstance(by, FakeTensor):
+        with _disable_current_modes():  # numbers of Python's are no tensors to them
+            number = float(by)
+    if name == "Div":
+        return [number]
+    return [1.0 / number if isinstance(number, torch.Tensor) or number else math.inf]
+
+
+def _averaged(node: Any) -> int:
+    """How many entries each mean is over."""
+    sizes = node._saved_self_sym_sizes
+    along = [d if d < len(sizes) else d - 2**64 for d in getattr(node, "_saved_dim", ())]  # negative ones come unsigned
+    return math.prod(sizes[d] for d in along) if along else math.prod(sizes)
