@@ -61,6 +61,7 @@ FOUND = (
     {"state": "max_norm"},
     {"state": "clipped_weight", "calls": "catenated"},
     {"state": "clipped_weight", "calls": "self_training", "parts": "frozen_head", "metrics": "copy_"},
+    {"twist": "cached_mask", "metrics": "max_metric", "evaluation": "with_graph", "samples": "12", "batch": "5", "epochs": "1"},
 )
 """What differed silently or crashed once, by what it takes."""
 

@@ -233,16 +233,21 @@ def _parts_of(
                 moves.composition.after_forward(stop - start)
         return parts
 
-    moves, looks = STILL, list[Reads]()
+    moves, looks, parts, again = STILL, list[Reads](), list[list[Any]](), list[list[Any]]()
+    if not moved:
+        with aside() as traces:
+            parts = in_parts(looks)
+            moved = bool(traces.moved())  # the whole moves nothing where what is kept by size is as large already
     if moved:
-        moves = composition_of((Trial(run, sizes), *_twice(call, sizes, aside)), aside)
-    with aside():
-        parts = in_parts(looks)
-        again = in_parts([]) if moves.composition.slots else None
-    if again is not None:
+        moves, looks = composition_of((Trial(run, sizes), *_twice(call, sizes, aside)), aside), []
+        with aside():
+            parts = in_parts(looks)
+            again = in_parts([]) if moves.composition.slots else []
+    if again:
         with aside():
             run(0, samples)
             moves = replace(moves, again=(run(0, samples), again))
+
     def same_as_whole(made: list[Any]) -> bool:
         used = [leaf.differentiable for leaf in call.outputs.leaves] if len(call.outputs.leaves) == len(whole) else ()
         return len(made) == len(whole) and all(map(same, compress(whole, used), compress(made, used)))

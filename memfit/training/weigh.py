@@ -94,8 +94,6 @@ def _inferred(
 
     aside = partial(comparable, model, work.device)
     moves = STILL
-    if moved:
-        moves = composition_of((Trial(run, sizes), *_twice(double, staging, aside)), aside, graphs=decides)
 
     def in_parts(looks: list[Reads]) -> list[_Measured]:
         parts = []
@@ -108,10 +106,17 @@ def _inferred(
                 moves.composition.after_forward(stop - start)
         return parts
 
-    looks: list[Reads] = []
-    with aside():
-        parts = in_parts(looks)
-        again = in_parts([]) if moves.composition.slots else []
+    looks, parts, again = list[Reads](), list[_Measured](), list[_Measured]()
+    if not moved:
+        with aside() as traces:
+            parts = in_parts(looks)
+            moved = bool(traces.moved())  # the whole moves nothing where what is kept by size is as large already
+    if moved:
+        moves = composition_of((Trial(run, sizes), *_twice(double, staging, aside)), aside, graphs=decides)
+        looks = []
+        with aside():
+            parts = in_parts(looks)
+            again = in_parts([]) if moves.composition.slots else []
     if again:
         with aside():
             run(0, samples)
