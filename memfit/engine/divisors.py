@@ -48,6 +48,8 @@ class Divided:
 
     def changed(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """What is no longer as it was proven; waits for the device once, if divisors are there."""
+        if not self._how:
+            return None
         rows = [row for row in self._rows if row is not None and len(row) == len(self._how)]
         if len(rows) < len(self._rows):
             return "the loss divides more often, or less, than when it was proven"

@@ -6,16 +6,17 @@ Not covered: writes through `.data` to few values, or on an accelerator, where l
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 Keys = Set[tuple[Any, ...]]
 """Keys of places where state lies (`composed.Place`)."""
 VALUES = 16
 """Values of each tensor that are looked at."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Modified(RuntimeError):
@@ -29,6 +30,38 @@ class Modified(RuntimeError):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one tensor was."""
+
+    tensor: torch.Tensor
+    version: int
+    data: torch.Tensor
+    """Where it lies; shares memory."""
+    lies_at: int
+    few: Callable[[], bytes] | None
+    """Reads a few of its values; None where that would take long."""
+    values: bytes
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Held:
+        data = tensor.detach()
+        few = _few(data) if _is_readable(tensor) else None
+        return cls(tensor, tensor._version, data, _lies_at(tensor), few, b"" if few is None else few())
+
+    @property
+    def moved(self) -> bool:
+        """Whether data was assigned."""
+        return _lies_at(self.tensor) != self.lies_at
+
+    @property
+    def reads_alike(self) -> bool:
+        """Whether its few values are what they were, wherever they lie now."""
+        if self.few is None or (self.tensor.data_ptr() == self.lies_at and self.few() == self.values):
+            return True
+        return not _is_readable(self.tensor) or _few(self.tensor.detach())() == self.values
+
+
 class Unchanged:
     """What tensors were. Where they were `copied`, writes that count versions do no harm."""
 
@@ -37,40 +70,36 @@ class Unchanged:
         self._note()
 
     def _note(self) -> None:
-        self._versions = [(t, t._version, t.detach()) for t in self._tensors]
-        readable = [t for t in self._tensors if _is_readable(t)]
-        self._values = [(its, [t._version for t in its], _some(its)) for its in _by_dtype(readable)]
+        self._held = [_Held.of(t) for t in self._tensors]
 
     @property
     def written(self) -> bool:
         """Whether an operation in place wrote any, or data was assigned."""
-        return any(tensor._version != version or _lies_at(tensor) != _lies_at(data) for tensor, version, data in self._versions)
+        return any(held.tensor._version != held.version or held.moved for held in self._held)
 
     def accept(self, moved: Keys) -> None:
         """What is at these places may be what it is now."""
-        if moved and any(_is_at(moved, tensor, data) for tensor, _, data in self._versions):
+        if moved and any(_is_at(moved, held.tensor, held.data) for held in self._held):
             self._note()
 
     def check(self, when: str, moved: Keys = frozenset()) -> None:
         """Raise Modified where one changed that is at none of these places; `when` says why that matters."""
-        for tensor, version, data in () if self.copied else self._versions:
-            if moved and _is_at(moved, tensor, data):
+        for held in () if self.copied else self._held:
+            tensor = held.tensor
+            if moved and _is_at(moved, tensor, held.data):
                 continue
-            if tensor._version != version:
-                raise Modified(tensor, f"is at version {tensor._version}; expected version {version} instead", when)
-            if _lies_at(tensor) != _lies_at(data) and not _same(tensor, data):
+            if tensor._version != held.version:
+                raise Modified(tensor, f"is at version {tensor._version}; expected version {held.version} instead", when)
+            if held.moved and not _same(tensor, held.data):
                 raise Modified(tensor, "was given other data through .data", when)
         self.check_data(when, moved)
 
     def check_data(self, when: str, moved: Keys = frozenset()) -> None:
         """Raise Modified where one was written without counting a version."""
-        for tensors, versions, values in self._values:
-            if all(map(_is_readable, tensors)) and _alike(_some(tensors), values):
-                continue
-            for tensor, version, kept in zip(tensors, versions, values.split([_count(t) for t in tensors])):
-                same = tensor._version != version or not _is_readable(tensor) or _alike(_some([tensor]), kept)
-                if not same and not _is_at(moved, tensor, tensor):
-                    raise Modified(tensor, "was written through .data, which counts no version", when)
+        for held in self._held:
+            same = held.reads_alike or held.tensor._version != held.version
+            if not same and not _is_at(moved, held.tensor, held.tensor):
+                raise Modified(held.tensor, "was written through .data, which counts no version", when)
 
 
 def _same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
@@ -87,44 +116,17 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_complex():
         return False
-    return tensor.numel() > 0 and not tensor.is_inference()
+    return tensor.numel() > 0 and not tensor.is_neg() and not tensor.is_inference()
 
 
-def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    found: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.dtype, []).append(tensor)
-    return list(found.values())
-
-
-def _some(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A few values of each tensor, one after the other."""
-    return torch.cat([_entries(t.detach(), _stride(t)) for t in tensors])
-
-
-def _entries(tensor: torch.Tensor, stride: int) -> torch.Tensor:
-    """Every so many of its entries."""
+def _few(tensor: torch.Tensor) -> Callable[[], bytes]:
+    """Reads a few values of what the tensor holds, bit for bit: NaN is equal to itself."""
+    # Through NumPy, as torch's own reading would count as a wait; as integers, as it has no bfloat16.
+    values = tensor.view(_INTEGERS[tensor.itemsize]).numpy()
+    step = max(1, tensor.numel() // VALUES)
     if tensor.is_contiguous():
-        return tensor.view(-1)[::stride]
-    places = np.unravel_index(np.arange(0, tensor.numel(), stride), tensor.shape)
-    return tensor[tuple(map(torch.from_numpy, places))]
-
-
-def _stride(tensor: torch.Tensor) -> int:
-    return max(1, tensor.numel() // VALUES)
-
-
-def _count(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() // _stride(tensor))
-
-
-def _alike(some: torch.Tensor, others: torch.Tensor) -> bool:
-    """Bit for bit: NaN is equal to itself. (Both are on the host; torch's own comparison would count as a wait.)"""
-    return some.shape == others.shape and _bytes_of(some) == _bytes_of(others)
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.view(torch.uint8).numpy().tobytes()
+        return values.reshape(-1)[::step].tobytes
+    return lambda: values.flat[::step].tobytes()
 
 
 def _is_at(places: Keys, tensor: torch.Tensor, data: torch.Tensor) -> bool:
