@@ -62,6 +62,9 @@ FOUND = (
     {"state": "clipped_weight", "calls": "catenated"},
     {"state": "clipped_weight", "calls": "self_training", "parts": "frozen_head", "metrics": "copy_"},
     {"twist": "cached_mask", "metrics": "max_metric", "evaluation": "with_graph", "samples": "12", "batch": "5", "epochs": "1"},
+    {"body": "causal", "twist": "weight_norm", "pack": "loss", "arithmetic": "scripted_scale", "parts": "averaged"},
+    {"state": "max_norm", "calls": "sum_of_two"},
+    {"pack": "loss_out", "terms": "l1_parameters", "arithmetic": "divided_in_place", "parts": "added_group"},
 )
 """What differed silently or crashed once, by what it takes."""
 

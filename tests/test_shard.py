@@ -227,3 +227,50 @@ def test_an_optimizer_that_cannot_be_taken_apart_is_refused(two: Processes) -> N
 
 def test_one_process_has_nobody_to_share_with() -> None:
     assert "torchrun" in refused("alone")
+
+
+def collective_after_the_call() -> list[float]:
+    """Losses of a script that comes to a collective of its own between the call and the loss, and after the loss."""
+    model, rank = model_of(), torch.distributed.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memfit.wrap(model, optimizer, micro_batch=2, shard="parameters")
+    generator, found = torch.Generator().manual_seed(rank), []
+    for step in range(3):
+        count = 3 + (4 * rank + 3 * step) % 7  # other numbers of micro-batches on each
+        x, y = torch.randn(count, 6, dtype=torch.float64, generator=generator), torch.arange(count) % 3
+        optimizer.zero_grad()
+        out, told = model(x), torch.tensor([float(count)])
+        torch.distributed.all_reduce(told)
+        loss = F.cross_entropy(out, y)
+        mean = loss.detach() * count / told
+        torch.distributed.all_reduce(mean)
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            score = model(x).mean()
+        model.train()
+        torch.distributed.all_reduce(score)
+        found += [float(mean), float(score)]
+    return found
+
+
+def test_a_script_may_come_to_collectives_of_its_own(two: Processes) -> None:
+    """While another process still has passes to run, which take all of them."""
+    first, second = two.run(collective_after_the_call)
+    assert first == second
+
+
+def penalised() -> str:
+    model, rank = model_of(), torch.distributed.get_rank()
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2, shard="parameters")
+    out = model(torch.zeros(4 + rank, 6, dtype=torch.float64))
+    try:
+        out.square().mean() + 1e-2 * sum(p.square().sum() for p in model.parameters())
+    except memfit.Refused as refused:
+        return str(refused)
+    return ""
+
+
+def test_parts_do_not_mix_with_what_the_model_returns(two: Processes) -> None:
+    assert all("weight_decay" in said for said in two.run(penalised))

@@ -140,8 +140,9 @@ def _divisor(node: Any) -> list[Number]:
     if name not in ("Div", "Mul"):
         return []
     side = "self" if node.next_functions[0][0] is None else "other"
-    if getattr(getattr(node, f"_raw_saved_{side}"), "unpack_hook", None) is not None:
-        return [math.nan]
+    saved = getattr(node, f"_raw_saved_{side}", None)
+    if saved is None or getattr(saved, "unpack_hook", None) is not None:
+        return [math.nan]  # of another kind, or with hooks
     by: torch.Tensor = getattr(node, f"_saved_{side}")
     if by.dim() or by.is_complex():
         return []

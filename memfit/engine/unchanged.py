@@ -6,7 +6,7 @@ Not covered: writes through `.data` to few values, or on an accelerator, where l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,14 +73,15 @@ class Unchanged:
         self._held = [_Held.of(t) for t in self._tensors]
 
     @property
-    def written(self) -> bool:
-        """Whether an operation in place wrote any, or data was assigned."""
-        return any(held.tensor._version != held.version or held.moved for held in self._held)
+    def written(self) -> Keys:
+        """Where an operation in place wrote, or data was assigned."""
+        found = [held for held in self._held if held.tensor._version != held.version or held.moved]
+        return frozenset(key for held in found for key in _keys_of(held.tensor, held.data))
 
     def accept(self, moved: Keys) -> None:
         """What is at these places may be what it is now."""
-        if moved and any(_is_at(moved, held.tensor, held.data) for held in self._held):
-            self._note()
+        if moved:
+            self._held = [_Held.of(held.tensor) if _is_at(moved, held.tensor, held.data) else held for held in self._held]
 
     def check(self, when: str, moved: Keys = frozenset()) -> None:
         """Raise Modified where one changed that is at none of these places; `when` says why that matters."""
@@ -130,5 +131,10 @@ def _few(tensor: torch.Tensor) -> Callable[[], bytes]:
 
 
 def _is_at(places: Keys, tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    plain = data.layout is torch.strided and not data.is_nested and type(data) in (torch.Tensor, torch.nn.Parameter)
-    return ("data", id(tensor)) in places or (plain and (data.untyped_storage()._cdata,) in places)
+    return any(key in places for key in _keys_of(tensor, data))
+
+
+def _keys_of(tensor: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    yield "data", id(tensor)
+    if data.layout is torch.strided and not data.is_nested and type(data) in (torch.Tensor, torch.nn.Parameter):
+        yield (data.untyped_storage()._cdata,)

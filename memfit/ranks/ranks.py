@@ -40,6 +40,7 @@ Service = Callable[[Sequence[int]], None]
 GONE = ("closed by peer", "reset by peer", "Broken pipe", "gloo/transport")
 """What gloo says where a process at the other end has ended (torch 2.13)."""
 HELPING = "running along with another process"
+RESTING = "going back to the script"
 UNFINISHED = "an error ended a pass over parameters that are held in parts"
 ADDING = "adding up over all processes"
 
@@ -59,6 +60,7 @@ class Ranks:
         self._exchange = Exchange(dist.new_group(members, backend="gloo"), self.size)
         self._services: list[weakref.WeakMethod[Service]] = []
         self._passes: Passes | None = None
+        self._resting = NOTHING, NOTHING
         self._over, self.passing = "", False
         atexit.register(self.end)
 
@@ -105,17 +107,35 @@ class Ranks:
     def meet(self, doing: str, want: int = NOTHING, numbers: Sequence[float] = ()) -> list[list[float]]:
         """Come together: do what other processes ask for, until none does; or ask for something oneself. Returns the numbers
         that each came with."""
-        if self._over or self.passing:
-            raise self._apart(doing, self._over or f"rank {self.rank} failed: {UNFINISHED}")
         while True:
-            try:
-                told = self._exchange.told(want, doing, numbers)
-            except RuntimeError as error:
-                raise self.lost(doing) from error
-            self._check(told, doing)
+            told = self._told(doing, want, numbers)
             served = self._serve(told)
             if want in served or not served:
                 return [each.numbers for each in told]
+
+    def rest(self, *, alone: bool = False) -> None:
+        """Help the others until none is in a pass any more: before this process goes back to its script, which may come to a
+        collective of its own. Waits until each of them comes to an exchange, or rests as well; one that rests `alone`, after
+        what the others need not do, comes again. Raises RankFailed where one failed or is gone."""
+        if self._passes is None:
+            return
+        mine, their = self._resting if alone else self._resting[::-1]
+        running = True
+        while running:
+            told = self._told(RESTING, mine)
+            self._serve(told)
+            running = any(each.want >= PASSES or (each.want == their and not alone) for each in told)
+
+    def _told(self, doing: str, want: int, numbers: Sequence[float] = ()) -> list[Told]:
+        """What every process wants, and the numbers that it came with."""
+        if self._over or self.passing:
+            raise self._apart(doing, self._over or f"rank {self.rank} failed: {UNFINISHED}")
+        try:
+            told = self._exchange.told(want, doing, numbers)
+        except RuntimeError as error:
+            raise self.lost(doing) from error
+        self._check(told, doing)
+        return told
 
     @contextmanager
     def noticing(self, doing: str) -> Iterator[None]:
@@ -129,7 +149,10 @@ class Ranks:
 
     def pass_along(self, passes: Passes) -> None:
         """From now on passes take all processes."""
-        self._passes = passes
+        self._passes, self._resting = passes, (self.serve(self._nothing), self.serve(self._nothing))
+
+    def _nothing(self, asking: Sequence[int]) -> None:
+        """Those that ask for this only wait."""
 
     def end(self) -> None:
         """This process has done all it does, or fails with an error that nobody caught; it helps the others until they have

@@ -31,7 +31,7 @@ from memfit.engine.context import (
 from memfit.engine.generators import HostDraws, RandomState
 from memfit.engine.modules import modules_of, parameters_in
 from memfit.engine.staged import Staging, gathers_in_parts
-from memfit.engine.unchanged import Modified, Unchanged
+from memfit.engine.unchanged import Keys, Modified, Unchanged
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.outputs import Joining, Outputs
 from memfit.training.planned import Planned
@@ -147,15 +147,18 @@ class Call:
         """From now on inputs and parameters have to be what they are."""
         self._unchanged = Unchanged(self._written)
 
-    def accept(self, ran: Call) -> None:
-        """A first pass over another call moved the state that is theirs."""
-        self._unchanged.accept(ran.composition.keys)
+    def accept(self, written: Keys) -> None:
+        """A first pass over another call wrote what is at these places."""
+        self._unchanged.accept(written)
 
-    def ran(self) -> None:
-        """A first pass is done, whose forwards may have written inputs and parameters themselves."""
+    def ran(self) -> Keys:
+        """A first pass is done, whose forwards may have written inputs and parameters themselves; returns where."""
+        found = self.composition.keys
         for each in (self, *self.several):
-            if each._unchanged.written:
+            if written := each._unchanged.written:
+                found |= written
                 each.note_now()
+        return found
 
     def begin(self, pieces: Sequence[int]) -> bool:
         """Fix how the call is cut; True on the first pass over it, False when an earlier pass is repeated."""

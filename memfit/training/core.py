@@ -104,9 +104,9 @@ class Core:
         self, model: nn.Module, optimizer: Optimizer, device: torch.device, budget: Budget, settings: Settings, compiled: bool
     ) -> None:
         self.model, self.optimizer, self.device, self.settings, self.compiled = model, optimizer, device, settings, compiled
-        inside = {id(p) for p in model.parameters()}
-        outside = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in inside]
-        self.staging = Staging(model, outside)
+        self.staging = Staging(model)
+        self._trained = 0
+        self._stage_outside()
         self.known = {id(p): p for p in model.parameters()}
         """The model's own parameters, by their ids."""
         self.buffers = WrittenBuffers(model)
@@ -154,6 +154,7 @@ class Core:
     def knows_parameters(self) -> bool:
         """Whether the parameters in the model are its own. New ones that the optimizer trains (a grown head) are from now on,
         and everything is planned anew; `functional_call` puts others in their places for a moment."""
+        self._stage_outside()
         if self.staging.holds_only(self.known):
             return True
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -161,6 +162,7 @@ class Core:
         if untrained or self._level != "off" or in_functional_call():
             return False
         self.known = {id(p): p for p in self.model.parameters()}
+        self.staging.outside = [p for p in self.staging.outside if id(p) not in self.known]
         if self.together is not None:
             self.together.begin_anew()
         self.reference, self.flags = None, Flags(self.model)
@@ -169,6 +171,15 @@ class Core:
             forget()
         self.note("replan", "parameters were added or replaced: planned anew")
         return True
+
+    def _stage_outside(self) -> None:
+        """Parameters that the optimizer trains and the model has not, such as those of a loss, are staged as well, before
+        anything reaches them: what a pass left in them could not be told from what was there, where it begins again."""
+        trained = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if trained != self._trained and self.staging.parts is None:
+            self._trained, inside = trained, {id(p) for p in self.model.parameters()}
+            of_groups = (p for group in self.optimizer.param_groups for p in group["params"])
+            self.staging.stage_also([p for p in of_groups if id(p) not in inside])
 
     def hold_in_parts(self, level: str, stepped: Optimizer, parts: FullySharded | None = None) -> None:
         """Plan for `stepped`, which steps this process's part of the parameters, from now on; `parts`: for parameters that

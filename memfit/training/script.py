@@ -25,6 +25,7 @@ from memfit.engine.context import in_checkpoint, outside_transforms, without_inf
 from memfit.engine.generators import RandomState
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
 from memfit.engine.joined import joined
+from memfit.engine.staged import let_go
 from memfit.planning.plan import Plan
 from memfit.training.call import Call
 from memfit.training.consumers import AllOutputs, Consumer, Expression
@@ -91,8 +92,11 @@ class Script:
             self._core.tell("a call of the model inside of the script's own checkpoint runs as it is, whole")
             return plain(*args, **kwargs)
         if not self._is_training_call((args, kwargs)):
-            return self.evaluate(name, plain, args, kwargs)
+            output = self.evaluate(name, plain, args, kwargs)
+            self._rest(alone=True)
+            return output
         self.calls += 1
+        core = self._core
         args, kwargs = _all_computed((args, kwargs))  # the output of another call may be this one's input
         with self.aside(), self._core.announcing():
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples())
@@ -101,7 +105,10 @@ class Script:
                 UNDERWAY.make_room(None)
                 output = self._whole(lambda: plain(*args, **kwargs))
                 self._guard_whole(output)
+                if core.together is not None:
+                    core.together.ranks.rest()  # (its graph needs what is gathered)
                 return output
+            self._rest()
         self._waiting.add(call)
         return through(call.plain, stand_ins(self, call))
 
@@ -112,6 +119,13 @@ class Script:
         args, kwargs = _all_computed((args, kwargs))
         with self._going_through():
             return self._evaluations.answer(name, plain, args, kwargs)
+
+    def _rest(self, *, alone: bool = False) -> None:
+        """Before going back to the script; `alone`: from what the other processes need not do. What parameters look like there
+        is the same on all: parts, whichever passes a process ran last."""
+        if self._core.together is not None:
+            self._core.together.ranks.rest(alone=alone)
+            let_go(self._core.model)
 
     def _whole(self, run: Callable[[], Any]) -> Any:
         """A call that runs as it is; its gradients are those of all processes."""
@@ -359,6 +373,7 @@ class Script:
             first = not call.pieces
             with self._core.announcing(), self._in_pass(call), torch.enable_grad():
                 self._first_pass(call)
+                self._rest(alone=True)
             if first:
                 self._ran(call)
         assert call.values is not None
@@ -376,10 +391,9 @@ class Script:
 
     def _ran(self, call: Call) -> None:
         """A first pass over a call is done, whose forwards may have written inputs and parameters themselves."""
-        call.ran()
-        if call.composition.moved:
+        if written := call.ran():
             for other in list(self._waiting):
-                other.accept(call)
+                other.accept(written)
 
     def _say_where(self, call: Call) -> None:
         """That the forward runs once more, and for which line."""
@@ -513,6 +527,7 @@ class Script:
         try:
             with self._in_pass(call), nullcontext() if first else call.drawing_again():
                 total = self._pass(call, consumer, weighting, first)
+                self._rest()
                 if self._batch_samples() == 0:
                     total.weight = 0.0
                 then, receivers = total.on_handover, total.receivers  # (the total itself would close a cycle)

@@ -261,6 +261,8 @@ class StandIn(torch.Tensor):
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a torch function gives for arguments among which there are stand-ins."""
     args, kwargs = _map_standins(_looked_at, args), _map_standins(_looked_at, kwargs)
+    if any(type(argument).__name__ == "DTensor" for argument in args):
+        _refuse_part(func)
     if func in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -677,6 +679,17 @@ def _refuse_as_goal(goals: Any) -> None:
             found="the batch ran in micro-batches with its loss, and the whole output was never made",
             next_move="call output.retain_grad() before computing the loss from it",
         )
+
+
+def _refuse_part(func: Any) -> None:
+    """Of a parameter, in an operation with what the model returns: torch has no gradients for that either."""
+    raise Refused(
+        f"{func.__name__} of what the model returns and of a parameter that is held in parts",
+        found='shard="parameters" makes parameters torch.distributed.tensor.DTensor outside of the forward, which do not mix '
+        "with other tensors",
+        next_move="use the optimizer's weight_decay, compute this inside the model's forward or in loss_fn=, or pass "
+        'shard="optimizer"',
+    )
 
 
 def _refuse_watching(output: Any) -> None:
