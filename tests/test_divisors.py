@@ -90,6 +90,35 @@ def test_what_a_known_mean_is_multiplied_by_is_looked_at() -> None:
         assert relative_error(gradients_of(model), want) <= EXACT
 
 
+@pytest.mark.parametrize("weight", [None, lambda piece: (piece[1] != -100).sum()])
+def test_a_micro_batch_without_labels_leaves_the_gradient_and_moves_state(weight: Callable[..., Tensor] | None) -> None:
+    class Centred(nn.Module):
+        centre: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+            self.register_buffer("centre", torch.zeros(7, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.centre.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            return self.body(x)
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none").sum() / (batch[1] != -100).sum()
+
+    model, other = Centred(), Centred()
+    run = memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.0), loss_fn=loss_fn, micro_batch=4, weight=weight)
+    x, y = points()
+    for labels in (y, torch.where(torch.arange(12) < 8, y, -100), torch.where(torch.arange(12) > 3, y, -100)):
+        run.step((x, labels))
+        other.zero_grad()
+        loss_fn(other, (x, labels)).backward()
+        assert relative_error(gradients_of(model), gradients_of(other)) <= EXACT
+        if weight is None:  # (weight= is taken as it is, without the proof that finds how state moves)
+            assert torch.allclose(model.centre, other.centre, rtol=EXACT)
+
+
 def test_divisors_are_read_off_the_graph() -> None:
     x, _ = points(4)
     out = mlp()(x)

@@ -188,7 +188,7 @@ class Pass:
         self._work.composition.before_micro_batch()
         inputs, count = self._work.inputs(start, stop, self._counting())
         if isinstance(count, (int, float)) and count == 0:
-            self._check_nothing(inputs)
+            self._run_nothing(inputs, stop - start)
             return  # nothing valid in it: its own mean would be 0/0, and 0 * NaN is NaN
         outputs = self._work.forward(inputs)
         del inputs
@@ -230,14 +230,16 @@ class Pass:
         autograd may take it over as the gradient of a parameter."""
         return factor.to(loss, copy=True) if isinstance(factor, torch.Tensor) else torch.full_like(loss, factor)
 
-    def _check_nothing(self, inputs: Any) -> None:
-        """Where the weighting was inferred: a micro-batch without anything to count must have no loss of its own (losses
-        that divide by max(count, 1) have one)."""
-        if not self._weighting.inferred:
+    def _run_nothing(self, inputs: Any, samples: int) -> None:
+        """A micro-batch without anything to count: it moves state like the others. Where the weighting was inferred it must
+        have no loss of its own (losses that divide by max(count, 1) have one)."""
+        composition, inferred = self._work.composition, self._weighting.inferred
+        if not inferred and not composition.moved:
             return
         with torch.no_grad():
             loss = self._work.loss(self._work.forward(inputs)).detach()
-        if bool((loss.isfinite() & (loss != 0)).any()):
+        composition.after_forward(samples)
+        if inferred and bool((loss.isfinite() & (loss != 0)).any()):
             raise WeightsChanged("a micro-batch without anything to count has a loss all the same")
 
     def _counting(self) -> CountOf | None:
@@ -327,7 +329,8 @@ class Pass:
             # (what several processes add up while they gather is relative to the same on all of them)
             self._unit = entries / part if self._staging.parts is None else 1.0
         self._counts.append(count)
-        return entries / self._unit
+        # (an integer tensor divided by a number is of the default precision)
+        return (entries.to(wide(self._work.device)) if isinstance(entries, torch.Tensor) else entries) / self._unit
 
 
 def loss_of(work: Work, samples: int) -> torch.Tensor:

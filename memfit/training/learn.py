@@ -25,9 +25,6 @@ from memfit.training.call import Call, Split, Tree
 from memfit.training.outputs import Outputs, learn_outputs
 from memfit.training.positions import first_that_decides
 
-ON_FEW = "on a few samples the model says:"
-"""What a refusal says where the model does not run on a few samples, before its own words."""
-
 
 def structure_of(
     tree: Tree, model: nn.Module, device: torch.device, split: Split | None = None, flags: Hashable = ()
@@ -91,7 +88,7 @@ def ways_to_cut(
     if first_error is None:
         raise uncuttable(f"none of the call's tensors has a dimension of {samples}, the samples in the batch")
     _surface_own_error(_call(model, plain, tree, next(candidate_layouts(tree, samples)), device, None))
-    raise uncuttable(f"{ON_FEW} {first_line(first_error)}") from first_error
+    raise uncuttable(f"on a few samples the model says: {first_line(first_error)}") from first_error
 
 
 def outputs_of(call: Call) -> Outputs:

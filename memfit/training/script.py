@@ -370,12 +370,10 @@ class Script:
         if call.values is None:
             self._say_where(call)
             self._after_earlier(call)
-            first = not call.pieces
             with self._core.announcing(), self._in_pass(call), torch.enable_grad():
                 self._first_pass(call)
                 self._rest(alone=True)
-            if first:
-                self._ran(call)
+            self._ran(call)
         assert call.values is not None
         return call.values
 
@@ -390,7 +388,7 @@ class Script:
                 self.values(earlier)
 
     def _ran(self, call: Call) -> None:
-        """A first pass over a call is done, whose forwards may have written inputs and parameters themselves."""
+        """A pass over a call is done, whose forwards may have written inputs and parameters themselves."""
         if written := call.ran():
             for other in list(self._waiting):
                 other.accept(written)
@@ -468,6 +466,7 @@ class Script:
             with core.computing(again=True):
                 total = attempt(largest) if core.staging.parts is not None else core.recovery.run(attempt, largest)
             self._combine(total, BY_SAMPLES)
+        self._ran(call)
         settle_looks(call.calls)
         return total
 
@@ -601,8 +600,7 @@ class Script:
 
         with core.buffers.kept(not first):
             total = core.accumulated(work, weighting, pieces_for, largest=core.limit(planned.plan), begin=begin)
-        if first:
-            self._ran(call)
+        self._ran(call)
         for node, value in work.noted.values() if isinstance(work, ExpressionWork) else ():
             call.note(node, value)
         if work.values:

@@ -362,7 +362,9 @@ def _by_hand(weight: Callable[[Any], float], device: torch.device) -> CountOf:
     def count(piece: Any) -> Count:
         value = weight(piece)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            return value.detach().reshape(()).to(device)
+            if value.device.type != "cpu" or type(value) is not torch.Tensor:
+                return value.detach().reshape(()).to(device, wide(device))
+            value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise UsageError(
                 "weighting micro-batches by weight=",

@@ -6,7 +6,6 @@ known not to fit, what stood in the way is raised. Not covered: several processe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +19,12 @@ from memfit.engine.accumulate import BY_SAMPLES, Work
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
-from memfit.profiling.failures import TraceFailed
 from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
 from memfit.training.call import Call, Tree
 from memfit.training.core import Core
 from memfit.training.faults import report_fault
-from memfit.training.learn import ON_FEW, fake_outputs, twin_of_part
+from memfit.training.learn import fake_outputs, twin_of_part
 from memfit.training.outputs import Outputs
 from memfit.training.planned import Planned
 from memfit.training.task import LOSS_BOUND, Task
@@ -65,7 +63,7 @@ class UncutCalls:
         if not self._may(error):
             return False
         if self._is_prescribed(samples):
-            self._refuse(_whole_call(self._core, plain, tree), samples, error)
+            self._explain(samples, error)
             return False
         fits, plan = self._fits(_whole_call(self._core, plain, tree), samples)
         if not fits:
@@ -84,16 +82,13 @@ class UncutCalls:
         prescribed = self._core.prescribed
         return prescribed is not None and (samples is None or prescribed < samples)
 
-    def _refuse(self, call: Call, samples: int | None, error: Exception) -> None:
-        """A prescribed micro-batch is kept or refused; what the model raises for the whole as well surfaces as itself."""
-        if isinstance(error, MemfitError) or _raises_alike(call, error):
-            return
-        raise Refused(
-            f"cutting a batch of {samples or 'unknown size'} into micro-batches of {self._core.prescribed}",
-            found=f"{ON_FEW} {first_line(error)}",
-            next_move="leave out micro_batch= (a batch that fits runs whole), or pass split=, a function (batch, sizes) -> "
-            "list of batches with that many samples each",
-        ) from error
+    def _explain(self, samples: int | None, error: Exception) -> None:
+        """A prescribed micro-batch is kept or refused; what the model raises surfaces as itself."""
+        if hasattr(error, "add_note") and not isinstance(error, MemfitError):  # Python 3.11
+            error.add_note(  # type: ignore[attr-defined]
+                f"memfit: raised on a few of a batch's {samples or ''} samples, to be cut into micro-batches of "
+                f"{self._core.prescribed} as was asked; without micro_batch= a batch that fits runs whole"
+            )
 
     def _fits(self, call: Call, samples: int | None) -> tuple[bool, Plan | None]:
         """(whether the whole may run, its plan where it could be traced)."""
@@ -134,20 +129,6 @@ def _whole_call(core: Core, plain: Callable[..., Any], tree: Tree) -> Call:
     call = Call(core.model, plain, tree, layout, Outputs(None, ()), core.device)
     call.whole_piece = True
     return call
-
-
-def _raises_alike(call: Call, error: Exception) -> bool:
-    """Whether the model raises the same for the whole batch, as far as fake tensors tell."""
-    try:
-        fake_outputs(call, 1)
-    except TraceFailed as failed:
-        whole = failed.__cause__
-        return type(whole) is type(error) and _without_numbers(whole) == _without_numbers(error)
-    return False
-
-
-def _without_numbers(error: BaseException | None) -> str:
-    return re.sub(r"\d+", "#", str(error))
 
 
 def _task(call: Call, core: Core, standing: int) -> Task:

@@ -70,13 +70,10 @@ def _inferred(
     *,
     by_operations: bool,
 ) -> tuple[Weighting | None, Deviation, Moves, Sequence[weakref.ref[torch.Tensor]]] | None:
-    """(the weighting, how far parts were off, what state moves, what else gradients flow into); None where draws could not be
-    sliced."""
-    samples = sum(sizes)
-    draws = Draws(by_operations=by_operations)
+    """(the weighting, how far parts were off, what state moves, other leaves reached); None where draws could not be sliced."""
+    samples, draws = sum(sizes), Draws(by_operations=by_operations)
     with comparable(model, work.device) as traces, staging.swapped():
-        staged = staging.parameters()
-        counts = _count_candidates(work, samples)
+        staged, counts = staging.parameters(), _count_candidates(work, samples)
         # Compiled code is built anew for every stand-in.
         look = _Look(work, model, probes_of(staged), counts, not is_compiled(model), model if decides else None)
         reads = Reads()
@@ -92,8 +89,7 @@ def _inferred(
         with staging.swapped(), draws.sliced(start, stop, samples), looking:
             return work.loss(work.forward(given))
 
-    aside = partial(comparable, model, work.device)
-    moves = STILL
+    aside, moves = partial(comparable, model, work.device), STILL
 
     def in_parts(looks: list[Reads]) -> list[_Measured]:
         parts = []
@@ -130,11 +126,10 @@ def _inferred(
             answered = look.at(0, samples, Reads(read))[0]
         return answered.loss, answered.gradients
 
-    line = decided(reads, looks, put, partial(same, (whole.loss, whole.gradients)))
-    known = {id(p) for p in staged}
     chosen, deviation = _choose(whole, parts, counts)
-    if chosen is not None and line is not None:
+    if chosen is not None and (line := decided(reads, looks, put, partial(same, (whole.loss, whole.gradients)))) is not None:
         chosen = replace(chosen, doubt=f"it decides by values that it reads of the batch ({line})")
+    known = {id(p) for p in staged}
     return chosen, deviation, moves, [leaf for leaf in reached if id(leaf()) not in known]
 
 
