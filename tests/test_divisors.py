@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_what_a_known_mean_is_multiplied_by_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("weight", [None, lambda piece: (piece[1] != -100).sum()])
-def test_a_micro_batch_without_labels_leaves_the_gradient_and_moves_state(weight: Callable[..., Tensor] | None) -> None:
+def test_a_micro_batch_without_labels_leaves_the_gradient_and_moves_state(weight: Any) -> None:
     class Centred(nn.Module):
         centre: Tensor
 
@@ -117,6 +118,29 @@ def test_a_micro_batch_without_labels_leaves_the_gradient_and_moves_state(weight
         assert relative_error(gradients_of(model), gradients_of(other)) <= EXACT
         if weight is None:  # (weight= is taken as it is, without the proof that finds how state moves)
             assert torch.allclose(model.centre, other.centre, rtol=EXACT)
+
+
+IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a constant": lambda out, y: F.cross_entropy(out, F.one_hot(y.clamp(min=0), 4).double()).add_(1.0),
+    "a penalty": lambda out, y: F.cross_entropy(out, y).add_(0.1 * out.square().mean()),
+    "a number": lambda out, y: F.cross_entropy(out, y).div_(4.0),
+    "weighted": lambda out, y: F.cross_entropy(out, y, weight=torch.tensor([1.0, 2.0, 3.0, 4.0]).double()).add_(1.0),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_known_mean_may_be_written_in_place(name: str) -> None:
+    """First with labels everywhere, and then with gaps."""
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return IN_PLACE[name](model(batch[0]), batch[1])
+
+    model, (x, y) = mlp(), points()
+    run = memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.0), loss_fn=loss_fn, micro_batch=4)
+    for labels in (y, torch.where(torch.arange(12) % 5 > 1, y, -100), torch.where(torch.arange(12) > 5, y, -100)):
+        loss, want = plain(model, loss_fn, (x, labels))
+        assert float(run.step((x, labels))) == pytest.approx(loss, rel=EXACT)
+        assert relative_error(gradients_of(model), want) <= EXACT
 
 
 def test_divisors_are_read_off_the_graph() -> None:

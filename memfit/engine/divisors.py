@@ -40,8 +40,9 @@ class Divided:
         self._weights: list[Number] = []
         self._rows: list[list[Number] | None] = []
 
-    def add(self, loss: torch.Tensor, weight: Number, known: Sequence[torch.Tensor] = ()) -> None:
-        """Look at the loss of the next micro-batch, which weighs `weight`; at what it is made of beside the means `known`."""
+    def add(self, loss: torch.Tensor, weight: Number, known: Sequence[Any] = ()) -> None:
+        """Look at the loss of the next micro-batch, which weighs `weight`; at what it is made of beside means that end in the
+        nodes `known`."""
         if self._how:
             self._weights.append(weight if self._adds else 1.0)
             self._rows.append(divisors_of(loss, known))
@@ -69,19 +70,18 @@ class Divided:
         return [sum(column) if each else math.nan for each, column in zip(adds, zip(*(row or () for row in self._rows)))]
 
 
-def divisors_of(loss: torch.Tensor, known: Sequence[torch.Tensor] = ()) -> list[Number] | None:
-    """What parts of the loss that it is linear in are divided by, in the order of its graph; not looked at beyond the means
-    `known`, which are weighted apart. None: too much to look at."""
+def divisors_of(loss: torch.Tensor, known: Sequence[Any] = ()) -> list[Number] | None:
+    """What parts of the loss that it is linear in are divided by, in the order of its graph; not looked at beyond the nodes
+    `known`, of means that are weighted apart. None: too much to look at."""
     found: list[Number] = []
-    ends = {mean.grad_fn for mean in known}
-    for visited, node in enumerate(_linear_nodes(loss, ends)):
+    for visited, node in enumerate(_linear_nodes(loss, known)):
         if visited >= _MOST_NODES:
             return None
         found += _divisor(node)
     return found
 
 
-def _linear_nodes(loss: torch.Tensor, ends: set[Any]) -> Iterator[Any]:
+def _linear_nodes(loss: torch.Tensor, ends: Sequence[Any]) -> Iterator[Any]:
     open_: list[Any] = [loss.grad_fn]
     seen = set(ends)
     while open_:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -37,6 +37,11 @@ class Term:
     """All its entries, valid or not."""
     count: Count
     """What the true mean divides by."""
+    node: Any = field(init=False)
+    """Where its graph ends: the mean itself may be written in place (`loss += penalty`)."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "node", self.mean.grad_fn)
 
 
 class Terms:
@@ -50,8 +55,8 @@ class Terms:
 
     def __init__(self, *, alone: bool, shares: Sequence[float] | None = None, by_name: bool | None = False) -> None:
         self.found: list[Term] = []
-        self.given: list[torch.Tensor] = []
-        """What was given for each of them."""
+        self.given: list[Any] = []
+        """Where the graphs of what was given for them end."""
         self.only_by_name = True
         """Whether everything found so far was called as an attribute of torch.nn.functional."""
         self.lowest: torch.dtype | None = None
@@ -88,8 +93,9 @@ class Terms:
         finally:
             self._answering = False
         self.found.append(term)
-        self.given.append(term.mean if self._shares is None else term.mean * self._shares[len(self.found) - 1])
-        return self.given[-1]
+        mean = term.mean if self._shares is None else term.mean * self._shares[len(self.found) - 1]
+        self.given.append(mean.grad_fn)
+        return mean
 
     def _term(self, function: Any, bound: Bound) -> Term:
         if self._alone:
@@ -166,7 +172,7 @@ def standing_in() -> Iterator[None]:
 
 def is_only_term(loss: torch.Tensor, term: Term) -> bool:
     """Whether `loss` depends on the parameters through `term` alone and linearly, read off the autograd graph."""
-    node, goal = loss.grad_fn, term.mean.grad_fn
+    node, goal = loss.grad_fn, term.node
     for _ in range(16):
         if node is goal:
             return node is not None
