@@ -116,8 +116,7 @@ def test_a_micro_batch_without_labels_leaves_the_gradient_and_moves_state(weight
         other.zero_grad()
         loss_fn(other, (x, labels)).backward()
         assert relative_error(gradients_of(model), gradients_of(other)) <= EXACT
-        if weight is None:  # (weight= is taken as it is, without the proof that finds how state moves)
-            assert torch.allclose(model.centre, other.centre, rtol=EXACT)
+        assert torch.allclose(model.centre, other.centre, rtol=EXACT)
 
 
 IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

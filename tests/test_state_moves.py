@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -292,6 +293,67 @@ def test_state_of_a_loss_moves_once_per_batch(how: str) -> None:
         return [*model.parameters(), *centre.state()]
 
     assert assert_same(script, 1e-12, micro_batch=5).plan.accumulation == 3
+    assert_same(script, 0.0, micro_batch="off")
+
+
+class OnClass:
+    """State on a class itself: a method makes it anew."""
+
+    steps, scale, mean, array = 0, 0.1, torch.zeros(4, dtype=torch.float64), np.zeros(4)
+
+    @classmethod
+    def move(cls, out: Tensor) -> Any:
+        cls.steps += 1
+        cls.scale = 0.9 * cls.scale + 0.1 * float(out.mean())
+        cls.mean = 0.9 * cls.mean + 0.1 * out.mean(0)
+        cls.array = 0.9 * cls.array + 0.1 * out.mean(0).numpy()
+        cls.latest = out
+        return cls.steps, cls.scale, cls.mean, cls.array, cls.latest
+
+
+class InSlots:
+    __slots__ = ("array", "latest", "mean", "scale", "single", "steps")
+
+    def __init__(self) -> None:
+        self.steps, self.scale, self.single, self.mean = 0, 0.1, np.float32(0.1), torch.zeros(4, dtype=torch.float64)
+        self.array = np.zeros(4)
+
+    def move(self, out: Tensor) -> Any:
+        self.steps += 1
+        self.scale = 0.9 * self.scale + 0.1 * float(out.mean())
+        self.single = np.float32(0.9 * self.single + 0.1 * out.mean().numpy())
+        self.mean = 0.9 * self.mean + 0.1 * out.mean(0)
+        self.array *= 0.9
+        self.array += 0.1 * out.mean(0).numpy()
+        self.latest = out
+        return self.steps, self.scale, self.mean, self.array, self.latest
+
+
+@pytest.mark.parametrize("place", ["a class", "slots"])
+@pytest.mark.parametrize("used", [False, True])
+def test_state_on_classes_and_in_slots_moves_once_per_batch(place: str, used: bool) -> None:
+    def script(wrap: Wrap) -> list[Any]:
+        model, held = mlp(), InSlots() if place == "slots" else type("Fresh", (OnClass,), dict(vars(OnClass)))
+        moved: Any = None
+
+        def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+            nonlocal moved
+            out = model(batch[0])
+            moved = held.move(out.detach())
+            return F.cross_entropy(out - held.mean * used, batch[1]) * (1 + used * held.scale)
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = wrap(model, optimizer, loss_fn=loss_fn, sample=batches()[0])
+        for batch in batches():
+            if run is not None:
+                run.step(batch)
+                continue
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+        return [*model.parameters(), *moved[:-1], moved[-1].tolist(), getattr(held, "single", 0)]
+
+    assert_same(script, 1e-6 if place == "slots" else 1e-12, micro_batch=5)
     assert_same(script, 0.0, micro_batch="off")
 
 

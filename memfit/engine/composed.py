@@ -68,6 +68,31 @@ class Entry:
 
 
 @dataclass(frozen=True, eq=False)
+class Attribute:
+    """An attribute of a class, or of an object that has a slot for it."""
+
+    holder: Any
+    name: str
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "attribute", id(self.holder), self.name
+
+    def value(self) -> Any:
+        if isinstance(self.holder, type):
+            return vars(self.holder).get(self.name, MISSING)  # (not what another class lends it)
+        return getattr(self.holder, self.name, MISSING)
+
+    def put(self, value: Any) -> None:
+        kind = type if isinstance(self.holder, type) else object  # past what a frozen data class says of it
+        try:
+            kind.__delattr__(self.holder, self.name) if value is MISSING else kind.__setattr__(self.holder, self.name, value)
+        except AttributeError:  # it can be set where the object is made only
+            return
+
+
+@dataclass(frozen=True, eq=False)
 class Variable:
     """A variable that a function closes over."""
 
@@ -120,6 +145,24 @@ class Data:
 
     def put(self, value: torch.Tensor) -> None:
         restore_tensors([(self.tensor, value)])
+
+
+@dataclass(frozen=True, eq=False)
+class Array:
+    """What a NumPy array holds."""
+
+    array: Any
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "array", id(self.array)
+
+    def value(self) -> Any:
+        return self.array.copy()
+
+    def put(self, value: Any) -> None:
+        self.array[...] = value
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +249,11 @@ class Rows:
     dim: int
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
-        return torch.cat(list(values), self.dim)
+        if isinstance(values[0], torch.Tensor):
+            return torch.cat(list(values), self.dim)
+        import numpy as np
+
+        return np.concatenate(list(values), self.dim)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from memfit.engine.composed import MISSING, Assigned, Contents, Entry, Place, Variable
+from memfit.engine.composed import MISSING, Array, Assigned, Attribute, Contents, Entry, Place, Variable
 from memfit.engine.rewound import Drawn, Position, Rewound, go_back, position_of, rewound_of, untouched
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -118,6 +118,7 @@ class Kept:
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._held: list[torch.Tensor] = []
         self._seen: set[int] = set()
+        self._classes: set[type] = set()
         self._undo: list[Undo] = []
         self._open: deque[Any] = deque()
         # Partials, not the objects themselves: whoever looks for what holds a container must not find this.
@@ -327,17 +328,21 @@ class Kept:
             self._watch(_moved_entries, own, items, self._names_of.get(id(own), type(value).__name__))
             self._open.extend(item for name, item in items.items() if name not in _OF_MODULES or item)
         for name in _slots(type(value)):
-            if hasattr(value, name):
-                item = self._rewindable(functools.partial(_set_slot, value, name), getattr(value, name))
-                self._undo.append(functools.partial(_set_slot, value, name, item))
-                self._open.append(item)
+            self._attribute(Attribute(value, name, f"{type(value).__name__}.{name}"))
+
+    def _attribute(self, place: Attribute) -> None:
+        """One of a class, or one that has a slot."""
+        item = self._rewindable(place.put, place.value())
+        self._undo.append(functools.partial(_set_again, place, item))
+        self._watch(_moved_attribute, place, item)
+        self._open.append(item)
 
     def _class(self, kind: type) -> None:
         """Counters and registries on the user's classes, and what their methods name."""
         for base in kind.__mro__:
-            if id(base) in self._seen or is_installed(base.__module__) or issubclass(base, enum.Enum):
+            if base in self._classes or is_installed(base.__module__) or issubclass(base, enum.Enum):
                 continue
-            self._seen.add(id(base))
+            self._classes.add(base)
             for name, item in list(vars(base).items()):
                 if isinstance(item, (staticmethod, classmethod)):
                     item = item.__func__
@@ -346,9 +351,10 @@ class Kept:
                 elif isinstance(item, types.FunctionType):
                     self._open.append(item)
                 elif not name.startswith("__") and not hasattr(type(item), "__get__"):
-                    item = self._rewindable(functools.partial(setattr, base, name), item)
-                    self._undo.append(functools.partial(_set_on_class, base, name, item))
-                    self._open.append(item)
+                    self._attribute(Attribute(base, name, f"{base.__name__}.{name}"))
+            names = frozenset(vars(base))
+            self._undo.append(lambda base=base, names=names: [place.put(MISSING) for place, _ in _added_to(base, names)])
+            self._watch(_added_to, base, names)
 
     def _state(self, value: Any) -> None:
         """Generators and arrays, which know themselves what they hold."""
@@ -361,8 +367,9 @@ class Kept:
         elif hasattr(value, "set_state"):
             self._undo.append(functools.partial(value.set_state, value.get_state()))
         elif hasattr(value, "flags") and value.flags.writeable and not value.dtype.hasobject and value.nbytes <= LARGE:
-            copy = value.copy()
-            self._undo.append(lambda: value.__setitem__(..., copy))
+            array, copy = Array(value, "an array"), value.copy()
+            self._undo.append(functools.partial(array.put, copy))
+            self._watch(_moved_array, array, copy)
 
 
 def is_installed(module: str | None) -> bool:
@@ -441,6 +448,19 @@ def _moved_position(rewound: Rewound, before: Position) -> list[tuple[Place, Any
     return [] if position_of(rewound) == before else [(Drawn(rewound, "an iterator"), before)]
 
 
+def _moved_attribute(place: Attribute, before: Any) -> list[tuple[Place, Any]]:
+    return [] if place.value() is before else [(place, before)]
+
+
+def _added_to(kind: type, before: frozenset[str]) -> list[tuple[Place, Any]]:
+    added = [name for name in vars(kind) if name not in before and not name.startswith("__")]
+    return [(Attribute(kind, name, f"{kind.__name__}.{name}"), MISSING) for name in added]
+
+
+def _moved_array(array: Array, before: Any) -> list[tuple[Place, Any]]:
+    return [] if array.array.tobytes() == before.tobytes() else [(array, before)]
+
+
 def _moved_variable(cell: types.CellType, before: Any) -> list[tuple[Place, Any]]:
     return [] if cell.cell_contents is before else [(Variable(cell, "a variable"), before)]
 
@@ -466,16 +486,9 @@ def _rebound(known: dict[str, Any], name: str, value: Any) -> None:
         known[name] = value
 
 
-def _set_on_class(base: type, name: str, item: Any) -> None:
-    if vars(base).get(name) is not item:
-        setattr(base, name, item)
-
-
-def _set_slot(value: Any, name: str, item: Any) -> None:
-    try:
-        object.__setattr__(value, name, item)
-    except AttributeError:
-        return
+def _set_again(place: Attribute, item: Any) -> None:
+    if place.value() is not item:
+        place.put(item)
 
 
 def _is_data(name: str, value: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from numbers import Integral, Rational, Real
 from typing import Any
 
 import torch
@@ -211,6 +212,7 @@ def rule_of(
 
 def _candidates(before: Any, whole: Any, parts: Sequence[Any]) -> Iterator[Rule]:
     yield Last()
+    before, whole, *parts = map(_as_tensor, (before, whole, *parts))
     if isinstance(whole, torch.Tensor):
         alike = all(isinstance(part, torch.Tensor) and part.shape == whole.shape for part in parts)
         if alike and whole.is_floating_point():
@@ -220,11 +222,11 @@ def _candidates(before: Any, whole: Any, parts: Sequence[Any]) -> Iterator[Rule]
         if all(isinstance(part, torch.Tensor) and part.dim() == whole.dim() for part in parts):
             yield from (Rows(dim) for dim in range(whole.dim()))
     elif _is_number(whole) and all(map(_is_number, parts)):
-        if isinstance(whole, float):
+        if not isinstance(whole, Rational):
             yield Mean()
         if _is_number(before):
             yield Added()
-        elif before is MISSING and isinstance(whole, int):
+        elif before is MISSING and isinstance(whole, Integral):
             yield _Total()
 
 
@@ -248,17 +250,29 @@ def _inside(whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: flo
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether it is one of Python's or of NumPy's."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _rounding(number: Any) -> float:
+    """What numbers like this may differ by; Python's own are in double precision, NumPy's say what they are."""
+    return tolerance(getattr(torch, str(getattr(number, "dtype", "float64")), torch.float32))
+
+
+def _as_tensor(value: Any) -> Any:
+    """A tensor over a NumPy array; anything else as it is."""
+    return torch.from_numpy(value) if type(value).__name__ == "ndarray" and value.dtype.kind in "fciub" else value
 
 
 def same(a: Any, b: Any, closely: float = 1.0) -> bool:
     """Whether two values are equal but for rounding; objects that cannot be compared are taken to be."""
     if a is b:
         return True
+    a, b = _as_tensor(a), _as_tensor(b)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _same_tensors(a, b, closely)
     if _is_number(a) and _is_number(b):
-        return a == b or (isinstance(a, float) and abs(a - b) <= closely * tolerance(torch.float64) * max(abs(a), abs(b)))
+        return bool(a == b) or (not isinstance(a, Rational) and abs(a - b) <= closely * _rounding(a) * max(abs(a), abs(b)))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(same(x, y, closely) for x, y in zip(a, b))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -280,6 +294,7 @@ def _same_tensors(a: torch.Tensor, b: torch.Tensor, closely: float) -> bool:
 
 
 def _difference(a: Any, b: Any) -> float:
+    a, b = _as_tensor(a), _as_tensor(b)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_floating_point():
         return relative_difference(a, b)
     return float(abs(a - b) / max(abs(a), abs(b))) if _is_number(a) and _is_number(b) and a != b else 1.0

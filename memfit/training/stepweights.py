@@ -55,6 +55,8 @@ class Weigher:
         self.together = False
         self.composition = Composition()
         self._core, self._tasks = core, tasks
+        by_hand = core.settings.weight
+        self._stated = by_hand and Weighting("count", "by weight=", count=_by_hand(by_hand, core.device))
         self._alone: Weighting | None = None
         self._proven_ragged = self.mute = False
         self._prove_at = 0
@@ -62,11 +64,11 @@ class Weigher:
     @property
     def known(self) -> bool:
         """Whether it was stated, or proven."""
-        return self.weighting is not None
+        return self.weighting is not None or self._stated is not None
 
     def of(self, batch: Ordered) -> Weighting:
         """How this batch's micro-batches are weighted."""
-        return self.weighting or (self._alone if batch.samples < 2 else None) or BY_SAMPLES
+        return self.weighting or self._stated or (self._alone if batch.samples < 2 else None) or BY_SAMPLES
 
     def decide(self, batch: Ordered, share: int) -> Profile | None:
         """Have a weighting for effective batches of `share` samples like these; returns the profile made for that, if any."""
@@ -81,7 +83,7 @@ class Weigher:
     @property
     def _inferred(self) -> bool:
         """Whether the weighting rests on a proof alone: that of one known mean is looked at in every micro-batch."""
-        return self._core.settings.weight is None and self.weighting is not None and self.weighting.kind != "term"
+        return self._stated is None and self.weighting is not None and self.weighting.kind != "term"
 
     def _weigh_or_whole(self, batch: Ordered, share: int) -> Profile | None:
         """As `_weigh`; a loss that fails on a few samples and not on all of them needs them together."""
@@ -115,12 +117,8 @@ class Weigher:
         core = self._core
         self._proven_ragged = self._proven_ragged or batch.ragged
         self._look_alone(batch)
-        if core.settings.weight is not None:
-            self.weighting = Weighting("count", "by weight=", count=_by_hand(core.settings.weight, core.device))
-            self._remember(batch)
-            return None
         if batch.samples < 2 * core.least:
-            if core.together is not None and batch.samples and self._is_one_mean(batch):
+            if self._stated is None and core.together is not None and batch.samples and self._is_one_mean(batch):
                 self._alone = BY_TERM  # what it weighs beside other processes' shares is seen without a proof
             return None  # one micro-batch weighs what it weighs; the next batch decides
         profile = self._tasks.profile(batch, share)
@@ -130,7 +128,8 @@ class Weigher:
         else:
             with checkpointed(core.model, blocks), core.memory.sparing_kernels():
                 self._weigh_by_proof(batch, few, before)
-        if self.weighting is not None and (decides := self._size_that_decides(batch, max(share, batch.samples))):
+        stands = self.weighting not in (None, self._stated)
+        if stands and (decides := self._size_that_decides(batch, max(share, batch.samples))):
             self.run_together(f"it does something else with {decides} samples than with few")
         if not self.together:
             self._remember(batch)
@@ -192,11 +191,15 @@ class Weigher:
         )
         self.composition = moves.composition.afresh()
         self._tasks.watch(work)
-        if self.weighting is not None and again is None and deviation.limit >= LOOSE:
+        if self._stated is not None:
+            self.weighting = self._stated  # taken as it is; what is proven is how state moves
+        elif self.weighting is not None and again is None and deviation.limit >= LOOSE:
             close = f"{deviation.limit:.0%}"
             core.note("note", f"the loss computes in half precision: that samples do not mix is proven to {close} only")
         if self.weighting is not None and moves.deviation is not None and not self._accepts(moves.deviation):
             self.run_together(f"it moves state at every call, in parts otherwise than as a whole: {moves.deviation.where}")
+        elif self._stated is not None:
+            return
         elif self.weighting is not None and self.weighting.doubt is not None:
             self._doubt(self.weighting.doubt)
         elif self.weighting is not None and again is not None and not _agree(again, self.weighting):
@@ -225,10 +228,10 @@ class Weigher:
 
     def _weigh_unproven(self, batch: Ordered) -> None:
         """Two samples do not fit at once: only a loss that is one known mean needs no proof of its weighting."""
-        if not self._is_one_mean(batch):
+        if self._stated is None and not self._is_one_mean(batch):
             self.run_together("two samples do not fit at once, so another way could not be proven")
             return
-        self.weighting = BY_TERM
+        self.weighting = self._stated or BY_TERM
         self._core.note("note", "two samples do not fit at once: not proven that the model keeps samples apart")
 
     def _is_one_mean(self, batch: Ordered) -> bool:

@@ -146,6 +146,36 @@ self.centre[:] = 0.9 * self.centre + 0.1 * out.detach().mean(0).numpy()
 return loss
 """,
     ),
+    "numpy_anew": _module(
+        "Centre", "self.centre = np.zeros(CLASSES)",
+        "loss = F.cross_entropy(out, y)\nself.centre = 0.9 * self.centre + 0.1 * out.detach().mean(0).numpy()\nreturn loss",
+    ),
+    "numpy_number": _module(
+        "Scaled", "self.mean = np.float64(1.0)",
+        "loss = F.cross_entropy(out, y)\nself.mean = 0.9 * self.mean + 0.1 * loss.detach().numpy()[()]\nreturn loss",
+    ),
+    "class_centre": _outside(
+        "class Centre:\n    centre = torch.zeros(CLASSES).double()\n    seen = 0", """
+loss = F.cross_entropy(out - Centre.centre, y)
+Centre.centre = 0.9 * Centre.centre + 0.1 * out.detach().mean(0)
+Centre.seen += len(y)
+""",
+        setup="centred = Centre", holds="centred",
+    ),
+    "class_number": _outside(
+        "class Scaled:\n    mean = 1.0",
+        "loss = F.cross_entropy(out, y)\nScaled.mean = 0.9 * Scaled.mean + 0.1 * float(loss.detach())",
+        setup="scaled = Scaled", holds="scaled",
+    ),
+    "slotted": _outside(
+        "class Centre:\n    __slots__ = ('centre', 'seen')\n\n    def __init__(self):\n        self.centre, self.seen = torch.zeros(CLASSES).double(), 0",
+        """
+loss = F.cross_entropy(out, y)
+slots.centre = 0.9 * slots.centre + 0.1 * out.detach().mean(0)
+slots.seen += len(y)
+""",
+        setup="slots = Centre()", holds="slots",
+    ),
     "tensor_list": _module(
         "Means", "self.means = [torch.zeros(CLASSES).double() for _ in range(2)]",
         """

@@ -45,9 +45,19 @@ def _leaves(path: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, 
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         yield path, value
         return
-    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)) or id(value) in seen:
+    if isinstance(value, (types.ModuleType, types.BuiltinFunctionType)) or id(value) in seen:
         return
     seen[id(value)] = value
+    if isinstance(value, type):
+        own = vars(value).items() if value.__module__ == "fuzz_script" else ()
+        yield from _leaves(path, {k: v for k, v in own if not k.startswith("__") and not hasattr(v, "__get__")}, seen)
+        return
+    if hasattr(type(value), "__slots__") and type(value).__module__ == "fuzz_script":
+        yield from _leaves(path, {name: getattr(value, name, None) for name in type(value).__slots__}, seen)
+        return
+    if isinstance(value, (np.ndarray, np.generic)):
+        yield path, torch.as_tensor(value).clone()
+        return
     if isinstance(value, torch.Generator):
         yield path, value.get_state()
     elif isinstance(value, Tensor):
