@@ -25,11 +25,11 @@ from memfit._values import (
 from memfit._wrap import wrap
 from memfit.batches.tree import tensors
 from memfit.engine.intercept import is_compiled
+from memfit.engine.kept import reaching
 from memfit.hardware.budget import Budget, card_named, probe
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
-from memfit.profiling.kept import reaching
 from memfit.profiling.loop import Loop
 from memfit.profiling.profile import Profile
 from memfit.reporting.verification import Verification

@@ -17,9 +17,9 @@ from zoo.plain import Gradients, gradients_of, relative_error
 
 import memfit
 from memfit import Plan, Run
+from memfit.engine.kept import is_planning
 from memfit.planning.plan import Cost
 from memfit.profiling.build import model_facts
-from memfit.profiling.kept import is_planning
 
 Script = Callable[..., Any]
 """A training script's lines: called with the model and a batch, it leaves gradients behind."""

@@ -6,6 +6,7 @@ import copy
 import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -88,6 +89,79 @@ def test_batch_statistics_are_counted_once() -> None:
         seeded_gradients(model)
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), other.buffers()))
     assert int(model.blocks[0][1].num_batches_tracked) == 1
+
+
+def shifting() -> Any:
+    number = 0.0
+    while True:
+        yield number
+        number += 0.25
+
+
+class Moving(nn.Module):
+    """A block that reads what it moves, wherever that is."""
+
+    counted, shared = 0, {"calls": 0}
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(7, 7).double(), kind
+        self.register_buffer("centre", torch.zeros(7, dtype=torch.float64))
+        self.mean, self.list, self.array, self.shifts = self.centre.clone(), [0.1], np.zeros(7), shifting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        mean = h.detach().mean(0)
+        if self.kind == "a buffer":
+            h = h * (1 + self.centre)
+            self.centre.mul_(0.9).add_(mean, alpha=0.1)
+        elif self.kind == "data of a buffer":
+            h = h * (1 + self.centre)
+            self.centre.data.mul_(0.9).add_(mean, alpha=0.1)
+        elif self.kind == "an attribute":
+            h = h * (1 + self.mean)
+            self.mean = 0.9 * self.mean + 0.1 * mean
+        elif self.kind == "a list":
+            h = h * (1 + self.list[-1])
+            self.list.append(float(mean.sum()))
+        elif self.kind == "an array":
+            h = h * (1 + torch.from_numpy(self.array.copy()))
+            self.array[:] = 0.9 * self.array + 0.1 * mean.numpy()
+        elif self.kind == "a class":
+            type(self).counted += 1
+            h = h / type(self).counted
+        elif self.kind == "what blocks share":
+            self.shared["calls"] += 1
+            h = h / self.shared["calls"]
+        elif self.kind == "an iterator":
+            h = h * (1 + next(self.shifts))
+        return torch.tanh(h)
+
+
+STATES = ["a buffer", "data of a buffer", "an attribute", "a list", "an array", "a class", "what blocks share", "an iterator"]
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("micro_batch", ["off", 5])
+@pytest.mark.parametrize("known", [False, True])
+def test_blocks_are_computed_again_on_the_state_that_they_began_with(kind: str, micro_batch: Any, known: bool) -> None:
+    def trained(wrap: Any) -> list[Tensor]:
+        Moving.counted, Moving.shared = 0, {"calls": 0}
+        torch.manual_seed(0)
+        model = nn.Sequential(Moving(kind), Moving(kind), nn.Linear(7, 7).double())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrap(model, optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            out = model(X)
+            (F.mse_loss(out, X) if known else (out - X).square().mean().sqrt()).backward()
+            optimizer.step()
+        state = [[*b.centre, *b.mean, *b.list, *b.array, b.counted, b.shared["calls"], next(b.shifts)] for b in model[:2]]
+        return [*(p.detach() for p in model.parameters()), torch.tensor(state)]
+
+    want = trained(lambda *_: None)
+    got = trained(lambda *objects: memfit.wrap(*objects, checkpoint=("0", "1"), micro_batch=micro_batch))
+    assert all(torch.allclose(g, w, rtol=1e-12, atol=1e-14) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "t5", "convnext"])

@@ -626,6 +626,50 @@ def test_parameters_outside_of_the_model_have_their_gradients_from_the_first_ste
 # ---- saved-tensor hooks and checkpoints of the script
 
 
+class Again(nn.Module):
+    """A block that moves state, and that a checkpoint of the script's computes twice."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.linear, self.reentrant = mlp(), nn.Linear(4, 4).double(), reentrant
+        self.register_buffer("centre", torch.zeros(4, dtype=torch.float64))
+        self.calls, self.mean, self.seen = 0, 0.0, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, self.body(x), use_reentrant=self.reentrant)
+
+    def block(self, h: Tensor) -> Tensor:
+        self.centre.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * float(h.detach().mean())
+        self.seen.append(len(h))
+        return torch.tanh(self.linear(h))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("step_mode", [False, True])
+def test_state_moves_as_often_as_the_scripts_own_checkpoint_computes(reentrant: bool, step_mode: bool) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def script(wrap: Wrap) -> list[Any]:
+        torch.manual_seed(0)
+        model = Again(reentrant)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = wrap(model, optimizer, **({"loss_fn": loss, "sample": batches()[0]} if step_mode else {}))
+        for batch in batches():
+            if run is not None and step_mode:
+                run.step(batch)
+                continue
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+        return [*model.parameters(), model.centre, model.calls, model.mean, len(model.seen), sum(model.seen)]
+
+    assert assert_same(script, 1e-12, micro_batch=5).plan.accumulation == 3
+    assert_same(script, 0.0, micro_batch="off")
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("around", ["call", "loss"])
 def test_the_scripts_own_checkpoint_around_the_call_or_the_loss(around: str, reentrant: bool) -> None:

@@ -194,7 +194,6 @@ class Pass:
         del inputs
         loss, weight = self._loss(outputs, stop - start, count, shares)
         del outputs
-        self._work.composition.after_forward(stop - start)
         self._dtype = self._dtype or loss.dtype
         self._losses.append(_value(loss))
         self._weights.append(weight)
@@ -202,6 +201,8 @@ class Pass:
             self._before_backward()
         with without_autocast(self._work.device), nullcontext() if around is None else around(self._whole([], [])):
             torch.autograd.backward(loss, self._beginning(loss, weight * self._scale))
+        # (after backward: the script's own checkpoints compute again, and move state again)
+        self._work.composition.after_micro_batch(stop - start)
 
     @property
     def is_empty(self) -> bool:
@@ -238,7 +239,7 @@ class Pass:
             return
         with torch.no_grad():
             loss = self._work.loss(self._work.forward(inputs)).detach()
-        composition.after_forward(samples)
+        composition.after_micro_batch(samples)
         if inferred and bool((loss.isfinite() & (loss != 0)).any()):
             raise WeightsChanged("a micro-batch without anything to count has a loss all the same")
 

@@ -7,6 +7,7 @@ forward moves later and did not move in the proof.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -258,13 +259,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Appended:
-    """A list to which every part appends as many items as the whole would, each joined by a rule of its own."""
+    """A list to which every part appends as many items as the whole would, each joined by a rule of its own; where a checkpoint
+    of the script's computes them again, they are appended again."""
 
     rules: tuple[Rule, ...]
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
         made = [appended(before, value) for value in values]
-        return [*before, *(rule.joined(MISSING, [m[i] for m in made], sizes) for i, rule in enumerate(self.rules))]
+        rules = enumerate(itertools.islice(itertools.cycle(self.rules), len(made[0])))
+        return [*before, *(rule.joined(MISSING, [m[i] for m in made], sizes) for i, rule in rules)]
 
 
 @dataclass(frozen=True)
@@ -342,8 +345,8 @@ class Composition:
         if self._sizes:
             _put([slot.place for slot in self.slots], self._before)
 
-    def after_forward(self, samples: int) -> None:
-        """A forward over so many samples has moved it."""
+    def after_micro_batch(self, samples: int) -> None:
+        """A forward over so many samples has moved it, and its backward, where that runs parts of it again."""
         if self.slots:
             self._after.append([slot.place.value() for slot in self.slots])
             self._sizes.append(samples)
@@ -388,7 +391,7 @@ class _Repeated(Composition):
     def before_micro_batch(self) -> None:
         self._first.before_micro_batch()
 
-    def after_forward(self, samples: int) -> None:
+    def after_micro_batch(self, samples: int) -> None:
         pass
 
 

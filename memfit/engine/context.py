@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memfit.engine.modules import parameters_in
 
@@ -162,6 +163,11 @@ def restore_tensors(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 original.set_(copy)  # pyright: ignore[reportArgumentType]
             else:
                 original.data.copy_(copy)
+
+
+def is_faking() -> bool:
+    """Whether operators compute on fake tensors, so that nothing is written for real."""
+    return any(type(mode).__name__ == "FakeTensorMode" for mode in _get_current_dispatch_mode_stack())
 
 
 @contextmanager

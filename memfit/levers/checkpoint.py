@@ -1,14 +1,15 @@
 """The checkpoint lever: a block's activations are dropped after its forward and computed again in backward.
 
 Blocks keep their names, types and state_dict keys: only the instance's `forward` is stood in for. Recomputation is torch's
-non-reentrant one, with the random state preserved and buffers (batch statistics) written by the first forward only.
+non-reentrant one, with the random state preserved, on the state that the first forward began with, which it leaves as it is.
 Not covered: recomputing part of a block; blocks that are called more than once per forward are left alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit._errors import UsageError
-from memfit.engine.generators import HostRandom
 from memfit.engine.intercept import Interception
 from memfit.levers.arguments import as_it_was
+from memfit.levers.recomputed import Again, Moving, moving_of
 
 
 def candidate_blocks(model: nn.Module) -> tuple[str, ...]:
@@ -42,7 +43,8 @@ def checkpoint_blocks(
             found=f"the model has no block called {unknown[0]!r}",
             next_move=f"use names such as {', '.join(candidate_blocks(model)[:3]) or 'those of its submodules'}",
         )
-    installed = [Interception(modules[name], _Checkpointed(modules[name], between), owner) for name in names]
+    moving = moving_of([modules[name] for name in names])
+    installed = [Interception(modules[name], _Checkpointed(modules[name], moving, between), owner) for name in names]
     for interception in installed:
         interception.install()
 
@@ -66,18 +68,20 @@ def checkpointed(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
 class _Checkpointed:
     """Answers a block's forward with a checkpointed one while gradients are recorded."""
 
-    def __init__(self, block: nn.Module, between: Callable[[], None]) -> None:
-        self._block, self._between = block, between
+    def __init__(self, block: nn.Module, moving: Moving, between: Callable[[], None]) -> None:
+        self._block, self._moving, self._between = block, moving, between
 
     def __call__(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         self._between()
         run = _Repeatable(plain, args, kwargs)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        again = Again(self._moving.begun(self._block), self._between)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=partial(_contexts, again), **kwargs)
 
-    def _contexts(self) -> tuple[Any, Any]:
-        return nullcontext(), _Again(self._block, HostRandom.capture(), self._between)
+
+def _contexts(again: Again) -> tuple[Any, Any]:
+    return nullcontext(), again
 
 
 class _Repeatable:
@@ -97,42 +101,6 @@ class _Repeatable:
             args = tuple(kept.get(index, value) for index, value in enumerate(args))
             kwargs = {name: kept.get(name, value) for name, value in kwargs.items()}
         return self._plain(*args, **kwargs)
-
-
-class _Again:
-    """The context of recomputing, each time there is a backward: the draws outside torch are those of the first run (torch sees
-    to its own), and nothing is written."""
-
-    def __init__(self, block: nn.Module, host: HostRandom, between: Callable[[], None]) -> None:
-        self._block, self._host, self._between = block, host, between
-
-    def __enter__(self) -> None:
-        self._between()
-        with ExitStack() as stack:
-            stack.callback(HostRandom.capture().restore)
-            self._host.restore()
-            stack.enter_context(_buffers_kept(self._block))
-            self._left = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> None:
-        self._left.close()
-
-
-@contextmanager
-def _buffers_kept(block: nn.Module) -> Iterator[None]:
-    copies = [(b, b.detach().clone()) for b in _written_buffers(block)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, copy in copies:
-                buffer.data.copy_(copy)
-
-
-def _written_buffers(block: nn.Module) -> Iterator[torch.Tensor]:
-    for module in block.modules():
-        if module.training:
-            yield from (b for b in module._buffers.values() if b is not None)
 
 
 def _descend(module: nn.Module, prefix: str, found: list[str]) -> None:

@@ -279,7 +279,7 @@ class Call:
                     self.composition.before_micro_batch()
                     with torch.set_grad_enabled(kept):
                         found = self._forward_of(start + low, start + high, staging)
-                    self.composition.after_forward(high - low)
+                    self.composition.after_micro_batch(high - low)
                     if kept and staging.versions != written:  # the next forward would spoil the graph
                         keep, kept = 0, False
                         self.kept.clear()

@@ -12,8 +12,8 @@ from collections.abc import Hashable
 
 from torch import nn
 
+from memfit.engine.kept import is_installed
 from memfit.engine.modules import modules_of
-from memfit.profiling.kept import is_installed
 
 MOST = 16
 """What is told apart; where a model says more, nothing of that kind is looked at any more."""

@@ -230,7 +230,7 @@ def _parts_of(
                 moves.composition.before_micro_batch()
                 looks.append(Reads())
                 parts.append(run(start, stop, looks[-1]))
-                moves.composition.after_forward(stop - start)
+                moves.composition.after_micro_batch(stop - start)
         return parts
 
     moves, looks, parts, again = STILL, list[Reads](), list[list[Any]](), list[list[Any]]()

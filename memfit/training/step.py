@@ -20,9 +20,9 @@ from memfit.batches.shapes import Shapes, no_larger, shapes_per_sample
 from memfit.batches.tree import flat, map_leaves, tensors
 from memfit.engine.accumulate import BY_SAMPLES, SharesDiffer, Weighting, WeightsChanged, checked_loss
 from memfit.engine.handover import Total, hand_over
+from memfit.engine.kept import reaching
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand
-from memfit.profiling.kept import reaching
 from memfit.profiling.profile import Profile
 from memfit.training.call import copied
 from memfit.training.core import Core

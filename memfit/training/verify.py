@@ -19,8 +19,8 @@ from memfit.batches.pieces import sizes
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import CountOf, Work, accumulate, checked_loss
 from memfit.engine.context import without_autocast
+from memfit.engine.kept import reaching
 from memfit.engine.slices import Draws
-from memfit.profiling.kept import reaching
 from memfit.reporting.verification import Verification
 from memfit.training.core import Core, Reference
 from memfit.training.prove import comparable

@@ -99,7 +99,7 @@ def _inferred(
                 looks.append(Reads())
                 with draws.sliced(start, stop, samples):
                     parts.append(look.at(start, stop, looks[-1])[0])
-                moves.composition.after_forward(stop - start)
+                moves.composition.after_micro_batch(stop - start)
         return parts
 
     looks, parts, again = list[Reads](), list[_Measured](), list[_Measured]()

@@ -47,6 +47,7 @@ PLAIN: dict[str, tuple[str, ...]] = {
     "batch": ("8", "6", "5"),
     "epochs": ("2", "1"),
     "micro": ("3", "2", "1", "5", "auto", "off"),
+    "lever": ("off", "block"),
 }
 """Dimensions that other parts of the script read by name."""
 
@@ -220,6 +221,8 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("optimizer", lambda c: c["optimizer"] == "groups" and c["parts"] in ("new_head", "added_group")),
     _loses("scheduler", lambda c: c["parts"] in ("new_head", "added_group") and c["scheduler"] != "by_hand"),
     _loses("optimised", lambda c: not the(c, "outside").lines.get("params")),
+    # a block has no head, and what leaves it by a door is not its output
+    _loses("lever", lambda c: c["twist"] == c["state"] == "none" or "door" in the(c, "state").tags or c["state"] == "clipped_weight"),
 )
 """A dimension, and when it falls back to its simplest option."""
 
@@ -251,6 +254,7 @@ COMPANIONS: dict[str, Choices] = {
     "reach=bound": {"outside": "centre_buffer"},
     "where=after": {"metrics": "accuracy"},
     "where=stepped": {"metrics": "accuracy"},
+    "lever=block": {"state": "running_used"},
 }
 """What an option needs beside it to be of any effect."""
 

@@ -256,14 +256,27 @@ INPUTS = {
 
 
 def model_source(body: dict[str, str], twist: dict[str, str], state: dict[str, str], pack: dict[str, str], *,
-                 two: bool, owns: bool, pair: bool, classes: int) -> str:  # fmt: skip
-    """The class of the model."""
+                 two: bool, owns: bool, pair: bool, classes: int, block: bool) -> str:  # fmt: skip
+    """The class of the model; with `block`, what it does between body and head is a module of its own."""
+    inner = ""
+    if block:
+        inner, twist, state = _block(twist, state), {"init": "self.inner = Inner()", "forward": "h = self.inner(x, h)"}, {}
     heads = [f"self.head = nn.Linear(4, {classes})"] + (["self.other = nn.Linear(4, 2)"] if pair else [])
     init = "\n".join(filter(None, [part.get("init", "").strip("\n") for part in (body, twist, state)] + heads))
     steps = [INPUTS["two"].lines["forward"] if two else "", body["forward"], twist.get("forward", ""), state.get("forward", "")]
     steps += ["out = self.head(h)"] + (["aux = self.other(h)"] if pair else []) + [f"return {pack['returns']}"]
     forward = "\n".join(step.strip("\n") for step in steps if step.strip())
     arguments = "x" + (", z" if two else "") + (", y" if owns else "")
-    lines = ["class Net(nn.Module):", "    def __init__(self):", "        super().__init__()"]
+    return inner + _class("Net", init, arguments, forward)
+
+
+def _block(twist: dict[str, str], state: dict[str, str]) -> str:
+    init = "\n".join(filter(None, (part.get("init", "").strip("\n") for part in (twist, state))))
+    steps = [part.get("forward", "").strip("\n") for part in (twist, state)]
+    return _class("Inner", init, "x, h", "\n".join([*filter(None, steps), "return torch.sin(h) * 1.5"])) + "\n\n\n"
+
+
+def _class(name: str, init: str, arguments: str, forward: str) -> str:
+    lines = [f"class {name}(nn.Module):", "    def __init__(self):", "        super().__init__()"]
     lines += [f"        {line}" for line in init.splitlines()] + ["", f"    def forward(self, {arguments}):"]
     return "\n".join(lines + [f"        {line}" for line in forward.splitlines()])

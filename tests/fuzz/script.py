@@ -117,7 +117,8 @@ class _Writer:
         parts = [the(self.c, name).lines for name in ("body", "twist", "state", "pack")]
         pair = "pair" in the(self.c, "pack").tags
         two = self.two
-        classes = models.model_source(*parts, two=two, owns=self.owns, pair=pair, classes=self.classes)
+        classes = models.model_source(*parts, two=two, owns=self.owns, pair=pair, classes=self.classes,
+                                      block=self.c["lever"] == "block")  # fmt: skip
         return f"{classes}\n\n\nmodel = Net().double()"
 
     def _setup(self) -> str:
@@ -154,7 +155,7 @@ class _Writer:
 
     def _line(self) -> list[str]:
         micro = self.micro if self.micro.isdigit() else repr(self.micro)
-        settings = f"micro_batch={micro}"
+        settings = f"micro_batch={micro}" + (", checkpoint=['inner']" if self.c["lever"] == "block" else "")
         if self.c["target"] != "none":
             several = self.c["accumulation"] != "none"
             settings += f", target_batch={'2 * ' if several or self.c['target'] == 'double' else ''}BATCH"

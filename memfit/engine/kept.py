@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from memfit.engine.composed import MISSING, Array, Assigned, Attribute, Contents, Entry, Place, Variable
+from memfit.engine.composed import MISSING, Array, Assigned, Attribute, Contents, Data, Entry, Place, Variable
 from memfit.engine.rewound import Drawn, Position, Rewound, go_back, position_of, rewound_of, untouched
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -109,6 +109,25 @@ def put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     attributes.update(before)
 
 
+class Snapshot:
+    """All that `roots` reach, as it is now. `copy_of` gives a copy of a tensor; parameters are left out. Iterators are made to
+    go back, and stay so."""
+
+    def __init__(self, roots: Iterable[Any], copy_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        found = Kept({})
+        found.look(roots)
+        self._watches = found._watches
+        tensors = [t for t in found._held if not t.requires_grad and t.untyped_storage().nbytes() <= LARGE]
+        self._tensors = [(tensor, copy_of(tensor)) for tensor in tensors]
+        found.undo(iterators=False)
+
+    def moved(self) -> list[tuple[Place, Any]]:
+        """(a place, the value it had) of what is not as it was."""
+        # (by what they hold: writes to `.data` leave the version)
+        written = [(Data(tensor, "a tensor"), copy) for tensor, copy in self._tensors if not torch.equal(tensor, copy)]
+        return [*(move for watch in self._watches for move in watch()), *written]
+
+
 class Kept:
     """Everything reached, and how to put it back. `names` are those of modules, by the ids of their attributes."""
 
@@ -120,6 +139,7 @@ class Kept:
         self._seen: set[int] = set()
         self._classes: set[type] = set()
         self._undo: list[Undo] = []
+        self._unwrap: list[Undo] = []
         self._open: deque[Any] = deque()
         # Partials, not the objects themselves: whoever looks for what holds a container must not find this.
         self._alive: list[Undo] = []
@@ -136,15 +156,15 @@ class Kept:
                 self._one(value)
         self._open.clear()
 
-    def undo(self) -> None:
-        """Put everything back; what fails does not keep the rest from it."""
+    def undo(self, *, iterators: bool = True) -> None:
+        """Put everything back; what fails does not keep the rest from it. `iterators`: also where nothing was drawn from them."""
         failed: BaseException | None = None
-        for undo in reversed(self._undo):
+        for undo in (*reversed(self._undo), *(reversed(self._unwrap) if iterators else ())):
             try:
                 undo()
             except Exception as error:
                 failed = failed or error
-        self._undo, self._alive, self._watches = [], [], []
+        self._undo, self._unwrap, self._alive, self._watches = [], [], [], []
         if failed is not None:
             raise failed
 
@@ -244,7 +264,7 @@ class Kept:
             if all(untouched(rewound) is not None for rewound in found):
                 put(value)
 
-        self._undo.append(undo)
+        self._unwrap.append(undo)
         return made
 
     def _rewindable_entries(self, holder: Any, items: Iterable[tuple[Any, Any]]) -> None:

@@ -1,0 +1,91 @@
+"""What a block finds when it is computed again in backward: the draws and the state that its forward began with.
+
+torch's checkpoint sees to its own random state alone. A block that reads what a forward moves (a running centre, a counter,
+wherever it lives) would otherwise compute something else the second time, and move it twice. Which places move is seen the
+first time that a block is computed again, and now and then later; from then on these alone are remembered at each forward.
+Not covered: tensors that are no parameters and larger than `kept.LARGE`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.engine.composed import Place
+from memfit.engine.context import is_faking
+from memfit.engine.generators import HostRandom
+from memfit.engine.kept import Snapshot
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, Moving] = weakref.WeakKeyDictionary()
+"""What is known of blocks outlives the plans that checkpoint them."""
+
+
+class Moving:
+    """The state that moves while blocks of one model are computed: what one of them moves, another may read."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[Any, ...], Place] = {}
+        self._forwards: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def begun(self, block: nn.Module) -> Callable[[], list[tuple[Place, Any]]]:
+        """Called before a block's forward; returns what tells later where state is and what it was then."""
+        if is_faking():
+            return list
+        number = self._forwards[block] = self._forwards.get(block, 0) + 1
+        if number & (number - 1):
+            values = [(place, place.value()) for place in self._places.values()]
+            return lambda: values
+        snapshot = Snapshot([block], self._copy)
+        seen: list[list[tuple[Place, Any]]] = []
+
+        def moved() -> list[tuple[Place, Any]]:
+            if not seen:  # (the first time that it is computed again tells; later it finds what was put back)
+                seen.append(snapshot.moved())
+                self._places |= {place.key: place for place, _ in seen[0]}
+                self._copies.clear()
+            return seen[0]
+
+        return moved
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One copy for all blocks that reach it, as long as it holds the same."""
+        _, copy = self._copies.get(id(tensor), (None, None))
+        if copy is None or not torch.equal(tensor, copy):
+            copy = tensor.detach().clone()
+            self._copies[id(tensor)] = tensor, copy
+        return copy
+
+
+def moving_of(blocks: Iterable[nn.Module]) -> Moving:
+    """What is known of these blocks of one model."""
+    blocks = list(blocks)
+    moving = next((known for block in blocks if (known := _KNOWN.get(block)) is not None), None) or Moving()
+    _KNOWN.update((block, moving) for block in blocks)
+    return moving
+
+
+class Again:
+    """The context of computing a block again, each time there is a backward. `begun` tells the state that its forward began
+    with."""
+
+    def __init__(self, begun: Callable[[], list[tuple[Place, Any]]], between: Callable[[], None]) -> None:
+        self._begun, self._between, self._host = begun, between, HostRandom.capture()
+
+    def __enter__(self) -> None:
+        self._between()
+        with ExitStack() as stack:
+            stack.callback(HostRandom.capture().restore)
+            self._host.restore()
+            for place, before in self._begun():
+                stack.callback(place.put, place.value())
+                place.put(before)
+            self._left = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._left.close()
