@@ -809,3 +809,41 @@ def test_optimizers_whose_step_asserts_are_not_stepped_while_planning() -> None:
     optimizer.ready = True
     run.step(batches()[0])
     assert optimizer.steps == 1
+
+
+class Drifting(nn.Module):
+    """Reads what it moves, of a batch or of a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.register_buffer("centre", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x) - self.centre
+        self.centre = 0.9 * self.centre + 0.1 * out.detach().reshape(-1, 4).mean(0)
+        return out
+
+
+@pytest.mark.parametrize("how", ["no_grad", "eval", "a call that runs whole"])
+def test_calls_that_run_at_once_find_state_as_earlier_calls_leave_it(how: str) -> None:
+    def script(wrap: Wrap) -> list[Any]:
+        model, found = Drifting(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrap(model, optimizer)
+        for x, labels in batches():
+            optimizer.zero_grad()
+            out = model(x)
+            if how == "a call that runs whole":
+                other = model(x[0])
+            else:
+                model.train(how != "eval")
+                with torch.no_grad():
+                    other = model(x + 1)
+                model.train()
+            found.append(other.detach() + 0)
+            (F.cross_entropy(out, labels) + other.pow(2).mean()).backward()
+            optimizer.step()
+        return [*model.parameters(), model.centre, *found]
+
+    assert_same(script, 1e-12, micro_batch=8)

@@ -157,7 +157,7 @@ class Kept:
         self._open.clear()
 
     def undo(self, *, iterators: bool = True) -> None:
-        """Put everything back; what fails does not keep the rest from it. `iterators`: also where nothing was drawn from them."""
+        """Put everything back; what fails does not keep the rest from it. `iterators`: those never drawn from, too."""
         failed: BaseException | None = None
         for undo in (*reversed(self._undo), *(reversed(self._unwrap) if iterators else ())):
             try:

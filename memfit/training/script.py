@@ -102,6 +102,7 @@ class Script:
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples())
             self.samples_seen += samples or 0
             if call is None:
+                self._run_earlier()
                 UNDERWAY.make_room(None)
                 output = self._whole(lambda: plain(*args, **kwargs))
                 self._guard_whole(output)
@@ -117,6 +118,7 @@ class Script:
         if self._busy:
             return plain(*args, **kwargs)
         args, kwargs = _all_computed((args, kwargs))
+        self._run_earlier()
         with self._going_through():
             return self._evaluations.answer(name, plain, args, kwargs)
 
@@ -379,9 +381,11 @@ class Script:
 
     def _after_earlier(self, call: Call) -> None:
         """Forwards that move state run in the order of their calls: those before this one first."""
-        if not call.composition.moved:
-            return
-        first = min(each.number for each in call.calls)
+        if call.composition.moved:
+            self._run_earlier(min(each.number for each in call.calls))
+
+    def _run_earlier(self, first: float = math.inf) -> None:
+        """Forwards of calls before this one that move state run now."""
         for earlier in sorted(self._waiting, key=lambda each: each.number):
             waits = not earlier.pieces and earlier.values is None and earlier.whole is None
             if earlier.number < first and waits and earlier.composition.moved:
