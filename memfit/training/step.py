@@ -239,8 +239,13 @@ class Stepper:
         """Have a weighting, and a plan in force that covers the batch."""
         self._share = max(share, self._share)
         profile = self._weights.decide(batch, self._share)
-        if not self._weights.together and self._core.fixed is None:
-            self._plan(batch, profile)
+        doubted = False
+        while not self._weights.together and self._core.fixed is None:
+            try:
+                return self._plan(batch, profile)
+            except WeightsChanged:  # (of samples that it was timed on)
+                self._weights.weigh_again(batch, doubted)
+                doubted = True
 
     def _plan(self, batch: Ordered, profile: Profile | None) -> None:
         known = next((planned for planned in reversed(self._plans) if planned.covers(batch)), None)
