@@ -48,12 +48,13 @@ PLAIN: dict[str, tuple[str, ...]] = {
     "epochs": ("2", "1"),
     "micro": ("3", "2", "1", "5", "auto", "off"),
     "lever": ("off", "block"),
+    "setting": ("none", "split", "weight"),
 }
 """Dimensions that other parts of the script read by name."""
 
 OPTIONS: dict[str, tuple[str, ...]] = {**{name: tuple(table) for name, table in TABLES.items()}, **PLAIN}
 SIMPLEST: Choices = {name: options[0] for name, options in OPTIONS.items()}
-TWICE_AS_OFTEN = {"loss": 2.0, "calls": 1.2, "outside": 1.2, "body": 3.0, "micro": 3.0, "batch": 2.0, "samples": 2.0, "arithmetic": 1.2}
+TWICE_AS_OFTEN = {"lever": 1.5, "state": 1.5, "loss": 2.0, "calls": 1.2, "outside": 1.2, "body": 3.0, "micro": 3.0, "batch": 2.0, "samples": 2.0, "arithmetic": 1.2}
 """How much more often than others these dimensions take another option than the simplest."""
 
 SELDOM, UNCUT = 0.3, frozenset(("decides", "mixes", "fixed", "writes"))
@@ -221,6 +222,8 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("optimizer", lambda c: c["optimizer"] == "groups" and c["parts"] in ("new_head", "added_group")),
     _loses("scheduler", lambda c: c["parts"] in ("new_head", "added_group") and c["scheduler"] != "by_hand"),
     _loses("optimised", lambda c: not the(c, "outside").lines.get("params")),
+    _loses("setting", lambda c: c["setting"] == "split" and (_time_major(c) or _owns("calls")(c) or "ragged" in the(c, "loader").tags)),
+    _loses("setting", lambda c: c["setting"] == "weight" and (c["loss"] != "ce" or _owned(c) or c["arithmetic"] != "none" or _tokens(c))),
     # a block has no head, and what leaves it by a door is not its output
     _loses("lever", lambda c: c["twist"] == c["state"] == "none" or "door" in the(c, "state").tags or c["state"] == "clipped_weight"),
 )

@@ -49,6 +49,15 @@ def steps_by_itself(choices: Choices) -> bool:
     return gradients and choices["logging"] in ("none", "item", "tensor_total", "formatted")
 
 
+SPLIT = """
+#: from torch.utils._pytree import tree_flatten, tree_unflatten
+#: def pieces_of(batch, sizes):
+#:     leaves, spec = tree_flatten(batch)
+#:     cut = [leaf.split(sizes) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * len(sizes) for leaf in leaves]
+#:     return [tree_unflatten(list(piece), spec) for piece in zip(*cut)]
+""".strip().splitlines()
+
+
 class _Writer:
     def __init__(self, choices: Choices, step: bool, micro: int | str | None) -> None:
         self.c, self.step = choices, step
@@ -162,6 +171,12 @@ class _Writer:
             settings += ", script_accumulation=2" if several else ""
         before = together([self.sections["gradients"], self.sections["clip"]])
         lines = [MARK, "#: import memfit"]
+        if self.c["setting"] == "split":
+            lines += SPLIT
+            settings += ", split=pieces_of"
+        if self.c["setting"] == "weight" and self.step:
+            settings += ", weight=lambda piece: len(next(leaf for leaf in tree_flatten(piece)[0] if isinstance(leaf, torch.Tensor)))"
+            lines.append("#: from torch.utils._pytree import tree_flatten")
         if self.step:
             before = together([KEEP, before])
             lines = [self._loss_fn(), "slopes = []", f"\n\ndef before_step():\n{indented(before, 4)}\n\n", *lines]
