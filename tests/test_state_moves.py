@@ -847,3 +847,48 @@ def test_calls_that_run_at_once_find_state_as_earlier_calls_leave_it(how: str) -
         return [*model.parameters(), model.centre, *found]
 
     assert_same(script, 1e-12, micro_batch=8)
+
+
+@pytest.mark.parametrize("kept", ["rows", "a queue", "a mean"])
+def test_where_the_order_of_samples_is_seen_in_state_they_keep_it(kept: str) -> None:
+    """Samples that differ in size are cut in descending size otherwise."""
+    samples = [(torch.arange(i % 5 + 1) + 1, Y[i]) for i in range(24)]
+
+    def together(batch: Any) -> Any:
+        return nn.utils.rnn.pad_sequence([x for x, _ in batch], batch_first=True), torch.stack([y for _, y in batch])
+
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(7, 4, padding_idx=0).double(), nn.Linear(4, 4).double()
+            self.rows, self.queue, self.mean = torch.zeros(0), deque(maxlen=5), torch.zeros(4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.embed(x).sum(1)
+            if kept == "rows":
+                self.rows = h.detach()
+            elif kept == "a queue":
+                self.queue.extend(float(v) for v in h.detach().sum(1))
+            else:
+                self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+            return self.head(h)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def script(wrap: Wrap) -> list[Any]:
+        torch.manual_seed(0)
+        model = Bag()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader: Any = DataLoader(samples, batch_size=12, collate_fn=together)  # type: ignore[arg-type]
+        run = wrap(model, optimizer, loader, loss_fn=loss_fn)
+        for batch in loader if run is None else run.loader:
+            if run is not None:
+                run.step(batch)
+                continue
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+        return [*model.parameters(), model.rows.double(), model.mean, list(model.queue)]
+
+    assert_same(script, 1e-12, micro_batch=5)

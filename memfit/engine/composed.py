@@ -314,6 +314,12 @@ class Composition:
         """Those of the places that move."""
         return frozenset(place.key for place in self.moved)
 
+    @property
+    def in_sequence(self) -> bool:
+        """Whether the order of samples is to be seen in the state: rows, items, and what is right after one another only."""
+        any_order = {id(slot.place) for slot in self.slots if isinstance(slot.rule, (Last, Mean, Added))}
+        return any(id(place) not in any_order and not _is_number(place.value()) for place in self.moved)
+
     def afresh(self) -> Composition:
         """The same for another call, which begins with state of its own."""
         return Composition(self.slots, self.moved)
@@ -393,6 +399,10 @@ class _Repeated(Composition):
 
     def after_micro_batch(self, samples: int) -> None:
         pass
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) or value is MISSING
 
 
 def _put(places: Sequence[Place], values: Sequence[Any]) -> None:

@@ -47,6 +47,7 @@ class Ordered:
         again: Callable[[Any, int], Ordered] | None = None,
         wanted: Sequence[torch.Tensor] = (),
         nbytes: Callable[[], int] = int,
+        by_size: bool = True,
     ) -> None:
         self.nbytes = nbytes
         self.samples, self.shapes, self.in_order, self._again = samples, shapes, in_order, again
@@ -54,7 +55,7 @@ class Ordered:
         self.devices = devices
         sizes = [sum(extent) for extent in extents]
         self.ragged = bool(sizes) and sum(together(extents)) > RAGGED * max(1, min(sizes))
-        order = sorted(range(samples), key=lambda i: -sizes[i]) if self.ragged else range(samples)
+        order = sorted(range(samples), key=lambda i: -sizes[i]) if self.ragged and by_size else range(samples)
         self._order = order
         self._own = [extents[i] for i in order] if sizes else [()] * samples
         self.extents = of_those_after(self._own) if sizes else self._own
@@ -64,10 +65,10 @@ class Ordered:
         self._ready: dict[tuple[int, int], Any] = {}
 
     @staticmethod
-    def of_samples(batch: SampleBatch) -> Ordered:
-        """Samples that are collated piece by piece."""
+    def of_samples(batch: SampleBatch, *, by_size: bool = True) -> Ordered:
+        """Samples that are collated piece by piece; without `by_size` in the order that they came in."""
         batch = batch.without_gaps()
-        return Ordered(len(batch), batch.extents(), batch.collate, nbytes=batch.nbytes)
+        return Ordered(len(batch), batch.extents(), batch.collate, nbytes=batch.nbytes, by_size=by_size)
 
     @staticmethod
     def of_tree(tree: Any, layout: Layout, shapes: Shapes) -> Ordered:

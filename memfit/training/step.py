@@ -81,7 +81,9 @@ class Stepper:
 
     def ordered(self, batch: Any) -> Ordered:
         """The batch as it will be cut."""
-        return Ordered.of_samples(batch) if isinstance(batch, SampleBatch) else self._cut_from(batch)
+        if isinstance(batch, SampleBatch):
+            return Ordered.of_samples(batch, by_size=not self._weights.composition.in_sequence)
+        return self._cut_from(batch)
 
     def prepare(self, like: Ordered, share: int | None) -> None:
         """Plan for effective batches of `share` samples (None: as many) like those in `like`, without running any."""
@@ -120,11 +122,13 @@ class Stepper:
             return self._loss(batch)
 
     def _loss(self, batch: Any) -> torch.Tensor:
-        ordered = self.ordered(batch)
-        self.samples = ordered.samples
         self._core.knows_parameters()
         self._look()
+        ordered = self.ordered(batch)
+        self.samples = ordered.samples
         self._decide(ordered, ordered.samples)
+        if ordered.ragged and self._weights.composition.in_sequence:
+            ordered = self.ordered(batch)
         doubted = False
         while not self._weights.together:
             try:
