@@ -143,8 +143,8 @@ STATES = ["a buffer", "data of a buffer", "an attribute", "a list", "an array", 
 
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("micro_batch", ["off", 5])
-@pytest.mark.parametrize("known", [False, True])
-def test_blocks_are_computed_again_on_the_state_that_they_began_with(kind: str, micro_batch: Any, known: bool) -> None:
+@pytest.mark.parametrize("known", [False, True, "several calls"])
+def test_blocks_are_computed_again_on_the_state_that_they_began_with(kind: str, micro_batch: Any, known: Any) -> None:
     def trained(wrap: Any) -> list[Tensor]:
         Moving.counted, Moving.shared = 0, {"calls": 0}
         torch.manual_seed(0)
@@ -154,7 +154,8 @@ def test_blocks_are_computed_again_on_the_state_that_they_began_with(kind: str, 
         for _ in range(3):
             optimizer.zero_grad()
             out = model(X)
-            (F.mse_loss(out, X) if known else (out - X).square().mean().sqrt()).backward()
+            more = [model(X + 0.1 * i).square().mean().sqrt() for i in range(4)] if known == "several calls" else []
+            (F.mse_loss(out, X) if known is True else (out - X).square().mean().sqrt() + sum(more)).backward()
             optimizer.step()
         state = [[*b.centre, *b.mean, *b.list, *b.array, b.counted, b.shared["calls"], next(b.shifts)] for b in model[:2]]
         return [*(p.detach() for p in model.parameters()), torch.tensor(state)]

@@ -29,7 +29,7 @@ class Moving:
     """The state that moves while blocks of one model are computed: what one of them moves, another may read."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[Any, ...], Place] = {}
+        self._places: dict[tuple[Any, ...], Place] | None = None
         self._forwards: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -38,7 +38,7 @@ class Moving:
         if is_faking():
             return list
         number = self._forwards[block] = self._forwards.get(block, 0) + 1
-        if number & (number - 1):
+        if self._places is not None and number & (number - 1):
             values = [(place, place.value()) for place in self._places.values()]
             return lambda: values
         snapshot = Snapshot([block], self._copy)
@@ -47,7 +47,7 @@ class Moving:
         def moved() -> list[tuple[Place, Any]]:
             if not seen:  # (the first time that it is computed again tells; later it finds what was put back)
                 seen.append(snapshot.moved())
-                self._places |= {place.key: place for place, _ in seen[0]}
+                self._places = (self._places or {}) | {place.key: place for place, _ in seen[0]}
                 self._copies.clear()
             return seen[0]
 
