@@ -141,9 +141,11 @@ class Moving(nn.Module):
 STATES = ["a buffer", "data of a buffer", "an attribute", "a list", "an array", "a class", "what blocks share", "an iterator"]
 
 
+CASES = [("off", True), (5, True), (5, False), ("off", "several calls"), (5, "several calls")]
+
+
 @pytest.mark.parametrize("kind", STATES)
-@pytest.mark.parametrize("micro_batch", ["off", 5])
-@pytest.mark.parametrize("known", [False, True, "several calls"])
+@pytest.mark.parametrize(("micro_batch", "known"), CASES)
 def test_blocks_are_computed_again_on_the_state_that_they_began_with(kind: str, micro_batch: Any, known: Any) -> None:
     def trained(wrap: Any) -> list[Tensor]:
         Moving.counted, Moving.shared = 0, {"calls": 0}

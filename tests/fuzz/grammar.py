@@ -49,12 +49,13 @@ PLAIN: dict[str, tuple[str, ...]] = {
     "micro": ("3", "2", "1", "5", "auto", "off"),
     "lever": ("off", "block"),
     "setting": ("none", "split", "weight"),
+    "fault": ("none", "forward 1", "forward 4", "backward 1", "backward 4"),
 }
 """Dimensions that other parts of the script read by name."""
 
 OPTIONS: dict[str, tuple[str, ...]] = {**{name: tuple(table) for name, table in TABLES.items()}, **PLAIN}
 SIMPLEST: Choices = {name: options[0] for name, options in OPTIONS.items()}
-TWICE_AS_OFTEN = {"lever": 1.5, "state": 1.5, "loss": 2.0, "calls": 1.2, "outside": 1.2, "body": 3.0, "micro": 3.0, "batch": 2.0, "samples": 2.0, "arithmetic": 1.2}
+TWICE_AS_OFTEN = {"fault": 1.5, "lever": 1.5, "state": 1.5, "loss": 2.0, "calls": 1.2, "outside": 1.2, "body": 3.0, "micro": 3.0, "batch": 2.0, "samples": 2.0, "arithmetic": 1.2}
 """How much more often than others these dimensions take another option than the simplest."""
 
 SELDOM, UNCUT = 0.3, frozenset(("decides", "mixes", "fixed", "writes"))
@@ -224,6 +225,8 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("optimised", lambda c: not the(c, "outside").lines.get("params")),
     _loses("setting", lambda c: c["setting"] == "split" and (_time_major(c) or _owns("calls")(c) or "ragged" in the(c, "loader").tags)),
     _loses("setting", lambda c: c["setting"] == "weight" and (c["loss"] != "ce" or _owned(c) or c["arithmetic"] != "none" or _tokens(c))),
+    # what runs whole, or by single samples, is not tried again in smaller pieces
+    _loses("fault", lambda c: c["micro"] in ("auto", "off", "1")),
     # rows that `max_norm` shortens one micro-batch later than a penalty reads them: docs/guarantees.md, "State"; and whose number
     # is the sign of what a norm makes zero
     _loses("state", lambda c: c["state"] == "max_norm" and (c["terms"] == "l1_parameters" or c["twist"] in ("layernorm", "groupnorm"))),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import torch
+
 from fuzz import running
 from fuzz.grammar import Choices, the
 from fuzz.script import source_of
@@ -73,6 +75,8 @@ def _of_error(choices: Choices, got: running.Ran, source: str, want: running.Ran
     assert got.error is not None
     if WRITTEN in str(got.error) and "writes" in the(choices, "between").tags:
         return Outcome(REFUSED, f"{type(got.error).__name__}: what a deferred pass reads was written before backward", str(got.error))
+    if choices["fault"] != "none" and isinstance(got.error, torch.OutOfMemoryError):
+        return Outcome(REFUSED, "memory ran out", str(got.error))  # (in one sample, or in what runs as the script wrote it)
     if not isinstance(got.error, MemfitError):
         return Outcome(CRASHED, words(got.error), got.trace[-3500:])
     said = f"{type(got.error).__name__}: {normal(got.error.asked)} / {normal(got.error.found)}"

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fuzz.faulty import runs_out_of_memory
 from fuzz.script import MARK
 from fuzz.snapshot import Snapshot, snapshot
 
@@ -44,7 +45,8 @@ def plain(source: str) -> Ran:
 
 
 def with_memfit(source: str, **given: Any) -> Ran:
-    """The script with memfit's lines; `given` are names that these use."""
+    """The script with memfit's lines; `given` are names that these use, beside `runs_out_of_memory`."""
+    given = {"runs_out_of_memory": runs_out_of_memory, **given}
     lines = [line for line in source.splitlines() if not line.endswith("#-")]
     return _run(re.sub(r"^( *)#: ", r"\1", "\n".join(lines) + "\n", flags=re.MULTILINE), None, given)
 

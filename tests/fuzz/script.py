@@ -184,7 +184,9 @@ class _Writer:
         several = self.c["optimizers"] == "halves"
         optimizer = "[optimizer, second_optimizer]" if several else "optimizer"
         names = "model, (optimizer, second_optimizer), loader" if several else "model, optimizer, loader"
-        return [*lines, f"#: run = memfit.wrap(model, {optimizer}, loader, {settings})", f"#: {names} = run"]
+        wrapped = [f"#: run = memfit.wrap(model, {optimizer}, loader, {settings})", f"#: {names} = run"]
+        place, _, number = self.c["fault"].partition(" ")
+        return [*lines, *wrapped, *([f"#: runs_out_of_memory(model, {place!r}, {number})"] if number else [])]
 
     def _loss_fn(self) -> str:
         body = together([self._unpack(), self._before(), self._flat("call"), *(self.sections[n] for n in ("loss", "terms", "arithmetic"))])
