@@ -230,18 +230,17 @@ def test_what_fails_on_all_samples_fails_as_itself() -> None:
     assert not getattr(caught.value, "__notes__", None)
 
 
-def test_what_cannot_be_told_to_work_on_all_samples_says_what_to_do() -> None:
+def test_what_fails_on_few_samples_and_cannot_be_told_to_work_on_all_of_them_runs_on_all() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         losses = each(model, batch)
-        factor = float(losses.detach().numpy().sum() > 0)  # fake tensors have no values
+        factor = float(len(losses.detach().tolist()[0:1]) + (losses.data_ptr() == 0))  # fake tensors lie nowhere
         if len(losses) < 7:
             raise LookupError("too few")
         return losses.mean() * factor
 
-    with pytest.raises(LookupError) as caught:
-        errors_of(loss, learning_rate=0.0)
-    if hasattr(caught.value, "add_note"):  # Python 3.11
-        assert "without loss_fn" in "".join(caught.value.__notes__)
+    run, errors = errors_of(loss, learning_rate=0.0)
+    assert max(errors) <= 1e-9
+    assert any("two passes" in event.message for event in run.events)
 
 
 @pytest.mark.parametrize("name", SWITCHING)

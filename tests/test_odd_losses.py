@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from zoo.plain import relative_error
 
 import memfit
-from memfit import Refused
 from memfit.training.verify import unequal
 
 EXACT = 1e-12
@@ -143,21 +142,6 @@ def test_a_weight_of_zero_for_the_samples_that_are_timed() -> None:
     run.step((x, y))
     own = {name: p.grad for name, p in model.named_parameters()}
     assert relative_error(own, whole) <= EXACT
-
-
-def contrastive(model: Any, batch: Any) -> Tensor:
-    x, _ = batch
-    scores = model(x)[:, None] - model(x)[None, :]
-    return F.cross_entropy(scores, torch.arange(len(x)))
-
-
-def test_split_with_a_loss_that_needs_all_samples_is_refused() -> None:
-    def split(batch: Any, sizes: list[int]) -> list[Any]:
-        return list(zip(batch[0].split(sizes), batch[1].split(sizes)))
-
-    run, _ = stepper(Line(), contrastive, 4, split=split)
-    with pytest.raises(Refused, match="split="):
-        run.step(numbers())
 
 
 @pytest.mark.parametrize(

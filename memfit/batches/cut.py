@@ -174,10 +174,9 @@ def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layo
 
 def shared_samples(tree: Any) -> int | None:
     """The size of the first dimension that all tensors with more than one element share, or None."""
-    found = {
-        leaf.shape[0] for leaf in flat(tree) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.numel() > 1
-    }
-    return found.pop() if len(found) == 1 else None
+    found = [leaf for leaf in flat(tree) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.numel() > 1]
+    sizes = {None if leaf.is_nested else leaf.shape[0] for leaf in found}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def usual_samples(tree: Any) -> int | None:

@@ -77,6 +77,22 @@ class _HandOver(torch.autograd.Function):
         return (None, None, *(gradient if need else None for gradient, need in zip(given, needed)))
 
 
+def given_within(
+    loss: torch.Tensor, receivers: Sequence[torch.Tensor], incoming: torch.Tensor
+) -> Sequence[torch.Tensor | None]:
+    """What a loss gives its receivers, within a backward that hands it on to them: their hooks are called then, not here."""
+    if getattr(loss.grad_fn, "_forward_cls", None) is _HandOver:
+        return loss.grad_fn.apply(incoming)[2:]  # type: ignore[union-attr]
+    hooks = [(receiver._backward_hooks, dict(receiver._backward_hooks)) for receiver in receivers if receiver._backward_hooks]
+    try:
+        for called, _ in hooks:
+            called.clear()
+        return torch.autograd.grad(loss, receivers, incoming, allow_unused=True)
+    finally:
+        for called, kept in hooks:
+            called.update(kept)
+
+
 def give(total: Total, factor: Factor, *, keep: bool) -> list[torch.Tensor | None]:
     """The gradients times `factor`, in the receivers' precision; copies if they are to be kept, else moved out."""
     given: list[torch.Tensor | None] = []

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -101,6 +102,16 @@ class FakeWorld:
             is_parameter = isinstance(original, nn.Parameter)
             twins[id(original)] = self.parameter(original) if is_parameter else self.twin(original)
         return twins[id(original)]
+
+
+class ZeroArrays(TorchFunctionMode):
+    """Inside, fake tensors give NumPy arrays of zeros: enough to know what a model calls where values do not decide."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func not in (torch.Tensor.numpy, torch.Tensor.__array__) or not isinstance(args[0], _fake_tensor_type()):
+            return func(*args, **(kwargs or {}))
+        with torch.utils._python_dispatch._disable_current_modes():  # pyright: ignore[reportAttributeAccessIssue]
+            return torch.zeros(args[0].shape, dtype=args[0].dtype).numpy()
 
 
 def in_parts(tensor: torch.Tensor) -> bool:

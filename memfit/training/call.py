@@ -92,7 +92,7 @@ class Call:
         self.host_draws = HostDraws(lambda: None)
         self.values: list[torch.Tensor | None] | None = None
         self.kept: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}
-        self.inputs = InputGradients(tree, layout if split is None else Layout((), layout.samples))
+        self.inputs = InputGradients(tree, layout)
         self.noted: dict[int, tuple[Any, torch.Tensor]] = {}
         self.standins: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         written = (*tensors(tree), *(() if gathers_in_parts(model) else (p for p, _ in self.requires)))
@@ -236,12 +236,28 @@ class Call:
         if self.whole_piece:
             return self.tree
         if self.split is not None:
-            return part_of_split(self.split, self.tree, start, stop, self.samples)
+            return self._split(start, stop)
         if self._cut is None:
             self._cut = cutter(self.tree, self.layout)
         piece = self._cut(start, stop)
         piece = map_leaves(copied, piece) if self.copies else piece
         return self.inputs.own(piece, start) if self.inputs.wanted else piece
+
+    def _split(self, start: int, stop: int) -> Tree:
+        """As `arguments`: gradients flow through what `split` does into leaves of the whole."""
+        assert self.split is not None
+        if not self.inputs.wanted or not torch.is_grad_enabled():
+            return part_of_split(self.split, self.tree, start, stop, self.samples)
+        own = self.inputs.own(self.tree, 0)
+        piece = part_of_split(self.split, own, start, stop, self.samples)
+        leaves_of_own = {id(tensor) for tensor in tensors(own)}
+        if not any(tensor.grad_fn is not None or id(tensor) in leaves_of_own for tensor in tensors(piece)):
+            raise Refused(
+                "gradients for what the model is given, beside split=",
+                found="the batches that split= returned have no graph that leads to the batch it was given",
+                next_move="cut with operations that autograd follows, such as torch.split and indexing",
+            )
+        return piece
 
     def run_whole(self) -> None:
         """Run as the script wrote it: outputs then are tensors with a graph of their own."""

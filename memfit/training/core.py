@@ -137,6 +137,7 @@ class Core:
         """What they tell each other about themselves."""
         self.whole_norms = WholeNorms(model) if settings.batchnorm == "whole" else None
         self.reached: tuple[object, ...] = ()
+        self.split = settings.split
         """What planning calls beside the model."""
         self.on_forget: list[Callable[[], None]] = []
         """Called when plans have to be made anew."""

@@ -158,7 +158,7 @@ class Evaluations:
 
     def _learnt(self, plain: Callable[..., Any], tree: Tree) -> Call | None:
         """The call with what it returns; None where it does not show its samples, or cannot be cut."""
-        split = self._core.settings.split or (None if samples_in_lists(tree, None) is None else cut_lists)
+        split = self._core.split or (None if samples_in_lists(tree, None) is None else cut_lists)
         listed = samples_in_lists(tree, None)
         for samples in dict.fromkeys((listed, shared_samples(tree), common_size(tree))):
             if samples is None or samples < 2:

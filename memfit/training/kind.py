@@ -59,6 +59,8 @@ class Kind:
     """How its own loss is weighted, once inferred."""
     mute: bool = False
     """Whether the samples of its latest proof had no loss, so that nothing was inferred."""
+    counted: bool = False
+    """Whether the first dimension of its tensors is their samples, where only split= can cut them."""
     several: bool = False
     """Whether its output goes into several losses."""
     planned: dict[str, PlannedCall] = field(default_factory=dict)

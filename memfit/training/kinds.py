@@ -159,7 +159,7 @@ class Kinds:
     def _recognise(self, name: str, tree: Tree, hint: int | None) -> Recognised:
         """Of which kind a call is, and how many samples it has."""
         core, flags = self._core, self._core.flags.now()
-        look = None if core.settings.split is not None else look_of(tree, core.model, core.device, flags)
+        look = None if core.split is not None else look_of(tree, core.model, core.device, flags)
         before = None if look is None else self._recognised.get((name, look))
         if before is not None and self._kinds.get(before.key) is before.kind:
             return before
@@ -167,7 +167,8 @@ class Kinds:
         key = name, structure_of(tree, core.model, core.device, split, flags)
         kind = self._kinds.get(key)
         if split is not None:
-            samples = next(iter(self._told(tree, hint)), None)
+            told = self._told(tree, hint)
+            samples = shared_samples(tree) if kind is not None and kind.counted else next(iter(told), None)
         else:
             samples = None if kind is None else samples_by(tree, kind.layout)
         found = Recognised(key, kind, samples, () if kind is None else shapes_per_sample(tree, kind.layout))
@@ -207,13 +208,15 @@ class Kinds:
             hint = samples_in_lists(tree, hint)
         fits = hint is not None and (split is not None or _has_dimension(tree, hint))
         found = [hint if fits else shared_samples(tree)]
+        if split is not None and split is not cut_lists:
+            found.append(shared_samples(tree))
         if split is None:  # (a script may call the model with a part of its batch, which has features as many as samples)
             found += [shared_samples(tree), common_size(tree), second_size(tree) if self._time_first else None]
         return tuple(dict.fromkeys(samples for samples in found if samples is not None))
 
     def _split(self, tree: Tree, hint: int | None) -> Split | None:
         """What cuts these arguments, where it is not the dimensions of their tensors."""
-        given = self._core.settings.split
+        given = self._core.split
         return given if given is not None or samples_in_lists(tree, hint) is None else cut_lists
 
     def _runs_unknown(self, key: Hashable, tree: Tree, hint: int | None) -> None:
@@ -301,6 +304,7 @@ class Kinds:
             shapes = call.shapes
             self._prover.look_alone(call)
             kind = Kind(call.layout, shapes, {shapes: call.outputs}, None if core.fixed else self._bound(call))
+            kind.counted = core.split is not None and shared_samples(tree) == samples
             whole = self._runs_whole(kind, call)
             if whole and core.together is None:
                 self._kinds[key] = kind

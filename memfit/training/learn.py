@@ -5,7 +5,7 @@ Where the model cannot run on fake tensors, the two small runs are real ones tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from memfit._errors import MemfitError, first_line
-from memfit.batches.cut import Layout, candidate_layouts, like_first, uncuttable
+from memfit.batches.cut import Layout, candidate_layouts, like_first, shared_samples, uncuttable
 from memfit.batches.lists import cut_lists, look_of_lists
 from memfit.batches.tree import Attribute, Path, is_column, leaves, map_leaves
 from memfit.engine.context import autocast_now, uncompiled
 from memfit.profiling.failures import TraceFailed
-from memfit.profiling.fake import FakeWorld
+from memfit.profiling.fake import FakeWorld, ZeroArrays
 from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.twins import on_twins
 from memfit.training.call import Call, Split, Tree
 from memfit.training.outputs import Outputs, learn_outputs
-from memfit.training.positions import first_that_decides
+from memfit.training.positions import FEW, MORE, first_that_decides
 
 
 def structure_of(
@@ -69,7 +69,16 @@ def ways_to_cut(
     """
     if split is not None:
         layout = Layout(tuple(None for _ in leaves(tree)), samples)
-        yield _learnt(model, plain, tree, layout, device, split)
+        try:
+            call = _learnt(model, plain, tree, layout, device, split)
+        except Exception as error:
+            if isinstance(error, MemfitError):
+                raise
+            own = _call(model, plain, tree, layout, device, split)
+            if _can_be_split(own):
+                _surface_own_error(own)
+            raise uncuttable(f"on a few samples the model says: {first_line(error)}") from error
+        yield call
         return
     first_error: BaseException | None = None
     found = False
@@ -91,6 +100,15 @@ def ways_to_cut(
     raise uncuttable(f"on a few samples the model says: {first_line(first_error)}") from first_error
 
 
+def _can_be_split(call: Call) -> bool:
+    """Whether split= takes the call for one of as many samples."""
+    try:
+        call.arguments(0, call.samples - 1)
+    except Exception:
+        return False
+    return True
+
+
 def outputs_of(call: Call) -> Outputs:
     """What the model returns for any number of samples of a call like this one; raises what the model raises for real."""
     few, many = _few(call)
@@ -110,7 +128,8 @@ def _few(call: Call) -> tuple[int, int]:
 def _surface_own_error(call: Call) -> None:
     """Raise what the model raises whether or not its batch is cut, from its own frames; return if cutting is the reason."""
     try:
-        fake_outputs(call, call.samples)
+        with ZeroArrays():
+            fake_outputs(call, call.samples)
     except TraceFailed:
         _real_outputs(call, *_few(call))
 
@@ -172,14 +191,24 @@ def fake_outputs(call: Call, *samples: int) -> list[Any]:
 def size_that_decides(call: Call, *sizes: int) -> int | None:
     """The first of these numbers of samples with which the model does something else than with few, as far as fake tensors
     tell."""
-    if call.split is not None or not call.layout.cuts:
+    if call.split is None and not call.layout.cuts:
         return None
-    alike = call.chosen((0, 0, 0))
+    if call.split is not None:
+        sizes = comparable_sizes(lambda samples: call.arguments(0, samples), call.samples, sizes)
+    alike = call if call.split is not None else call.chosen((0, 0, 0))
 
     def prepared(twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> Callable[[], Any]:
         return twin_call(alike, twin, samples)[0].output
 
     return first_that_decides(call.model, call.device, prepared, sizes)
+
+
+def comparable_sizes(first: Callable[[int], Any], most: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those of `sizes` with which what only split= can cut, into its `first` samples, may be compared with few of them; none
+    where samples differ in shape, which would be taken for what their number decides."""
+    found = tuple(size for size in sizes if MORE < size <= most)
+    alike = not found or all(shared_samples(first(size)) == size for size in (FEW, MORE, *found))
+    return found if alike else ()
 
 
 def _real_outputs(call: Call, *samples: int) -> list[Any]:

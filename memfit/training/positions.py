@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.batches.tree import tensors
-from memfit.engine.context import is_faking, uncompiled
+from memfit.engine.context import uncompiled
 from memfit.engine.generators import HostRandom
 from memfit.profiling.failures import TraceFailed
+from memfit.profiling.fake import ZeroArrays
 from memfit.profiling.twins import on_twins
 
 SPLITTING = frozenset("split unsafe_split".split())
@@ -31,7 +31,6 @@ COMPARING = frozenset("lt le gt ge eq ne less less_equal greater greater_equal n
 """Functions that compare; a number beside consecutive ones is a position."""
 SHAPING = frozenset("view reshape unsqueeze to long int float double".split())
 """Functions that leave consecutive numbers what they are."""
-_ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 STEP = "step"
 """In the place of a function's name: how far a slice goes from one entry to the next."""
 Taken = tuple[str, int, int, int]
@@ -58,7 +57,7 @@ class Positions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = func.__name__.strip("_")
-        result = _array(args[0]) if func in _ARRAYS and is_faking() else func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         self.taken.update(taken(name, args, kwargs or {}))
         self.functions.append((func, tuple(_plain((args, kwargs)))))
         given = tensors((args, kwargs or {}))
@@ -81,12 +80,6 @@ class Positions(TorchFunctionMode):
                 yield self
         finally:
             hook.remove()
-
-
-def _array(fake: torch.Tensor) -> Any:
-    """Nothing but zeros in the place of what a fake tensor does not hold."""
-    with _disable_current_modes():
-        return torch.zeros(fake.shape, dtype=fake.dtype).numpy()
 
 
 def decides_by_position(looks: Sequence[tuple[int, Positions]]) -> bool:
@@ -113,7 +106,7 @@ def first_that_decides(
         state.restore()
         with on_twins(model, device) as world:
             run = prepared(world.twin, samples)
-            with world.entered(), uncompiled(), torch.enable_grad(), Positions().watching() as found:
+            with world.entered(), uncompiled(), torch.enable_grad(), ZeroArrays(), Positions().watching() as found:
                 run()
         return samples, found
 

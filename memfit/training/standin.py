@@ -20,7 +20,7 @@ from memfit._errors import Refused
 from memfit.batches.cut import Axis
 from memfit.batches.weights import all_arguments, known_loss
 from memfit.engine.context import without_inference_mode
-from memfit.engine.handover import give, refuse_create_graph
+from memfit.engine.handover import give, given_within, refuse_create_graph
 from memfit.training.call import Call
 from memfit.training.expression import Leaf, Node, Output, Part, Sized, Step, Sum, Term, leaves_in
 from memfit.training.route import PAIRED, Operand, known, step, term_of, total, unreduced
@@ -373,7 +373,8 @@ def _given_of_loss(
     incoming, by_leaf[own] = by_leaf[own], None
     with torch.enable_grad():
         loss = owner.accumulate_own_loss(call)
-    return torch.autograd.grad(loss, owner.receivers(call), incoming, allow_unused=True)
+    assert incoming is not None
+    return given_within(loss, owner.receivers(call), incoming)
 
 
 def _both(

@@ -70,6 +70,7 @@ class Stepper:
         self._core, self._whole_loss = core, whole_loss
         self._tasks = Tasks(core, loss_fn)
         core.reached = (loss_fn, core.settings.weight, core.settings.split)
+        core.split = None  # it cuts batches here, and not what the model is called with
         self._kinds: dict[Hashable, tuple[Weigher, list[PlannedBatch]]] = {}
         self._share = 1
         self._look()

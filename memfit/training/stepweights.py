@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,13 +20,14 @@ from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
 from memfit.planning.search import Demand, with_blocks
 from memfit.profiling.failures import TraceFailed, is_ours
+from memfit.profiling.fake import ZeroArrays
 from memfit.profiling.profile import Profile
 from memfit.profiling.twins import on_twins
 from memfit.training.alone import loss_alone
 from memfit.training.comparing import Deviation
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.decides import Decides, told_by
-from memfit.training.learn import twins_of
+from memfit.training.learn import comparable_sizes, twins_of
 from memfit.training.ordered import Ordered
 from memfit.training.positions import FEW, MORE, first_that_decides
 from memfit.training.prove import PROOF_SAMPLES, comparable, parts_of
@@ -95,7 +96,7 @@ class Weigher:
             failed = self._failure(batch, share)
             if failed is not None and type(failed.__cause__) is type(error):
                 raise  # no matter how many samples there are
-            if failed is not None or self._core.settings.split is not None or self._core.together is not None:
+            if self._core.together is not None:
                 _say_on_few(error)
                 raise
             said = first_line(error)
@@ -105,7 +106,7 @@ class Weigher:
     def _failure(self, batch: Ordered, samples: int) -> TraceFailed | None:
         """What stands in the way of the loss of so many samples like these, told on fake tensors."""
         try:
-            with self._on_twins(batch, samples) as work:
+            with self._on_twins(batch, samples) as work, ZeroArrays():
                 loss_of(work, samples)
         except TraceFailed as failed:
             return failed
@@ -201,7 +202,7 @@ class Weigher:
         elif self._stated is not None:
             return
         elif self.weighting is not None and self.weighting.doubt is not None:
-            self._doubt(self.weighting.doubt)
+            self.run_together(self.weighting.doubt)
         elif self.weighting is not None and again is not None and not _agree(again, self.weighting):
             self.run_together(f"its parts weigh {self.weighting.label}, and those of an earlier batch {again.label}")
         elif self.weighting is None and deviation.agrees:
@@ -218,13 +219,6 @@ class Weigher:
 
     def _accepts(self, deviation: Deviation) -> bool:
         return deviation.where in self._core.settings.allow_inexact
-
-    def _doubt(self, why: str) -> None:
-        """The weighting holds on these samples, and may not on others."""
-        if self._core.settings.split is None:
-            self.run_together(why)
-        else:
-            self._core.tell(f"the loss is cut although {why}: its parts were proven to add up on a few samples only")
 
     def _weigh_unproven(self, batch: Ordered) -> None:
         """Two samples do not fit at once: only a loss that is one known mean needs no proof of its weighting."""
@@ -250,20 +244,23 @@ class Weigher:
 
     def _size_that_decides(self, batch: Ordered, samples: int) -> int | None:
         """`samples`, or those of all processes together, where the loss does something else with so many than with few."""
+        core = self._core
+        sizes: Sequence[int] = (samples, core.samples_of_all(samples))
         if batch.in_order:
-            return None
-        large = batch.alike(MORE)
-        try:
-            layout = layout_from_two(batch.alike(FEW), FEW, large, MORE)
-        except Refused:
-            return None
+            first = partial(batch.piece, 0)
+            sizes = comparable_sizes(first, batch.samples, sizes)
+        else:
+            large = batch.alike(MORE)
+            try:
+                layout = layout_from_two(batch.alike(FEW), FEW, large, MORE)
+            except Refused:
+                return None
+            first = partial(like_first, large, layout)
 
         def prepared(twin: Callable[[torch.Tensor], torch.Tensor], count: int) -> Callable[[], Any]:
-            fake = twins_of(like_first(large, layout, count), twin)
-            return partial(loss_of, self._tasks.work(_given(fake), count, "off"), count)
+            return partial(loss_of, self._tasks.work(_given(twins_of(first(count), twin)), count, "off"), count)
 
-        core = self._core
-        return first_that_decides(core.model, core.device, prepared, (samples, core.samples_of_all(samples)))
+        return first_that_decides(core.model, core.device, prepared, sizes)
 
     @contextmanager
     def _on_twins(self, batch: Ordered, samples: int) -> Iterator[Work]:
@@ -285,12 +282,6 @@ class Weigher:
             self.run_together("its weighting did not hold for a later batch")
 
     def run_together(self, why: str) -> None:
-        if self._core.settings.split is not None:
-            raise Refused(
-                "cutting batches with split= for this loss_fn",
-                found=f"the loss needs all samples together ({why}), and split= cuts batches, not calls of the model",
-                next_move="pass batches that memfit can cut by itself, or wrap without loss_fn and keep your own loop",
-            )
         self.weighting, self.together = None, True
         self._core.reference = None  # what there was to compare with does not hold; the two passes leave their own
         if self._core.together is None:
