@@ -301,6 +301,59 @@ def test_hooks_on_parameters_see_the_total_once_per_backward() -> None:
     assert_same_training(loop)
 
 
+class Doubled(torch.autograd.Function):
+    """What memfit does not see into."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 2
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.idle = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.body(x)
+        return F.cross_entropy(out, y), out
+
+
+@pytest.mark.parametrize("micro_batch", [5, "off"])
+def test_hooks_on_parameters_are_called_once_where_the_models_own_loss_goes_through_a_function(micro_batch: Any) -> None:
+    def trained(wrap: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model, called = OwnLoss(), [0, 0]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def halved(gradient: Tensor) -> Tensor:
+            called[0] += 1
+            return gradient / 2
+
+        def idle(gradient: Tensor) -> None:
+            called[1] += 1
+
+        model.body[0].weight.register_hook(halved)
+        model.idle.weight.register_hook(idle)
+        wrap(model, optimizer)
+        x, y = points()
+        for _ in range(2):
+            optimizer.zero_grad()
+            Doubled.apply(model(x, y)[0]).backward()
+            optimizer.step()
+        return [called, *(p.detach() for p in model.parameters())]
+
+    want_called, *want = trained(lambda *_: None)
+    called, *got = trained(lambda *objects: memfit.wrap(*objects, micro_batch=micro_batch))
+    assert called == want_called == [2, 0]
+    assert all(torch.allclose(g, w, rtol=1e-12) for g, w in zip(got, want, strict=True))
+
+
 class Heads(nn.Module):
     """Two outputs, each with parameters of its own."""
 
