@@ -110,15 +110,15 @@ def put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 class Snapshot:
-    """All that `roots` reach, as it is now. `copy_of` gives a copy of a tensor; parameters are left out. Iterators are made to
-    go back, and stay so."""
+    """All that `roots` reach, as it is now. `copy_of` gives a copy of a tensor, or None to leave it out, as parameters are.
+    Iterators are made to go back, and stay so."""
 
-    def __init__(self, roots: Iterable[Any], copy_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, roots: Iterable[Any], copy_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         found = Kept({})
         found.look(roots)
         self._watches = found._watches
         tensors = [t for t in found._held if not t.requires_grad and t.untyped_storage().nbytes() <= LARGE]
-        self._tensors = [(tensor, copy_of(tensor)) for tensor in tensors]
+        self._tensors = [(tensor, copy) for tensor in tensors if (copy := copy_of(tensor)) is not None]
         found.undo(iterators=False)
 
     def moved(self) -> list[tuple[Place, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engine.composed import Place
+from memfit.engine.composed import Data, Place
 from memfit.engine.context import is_faking
 from memfit.engine.generators import HostRandom
 from memfit.engine.kept import Snapshot
@@ -32,6 +32,7 @@ class Moving:
         self._places: dict[tuple[Any, ...], Place] | None = None
         self._forwards: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._versions: dict[int, int | None] = {}
 
     def begun(self, block: nn.Module) -> Callable[[], list[tuple[Place, Any]]]:
         """Called before a block's forward; returns what tells later where state is and what it was then."""
@@ -53,8 +54,13 @@ class Moving:
 
         return moved
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One copy for all blocks that reach it, as long as it holds the same."""
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """One copy for all blocks that reach it, as long as it holds the same; None where nobody wrote it since it was copied
+        first (`.data` is written without a version: that is seen at first only)."""
+        version = None if tensor.is_inference() else tensor._version
+        before, self._versions[id(tensor)] = self._versions.get(id(tensor)), version
+        if self._places is not None and version == before is not None and Data(tensor, "").key not in self._places:
+            return None
         _, copy = self._copies.get(id(tensor), (None, None))
         if copy is None or not torch.equal(tensor, copy):
             copy = tensor.detach().clone()
