@@ -65,6 +65,13 @@ FOUND = (
     {"body": "causal", "twist": "weight_norm", "pack": "loss", "arithmetic": "scripted_scale", "parts": "averaged"},
     {"state": "max_norm", "calls": "sum_of_two"},
     {"pack": "loss_out", "terms": "l1_parameters", "arithmetic": "divided_in_place", "parts": "added_group"},
+    {"body": "conv", "state": "max_norm", "calls": "evaluated_first", "fault": "backward 4", "target": "double"},
+    {"state": "samples_seen", "calls": "triplet", "lever": "block", "micro": "off"},
+    {"outside": "static_count", "reach": "bound", "micro": "auto"},
+    {"body": "bag", "state": "kept_graph", "loader": "ragged", "calls": "baseline"},
+    {"body": "gru", "pack": "loss_out", "arithmetic": "own_function", "gradients": "hook_counts"},
+    {"calls": "adversarial", "setting": "split"},
+    {"calls": "catenated", "setting": "split"},
 )
 """What differed silently or crashed once, by what it takes."""
 

@@ -409,10 +409,12 @@ class Script:
     def _first_pass(self, call: Call) -> None:
         UNDERWAY.make_room(call)
         core, planned, repeated = self._core, self._replay_plan(call), bool(call.pieces)
-        call.planned = planned
+        call.planned, tries = planned, itertools.count()
 
         def attempt(largest: int) -> None:
             call.kept.clear()
+            if next(tries):
+                self._ran(call)  # (as far as it came before memory ran out)
             if not repeated:
                 call.forget_pass()
             # Passes over parts go in one order on all processes; and a forward that writes parameters, as state, spoils graphs
@@ -453,6 +455,7 @@ class Script:
         def attempt(largest: int) -> Total:
             if next(tries):  # memory ran out: what is kept goes, and can be cut further like the rest
                 call.kept.clear()
+                self._ran(call)  # (as far as it came)
             core.prepare(len(call.pieces))
             weight = self._own_weight(call.samples)
             factor = core.staging.relative_to(weight)
