@@ -226,7 +226,7 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("setting", lambda c: c["setting"] == "split" and (_time_major(c) or _owns("calls")(c) or "ragged" in the(c, "loader").tags)),
     _loses("setting", lambda c: c["setting"] == "weight" and (c["loss"] != "ce" or _owned(c) or c["arithmetic"] != "none" or _tokens(c))),
     # what runs whole, or by single samples, is not tried again in smaller pieces
-    _loses("fault", lambda c: c["micro"] in ("auto", "off", "1")),
+    _loses("fault", lambda c: c["micro"] in ("auto", "off", "1") or int(c["micro"]) >= int(c["batch"])),
     # rows that `max_norm` shortens one micro-batch later than a penalty reads them: docs/guarantees.md, "State"; and whose number
     # is the sign of what a norm makes zero
     _loses("state", lambda c: c["state"] == "max_norm" and (c["terms"] == "l1_parameters" or c["twist"] in ("layernorm", "groupnorm"))),
