@@ -44,8 +44,8 @@ SAID = ("each process computes it of its own share", "each process computes the 
 """Said where processes compute something else than one would."""
 LEFT = re.compile(r"(second_optimizer|optimizer|beside)\b|.*_parameters\b")
 """What is compared: what each process prints, counts and caches of its own share is its own."""
-_ALIKE = {"between": "none", "evaluation": "none", "state": "none", "target": "none", "logging": "item"}
-"""Dimensions that are of each process's own samples, or draw from its own generators."""
+_ALIKE = {"fault": "none", "between": "none", "evaluation": "none", "state": "none", "target": "none", "logging": "item"}
+"""Dimensions that are of each process's own samples, or draw from its own generators. (Faults among processes: `faults.py`.)"""
 
 
 def shared(choices: Choices) -> Choices | None:
