@@ -233,7 +233,7 @@ def test_what_fails_on_all_samples_fails_as_itself() -> None:
 def test_what_fails_on_few_samples_and_cannot_be_told_to_work_on_all_of_them_runs_on_all() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         losses = each(model, batch)
-        factor = float(len(losses.detach().tolist()[0:1]) + (losses.data_ptr() == 0))  # fake tensors lie nowhere
+        factor = float(losses.data_ptr() > 0)  # fake tensors lie nowhere
         if len(losses) < 7:
             raise LookupError("too few")
         return losses.mean() * factor

@@ -41,6 +41,17 @@ def plain(*args: Any, **kwargs: Any) -> None:
     return None
 
 
+def stepped(run: Any, model: nn.Module, optimizer: Any, loss: Callable[[Any, Any], Tensor]) -> None:
+    """Train on all batches by `run.step`, or as a loop does where there is no run."""
+    for batch in batches():
+        if run is not None:
+            run.step(batch)
+            continue
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+
+
 def same(wanted: Any, found: Any, tolerance: float) -> bool:
     a, b = torch.as_tensor(wanted), torch.as_tensor(found)
     alike = type(b) in (Tensor, nn.Parameter) and a.shape == b.shape
@@ -198,13 +209,7 @@ def train(make: Callable[[], Any], loss: Callable[..., Tensor], step_mode: bool)
         model = make()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         run = wrap(model, optimizer, loss_fn=loss, sample=batches()[0]) if step_mode else wrap(model, optimizer) and None
-        for batch in batches():
-            if run is not None:
-                run.step(batch)
-                continue
-            optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step()
+        stepped(run, model, optimizer, loss)
         return [*model.parameters(), *model.state()]
 
     return script
@@ -283,13 +288,7 @@ def test_state_of_a_loss_moves_once_per_batch(how: str) -> None:
         loss = reached(how, centre)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = wrap(model, optimizer, loss_fn=loss, sample=batches()[0])
-        for batch in batches():
-            if run is not None:
-                run.step(batch)
-                continue
-            optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step()
+        stepped(run, model, optimizer, loss)
         return [*model.parameters(), *centre.state()]
 
     assert assert_same(script, 1e-12, micro_batch=5).plan.accumulation == 3
@@ -344,13 +343,7 @@ def test_state_on_classes_and_in_slots_moves_once_per_batch(place: str, used: bo
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = wrap(model, optimizer, loss_fn=loss_fn, sample=batches()[0])
-        for batch in batches():
-            if run is not None:
-                run.step(batch)
-                continue
-            optimizer.zero_grad()
-            loss_fn(model, batch).backward()
-            optimizer.step()
+        stepped(run, model, optimizer, loss_fn)
         return [*model.parameters(), *moved[:-1], moved[-1].tolist(), getattr(held, "single", 0)]
 
     assert_same(script, 1e-6 if place == "slots" else 1e-12, micro_batch=5)
@@ -574,13 +567,7 @@ def test_rules_that_hold_on_samples_of_different_classes_alone_are_not_taken() -
             return found
 
         run = wrap(model, optimizer, loss_fn=loss, sample=batches()[0])
-        for batch in batches():
-            if run is not None:
-                run.step(batch)
-                continue
-            optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step()
+        stepped(run, model, optimizer, loss)
         return [*model.parameters(), centres]
 
     assert_same(script, 1e-12, micro_batch=5)
@@ -657,13 +644,7 @@ def test_state_moves_as_often_as_the_scripts_own_checkpoint_computes(reentrant: 
         model = Again(reentrant)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = wrap(model, optimizer, **({"loss_fn": loss, "sample": batches()[0]} if step_mode else {}))
-        for batch in batches():
-            if run is not None and step_mode:
-                run.step(batch)
-                continue
-            optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step()
+        stepped(run if step_mode else None, model, optimizer, loss)
         return [*model.parameters(), model.centre, model.calls, model.mean, len(model.seen), sum(model.seen)]
 
     assert assert_same(script, 1e-12, micro_batch=5).plan.accumulation == 3

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -318,7 +319,8 @@ class Composition:
     def in_sequence(self) -> bool:
         """Whether the order of samples is to be seen in the state: rows, items, and what is right after one another only."""
         any_order = {id(slot.place) for slot in self.slots if isinstance(slot.rule, (Last, Mean, Added))}
-        return any(id(place) not in any_order and not _is_number(place.value()) for place in self.moved)
+        told = [place.value() for place in self.moved if id(place) not in any_order]
+        return any(not (is_number(value) or isinstance(value, bool) or value is MISSING) for value in told)
 
     def afresh(self) -> Composition:
         """The same for another call, which begins with state of its own."""
@@ -401,8 +403,9 @@ class _Repeated(Composition):
         pass
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) or value is MISSING
+def is_number(value: Any) -> bool:
+    """Whether it is one of Python's or of NumPy's."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _put(places: Sequence[Place], values: Sequence[Any]) -> None:

@@ -160,7 +160,7 @@ def restore_tensors(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.no_grad():
         for original, copy in copies:
             if original.shape != copy.shape:
-                original.set_(copy)  # pyright: ignore[reportArgumentType]
+                original.set_(copy.to(original.device))  # pyright: ignore[reportArgumentType]
             else:
                 original.data.copy_(copy)
 

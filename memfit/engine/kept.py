@@ -124,8 +124,13 @@ class Snapshot:
     def moved(self) -> list[tuple[Place, Any]]:
         """(a place, the value it had) of what is not as it was."""
         # (by what they hold: writes to `.data` leave the version)
-        written = [(Data(tensor, "a tensor"), copy) for tensor, copy in self._tensors if not torch.equal(tensor, copy)]
+        written = [(Data(tensor, "a tensor"), copy) for tensor, copy in self._tensors if not holds(tensor, copy)]
         return [*(move for watch in self._watches for move in watch()), *written]
+
+
+def holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a tensor holds what a copy of it does, which may lie elsewhere."""
+    return torch.equal(tensor.detach().to(copy.device), copy)
 
 
 class Kept:

@@ -19,7 +19,7 @@ from torch import nn
 from memfit.engine.composed import Data, Place
 from memfit.engine.context import is_faking
 from memfit.engine.generators import HostRandom
-from memfit.engine.kept import Snapshot
+from memfit.engine.kept import Snapshot, holds
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Moving] = weakref.WeakKeyDictionary()
 """What is known of blocks outlives the plans that checkpoint them."""
@@ -31,7 +31,7 @@ class Moving:
     def __init__(self) -> None:
         self._places: dict[tuple[Any, ...], Place] | None = None
         self._forwards: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._copies: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._versions: dict[int, int | None] = {}
 
     def begun(self, block: nn.Module) -> Callable[[], list[tuple[Place, Any]]]:
@@ -49,22 +49,21 @@ class Moving:
             if not seen:  # (the first time that it is computed again tells; later it finds what was put back)
                 seen.append(snapshot.moved())
                 self._places = (self._places or {}) | {place.key: place for place, _ in seen[0]}
-                self._copies.clear()
             return seen[0]
 
         return moved
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """One copy for all blocks that reach it, as long as it holds the same; None where nobody wrote it since it was copied
-        first (`.data` is written without a version: that is seen at first only)."""
+        """One copy on the host for all blocks that reach it, as long as it holds the same; None where nobody wrote it since it
+        was copied first (`.data` is written without a version: that is seen at first only)."""
         version = None if tensor.is_inference() else tensor._version
         before, self._versions[id(tensor)] = self._versions.get(id(tensor)), version
         if self._places is not None and version == before is not None and Data(tensor, "").key not in self._places:
             return None
-        _, copy = self._copies.get(id(tensor), (None, None))
-        if copy is None or not torch.equal(tensor, copy):
-            copy = tensor.detach().clone()
-            self._copies[id(tensor)] = tensor, copy
+        copy = self._copies.get(id(tensor))
+        if copy is None or not holds(tensor, copy):
+            # On the host: the device's memory is planned to the last byte, and most of these never move.
+            copy = self._copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
         return copy
 
 

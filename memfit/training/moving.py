@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from numbers import Integral, Rational, Real
+from numbers import Integral, Rational
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from memfit.engine.composed import (
     Slot,
     WithoutGraph,
     appended,
+    is_number,
     without_graph,
 )
 from memfit.engine.rewound import Position
@@ -221,10 +222,10 @@ def _candidates(before: Any, whole: Any, parts: Sequence[Any]) -> Iterator[Rule]
             yield Added()
         if all(isinstance(part, torch.Tensor) and part.dim() == whole.dim() for part in parts):
             yield from (Rows(dim) for dim in range(whole.dim()))
-    elif _is_number(whole) and all(map(_is_number, parts)):
+    elif is_number(whole) and all(map(is_number, parts)):
         if not isinstance(whole, Rational):
             yield Mean()
-        if _is_number(before):
+        if is_number(before):
             yield Added()
         elif before is MISSING and isinstance(whole, Integral):
             yield _Total()
@@ -249,11 +250,6 @@ def _inside(whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: flo
     return None if None in rules.values() else Inside({key: rule for key, rule in rules.items() if rule is not None})
 
 
-def _is_number(value: Any) -> bool:
-    """Whether it is one of Python's or of NumPy's."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _rounding(number: Any) -> float:
     """What numbers like this may differ by; Python's own are in double precision, NumPy's say what they are."""
     return tolerance(getattr(torch, str(getattr(number, "dtype", "float64")), torch.float32))
@@ -271,7 +267,7 @@ def same(a: Any, b: Any, closely: float = 1.0) -> bool:
     a, b = _as_tensor(a), _as_tensor(b)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _same_tensors(a, b, closely)
-    if _is_number(a) and _is_number(b):
+    if is_number(a) and is_number(b):
         return bool(a == b) or (not isinstance(a, Rational) and abs(a - b) <= closely * _rounding(a) * max(abs(a), abs(b)))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(same(x, y, closely) for x, y in zip(a, b))
@@ -297,4 +293,4 @@ def _difference(a: Any, b: Any) -> float:
     a, b = _as_tensor(a), _as_tensor(b)
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_floating_point():
         return relative_difference(a, b)
-    return float(abs(a - b) / max(abs(a), abs(b))) if _is_number(a) and _is_number(b) and a != b else 1.0
+    return float(abs(a - b) / max(abs(a), abs(b))) if is_number(a) and is_number(b) and a != b else 1.0
