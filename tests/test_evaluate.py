@@ -109,6 +109,69 @@ def test_inference_mode_gives_inference_tensors() -> None:
     assert out.is_inference() and len(seen.sizes) > 2
 
 
+class Masked(nn.Module):
+    """Keeps a mask for the number of samples that it saw last, in one of several places."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.place = nn.Linear(16, 4), place
+        self.register_buffer("mask", None)
+        self.attribute: Tensor | None = None
+        self.kept: dict[str, Any] = {"mask": None}
+        self.pair: tuple[int, Tensor | None] = (0, None)
+
+    def mask_of(self, samples: int) -> Tensor:
+        before = {"buffer": self.mask, "attribute": self.attribute, "dictionary": self.kept["mask"], "pair": self.pair[1]}
+        mask = before[self.place]
+        if mask is not None and len(mask) == samples:
+            return mask
+        mask = torch.full((samples, 1), 0.5)
+        if self.place == "buffer":
+            self.mask = mask
+        elif self.place == "attribute":
+            self.attribute = mask
+        elif self.place == "dictionary":
+            self.kept["mask"] = mask
+        else:
+            self.pair = (samples, mask)
+        return mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.mask_of(len(x))
+
+
+@pytest.mark.parametrize("mode,evaluated", [("inference_mode", 2), ("inference_mode", 5), ("no_grad", 2)])
+@pytest.mark.parametrize("place", ["buffer", "attribute", "dictionary", "pair"])
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_masks_that_an_evaluation_made_may_be_trained_with(in_steps: bool, place: str, mode: str, evaluated: int) -> None:
+    x = numbers(12)
+
+    def trained(line: bool) -> list[Tensor]:
+        model = Masked(place)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = None
+        if line and in_steps:
+            run = memfit.wrap(model, optimizer, loss_fn=lambda m, batch: m(batch).square().mean(), micro_batch=2)
+        elif line:
+            memfit.wrap(model, optimizer, micro_batch=2)
+        for _ in range(2):
+            model.eval()
+            with getattr(torch, mode)():
+                model(x[:evaluated])
+            model.train()
+            if run is not None:
+                run.step(x)
+                continue
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters())
+
+    for got, want in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_frozen_models_are_cut_without_no_grad() -> None:
     model, x = Net().requires_grad_(False), numbers(9000)
     trained = nn.Linear(4, 2)

@@ -98,21 +98,29 @@ def first_that_decides(
 ) -> int | None:
     """The first of `sizes` (numbers of samples) with which code does something else than with few, as far as fake tensors tell.
 
-    `prepared(twin, samples)` returns the code, to be run on so many copies of one sample, so that values decide nothing.
+    `prepared(twin, samples)` returns the code, to be run on so many copies of one sample, so that values decide nothing. What
+    seems to decide has to do so in a second run as well: in the first, code may make what it keeps for so many samples.
     """
     sizes, state = [size for size in sizes if size > MORE], HostRandom.capture()
 
-    def look(samples: int) -> tuple[int, Positions]:
+    def look(samples: int, *, warm: bool) -> tuple[int, Positions]:
         state.restore()
         with on_twins(model, device) as world:
             run = prepared(world.twin, samples)
-            with world.entered(), uncompiled(), torch.enable_grad(), ZeroArrays(), Positions().watching() as found:
-                run()
+            with world.entered(), uncompiled(), torch.enable_grad(), ZeroArrays():
+                if warm:
+                    run()
+                with Positions().watching() as found:
+                    run()
         return samples, found
 
+    def first(sizes: Sequence[int], *, warm: bool) -> int | None:
+        few, more = look(FEW, warm=warm), look(MORE, warm=warm)
+        return next((size for size in dict.fromkeys(sizes) if decides_by_size(few, more, look(size, warm=warm))), None)
+
     try:
-        few, more = (look(FEW), look(MORE)) if sizes else (None, None)
-        return next((size for size in dict.fromkeys(sizes) if few and more and decides_by_size(few, more, look(size))), None)
+        found = first(sizes, warm=False) if sizes else None
+        return None if found is None else first(sizes, warm=True)
     except TraceFailed:
         return None
     finally:

@@ -24,6 +24,7 @@ from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weightin
 from memfit.engine.context import in_checkpoint, outside_transforms, without_inference_mode, without_saved_tensors_hooks
 from memfit.engine.generators import RandomState
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
+from memfit.engine.inference import make_savable
 from memfit.engine.joined import joined
 from memfit.engine.staged import let_go
 from memfit.planning.plan import Plan
@@ -120,7 +121,10 @@ class Script:
         args, kwargs = _all_computed((args, kwargs))
         self._run_earlier()
         with self._going_through():
-            return self._evaluations.answer(name, plain, args, kwargs)
+            output = self._evaluations.answer(name, plain, args, kwargs)
+        if torch.is_inference_mode_enabled():
+            make_savable(self._core.model)
+        return output
 
     def _rest(self, *, alone: bool = False) -> None:
         """Before going back to the script; `alone`: from what the other processes need not do. What parameters look like there
