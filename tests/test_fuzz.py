@@ -72,6 +72,7 @@ FOUND = (
     {"body": "gru", "pack": "loss_out", "arithmetic": "own_function", "gradients": "hook_counts"},
     {"calls": "adversarial", "setting": "split"},
     {"calls": "catenated", "setting": "split"},
+    {"body": "encoder", "twist": "cached_mask", "state": "ema_data", "evaluation": "inference", "micro": "1"},
 )
 """What differed silently or crashed once, by what it takes."""
 

@@ -18,28 +18,44 @@ _SKIPPED = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
 def make_savable(model: nn.Module) -> None:
-    """Replace inference tensors that attributes of the model's modules hold, in containers too, by ordinary copies."""
-    copies: dict[int, torch.Tensor] = {}
+    """Make inference tensors that attributes of the model's modules hold, in containers too, ordinary ones."""
+    made = Ordinary()
     with torch.inference_mode(False):
         for module in modules_of(model):
             for name, value in list(vars(module).items()):
-                if name not in _SKIPPED and (made := _savable(value, copies)) is not value:
-                    vars(module)[name] = made
+                if name not in _SKIPPED and (new := made.of(value)) is not value:
+                    vars(module)[name] = new
 
 
-def _savable(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    """The value; lists and dictionaries are changed in place."""
-    if isinstance(value, torch.Tensor):
-        if not value.is_inference():
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = value.clone()
-        return copies[id(value)]
-    if isinstance(value, (dict, list)):
-        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-            if (made := _savable(item, copies)) is not item:
-                value[key] = made
-    elif type(value) is tuple:
-        made = tuple(_savable(item, copies) for item in value)
-        return value if all(a is b for a, b in zip(made, value)) else made
-    return value
+class Ordinary:
+    """Ordinary tensors in the place of inference tensors, one for each."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, value: Any) -> Any:
+        """The value; lists and dictionaries are changed in place."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, (dict, list)):
+            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if (made := self.of(item)) is not item:
+                    value[key] = made
+        elif type(value) is tuple:
+            made = tuple(map(self.of, value))
+            return value if all(a is b for a, b in zip(made, value)) else made
+        return value
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_inference():
+            tensor.data = tensor.clone()
+            self._made[id(tensor)] = tensor, tensor if _counts_versions(tensor) else tensor.clone()
+        return self._made.get(id(tensor), (tensor, tensor))[1]
+
+
+def _counts_versions(tensor: torch.Tensor) -> bool:
+    """Whether it was made outside of inference mode, and given data inside."""
+    try:
+        return tensor._version >= 0
+    except RuntimeError:
+        return False
