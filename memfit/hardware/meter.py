@@ -46,6 +46,8 @@ class Level:
     """Most bytes ever counted, or since the record was cleared; None where no record is kept."""
     freed: int | None = None
     """Bytes given back so far in all; None where nobody counts them."""
+    cached: int = 0
+    """Bytes of `held` that no tensor uses: the allocator hands them out again."""
 
 
 class Meter:
@@ -75,6 +77,11 @@ class Meter:
     def held(self) -> int:
         """Bytes this process holds now."""
         return self._read().held + self._beyond
+
+    def in_use(self) -> int:
+        """Bytes this process holds now and cannot give to something new: `held()` without what the allocator has cached."""
+        level = self._read()
+        return level.held - level.cached + self._beyond
 
     def reset_peak(self) -> None:
         """Start counting the peak anew. On Linux this clears VmHWM of this process where the kernel allows it."""
@@ -156,7 +163,8 @@ def allocator_level(statistics: dict[str, Any]) -> Level:
     """A reading from the nested statistics of torch's caching allocator (empty before the device was first used)."""
     reserved = statistics.get("reserved_bytes", {}).get("all", {})
     held, most = reserved.get("current", 0), reserved.get("peak", 0)
-    return Level(held, held, most, reserved.get("freed", 0))
+    allocated = statistics.get("allocated_bytes", {}).get("all", {}).get("current", 0)
+    return Level(held, held, most, reserved.get("freed", 0), held - allocated)
 
 
 class _ProcessMemoryCounters(ctypes.Structure):
@@ -199,7 +207,7 @@ def _metal_level() -> Level:
     import torch
 
     held = torch.mps.driver_allocated_memory()
-    return Level(held, held, None)
+    return Level(held, held, None, cached=max(0, held - torch.mps.current_allocated_memory()))
 
 
 def _reader(device: torch.device, proc: str) -> Callable[[], Level]:

@@ -58,7 +58,7 @@ class Memory:
         self._resting = False
         self.reserved = device.type == "cpu" and _limits_what_is_reserved(budget)
         self._meter = Meter(device, reserved=self.reserved)
-        self._start = self._meter.held() - self._known_bytes()
+        self._start = self._meter.in_use() - self._known_bytes()
         self._budget = budget
         self.heap_waste = HIGH_HEAP_WASTE if self.reserved else HEAP_WASTE
         self.no_new_kernels = False
@@ -96,7 +96,7 @@ class Memory:
         known = self._known_bytes()
         coming = sum(max(0, size - state_there(optimizer)) for optimizer, size in self._coming)
         coming += sum(other.lacking(self) for other in _TRAINING)
-        held = max(0, self._base + self._meter.held() - known - self._start) + coming
+        held = max(0, self._base + self._meter.in_use() - known - self._start) + coming
         # Planning itself, libraries and other processes have taken memory since the first look.
         free = photograph(self._device).free
         return replace(self._budget, held=held, limit=min(self._budget.limit, held + known + free))
@@ -120,7 +120,7 @@ class Memory:
         reserved is not limited."""
         if not self.reserved:
             return 0
-        return max(0, self._base + self._meter.held() - free_heap() - self._known_bytes() - self._start - plan.held)
+        return max(0, self._base + self._meter.in_use() - free_heap() - self._known_bytes() - self._start - plan.held)
 
     def allowance(self, plan: Plan) -> Budget:
         """The budget as it was when the plan was made."""
