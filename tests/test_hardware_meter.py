@@ -227,12 +227,13 @@ def test_peak_between(start: Level, now: Level, peak: int | None) -> None:
 # ---- other platforms
 
 
-def statistics(current: int, peak: int, freed: int) -> dict:
-    return {"reserved_bytes": {"all": {"current": current, "peak": peak, "allocated": current + freed, "freed": freed}}}
+def statistics(current: int, peak: int, freed: int, in_use: int = 0) -> dict:
+    reserved = {"current": current, "peak": peak, "allocated": current + freed, "freed": freed}
+    return {"reserved_bytes": {"all": reserved}, "allocated_bytes": {"all": {"current": in_use}}}
 
 
 def test_allocator_level_reads_reserved_bytes() -> None:
-    assert allocator_level(statistics(5, 9, 3)) == Level(5, 5, 9, 3)
+    assert allocator_level(statistics(5, 9, 3, in_use=4)) == Level(5, 5, 9, 3, cached=1)
     assert allocator_level({}) == Level(0, 0, 0, 0)
 
 
@@ -248,7 +249,7 @@ def test_meter_on_cuda_adds_what_lies_beyond_the_allocator(monkeypatch: pytest.M
     meter = Meter(torch.device("cuda:1"))
     assert meter.held() == 300 * MiB and asked[-1] == torch.device("cuda:1")
     now = statistics(250 * MiB, 400 * MiB, 150 * MiB)
-    assert (meter.held(), meter.peak()) == (450 * MiB, 600 * MiB)
+    assert (meter.held(), meter.in_use(), meter.peak()) == (450 * MiB, 200 * MiB, 600 * MiB)
     driver[0] = DriverMemory(total=1000 * MiB, free=500 * MiB, reserved=250 * MiB, allocated=0)
     assert meter.held() == 450 * MiB  # the driver is asked on refresh only
     meter.refresh()
