@@ -495,6 +495,70 @@ def test_script_mode_recovers_wherever_its_passes_fail(loss: Any, where: str, sk
     assert relative_error({n: p.grad for n, p in model.named_parameters()}, want) <= EXACT
 
 
+class Counting(Net):
+    """Counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def running_whole(model: Any, loss: Any, planned: bool) -> memfit.Run:
+    """A run whose batches run whole: they fit, or a plan made elsewhere says so."""
+    optimizer = sgd(model)
+    run = wrapped(model, 12, optimizer=optimizer) if planned else memfit.wrap(model, optimizer, budget="2GiB")
+    for seed in range(2):
+        model.fuse.seen.clear()
+        optimizer.zero_grad()
+        loss(model, *points(seed=seed)).backward()
+        optimizer.step()
+    assert model.fuse.seen == [12]
+    optimizer.zero_grad()
+    return run
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("loss", [known, unknown])
+def test_a_batch_that_ran_out_of_memory_whole_is_cut(loss: Any, planned: bool) -> None:
+    model = Net()
+    run = running_whole(model, loss, planned)
+    want = plain(model, lambda m, b: loss(m, *b), points())[1]
+    for failures in (1, 0):
+        model.fuse.arm(TEXTS["cudnn"], failures)
+        model.zero_grad()
+        loss(model, *points()).backward()
+        assert model.fuse.set.times == 0
+        assert relative_error({n: p.grad for n, p in model.named_parameters()}, want) <= EXACT
+    model.fuse.seen.clear()
+    loss(model, *points()).backward()
+    assert max(model.fuse.seen) <= 6
+    assert kinds(run).count("out of memory") == 1
+
+
+def test_a_whole_that_failed_leaves_draws_and_statistics_as_they_were() -> None:
+    model = Net(dropout=0.5, norm=True)
+    running_whole(model, known, planned=False)
+    before, state = copy.deepcopy(model.norm.state_dict()), torch.get_rng_state()
+    model.fuse.arm(TEXTS["torch"])
+    model(points()[0])  # cut: it runs with its loss
+    assert model.fuse.set.times == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.norm.state_dict().items())
+
+
+def test_what_a_failed_whole_may_have_moved_is_not_run_again() -> None:
+    model = Counting()
+    running_whole(model, known, planned=False)
+    model.fuse.arm(TEXTS["torch"])
+    with pytest.raises(torch.OutOfMemoryError):
+        known(model, *points())
+    assert model.calls == 3
+
+
 @pytest.mark.parametrize("loss", [known, unknown])
 def test_script_mode_draws_as_if_nothing_had_failed(loss: Any) -> None:
     gradients = []

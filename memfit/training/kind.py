@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,8 @@ class Kind:
     """Its profile with its own loss, or with one bounded from its output."""
     whole: int = 0
     """Samples up to which it runs whole."""
+    too_many: int = sys.maxsize
+    """Samples from which on it does not, as memory ran out when so many did."""
     beside: int = 0
     """Calls up to which may wait for their backward meanwhile, having run whole themselves."""
     refused: tuple[Any, ...] | None = None

@@ -127,6 +127,26 @@ class Kinds:
                     return None, samples
             raise
 
+    def cut_instead(
+        self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None, error: BaseException
+    ) -> Call | None:
+        """A call that ran out of memory as a whole, to be cut; None where that would train something else: it cannot be cut, or
+        its first run has left its traces."""
+        core, found = self._core, self._recognise(name, tree, hint)
+        if found.kind is None or found.samples is None or found.samples < 2 or core.settings.whole:
+            return None
+        found.kind.whole, found.kind.too_many = 0, found.samples
+        self._open -= 1
+        call, _ = self.to_cut(name, plain, tree, hint)
+        if call is None or call.composition.moved or call.copies:
+            return None
+        core.planner.measurer.ran_out(found.samples)
+        if core.fixed is not None and core.active is not None:
+            core.active.largest = min(core.active.largest, found.samples // 2)
+        said = f"{found.samples} samples ran out of memory as a whole ({first_line(error)}): such batches are cut from now on"
+        core.events.add(core.steps, "out of memory", said)
+        return call
+
     def _through_doors(
         self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
     ) -> tuple[Call | None, int | None]:
@@ -397,6 +417,8 @@ class Kinds:
 
     def _runs_whole(self, kind: Kind, call: Call) -> bool:
         core, settings = self._core, self._core.settings
+        if call.samples >= kind.too_many:
+            return False
         if core.fixed is not None:
             return core.fixed.micro_batch >= call.samples and core.fixed.precision == "off"
         assert kind.bound is not None

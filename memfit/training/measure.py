@@ -227,6 +227,10 @@ class Measurer:
         sizes = tuple(n for n in wanted if self._can_run(n, demand.share)) or wanted
         return demand if sizes == micro_batch_sizes(demand.share) else replace(demand, sizes=sizes)
 
+    def ran_out(self, samples: int) -> None:
+        """So many ran out of memory together: plan no more than half of them."""
+        self._most = max(1, min(self._most or samples, samples // 2))
+
     def leaves_one(self, demand: Demand) -> bool:
         """Whether the prescribed size would leave a sample by itself where none can run so: one micro-batch takes it."""
         return self.no_singles and demand.micro_batch == 2 and demand.share % 2 == 1

@@ -27,8 +27,9 @@ from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_ov
 from memfit.engine.inference import make_savable
 from memfit.engine.joined import joined
 from memfit.engine.staged import let_go
+from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
 from memfit.planning.plan import Plan
-from memfit.training.call import Call
+from memfit.training.call import Call, Tree
 from memfit.training.consumers import AllOutputs, Consumer, Expression
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.doors import through
@@ -103,13 +104,12 @@ class Script:
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples())
             self.samples_seen += samples or 0
             if call is None:
-                self._run_earlier()
-                UNDERWAY.make_room(None)
-                output = self._whole(lambda: plain(*args, **kwargs))
-                self._guard_whole(output)
-                if core.together is not None:
-                    core.together.ranks.rest()  # (its graph needs what is gathered)
-                return output
+                output, call = self._whole_or_cut(name, plain, (args, kwargs))
+                if call is None:
+                    self._guard_whole(output)
+                    if core.together is not None:
+                        core.together.ranks.rest()  # (its graph needs what is gathered)
+                    return output
             self._rest()
         self._waiting.add(call)
         return through(call.plain, stand_ins(self, call))
@@ -133,11 +133,31 @@ class Script:
             self._core.together.ranks.rest(alone=alone)
             let_go(self._core.model)
 
-    def _whole(self, run: Callable[[], Any]) -> Any:
-        """A call that runs as it is; its gradients are those of all processes."""
+    def _whole_or_cut(self, name: str, plain: Callable[..., Any], tree: Tree) -> tuple[Any, Call | None]:
+        """(what a call returns that runs as it is, None), or (None, the call to be cut) where memory ran out in that."""
+        core, (args, kwargs) = self._core, tree
+        self._run_earlier()
+        UNDERWAY.make_room(None)
+        if core.together is not None:
+            return self._whole_of_all(lambda: plain(*args, **kwargs)), None
+        put_back, _ = core.recovery.remembered()
+        try:
+            return plain(*args, **kwargs), None
+        except BaseException as error:
+            if not is_out_of_memory(error):
+                raise
+            drop_frames(error)
+            failed = error
+        free_unused(core.device)
+        put_back()
+        call = self._kinds.cut_instead(name, plain, tree, self._batch_samples(), failed)
+        if call is None:
+            raise failed
+        return None, call
+
+    def _whole_of_all(self, run: Callable[[], Any]) -> Any:
+        """A call that runs as it is, beside other processes; its gradients are those of all."""
         core = self._core
-        if core.together is None:
-            return run()
 
         def finish(gradients: list[torch.Tensor | None], receivers: Sequence[torch.Tensor]) -> Total:
             with core.announcing():

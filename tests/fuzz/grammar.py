@@ -102,6 +102,10 @@ def _is(name: str, *options: str) -> Callable[[Choices], bool]:
     return lambda c: c[name] in options
 
 
+def _runs_whole(c: Choices) -> bool:
+    return c["micro"] in ("auto", "off") or int(c["micro"]) >= int(c["batch"])
+
+
 def _tokens(c: Choices) -> bool:
     return "tokens" in the(c, "body").tags
 
@@ -225,8 +229,8 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("optimised", lambda c: not the(c, "outside").lines.get("params")),
     _loses("setting", lambda c: c["setting"] == "split" and (_time_major(c) or _owns("calls")(c) or "ragged" in the(c, "loader").tags)),
     _loses("setting", lambda c: c["setting"] == "weight" and (c["loss"] != "ce" or _owned(c) or c["arithmetic"] != "none" or _tokens(c))),
-    # what runs whole, or by single samples, is not tried again in smaller pieces
-    _loses("fault", lambda c: c["micro"] in ("auto", "off", "1") or int(c["micro"]) >= int(c["batch"])),
+    # single samples are not tried again in smaller pieces; nor is what runs whole, once it has come to its backward
+    _loses("fault", lambda c: c["micro"] in ("off", "1") or (_runs_whole(c) and c["fault"].startswith("backward"))),
     # rows that `max_norm` shortens one micro-batch later than a penalty reads them: docs/guarantees.md, "State"; and whose number
     # is the sign of what a norm makes zero
     _loses("state", lambda c: c["state"] == "max_norm" and (c["terms"] == "l1_parameters" or c["twist"] in ("layernorm", "groupnorm"))),
