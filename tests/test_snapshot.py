@@ -265,6 +265,13 @@ ATTACKS = {
 }
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 16])
+def test_frames_may_begin_anywhere_in_a_tuple(length: int) -> None:
+    for number in (7, 70_000, 0.5, None):
+        data = pickle.dumps([[tuple([number] * length), i] for i in range(30_000)], protocol=4)
+        assert data.count(b"\x95") > 2 and objection(data) is None
+
+
 @pytest.mark.parametrize("name", ATTACKS)
 def test_everything_but_containers_and_scalars_is_refused(tmp_path: Path, name: str) -> None:
     assert objection(ATTACKS[name])

@@ -17,8 +17,9 @@ _CROWDED, _FEW = 4, 1000
 """Bytes per list or dict below which a pickle with more than a few is none of torch's: a snapshot has dozens, and empty ones,
 which take 60 bytes of memory for one of the file, are what would exhaust it."""
 # Numbers, True, False and None: what tuples are made of. Tuples in tuples would be hashed by recursion, to any depth.
+# Before each of them a frame may begin (PEP 3154): Python's pickler ends one every 64 KiB.
 _LONG = rb"\x8a(?:\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
-_SCALAR = rb"(?:[N\x88\x89]|K.|M..|J.{4}|G.{8}|" + _LONG + rb")"
+_SCALAR = rb"(?:(?:\x95.{8})?(?:[N\x88\x89]|K.|M..|J.{4}|G.{8}|" + _LONG + rb"))"
 _TUPLE = rb"\)|" + _SCALAR + rb"\x85|" + _SCALAR + rb"{2}\x86|" + _SCALAR + rb"{3}\x87|\(" + _SCALAR + rb"{4,16}t"
 # Opcodes whose arguments have a fixed length, many at a time; bounded, as the engine remembers every turn of a loop.
 _FIXED = _TUPLE + rb"|[(}\]aesudlN\x88\x89\x94]|[hqK].|M..|[jJ].{4}|[G\x95].{8}|\x80[\x02-\x05]"
