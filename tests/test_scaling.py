@@ -93,3 +93,49 @@ def test_a_loss_that_is_not_finite_is_no_reason_to_run_again(value: float) -> No
     assert not torch.isfinite(broken["weight"]).all()  # type: ignore[arg-type]
     assert scales[0] == scales[1] == scales[2]
     assert relative_error(after, wanted(good)) < 2e-2
+
+
+FACTOR = 2.0**16
+"""The scale that a script's GradScaler begins with."""
+
+
+class Casting(nn.Module):
+    """Casts by itself, as a model does that accelerate prepared."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.own = nn.Linear(7, 3), own
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16, enabled=self.own or torch.is_autocast_enabled("cpu")):
+            return self.layer(x)
+
+
+@pytest.mark.parametrize("where", ["model", "call", "loss_fn", "model, loss_fn"])
+def test_small_gradients_survive_wherever_autocast_is_entered(where: str) -> None:
+    """At a scale of one float16 holds nothing of them."""
+    samples = batch(1.0, 1e-9)
+    model = Casting(own="model" in where)
+    x, slopes = samples
+
+    def loss_fn(model: nn.Module, samples: Batch) -> Tensor:
+        with torch.autocast("cpu", torch.float16, enabled=where == "loss_fn"):
+            out = model(samples[0])
+        return (out.float() * samples[1]).sum()
+
+    plain = Casting(own=False)
+    (plain(x) * slopes).sum().backward()
+    want = plain.layer.weight.grad
+    assert want is not None
+    run = wrapped(model, 5, optimizer=SGD(model.parameters(), lr=0.0), loss_fn=loss_fn if "loss_fn" in where else None)
+    for _ in range(3):
+        model.zero_grad()
+        if "loss_fn" in where:
+            run.step(samples)
+        else:
+            with torch.autocast("cpu", torch.float16, enabled=where == "call"):
+                out = model(x)
+            ((out.float() * slopes).sum() * FACTOR).backward()
+        got = {"weight": model.layer.weight.grad}
+        assert relative_error(got, {"weight": want * (1.0 if "loss_fn" in where else FACTOR)}) < 2e-2

@@ -119,7 +119,7 @@ def accumulate(
     parameters: Sequence[torch.Tensor] | None = None,
     scale: float = 1.0,
     shares: Sequence[Sequence[float]] | None = None,
-    before_backward: Callable[[], None] | None = None,
+    before_backward: Callable[[torch.Tensor], None] | None = None,
     after_micro: Callable[[int], None] | None = None,
     around_last: AroundLast | None = None,
     alone: bool = True,
@@ -128,7 +128,7 @@ def accumulate(
 
     `pieces` are the micro-batches' sizes in samples, `parameters` those that are staged where they are listed already,
     `scale` the loss scale while gathering (float16), `shares` the correction of watched means where known already;
-    `before_backward()` is called after each forward, and `after_micro(i)` after each micro-batch; the backward of the last one
+    `before_backward(loss)` is called after each forward, `after_micro(i)` after each micro-batch; the backward of the last one
     runs inside `around_last(total)`, which is given what the total will be, without its gradients. Where no micro-batch has
     anything that counts they run all the same if there are no others (`alone`): what comes is what the whole would give.
     Raises WeightsChanged or SharesDiffer where the weighting does not hold for this batch. The caller discards what was
@@ -167,7 +167,7 @@ class Pass:
         staging: Staging,
         weighting: Weighting,
         scale: float,
-        before_backward: Callable[[], None] | None = None,
+        before_backward: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.terms: list[list[Term]] = []
         self._work, self._staging, self._weighting, self._scale = work, staging, weighting, scale
@@ -198,7 +198,7 @@ class Pass:
         self._losses.append(_value(loss))
         self._weights.append(weight)
         if self._before_backward is not None:
-            self._before_backward()
+            self._before_backward(loss)
         with without_autocast(self._work.device), nullcontext() if around is None else around(self._whole([], [])):
             torch.autograd.backward(loss, self._beginning(loss, weight * self._scale))
         # (after backward: the script's own checkpoints compute again, and move state again)

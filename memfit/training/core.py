@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from memfit._units import format_bytes
 from memfit.batches.pieces import equal_sizes, next_size, sizes
 from memfit.engine.accumulate import AroundLast, SharesDiffer, Weighting, Work, accumulate
 from memfit.engine.composed import Composition
-from memfit.engine.context import in_functional_call
+from memfit.engine.context import Autocast, in_functional_call
 from memfit.engine.generators import HostDraws
 from memfit.engine.handover import Total
 from memfit.engine.modules import normalises_batches
@@ -43,7 +44,7 @@ from memfit.training.overlap import Load
 from memfit.training.planned import Planned
 from memfit.training.planner import Planner
 from memfit.training.recover import Again, Recovery
-from memfit.training.scaling import LossScale, computes_in_half
+from memfit.training.scaling import HalfGraphs, LossScale, computes_in_half
 from memfit.training.settings import Settings
 from memfit.training.takeover import TakenOver
 from memfit.training.together import Together
@@ -113,7 +114,7 @@ class Core:
         self.events = Events()
         self.memory = (Memory if settings.card is None else CardMemory)(model, optimizer, device, budget)
         self.planner = Planner(model, optimizer, device, self.memory, settings, self.staging)
-        self.scale = LossScale()
+        self.scale, self.half_graphs = LossScale(), HalfGraphs()
         self.host_draws = HostDraws(self._missed_draws)
         self.recovery = Recovery(device, self.staging, self.buffers, self._ran_out, self.host_draws)
         self.active: Planned | None = None
@@ -351,16 +352,18 @@ class Core:
         begin: Callable[[Sequence[int]], None] = lambda pieces: None,
         load: Callable[[Sequence[int]], Load] | None = None,
         repeats: bool = True,
+        autocast: Sequence[Autocast] = (),
     ) -> Total:
         """The total of an effective batch, through recovery: smaller micro-batches, a lower loss scale or true shares where
         the first attempt shows that they are needed. `pieces_for(largest, tuner)` says how it is cut; while there is a
         tuner, it says how large each micro-batch is. `load` says of pieces what they come to; with it, gradients may be reduced
-        beside the last micro-batch. Without `repeats`, SharesDiffer leaves where true shares would take a second attempt."""
+        beside the last micro-batch. Without `repeats`, SharesDiffer leaves where true shares would take a second attempt.
+        `autocast` is what was in force where the script called the model."""
         self._follow_drift()
         largest = largest if self.plan is None else min(largest, self.limit(self.plan))
         precision = self.plan.precision if self.plan is not None else "off"
         parameters = self.staging.parameters()
-        half = computes_in_half(parameters, self.device.type, precision)
+        told, looks = computes_in_half(parameters, self.device.type, precision, autocast), self.half_graphs.looks()
         exact: tuple[tuple[int, ...], list[list[float]]] | None = None
 
         def attempt(limit: int) -> Total:
@@ -373,13 +376,14 @@ class Core:
             pieces, known = (tuple(pieces_for(limit, tuner)), None) if exact is None else exact
             begin(pieces)
             self.prepare(len(pieces), parameters)
+            half = told or self.half_graphs.seen
             scale = self.scale.scale if half else 1.0
             usual = load is not None and tuner is None and not half and exact is None
             last = self._around_last(load(pieces) if load is not None and usual else None, weighting, parameters)
             try:
                 run = partial(accumulate, work, pieces, self.staging, weighting, parameters=parameters)
-                check = None if self.heap.ceiling is None else self.heap.check
-                run = partial(run, alone=self.together is None, around_last=last, before_backward=check)
+                before = self._before_backward(look=looks and not half and self.staging.parts is None)
+                run = partial(run, alone=self.together is None, around_last=last, before_backward=before)
                 with self.memory.running(), self.staging.counting(), self.norms_of(len(pieces)):
                     total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:
@@ -393,11 +397,26 @@ class Core:
 
         with self.computing():
             total = attempt(largest) if self.staging.parts is not None else self.recovery.run(attempt, largest)
-        if half:
+        if told or self.half_graphs.seen:
             total.on_handover = self.scale.seen
         self._end_tuning()
         self.apply_norms()
         return total
+
+    def _before_backward(self, *, look: bool) -> Callable[[torch.Tensor], None] | None:
+        """What is called with the loss of each micro-batch. With `look`, the first one's graph says whether it is computed in
+        float16."""
+        losses = itertools.count()
+        if self.heap.ceiling is None and not look:
+            return None
+
+        def before(loss: torch.Tensor) -> None:
+            if self.heap.ceiling is not None:
+                self.heap.check()
+            if look and not next(losses):
+                self.half_graphs.look(loss)
+
+        return before
 
     def _around_last(
         self, load: Load | None, weighting: Weighting, parameters: Sequence[torch.Tensor]

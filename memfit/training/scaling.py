@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from memfit.engine.context import Autocast, autocast_now
 from memfit.engine.handover import Total
+from memfit.engine.terms import nodes_of
 from memfit.training.recover import Again
 
 START = 2.0**16
@@ -65,13 +67,39 @@ class LossScale:
             self.scale = min(factor, self.scale) if self._good else factor
 
 
-def computes_in_half(tensors: Sequence[torch.Tensor], device_type: str, precision: str) -> bool:
-    """Whether gradients may be float16 on the way: by the lever, the script's autocast, or its parameters."""
+def computes_in_half(
+    tensors: Sequence[torch.Tensor], device_type: str, precision: str, autocast: Sequence[Autocast] = ()
+) -> bool:
+    """Whether gradients may be float16 on the way: by the lever, the script's autocast now or where it called the model, or its
+    parameters."""
     if precision == "float16":
         return True
-    if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) is torch.float16:
+    if any(state.enabled and state.dtype is torch.float16 for state in (*autocast, *autocast_now((device_type,)))):
         return True
     return any(t.dtype is torch.float16 for t in tensors)
+
+
+class HalfGraphs:
+    """Whether gradients are float16 on the way of a loss, read off its graph: models and losses may enter autocast themselves.
+
+    Looked at in batches 1, 2, 4, 8, ..., and no longer once it was seen. Not covered: graphs of compiled code and of reentrant
+    checkpoints, which do not show what is inside, where what they take and give is float32.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._batches = 0
+
+    def looks(self) -> bool:
+        """Whether the batch that begins is looked at."""
+        self._batches += 1
+        return not self.seen and self._batches & (self._batches - 1) == 0
+
+    def look(self, loss: torch.Tensor) -> None:
+        """Look at the graph of a loss. Raises Again where it is seen for the first time, as that loss has to be scaled."""
+        if any(meta.dtype is torch.float16 for node in nodes_of([loss]) for meta in node._input_metadata):
+            self.seen = True
+            raise Again
 
 
 def _all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:

@@ -630,7 +630,8 @@ class Script:
             return core.tuned_pieces(call.samples, largest, tuner) if first else call.pieces
 
         with core.buffers.kept(not first):
-            total = core.accumulated(work, weighting, pieces_for, largest=core.limit(planned.plan), begin=begin)
+            limit = core.limit(planned.plan)
+            total = core.accumulated(work, weighting, pieces_for, largest=limit, begin=begin, autocast=call.autocast)
         self._ran(call)
         for node, value in work.noted.values() if isinstance(work, ExpressionWork) else ():
             call.note(node, value)
