@@ -23,7 +23,7 @@ from memfit.hardware.device import (
     photograph,
     photograph_cpu,
 )
-from memfit.hardware.driver import BEYOND_MOST, DriverMemory, memory_fraction, read_backend, trusted
+from memfit.hardware.driver import BEYOND_MOST, DriverMemory, identity, memory_fraction, read_backend, trusted
 from memfit.hardware.dtypes import cpu_facts, cpu_fast_dtypes, cuda_fast_dtypes, xpu_fast_dtypes
 from memfit.hardware.limits import Limit
 from memfit.hardware.nvml import find_device, held_by_processes, is_shared_slice, load_nvml, own_and_others
@@ -192,6 +192,22 @@ def test_device_is_found_by_uuid_slices_first_never_by_index() -> None:
     del nvml.handles["MIG-aa-bb"]
     assert find_device(nvml, A100) == "gpu"
     assert not hasattr(nvml, "nvmlDeviceGetHandleByIndex")
+
+
+@pytest.mark.parametrize(
+    ("properties", "told"),
+    [
+        (SimpleNamespace(uuid="GPU-4f", pci_bus_id=0x3B, pci_device_id=0, pci_domain_id=1), "GPU-4f"),
+        (SimpleNamespace(pci_bus_id=0x3B, pci_device_id=0, pci_domain_id=1), (1, 0x3B, 0)),
+        (SimpleNamespace(), 0),
+    ],
+)
+def test_a_device_is_told_from_others_by_what_all_processes_see(
+    monkeypatch: pytest.MonkeyPatch, properties: SimpleNamespace, told: object
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert identity(torch.device("cuda", 0)) == told
+    assert identity(torch.device("cpu")) is None
 
 
 def test_device_is_found_by_bus_where_there_is_no_uuid() -> None:

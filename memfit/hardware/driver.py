@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,20 @@ def numbered(device: torch.device) -> torch.device:
     if device.index is not None:
         return device
     return torch.device(device.type, getattr(torch, device.type).current_device())
+
+
+def identity(device: torch.device) -> Hashable:
+    """What tells an accelerator from the others of its machine, the same in all processes: its number is not, as each may see
+    other devices (CUDA_VISIBLE_DEVICES). None for the CPU."""
+    import torch
+
+    if device.type not in ("cuda", "xpu"):
+        return None
+    properties = getattr(torch, device.type).get_device_properties(device)
+    uuid, bus = getattr(properties, "uuid", None), getattr(properties, "pci_bus_id", None)  # since torch 2.5, 2.8
+    if uuid is not None:
+        return str(uuid)
+    return device.index if bus is None else (properties.pci_domain_id, bus, properties.pci_device_id)
 
 
 def read_driver(device: torch.device, nvml: Any | None = None) -> DriverMemory:

@@ -21,7 +21,12 @@ _TEXTS = (
     "out of memory",
     "out_of_memory",
     "cublas_status_alloc_failed",
+    "cublas_status_not_initialized",  # handles are made at first use, and take memory
     "cudnn_status_alloc_failed",
+    "cudnn_status_not_initialized",
+    "unable to find an engine to execute this computation",  # every one of cuDNN's wants workspace: pytorch/pytorch#108645
+    "unable to find a valid cudnn algorithm",
+    "cufft_alloc_failed",
     "cusolver_status_alloc_failed",
     "cusparse_status_insufficient_resources",
     "hipblas_status_alloc_failed",

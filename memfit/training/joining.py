@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit._errors import RankFailed, UsageError
+from memfit.hardware.driver import identity
 from memfit.profiling.build import model_facts
 from memfit.ranks.ranks import Ranks
 
@@ -72,8 +73,7 @@ def start_alike(ranks: Ranks, model: nn.Module) -> None:
 
 def beside(ranks: Ranks, device: torch.device) -> int:
     """How many of the processes train on the device that this one trains on."""
-    index = device.index if device.type != "cpu" else None
-    mine = (socket.gethostname(), _boot(), device.type, index)
+    mine = (socket.gethostname(), _boot(), device.type, identity(device))
     return ranks.gather(mine, WRAPPING).count(mine)
 
 
