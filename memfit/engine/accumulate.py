@@ -18,7 +18,7 @@ from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
 from memfit.engine.composed import Composition
 from memfit.engine.context import without_autocast
-from memfit.engine.divisors import Divided, How
+from memfit.engine.divisors import Divided, How, read
 from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging
 from memfit.engine.terms import Term, Terms, is_only_term, standing_in
@@ -269,18 +269,18 @@ class Pass:
         value = value.to(self._dtype) if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=self._dtype)
         whole = Total(value, receivers, gradients, factor / self._scale, weight=self._weight())
         whole.samples = self._work.samples
-        whole.rivals = [_sum(counts, device) for counts in zip(*self.rivals)]
+        whole.rivals = [_sum(counts) for counts in zip(*self.rivals)]
         watched = [[term.count for term in terms] for terms in zip(*self.terms)]
-        whole.watched = [*(_sum(counts, device) for counts in watched), *self._divided.sums()]
+        whole.watched = [*(_sum(counts) for counts in watched), *self._divided.sums()]
         return whole
 
     def _weight(self) -> Factor:
         """What all micro-batches together weigh beside those of other processes."""
-        return _sum(self._counts, self._work.device) if self._counts else float(self._work.samples)
+        return _sum(self._counts) if self._counts else float(self._work.samples)
 
     def _share(self, exact: torch.dtype, device: torch.device) -> tuple[Factor, Factor]:
         """What the sums of the losses and of the gradients still have to be multiplied by."""
-        count = _sum(self._counts, device)
+        count = _sum(self._counts)
         # Without a single valid entry the loss is 0/0, as it would be whole, but torch's gradient of it is zero; in parts it is
         # that of other processes.
         nothing = 0.0 if self._staging.parts is None else 1.0
@@ -361,16 +361,24 @@ def checked_loss(loss: Any) -> torch.Tensor:
 def _weighted_sum(
     losses: Sequence[torch.Tensor | float], weights: Sequence[Count | float], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | float:
-    """On the host where everything is there already, else on the device."""
-    if not any(isinstance(value, torch.Tensor) for value in (*losses, *weights)):
-        return float(sum(loss * weight for loss, weight in zip(losses, weights)))
-    return _stacked(losses, dtype, device) @ _stacked(weights, dtype, device)
-
-
-def _stacked(values: Sequence[torch.Tensor | float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if not any(isinstance(value, torch.Tensor) for value in values):
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values])
+    """On the host where everything is there already, else on the device, without anything that has to get there first."""
+    by_weight: dict[float, list[torch.Tensor]] = {}
+    counted: list[tuple[torch.Tensor, torch.Tensor]] = []
+    on_host = 0.0
+    for loss, weight in zip(losses, weights):
+        if isinstance(weight, torch.Tensor):
+            there = loss.to(device) if isinstance(loss, torch.Tensor) else torch.full((), loss, dtype=dtype, device=device)
+            counted.append((there, weight.to(device)))
+        elif isinstance(loss, torch.Tensor):
+            by_weight.setdefault(weight, []).append(loss.to(device))
+        else:
+            on_host += loss * weight
+    sums = [torch.stack(found).to(dtype).sum() * weight for weight, found in by_weight.items()]
+    if counted:
+        values, counts = (torch.stack(each).to(dtype) for each in zip(*counted))
+        sums.append(values @ counts)
+    total = sum(sums[1:], sums[0]) if sums else on_host
+    return total + on_host if sums and on_host else total
 
 
 def wide(device: torch.device) -> torch.dtype:
@@ -387,12 +395,13 @@ def _value(loss: torch.Tensor) -> torch.Tensor | float:
     return value if value.untyped_storage().nbytes() <= 64 else value.clone()
 
 
-def _sum(counts: Sequence[Count], device: torch.device) -> Count:
+def _sum(counts: Sequence[Count]) -> Count:
     on_host = sum(count for count in counts if isinstance(count, int))
     on_device = [count for count in counts if isinstance(count, torch.Tensor)]
     if not on_device:
         return on_host
-    return torch.stack([*on_device, torch.as_tensor(on_host, dtype=on_device[0].dtype, device=device)]).sum()
+    total = torch.stack(on_device).sum()
+    return total + on_host if on_host else total
 
 
 def _not_a_loss(found: str, next_move: str) -> UsageError:
@@ -413,8 +422,8 @@ def _check_shares(terms: list[list[Term]], pieces: Sequence[int], device: torch.
     if len({len(found) for found in terms}) != 1:
         raise WeightsChanged("the number of known means differs between micro-batches")
     # The one host read of this path; only losses that mix known means with other terms come here.
-    flat = _stacked([term.count for found in terms for term in found], wide(device), device)
-    counts = flat.cpu().double().reshape(len(terms), -1)
+    found = read([term.count for found in terms for term in found], device, wide(device))
+    counts = torch.tensor(found, dtype=torch.float64).reshape(len(terms), -1)
     samples = torch.tensor(pieces, dtype=torch.float64)[:, None]
     expected = samples / samples.sum()
     actual = counts / counts.sum(0)

@@ -57,9 +57,7 @@ class Divided:
         numbers = [number for row in (self._weights, *rows) for number in row]
         if any(isinstance(number, FakeTensor) for number in numbers):
             return None
-        if any(isinstance(number, torch.Tensor) for number in numbers):
-            numbers = torch.stack([torch.as_tensor(n, dtype=dtype, device=device) for n in numbers]).tolist()
-        numbers, count = [float(number) for number in numbers], len(self._how)
+        numbers, count = read(numbers, device, dtype), len(self._how)
         weights, divisors = numbers[: len(rows)], numbers[len(rows) :]
         is_off = off_by(self._how, [divisors[i::count] for i in range(count)], weights) > CLOSE
         return "what the loss divides by is no longer in proportion to the weights" if is_off else None
@@ -68,6 +66,13 @@ class Divided:
         """What each divisor comes to over all samples; not a number where they do not add up."""
         adds = [how == ADDS for how in self._how]
         return [sum(column) if each else math.nan for each, column in zip(adds, zip(*(row or () for row in self._rows)))]
+
+
+def read(numbers: Sequence[Number], device: torch.device, dtype: torch.dtype) -> list[float]:
+    """On the host; waits for the device once, if some lie there."""
+    there = [number.to(device, dtype) for number in numbers if isinstance(number, torch.Tensor)]
+    found = iter(torch.stack(there).tolist() if there else ())
+    return [next(found) if isinstance(number, torch.Tensor) else float(number) for number in numbers]
 
 
 def divisors_of(loss: torch.Tensor, known: Sequence[Any] = ()) -> list[Number] | None:

@@ -4,7 +4,7 @@ arrives (a division, a GradScaler's scale, a sum of losses), moved and not copie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,14 +97,28 @@ def give(total: Total, factor: Factor, *, keep: bool) -> list[torch.Tensor | Non
     """The gradients times `factor`, in the receivers' precision; copies if they are to be kept, else moved out."""
     given: list[torch.Tensor | None] = []
     pending, total.gradients = total.gradients, list(total.gradients) if keep else []
+    scaled = () if keep else _scale_together(pending, factor)
     pending.reverse()
-    for receiver in total.receivers:
+    for index, receiver in enumerate(total.receivers):
         # One at a time and popped, so that nothing else holds a gradient when autograd takes it: then it is not copied.
         gradient = pending.pop()
         if gradient is None:
             _silence(receiver)
-        given.append(None if gradient is None else _scaled(gradient, factor, receiver.dtype, keep))
+        left = 1.0 if index in scaled else factor
+        given.append(None if gradient is None else _scaled(gradient, left, receiver.dtype, keep))
     return given
+
+
+def _scale_together(gradients: Sequence[torch.Tensor | None], factor: Factor) -> Container[int]:
+    """Multiply those gradients in place that one kernel can take at once; their indices."""
+    if isinstance(factor, float) and factor == 1.0:
+        return ()
+    device = factor.device if isinstance(factor, torch.Tensor) else None
+    found = {i: g for i, g in enumerate(gradients) if type(g) is torch.Tensor and g.layout is torch.strided}
+    alike = {i: g for i, g in found.items() if device is None or g.device == device}
+    if alike:
+        torch._foreach_mul_(list(alike.values()), factor)  # pyright: ignore[reportPrivateImportUsage]
+    return frozenset(alike)
 
 
 def _silence(receiver: torch.Tensor) -> None:
