@@ -7,10 +7,12 @@ overflow on the way at any scale that leaves something of them; those are handed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from memfit.engine.accumulate import wide
 from memfit.engine.context import Autocast, autocast_now
 from memfit.engine.handover import Total
 from memfit.engine.terms import nodes_of
@@ -31,10 +33,13 @@ class LossScale:
         self.scale = START
         self._good = 0
         self._before: float | None = None
+        self._incoming: torch.Tensor | None = None
+        """The factor that the script's latest backward came with; read together with what the next batch says."""
 
     @property
     def state(self) -> tuple[float, int]:
         """The scale, and the batches since it changed."""
+        self._are_finite([])
         return self.scale, self._good
 
     @state.setter
@@ -43,7 +48,7 @@ class LossScale:
 
     def accept(self, total: Total) -> Total:
         """`total` if it is finite, or cannot be made so. Raises Again, with a lower scale set, if it overflowed."""
-        if not _all_finite(total.gradients):
+        if not self._are_finite(total.gradients):
             if self.scale > SMALLEST and bool(torch.isfinite(total.value)):
                 self._lower()
                 raise Again
@@ -55,6 +60,22 @@ class LossScale:
             self.scale *= 2.0
         return total
 
+    def _are_finite(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether gradients are; takes the script's latest factor in, as waiting for the device once is enough."""
+        numbers = [_largest(gradients)] if any(gradient is not None for gradient in gradients) else []
+        if self._incoming is not None:
+            own = self._incoming.abs()
+            numbers.append(own.to(numbers[0]) if numbers else own)
+        found = torch.stack(numbers).tolist() if numbers else []
+        if self._incoming is not None:
+            self._follow(found.pop())
+            self._incoming = None
+        return all(map(math.isfinite, found))
+
+    def _follow(self, factor: float) -> None:
+        if factor > 1.0:
+            self.scale = min(factor, self.scale) if self._good else factor
+
     def _lower(self) -> None:
         self._before = self._before or self.scale
         self.scale = max(SMALLEST, self.scale / 16)
@@ -62,9 +83,7 @@ class LossScale:
 
     def seen(self, incoming: torch.Tensor) -> None:
         """The factor with which the script's backward arrived."""
-        factor = abs(float(incoming))
-        if factor > 1.0:
-            self.scale = min(factor, self.scale) if self._good else factor
+        self._incoming = incoming.detach().reshape(())
 
 
 def computes_in_half(
@@ -102,6 +121,9 @@ class HalfGraphs:
             raise Again
 
 
-def _all_finite(gradients: Sequence[torch.Tensor | None]) -> bool:
-    known = [g for g in gradients if g is not None]
-    return all(bool(torch.isfinite(g).all()) for g in known)
+def _largest(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The largest magnitude in them, on their device; not finite where one is not."""
+    dense = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients if g is not None]
+    norms = torch._foreach_norm([g for g in dense if g.numel()], math.inf)  # pyright: ignore[reportPrivateImportUsage]
+    device = dense[0].device
+    return torch.stack([norm.to(device, wide(device)) for norm in norms] or [torch.zeros((), device=device)]).max()
