@@ -41,8 +41,8 @@ def lower_precisions(parameters: Iterable[torch.Tensor], device: torch.device) -
         return ()
     if torch.is_autocast_enabled(device.type):
         return ()
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        return ("float16",)
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return ("float16",)  # (torch.cuda.is_bf16_supported() counts emulation, and asks the current device)
     return ("bfloat16", "float16")
 
 

@@ -126,8 +126,7 @@ class Stopwatch:
         return self._meter.held() - free_heap()
 
     def _now(self) -> float:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize()
+        _wait_for(self._device)
         return time.perf_counter()
 
     @contextmanager
@@ -247,10 +246,17 @@ def optimizer_seconds(optimizer: Optimizer, device: torch.device, limit: int = C
             p.grad = torch.zeros_like(p)
         begun = time.perf_counter()
         step(clone)
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize()
+        _wait_for(device)
         seconds.append(time.perf_counter() - begun)
     return min(seconds[1:]) / part
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait until the device has done what it was asked for; it need not be the current one."""
+    if device.type == "mps":
+        torch.mps.synchronize()
+    elif device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 def clone_of_optimizer(optimizer: Optimizer, limit: int) -> tuple[Optimizer, list[torch.Tensor], float]:

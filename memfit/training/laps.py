@@ -24,16 +24,17 @@ class Clock:
     """Points in the time of a device."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
 
     def now(self) -> Any:
         """This moment; None on a device that cannot tell."""
         if self._module is None:
             return time.perf_counter()
-        if not hasattr(self._module, "Event"):
+        if not (hasattr(self._module, "Event") and hasattr(self._module, "current_stream")):
             return None
         event = self._module.Event(enable_timing=True)
-        event.record()
+        event.record(self._module.current_stream(self._device))  # (another device may be the current one)
         return event
 
     def between(self, start: Any, stop: Any) -> float | None:
