@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from memfit._errors import RankFailed
+from memfit._errors import RankFailed, first_line
 
 T = TypeVar("T")
 TRIES = 3
@@ -56,6 +56,11 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     text = str(error).lower()
     return any(known in text for known in _TEXTS) or _ONEDNN.search(text) is not None
+
+
+def said_by(error: BaseException) -> str:
+    """What an error says of memory that ran out, without the state of the device and the advice that torch adds."""
+    return first_line(error).partition(" GPU ")[0]
 
 
 def free_unused(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from memfit.engine.accumulate import Weighting, Work
 from memfit.engine.shadow import shadow_optimizer, step
 from memfit.engine.staged import Staging, sparse_parameters
+from memfit.hardware.exhausted import patiently
 from memfit.kernels.target import Target
 from memfit.profiling.failures import telling_failures
 from memfit.profiling.fake import FakeWorld
@@ -211,12 +212,16 @@ def state_bytes(optimizer: Optimizer) -> int:
     missing = _bytes([p for p in trained if p not in optimizer.state])
     if not missing:
         return there
+    return there + int(missing * patiently(lambda: _state_per_byte(optimizer), trained[0].device))
+
+
+def _state_per_byte(optimizer: Optimizer) -> float:
+    """Bytes of state that the optimizer makes for one of parameters."""
     clone, chosen, _ = clone_of_optimizer(optimizer, limit=1 << 20)
     for p in chosen:
         p.grad = torch.zeros_like(p)
     step(clone)
-    made = sum(_bytes(_tensors(clone.state[p])) for p in chosen if p in clone.state)
-    return there + int(missing * made / max(1, _bytes(chosen)))
+    return sum(_bytes(_tensors(clone.state[p])) for p in chosen if p in clone.state) / max(1, _bytes(chosen))
 
 
 def state_there(optimizer: Optimizer) -> int:

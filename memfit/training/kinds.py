@@ -23,7 +23,7 @@ from memfit.batches.tree import tensors
 from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, Weighting, WeightsChanged, Work
 from memfit.engine.context import without_saved_tensors_hooks
 from memfit.engine.unchanged import Modified
-from memfit.hardware.exhausted import is_out_of_memory
+from memfit.hardware.exhausted import is_out_of_memory, said_by
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, keepable, search
 from memfit.profiling.build import CHECK
@@ -143,7 +143,7 @@ class Kinds:
         core.planner.measurer.ran_out(found.samples)
         if core.fixed is not None and core.active is not None:
             core.active.largest = min(core.active.largest, found.samples // 2)
-        said = f"{found.samples} samples ran out of memory as a whole ({first_line(error)}): such batches are cut from now on"
+        said = f"{found.samples} samples ran out of memory as a whole ({said_by(error)}): such batches are cut from now on"
         core.events.add(core.steps, "out of memory", said)
         return call
 

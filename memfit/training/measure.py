@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -216,7 +217,10 @@ class Measurer:
         return make_room
 
     def _optimizer_seconds(self, allowed: int) -> float:
-        return optimizer_seconds(self._optimizer, self._device, limit=max(1 << 20, min(64 << 20, allowed // 16)))
+        """Of a step of the optimizer, or of as much of it as there is memory for."""
+        seconds = partial(optimizer_seconds, self._optimizer, self._device)
+        smallest = partial(patiently, partial(seconds, limit=1 << 20), self._device)
+        return surviving(lambda: seconds(limit=max(1 << 20, min(64 << 20, allowed // 16))), self._device, lambda _: smallest())
 
     def possible(self, demand: Demand, measured: Profile | None = None) -> Demand:
         """The demand with only sizes that may run; by a profile as timed where there is one."""

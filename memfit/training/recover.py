@@ -12,11 +12,10 @@ from typing import TypeVar
 
 import torch
 
-from memfit._errors import first_line
 from memfit.engine.context import restore_tensors
 from memfit.engine.generators import HostDraws, RandomState
 from memfit.engine.staged import Staging
-from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory, patiently
+from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory, patiently, said_by
 from memfit.training.buffers import WrittenBuffers
 
 T = TypeVar("T")
@@ -74,7 +73,7 @@ class Recovery:
                     continue
                 if largest <= 1 or not is_out_of_memory(error):
                     raise
-                text = first_line(error)
+                text = said_by(error)
                 drop_frames(error)
             # Outside the except block: inside, the traceback would keep the failed frames' tensors alive.
             smaller = max(1, largest // 2)
@@ -90,7 +89,7 @@ def surviving(attempt: Callable[[], T], device: torch.device, otherwise: Callabl
     except BaseException as error:
         if not is_out_of_memory(error):
             raise
-        text = first_line(error)
+        text = said_by(error)
         drop_frames(error)
     free_unused(device)
     return otherwise(text)
