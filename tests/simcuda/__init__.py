@@ -16,7 +16,7 @@ copy from pinned memory goes unseen. Numbers are the CPU's, not a GPU's to the l
 the device is host memory that limits of the host count. Processes do not share a device's memory. Written for torch 2.13.
 """
 
-from .build import NoCompiler, built, compiler
+from .build import NoCompiler, built, compiler, native
 from .device import counters, fail_in, install, installed, reset_counters, set_capacity, set_others
 from .launch import environment, settings_of
 
@@ -29,6 +29,7 @@ __all__ = [
     "fail_in",
     "install",
     "installed",
+    "native",
     "reset_counters",
     "set_capacity",
     "set_others",

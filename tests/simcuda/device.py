@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ def install(
     native().configure(len(visible), [size(each[i]) for i in visible], size(context), held, poison, fused_attention)
     for i in range(len(visible)):
         set_others(others, i)
+        native().set_fraction(_fraction(), i)
     if first:
         from . import torch_c, torch_cuda
 
@@ -102,6 +104,13 @@ def _workspace(capability: tuple[int, int]) -> int:
     if parts:
         return sum(int(kib) * int(count) for kib, count in zip(parts[::2], parts[1::2])) << 10
     return WORKSPACE_FROM_HOPPER if capability >= (9, 0) else WORKSPACE
+
+
+def _fraction() -> float:
+    """`per_process_memory_fraction`, the one setting of the allocator that the CPU build of torch does not read itself."""
+    texts = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    found = re.search(r"per_process_memory_fraction:([\d.]+)", next(filter(None, texts), ""))
+    return float(found[1]) if found else 1.0
 
 
 def counters() -> dict[str, Any]:

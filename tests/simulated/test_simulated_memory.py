@@ -56,7 +56,7 @@ def test_other_processes_and_a_fraction_leave_less() -> None:
         taken(100 * MiB)
     simcuda.set_others(0)
     torch.cuda.set_per_process_memory_fraction(0.5)
-    with pytest.raises(torch.OutOfMemoryError, match="100.00 MiB allowed"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"100\.00 MiB allowed"):
         taken(120 * MiB)
     assert torch.cuda.mem_get_info() == (200 * MiB, 200 * MiB)
 
