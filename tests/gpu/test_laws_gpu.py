@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEVICES = [torch.device("cuda", index) for index in range(min(torch.cuda.device_count(), 2))]
 """The second one, where there is one, while the first is the current one."""
 BATCHES = (12, 7)
-QUICK = ("mlp", "gpt", "superres", "lstm")
+QUICK = ("mlp", "gpt", "superres", "lstm", "unet")
+AT_ONCE = (("mlp", 0), ("mlp", 1), ("gpt", 0), ("lstm", 1))
 MODES = ("accumulate", "replay", "step")
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -82,10 +83,14 @@ def tolerance(family: Family) -> float:
     return 1e-6 if family.name == "t5" else 1e-12  # T5's softmax runs in float32 whatever its parameters are
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("mode", ["script", "step"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+    ("name", "device"),
+    [
+        pytest.param(name, device, id=f"{name}-{device}", marks=() if (name, i) in AT_ONCE else pytest.mark.slow)
+        for name in FAMILIES
+        for i, device in enumerate(DEVICES)
+    ],
 )
 def test_the_familys_own_loss(name: str, mode: str, device: torch.device) -> None:
     family = FAMILIES[name]
@@ -102,15 +107,20 @@ def of_logits(family: Family, variant: Variant, mode: str) -> Loss:
     return loss
 
 
+def quick(family: Family, i: int, at: int) -> bool:
+    return family.name in QUICK and i % len(MODES) == at
+
+
 EVERY = [(family, variant) for family in FAMILIES.values() for variant in variants_for(family)]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("family", "variant"),
+    ("family", "variant", "mode"),
+    # Each loss of a quick family in one of the modes; the others are slow.
     [
-        pytest.param(f, v, id=f"{f.name}-{v.name}", marks=() if f.name in QUICK else pytest.mark.slow)
-        for f, v in EVERY
+        pytest.param(f, v, mode, id=f"{mode}-{f.name}-{v.name}", marks=() if quick(f, i, at) else pytest.mark.slow)
+        for i, (f, v) in enumerate(EVERY)
+        for at, mode in enumerate(MODES)
     ],
 )
 def test_every_loss(family: Family, variant: Variant, mode: str) -> None:

@@ -70,8 +70,8 @@ def _let_go() -> None:
 
     def begin_another_one() -> None:
         for index in range(torch.cuda.device_count()):
-            with contextlib.suppress(RuntimeError):
-                torch.ones((), device=torch.device("cuda", index), requires_grad=True).backward()
+            nothing = torch.empty(0, device=torch.device("cuda", index))  # which a full device has room for
+            nothing.clone().requires_grad_().view(0).backward(nothing)
 
     thread = threading.Thread(target=begin_another_one)
     thread.start()
