@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import sys
-import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,11 @@ def install(
         set_others(others, i)
         native().set_fraction(_fraction(), i)
     if first:
-        from . import torch_c, torch_cuda
+        from . import collectives, torch_c, torch_cuda
 
         torch_c.fill(native(), capability=tuple(capability))
         torch_cuda.fill(native(), name=name, capability=tuple(capability), visible=visible)
+        collectives.fill()
         atexit.register(_let_go)
 
 
@@ -62,20 +63,13 @@ def installed() -> bool:
 
 def _let_go() -> None:
     """Wait until autograd's threads have let go of the last backward: one that still does while Python ends aborts the process
-    (with a GPU, too). Each lets go before it begins another one, and one of a new thread holds nothing of Python's."""
+    (with a GPU, too)."""
     import torch
 
-    if torch.cuda._is_in_bad_fork() or not _autograd_has_threads():
-        return
-
-    def begin_another_one() -> None:
-        for index in range(torch.cuda.device_count()):
-            nothing = torch.empty(0, device=torch.device("cuda", index))  # which a full device has room for
-            nothing.clone().requires_grad_().view(0).backward(nothing)
-
-    thread = threading.Thread(target=begin_another_one)
-    thread.start()
-    thread.join()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        time.sleep(0.2)  # gloo's threads do the same, and nobody can ask them
+    if _autograd_has_threads() and not torch.cuda._is_in_bad_fork():
+        native().begin_another_backward()
 
 
 def _autograd_has_threads() -> bool:

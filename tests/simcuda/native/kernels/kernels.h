@@ -52,4 +52,10 @@ Four efficient_attention_backward(const Tensor& grad, const Tensor& q, const Ten
                                   std::array<bool, 4>, bool causal, std::optional<double> scale);
 void install_attention_choice();
 
+// collectives.cpp: those of torch.distributed over the device's tensors run over the host's, on the same memory
+void install_staging();
+
+// ending.cpp
+void begin_another_backward();
+
 }  // namespace simcuda

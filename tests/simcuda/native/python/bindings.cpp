@@ -57,6 +57,7 @@ PYBIND11_MODULE(_simcuda, m) {
   c10::SetAllocator(c10::DeviceType::CUDA, allocator(), 1);
   install_hooks();
   install_attention_choice();
+  install_staging();
 
   m.def("configure", &configure);
   m.def("device_count", [] { return settings.devices; });
@@ -77,5 +78,6 @@ PYBIND11_MODULE(_simcuda, m) {
   m.def("count_by_operator", [](bool on) { counters.by_operator = on; });
   m.def("counters", &counted);
   m.def("reset_counters", &reset_counters);
+  m.def("begin_another_backward", &begin_another_backward, py::call_guard<py::gil_scoped_release>());
   bind_memory(m);
 }
