@@ -10,6 +10,8 @@ It lives in processes of its own: autograd makes its threads for the devices tha
 other test of a process would see a GPU. `launch` gives a command an environment in which Python begins with the device there
 (`site/sitecustomize.py`), children of that command included; tests say `import simcuda`, which is this package then.
 
+`torch.distributed` works by the name of nccl: collectives run over gloo, on the same memory.
+
 Not covered: what kernels hold inside while they run (scratch), flash attention and cuDNN's kernels, CUDA graphs (refused by
 name), seconds and overlap of any kind: every operation is done when the call returns, so a missing wait for a stream or for a
 copy from pinned memory goes unseen. Numbers are the CPU's, not a GPU's to the last bit, and random draws are others. Memory of

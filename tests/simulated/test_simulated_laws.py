@@ -176,6 +176,43 @@ def test_evaluation_runs_in_pieces(mode: str) -> None:
     torch.testing.assert_close(out.cpu(), want)
 
 
+def runs_by_hand(micro_batch: int, batch: tuple[Tensor, Tensor]) -> bool:
+    """Whether a loop that accumulates has room for micro-batches of that size."""
+    model = net(torch.float32)
+    optimizer = AdamW(model.parameters())
+    try:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for x, y in zip(*(each.split(micro_batch) for each in batch)):
+                (F.cross_entropy(model(x.cuda()), y.cuda()) * len(x) / len(batch[0])).backward()
+            optimizer.step()
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+@pytest.mark.xfail(strict=True, reason="its own cached blocks count as held")
+@pytest.mark.parametrize("capacity", [60, *(pytest.param(capacity, marks=pytest.mark.slow) for capacity in (28, 40, 100, 200))])
+def test_what_is_planned_is_near_what_a_loop_by_hand_has_room_for(capacity: int) -> None:
+    batch = points(4096, "cpu", dtype=torch.float32)
+    simcuda.set_capacity(capacity * MiB)
+    by_hand = max((size for size in (32, 64, 128, 256, 512, 1024, 2048, 4096) if runs_by_hand(size, batch)), default=0)
+    assert by_hand > 0
+    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = net(torch.float32)
+    loader: Any = DataLoader(TensorDataset(*batch), batch_size=4096)
+    run = memfit.wrap(model, AdamW(model.parameters()), loader, loss_fn=on_the_device)
+    for each in run.loader:
+        run.step(each)
+    assert run.plan is not None and 2 * run.plan.micro_batch >= by_hand
+
+
+def on_the_device(model: nn.Module, batch: Any) -> Tensor:
+    return loss_fn(model, [each.cuda() for each in batch])
+
+
 def waits(step: Callable[[], Any], times: int = 6) -> int:
     """The most often that the host waited in a step, once what is learned in the first ones is known."""
     found = []
