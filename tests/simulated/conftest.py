@@ -20,7 +20,8 @@ def whole() -> Iterator[None]:
     import simcuda
     import torch
 
-    for device in range(torch.cuda.device_count()):
+    before = [torch.cuda.get_device_properties(device).total_memory for device in range(torch.cuda.device_count())]
+    for device in range(len(before)):
         simcuda.set_capacity("4GiB", device)
         simcuda.set_others(0, device)
         simcuda.fail_in(-1, device)
@@ -31,5 +32,7 @@ def whole() -> Iterator[None]:
     yield
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.set_per_process_memory_fraction(1.0)
+    for device, capacity in enumerate(before):
+        simcuda.set_capacity(capacity, device)
     # What a failing test's traceback holds would count for the next one.
     sys.last_traceback = None
