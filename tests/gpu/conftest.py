@@ -17,7 +17,7 @@ SLOW = (
     "test_a_history_that_begins_in_the_middle_is_replayed",
     "test_gradients_are_those_of_the_whole_batch",
 )
-QUICK = [f"test_gradients_are_those_of_the_whole_batch[{name}]" for name in ("mlp", "lora", "bert", "frozen")]
+QUICK = [f"test_gradients_are_those_of_the_whole_batch[{name}]" for name in ("mlp", "lora", "frozen")]
 REFUSED = {"test_a_captured_graph_has_its_own_pool": "the simulated device has no CUDA graphs"}
 FAULTS = {
     "test_the_peak_stays_within_the_budget_and_near_the_prediction": "peak_measured is None where a plan counts cached blocks",

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DEVICES = [torch.device("cuda", index) for index in range(min(torch.cuda.device_count(), 2))]
 """The second one, where there is one, while the first is the current one."""
 BATCHES = (12, 7)
-QUICK = ("mlp", "gpt", "superres", "lstm", "unet")
+QUICK = ("mlp", "gpt", "superres")
 AT_ONCE = (("mlp", 0), ("mlp", 1), ("gpt", 0), ("lstm", 1))
 MODES = ("accumulate", "replay", "step")
 
