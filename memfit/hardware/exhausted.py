@@ -70,6 +70,14 @@ def free_unused(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
+def release_workspaces(device: torch.device) -> None:
+    """Let go of the workspaces that cuBLAS keeps per thread and stream: what is predicted has them in it. The next product of
+    matrices makes its own again."""
+    release = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if device.type == "cuda" and release is not None:
+        release()
+
+
 def patiently(make: Callable[[], T], device: torch.device) -> T:
     """`make()`, which changes nothing where it fails, again where memory ran out in it."""
     for _ in range(TRIES - 1):

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from memfit.engine.staged import bytes_here
 from memfit.hardware.budget import Budget
 from memfit.hardware.device import photograph
+from memfit.hardware.exhausted import release_workspaces
 from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.planning.plan import Plan
@@ -51,7 +52,7 @@ class Memory:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device, budget: Budget) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
-        give_back_free_heap()
+        self._give_back()
         self._coming: list[tuple[Optimizer, int]] = []
         self._state = 0
         self._seen: int | None = None
@@ -92,7 +93,7 @@ class Memory:
     def budget(self) -> Budget:
         """The budget with what is held now beside the tensors that profiles count, or will be by other models, and with what
         can still be had now."""
-        give_back_free_heap()
+        self._give_back()
         known = self._known_bytes()
         coming = sum(max(0, size - state_there(optimizer)) for optimizer, size in self._coming)
         coming += sum(other.lacking(self) for other in _TRAINING)
@@ -195,6 +196,11 @@ class Memory:
     def running(self) -> AbstractContextManager[None]:
         """What micro-batches run in."""
         return _without_onednn() if self.no_new_kernels else nullcontext()
+
+    def _give_back(self) -> None:
+        """What planning, or a step, has left behind and what comes makes anew is not held."""
+        give_back_free_heap()
+        release_workspaces(self._device)
 
     def _known_bytes(self) -> int:
         """Bytes of the tensors that profiles count: parameters, buffers, gradients, optimizer state."""

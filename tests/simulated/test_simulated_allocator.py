@@ -16,7 +16,6 @@ import pytest
 import simcuda
 import torch
 
-from memfit._errors import UsageError
 from memfit.allocators.caching import CachingAllocator
 from memfit.allocators.events import Exhausted
 from memfit.allocators.layout import layout_of
@@ -151,7 +150,6 @@ def test_the_programs_run_out_of_memory(conf: str, request: pytest.FixtureReques
     assert torch.cuda.memory_stats()["num_ooms"] - before == both.mine.failures > 0
 
 
-@pytest.mark.xfail(strict=True, raises=UsageError, reason="a snapshot with a frame inside a tuple is refused")
 def test_snapshots_are_read_wherever_their_frames_begin(tmp_path: Path) -> None:
     """Pickles of more than 64 KiB are cut into frames, between any two values."""
     torch.cuda.memory._record_memory_history(context=None)
