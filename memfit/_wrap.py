@@ -32,6 +32,7 @@ from memfit._values import check_flag
 from memfit.engine.intercept import interception_of, is_compiled
 from memfit.hardware.budget import Budget, budget_for, probe, shared_among
 from memfit.hardware.catalogue import Card
+from memfit.hardware.exhausted import free_unused
 from memfit.loading.iterate import PassedThrough
 from memfit.loading.loader import EffectiveLoader, leftover
 from memfit.loading.pool import planning_pool
@@ -237,6 +238,8 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
         _agree_to_begin(ranks, model, optimizer, loader, given.target_batch, loss_fn, settings.precision)
         plan = plan if plan is None else plan.on_rank(ranks.rank, ranks.size)
         settings = replace(settings, rank=ranks.rank, ranks=ranks.size)
+    if device.type != "cpu":
+        free_unused(device)  # (a model that memfit wrapped holds what trains it, which holds the model: a cycle)
     allowed, card = _allowed(given.budget, device, asked)
     together = 1 if ranks is None else beside(ranks, device)
     allowed = shared_among(allowed, together) if given.budget is None else allowed
