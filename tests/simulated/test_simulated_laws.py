@@ -91,7 +91,7 @@ def test_a_batch_that_does_not_fit_trains_in_pieces(mode: str) -> None:
 
 
 @MODES
-@pytest.mark.parametrize("allocation", [0, 7, 20])
+@pytest.mark.parametrize("allocation", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 12, 20, 31))])
 def test_an_allocation_that_fails_in_a_step_is_survived(mode: str, allocation: int) -> None:
     batches = [points(64, seed=seed) for seed in range(3)]
     want, model = plainly(batches), net()
@@ -219,7 +219,8 @@ REPLANNED = pytest.mark.xfail(
 
 
 @pytest.mark.parametrize("mode", [pytest.param("script", marks=REPLANNED), "step"])
-@pytest.mark.parametrize("how", ["others", pytest.param("fraction", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["others", "fraction"])
 def test_less_memory_from_one_step_to_the_next_is_survived(how: str, mode: str) -> None:
     batches = [points(2048, "cpu", seed=seed) for seed in range(3)]
     want, model = plainly(batches), net()
