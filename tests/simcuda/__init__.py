@@ -7,7 +7,7 @@ of the device, and drawn from generators of its own; streams, events, autocast, 
 every place where the host would wait for the device is counted (`counters`).
 
 It lives in processes of its own: autograd makes its threads for the devices that there are at the first backward, and every
-other test of a process would see a GPU. `launch` gives a command an environment in which Python begins with the device there
+other test of a process would see a GPU. `environment` is one for commands in which Python begins with the device there
 (`site/sitecustomize.py`), children of that command included; tests say `import simcuda`, which is this package then.
 
 `torch.distributed` works by the name of nccl: collectives run over gloo, on the same memory.
