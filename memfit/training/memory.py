@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.engine.staged import bytes_here
-from memfit.hardware.budget import Budget
+from memfit.hardware.budget import Budget, margin_for
 from memfit.hardware.device import photograph
 from memfit.hardware.exhausted import release_workspaces
 from memfit.hardware.heap import free_heap, give_back_free_heap
@@ -100,7 +100,9 @@ class Memory:
         held = max(0, self._base + self._meter.in_use() - known - self._start) + coming
         # Planning itself, libraries and other processes have taken memory since the first look.
         free = photograph(self._device).free
-        return replace(self._budget, held=held, limit=min(self._budget.limit, held + known + free))
+        limit = min(self._budget.limit, held + known + free)
+        margin = min(self._budget.margin, margin_for(self._device.type, limit))
+        return replace(self._budget, held=held, limit=limit, margin=margin)
 
     def left(self) -> int:
         """Bytes that can be had now beside all that is held."""

@@ -213,12 +213,7 @@ def on_the_device(model: nn.Module, batch: Any) -> Tensor:
     return loss_fn(model, [each.cuda() for each in batch])
 
 
-REPLANNED = pytest.mark.xfail(
-    strict=True, raises=memfit.DoesNotFit, reason="where less is left than at first, the margin stays that of the first look"
-)
-
-
-@pytest.mark.parametrize("mode", [pytest.param("script", marks=REPLANNED), "step"])
+@pytest.mark.parametrize("mode", ["script", "step"])
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["others", "fraction"])
 def test_less_memory_from_one_step_to_the_next_is_survived(how: str, mode: str) -> None:
