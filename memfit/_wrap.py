@@ -238,8 +238,6 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
         _agree_to_begin(ranks, model, optimizer, loader, given.target_batch, loss_fn, settings.precision)
         plan = plan if plan is None else plan.on_rank(ranks.rank, ranks.size)
         settings = replace(settings, rank=ranks.rank, ranks=ranks.size)
-    if device.type != "cpu":
-        free_unused(device)  # (a model that memfit wrapped holds what trains it, which holds the model: a cycle)
     allowed, card = _allowed(given.budget, device, asked)
     together = 1 if ranks is None else beside(ranks, device)
     allowed = shared_among(allowed, together) if given.budget is None else allowed
@@ -390,6 +388,8 @@ def _allowed(budget: int | float | str | None, device: torch.device, asked: Aske
     """The budget, and the GPU it is for where the command line asks for one that is not here; what the script allows itself is
     for the device that is."""
     if asked is None or asked.card is None:
+        if device.type != "cpu":
+            free_unused(device)  # (a model that memfit wrapped holds what trains it, which holds the model: a cycle)
         return probe(budget=budget, device=device), None
     return budget_for(asked.card.as_device(), asked.budget), asked.card
 

@@ -706,6 +706,8 @@ class Told:
     def held(self) -> int:
         return self.now
 
+    in_use = held
+
     def peak(self) -> int:
         return self.most
 
