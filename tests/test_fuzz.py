@@ -72,6 +72,8 @@ FOUND = (
     {"body": "gru", "pack": "loss_out", "arithmetic": "own_function", "gradients": "hook_counts"},
     {"calls": "adversarial", "setting": "split"},
     {"calls": "catenated", "setting": "split"},
+    {"twist": "by_max_item", "setting": "weight", "micro": "2"},
+    {"twist": "batchnorm", "micro": "auto", "fault": "forward 1"},
     {"body": "encoder", "twist": "cached_mask", "state": "ema_data", "evaluation": "inference", "micro": "1"},
 )
 """What differed silently or crashed once, by what it takes."""

@@ -55,6 +55,8 @@ class Moves:
     """The first place that has no rule."""
     again: tuple[list[Any], list[list[Any]]] | None = None
     """Where state is composed: what the whole and the parts give when they run once more, from the state that they left."""
+    decides: str | None = None
+    """The line that decides by values of the batch which it reads."""
 
     def misread(self) -> Deviation:
         """State that is composed, and that a later forward reads otherwise in parts than as a whole."""

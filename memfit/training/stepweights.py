@@ -35,7 +35,7 @@ from memfit.training.recover import on_fewer, surviving
 from memfit.training.steptasks import Tasks
 from memfit.training.together import OF_SHARES
 from memfit.training.ways import ways_of
-from memfit.training.weigh import PROBED, infer_weighting
+from memfit.training.weigh import DECIDES, PROBED, infer_weighting
 
 LOOSE = 1e-2
 """Deviation that a proof allows from which on that is said."""
@@ -199,6 +199,8 @@ class Weigher:
             core.note("note", f"the loss computes in half precision: that samples do not mix is proven to {close} only")
         if self.weighting is not None and moves.deviation is not None and not self._accepts(moves.deviation):
             self.run_together(f"it moves state at every call, in parts otherwise than as a whole: {moves.deviation.where}")
+        elif self._stated is not None and moves.decides is not None:
+            self.run_together(f"{DECIDES} ({moves.decides})")
         elif self._stated is not None:
             return
         elif self.weighting is not None and self.weighting.doubt is not None:

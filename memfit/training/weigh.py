@@ -36,6 +36,9 @@ PROBED = 32 * MiB
 """Bytes of parameters whose gradients are compared in a proof."""
 
 
+DECIDES = "it decides by values that it reads of the batch"
+
+
 def infer_weighting(
     work: Work,
     sizes: Sequence[int],
@@ -55,6 +58,8 @@ def infer_weighting(
     found = look(by_operations=False) or look(by_operations=True)
     assert found is not None  # the second look takes every draw
     weighting, deviation, moves, foreign = found
+    if weighting is not None and moves.decides is not None:
+        weighting = replace(weighting, doubt=f"{DECIDES} ({moves.decides})")
     # What the loss function makes for itself, each time it runs, is gone by now.
     staging.stage_also([leaf for leaf in (reference() for reference in foreign) if leaf is not None])
     return weighting, deviation, moves
@@ -127,8 +132,7 @@ def _inferred(
         return answered.loss, answered.gradients
 
     chosen, deviation = _choose(whole, parts, counts)
-    if chosen is not None and (line := decided(reads, looks, put, partial(same, (whole.loss, whole.gradients)))) is not None:
-        chosen = replace(chosen, doubt=f"it decides by values that it reads of the batch ({line})")
+    moves = replace(moves, decides=decided(reads, looks, put, partial(same, (whole.loss, whole.gradients))))
     known = {id(p) for p in staged}
     return chosen, deviation, moves, [leaf for leaf in reached if id(leaf()) not in known]
 
