@@ -287,7 +287,7 @@ def test_calls_without_a_target_are_left_to_torch() -> None:
     assert known.bind((torch.zeros(2),), {}) is None and known.bind((), {"target": torch.zeros(2)}) is None
 
 
-@pytest.mark.parametrize("function", {case[0] for case in CASES.values()}, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", dict.fromkeys(case[0] for case in CASES.values()), ids=lambda f: f.__name__)
 def test_names_and_defaults_are_torchs(function: Any) -> None:
     known = known_loss(function)
     assert known is not None
