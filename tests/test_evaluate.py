@@ -172,6 +172,34 @@ def test_masks_that_an_evaluation_made_may_be_trained_with(in_steps: bool, place
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize("then", ["train", "verify"])
+def test_what_an_evaluation_keeps_is_made_fit_for_training_once_training_comes(then: str, in_steps: bool) -> None:
+    model, x = Masked("attribute"), numbers(12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn = (lambda m, batch: m(batch).square().mean()) if in_steps else None
+    run = memfit.wrap(model, optimizer, loss_fn=loss_fn, micro_batch=2)
+
+    def train() -> None:
+        if in_steps:
+            run.step(x)
+        else:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train()
+    for _ in range(3):
+        with torch.inference_mode():
+            model(x[:2])
+        assert model.attribute is not None and model.attribute.is_inference()
+    if then == "train":
+        train()
+    else:
+        assert memfit.verify(run).passed
+    assert model.attribute is not None and not model.attribute.is_inference()
+
+
 def test_frozen_models_are_cut_without_no_grad() -> None:
     model, x = Net().requires_grad_(False), numbers(9000)
     trained = nn.Linear(4, 2)

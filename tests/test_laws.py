@@ -7,27 +7,21 @@ normalise by batch statistics run with those frozen: what they couple is the one
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers import fixed_plan, wrapped
 from pairwise import marked
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 from zoo import FAMILIES, Family, first_batch
 from zoo.losses import Variant, variants_for
-from zoo.plain import Gradients, gradients_of, optimizer_and_schedule, relative_error, train_plain
+from zoo.plain import Gradients, optimizer_and_schedule, relative_error, train_plain
+from zoo.sides import Loss, batches, built, of_logits, script_gradients, step_gradients, tolerance
 
 import memfit
-from memfit import Run
-
-BATCHES = (12, 7)
-"""Samples of two batches in a row, in micro-batches of at most 5: 4 + 4 + 4 and 4 + 3."""
-
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 def named(families: Any) -> pytest.MarkDecorator:
@@ -41,40 +35,6 @@ def required(request: pytest.FixtureRequest) -> None:
     family = callspec.params.get("family") if callspec else None
     for package in family.requires if family else ():
         pytest.importorskip(package)
-
-
-def built(family: Family, dtype: torch.dtype = torch.float64) -> nn.Module:
-    model = family.build(dtype=dtype)
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.eval()
-    return model
-
-
-def batches(family: Family, dtype: torch.dtype = torch.float64) -> list[Any]:
-    return [first_batch(family, n, dtype=dtype, seed=i) for i, n in enumerate(BATCHES)]
-
-
-def tolerance(family: Family) -> float:
-    return 1e-6 if family.name == "t5" else 1e-12  # T5's softmax runs in float32 whatever its parameters are
-
-
-def script_gradients(model: nn.Module, loss: Loss, batches: list[Any]) -> list[Gradients]:
-    """What an ordinary loop leaves after each batch."""
-    found = []
-    for batch in batches:
-        model.zero_grad()
-        loss(model, batch).backward()
-        found.append(gradients_of(model))
-    return found
-
-
-def step_gradients(run: Run, batches: list[Any]) -> list[Gradients]:
-    found = []
-    for batch in batches:
-        run.step(batch)
-        found.append(gradients_of(run.model))
-    return found
 
 
 def worst(got: list[Gradients], want: list[Gradients]) -> float:
@@ -93,16 +53,6 @@ def compare(family: Family, loss: Loss, mode: str) -> float:
         return worst(step_gradients(wrapped(model, 5, optimizer=frozen_rate(model), loss_fn=loss), data), want)
     wrapped(model, 5)
     return worst(script_gradients(model, loss, data), want)
-
-
-def of_logits(family: Family, variant: Variant, mode: str) -> Loss:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        logits = family.logits(model, batch)
-        if mode == "replay":
-            logits.detach().sum()  # whoever reads the output before the loss gets it, and its gradient by replay
-        return variant.loss(logits, batch)
-
-    return loss
 
 
 @named(FAMILIES.values())

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from helpers import wrapped
 from pairwise import marked
 from processes import Processes
-from test_laws import batches, built, frozen_rate, of_logits, script_gradients, step_gradients, tolerance, worst
+from test_laws import frozen_rate, worst
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from zoo import FAMILIES, Family
 from zoo.losses import variants_for
 from zoo.plain import Gradients, gradients_of, parts
+from zoo.sides import batches, built, of_logits, script_gradients, step_gradients, tolerance
 
 import memfit
 from memfit.levers.checkpoint import candidate_blocks

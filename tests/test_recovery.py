@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from helpers import Aside, Notes, mlp, points, unseen, wrapped
 from stepping import PieceSizes, is_fake, plain, sgd, stepper
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.plain import relative_error
 
 import memfit
@@ -562,6 +563,51 @@ def test_what_a_failed_whole_may_have_moved_is_not_run_again() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         known(model, *points())
     assert model.calls == 3
+
+
+class Bank(Net):
+    """Holds rows that its forward may write."""
+
+    def __init__(self, *, written: bool) -> None:
+        super().__init__()
+        self.written = written
+        self.register_buffer("rows", torch.zeros(977, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.written:
+            self.rows.add_(1)
+        return super().forward(x)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of tensors of a shape."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = "clone" in str(function) or "_to_copy" in str(function)
+        self.count += named and tuple(args[0].shape) == self.shape
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_whole_call_copies_no_buffers(planned: bool, written: bool) -> None:
+    model = Bank(written=written)
+    running_whole(model, known, planned)
+    with Copies(977, 3) as copies:
+        known(model, *points()).backward()
+    assert copies.count == 0
+    model.fuse.arm(TEXTS["torch"])
+    before = model.rows.clone()
+    if not written:
+        model(points()[0])
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            model(points()[0])
+    assert torch.equal(model.rows, before + written)
 
 
 @pytest.mark.parametrize("loss", [known, unknown])

@@ -17,7 +17,24 @@ _SKIPPED = frozenset(vars(nn.Module())) - {"_buffers"}
 """Attributes that every module has: parameters, other modules, hooks."""
 
 
-def make_savable(model: nn.Module) -> None:
+class Caches:
+    """Those of one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._from_inference = model, False
+
+    def evaluated(self) -> None:
+        """A forward without gradients has just ended."""
+        self._from_inference = self._from_inference or torch.is_inference_mode_enabled()
+
+    def trains(self) -> None:
+        """A training forward comes. Not after each evaluation: generation makes a cache of keys for every token."""
+        if self._from_inference:
+            self._from_inference = False
+            _make_savable(self._model)
+
+
+def _make_savable(model: nn.Module) -> None:
     """Make inference tensors that attributes of the model's modules hold, in containers too, ordinary ones."""
     made = Ordinary()
     with torch.inference_mode(False):

@@ -72,9 +72,9 @@ def free_unused(device: torch.device) -> None:
 
 def release_workspaces(device: torch.device) -> None:
     """Let go of the workspaces that cuBLAS keeps per thread and stream: what is predicted has them in it. The next product of
-    matrices makes its own again."""
+    matrices makes its own again. A graph that is being captured runs again in those that it has met."""
     release = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if device.type == "cuda" and release is not None:
+    if device.type == "cuda" and release is not None and not torch.cuda.is_current_stream_capturing():
         release()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +30,31 @@ class WrittenBuffers:
     def declare(self, names: Iterable[str]) -> None:
         """These buffers are written, as tracing found."""
         self._written = frozenset(names)
+
+    @property
+    def written(self) -> bool:
+        """Whether any may be written."""
+        names = (name for name, _ in self._model.named_buffers())
+        return any(self._written is None or name in self._written for name in names)
+
+    def watched(self) -> Callable[[], bool]:
+        """What puts batch norm's statistics back and tells whether all other buffers are as they are now. It copies none of
+        those: a memory bank may be as large as the model."""
+        norms = [module for module in self._model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+        copies = [(b, b.detach().clone()) for norm in norms for b in norm.buffers(recurse=False)]
+        copied = {id(b) for b, _ in copies}
+
+        def looks() -> list[tuple[int, int]]:
+            others = (b for b in self._model.buffers() if id(b) not in copied)
+            return [(id(b), 0 if b.is_inference() else b._version) for b in others]
+
+        before = looks()
+
+        def put_back() -> bool:
+            restore_tensors(copies)
+            return looks() == before
+
+        return put_back
 
     def snapshot(self) -> Copies:
         """Copies of the buffers that may be written."""

@@ -21,6 +21,7 @@ from memfit.engine.composed import Composition
 from memfit.engine.context import Autocast, in_functional_call
 from memfit.engine.generators import HostDraws
 from memfit.engine.handover import Total
+from memfit.engine.inference import Caches
 from memfit.engine.modules import normalises_batches
 from memfit.engine.staged import Staging, bytes_here, check_nothing_escaped
 from memfit.hardware.budget import Budget
@@ -111,6 +112,7 @@ class Core:
         self.known = {id(p): p for p in model.parameters()}
         """The model's own parameters, by their ids."""
         self.buffers = WrittenBuffers(model)
+        self.caches = Caches(model)
         self.events = Events()
         self.memory = (Memory if settings.card is None else CardMemory)(model, optimizer, device, budget)
         self.planner = Planner(model, optimizer, device, self.memory, settings, self.staging)

@@ -55,6 +55,18 @@ class Recovery:
 
         return put_back, random
 
+    def watched(self) -> Callable[[], bool]:
+        """As `remembered`, without copies of buffers other than batch norm's: what puts all else back, and tells whether these
+        are as they are now."""
+        random, buffers = RandomState.capture(self._device, host=self.host_draws.kept), self._buffers.watched()
+
+        def put_back() -> bool:
+            self._staging.discard()
+            random.restore(self._device)
+            return buffers()
+
+        return put_back
+
     def run(self, attempt: Callable[[int], T], largest: int) -> T:
         """`attempt(largest)`, with smaller values after each out-of-memory error; at 1 the error is the user's.
 

@@ -121,6 +121,7 @@ class Run:
         if self._stepper is None or self._core is None:
             return self._plain_step(batch)
         self._clock.begin()
+        self._core.caches.trains()
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._stepper.loss(batch)
         value = loss.detach()
@@ -193,6 +194,7 @@ class Run:
         """Compare one effective batch both ways, whole and in micro-batches; the result also goes into the report."""
         if self._core is not None:
             self._core.memory.rest()
+            self._core.caches.trains()
         from memfit.reporting.plain import SWITCHED_ON_BY
         from memfit.training.verify import verification_of
 

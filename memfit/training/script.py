@@ -24,7 +24,6 @@ from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weightin
 from memfit.engine.context import in_checkpoint, outside_transforms, without_inference_mode, without_saved_tensors_hooks
 from memfit.engine.generators import RandomState
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
-from memfit.engine.inference import make_savable
 from memfit.engine.joined import joined
 from memfit.engine.staged import let_go
 from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
@@ -99,6 +98,7 @@ class Script:
             return output
         self.calls += 1
         core = self._core
+        core.caches.trains()
         args, kwargs = _all_computed((args, kwargs))  # the output of another call may be this one's input
         with self.aside(), self._core.announcing():
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples())
@@ -122,8 +122,7 @@ class Script:
         self._run_earlier()
         with self._going_through():
             output = self._evaluations.answer(name, plain, args, kwargs)
-        if torch.is_inference_mode_enabled():
-            make_savable(self._core.model)
+        self._core.caches.evaluated()
         return output
 
     def _rest(self, *, alone: bool = False) -> None:
@@ -140,7 +139,7 @@ class Script:
         UNDERWAY.make_room(None)
         if core.together is not None:
             return self._whole_of_all(lambda: plain(*args, **kwargs)), None
-        put_back, _ = core.recovery.remembered()
+        put_back = core.recovery.watched()
         try:
             return plain(*args, **kwargs), None
         except BaseException as error:
@@ -149,8 +148,7 @@ class Script:
             drop_frames(error)
             failed = error
         free_unused(core.device)
-        put_back()
-        call = self._kinds.cut_instead(name, plain, tree, self._batch_samples(), failed)
+        call = self._kinds.cut_instead(name, plain, tree, self._batch_samples(), failed) if put_back() else None
         if call is None:
             raise failed
         return None, call
@@ -593,7 +591,7 @@ class Script:
         over; what the model raises then as well is the script's own. `begun`: the random state that it began with, if it did;
         `ran`: whether its micro-batches were done, so that nothing has put state back."""
         core = self._core
-        if not self._kinds.runs_whole_after(call, error) or (ran and (call.composition.moved or core.buffers.snapshot())):
+        if not self._kinds.runs_whole_after(call, error) or (ran and (call.composition.moved or core.buffers.written)):
             return False
         core.staging.discard()
         for state in begun:

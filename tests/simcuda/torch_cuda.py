@@ -108,6 +108,7 @@ def fill(native: Any, *, name: str, capability: tuple[int, int], visible: Sequen
     here._CudaDeviceProperties, here._get_device_properties = Properties, properties
     here.default_generators = tuple(native.default_generator(i) for i in range(native.device_count()))
     here.CUDAGraph = here.graphs.CUDAGraph = here.MemPool = here.memory.MemPool = _NoGraph
+    here.is_current_stream_capturing = here.graphs.is_current_stream_capturing = lambda: False
     torch.version.cuda = "12.8"
     torch.backends.cudnn.is_acceptable = lambda tensor: False  # without the warning that there is none
     _fill_storage()
