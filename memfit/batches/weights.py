@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 FEW = 64
 """Labels up to which a list counts faster than an array."""
 
-Count = int | torch.Tensor
+Count = float | torch.Tensor
 Bound = dict[str, Any]
 
 
@@ -87,7 +87,7 @@ def valid_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, Count]:
     if _is_plain_mean(bound, count):
         return function(**bound), count
     total = function(**{**bound, "reduction": "sum"})
-    if isinstance(count, int):
+    if not isinstance(count, torch.Tensor):
         return total / max(count, 1), count
     divisor = torch.where(count == 0, torch.ones_like(count), count)
     return total / divisor.to(total.dtype), count

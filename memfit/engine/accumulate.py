@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit._errors import UsageError
 from memfit.batches.pieces import bounds
@@ -41,6 +42,10 @@ class Work(Protocol):
 
     def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:
         """The samples `start:stop` cut or collated, on the device; with `count`, also what it says of them."""
+        ...
+
+    def counted(self, start: int, stop: int, count: CountOf) -> Count | None:
+        """What `count` says of the samples `start:stop` where they lie on an accelerator already; else None."""
         ...
 
     def forward(self, inputs: Any) -> Any:
@@ -137,6 +142,7 @@ def accumulate(
     receivers = [*(staging.parameters() if parameters is None else parameters), *work.extra_receivers()]
     gathered = Pass(work, staging, weighting, scale, before_backward)
     with gathering(staging, weighting), work.composition.over_pass():
+        gathered.count_ahead(pieces)
         for index, (start, stop) in enumerate(bounds(pieces)):
             around = around_last if index == len(pieces) - 1 else None
             gathered.micro_batch(start, stop, None if shares is None else shares[index], around)
@@ -179,6 +185,7 @@ class Pass:
         self._unit = 0.0
         self.rivals: list[tuple[Count, ...]] = []
         self.chosen: list[Count | None] = []
+        self._ahead: list[Count] = []
         self._divided = Divided(weighting.divided)
 
     def micro_batch(
@@ -186,7 +193,8 @@ class Pass:
     ) -> None:
         """Run the samples `start:stop`; with `around`, the last ones."""
         self._work.composition.before_micro_batch()
-        inputs, count = self._work.inputs(start, stop, self._counting())
+        inputs, count = self._work.inputs(start, stop, None if self._ahead else self._counting())
+        count = self._ahead.pop(0) if self._ahead else count
         if isinstance(count, (int, float)) and count == 0:
             self._run_nothing(inputs, stop - start)
             return  # nothing valid in it: its own mean would be 0/0, and 0 * NaN is NaN
@@ -203,6 +211,22 @@ class Pass:
             torch.autograd.backward(loss, self._beginning(loss, weight * self._scale))
         # (after backward: the script's own checkpoints compute again, and move state again)
         self._work.composition.after_micro_batch(stop - start)
+
+    def count_ahead(self, pieces: Sequence[int]) -> None:
+        """Read what is counted in micro-batches that lie on an accelerator, all at once and before any runs: one without
+        anything that counts must not, as 0 * NaN is NaN, and what the device knows is not looked at later."""
+        counting = self._counting()
+        if counting is None:
+            return
+        ahead = [self._work.counted(start, stop, counting) for start, stop in bounds(pieces)]
+        rows = [ahead, self.chosen, *zip(*self.rivals)]
+        there = [count for row in rows for count in row if isinstance(count, torch.Tensor)]
+        if any(count is None for count in ahead) or not there or any(isinstance(count, FakeTensor) for count in there):
+            self.rivals, self.chosen = [], []
+            return
+        known = iter(read(there, self._work.device, wide(self._work.device)))
+        self._ahead, chosen, *rivals = [[_number(count, known) for count in row if count is not None] for row in rows]
+        self.chosen, self.rivals = list(chosen), list(zip(*rivals))
 
     @property
     def is_empty(self) -> bool:
@@ -396,12 +420,18 @@ def _value(loss: torch.Tensor) -> torch.Tensor | float:
 
 
 def _sum(counts: Sequence[Count]) -> Count:
-    on_host = sum(count for count in counts if isinstance(count, int))
+    on_host = sum(count for count in counts if not isinstance(count, torch.Tensor))
     on_device = [count for count in counts if isinstance(count, torch.Tensor)]
     if not on_device:
         return on_host
     total = torch.stack(on_device).sum()
     return total + on_host if on_host else total
+
+
+def _number(count: Count, known: Iterator[float]) -> Count:
+    """A count as the host has it, from the next of those `known` where it lies on a device."""
+    number = next(known) if isinstance(count, torch.Tensor) else count
+    return int(number) if float(number).is_integer() else number
 
 
 def _not_a_loss(found: str, next_move: str) -> UsageError:

@@ -161,7 +161,7 @@ class _Timed:
     def __init__(self, work: Work, now: Callable[[], float], marks: list[float]) -> None:
         self._work, self._now, self._marks = work, now, marks
         self.samples, self.device, self.composition = work.samples, work.device, work.composition
-        self.extra_receivers, self.extra_gradients = work.extra_receivers, work.extra_gradients
+        self.extra_receivers, self.extra_gradients, self.counted = work.extra_receivers, work.extra_gradients, work.counted
 
     def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:
         found = self._work.inputs(start, stop, count)

@@ -321,6 +321,9 @@ class _Watched:
     def extra_gradients(self) -> list[torch.Tensor | None]:
         return [] if self._plain else self._work.extra_gradients()
 
+    def counted(self, start: int, stop: int, count: Any) -> None:
+        return None
+
     def inputs(self, start: int, stop: int, count: Any) -> Any:
         self._turn += 1
         if self._plain:

@@ -237,11 +237,20 @@ class Call:
             return self.tree
         if self.split is not None:
             return self._split(start, stop)
-        if self._cut is None:
-            self._cut = cutter(self.tree, self.layout)
-        piece = self._cut(start, stop)
+        piece = self.samples_of(start, stop)
         piece = map_leaves(copied, piece) if self.copies else piece
         return self.inputs.own(piece, start) if self.inputs.wanted else piece
+
+    def samples_of(self, start: int, stop: int) -> Tree:
+        """Views of these samples, to be looked at."""
+        if self.whole_piece:
+            return self.tree
+        if self.split is not None:
+            with torch.no_grad():
+                return part_of_split(self.split, self.tree, start, stop, self.samples)
+        if self._cut is None:
+            self._cut = cutter(self.tree, self.layout)
+        return self._cut(start, stop)
 
     def _split(self, start: int, stop: int) -> Tree:
         """As `arguments`: gradients flow through what `split` does into leaves of the whole."""

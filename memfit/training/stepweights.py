@@ -367,7 +367,6 @@ def _by_hand(weight: Callable[[Any], float], device: torch.device) -> CountOf:
                 found=f"it returned {value!r}",
                 next_move="return a number of at least 0: what the loss of this part counts for, such as its valid labels",
             )
-        # A weight of zero stays a number, so that the micro-batch is skipped without asking the device.
-        return 0 if value == 0 else torch.as_tensor(value, dtype=wide(device), device=device)
+        return value
 
     return count

@@ -136,7 +136,7 @@ class _Sliced:
     def __init__(self, work: Work, draws: Draws) -> None:
         self._work, self._draws = work, draws
         self.samples, self.device, self.composition = work.samples, work.device, work.composition
-        self.extra_receivers, self.extra_gradients = work.extra_receivers, work.extra_gradients
+        self.extra_receivers, self.extra_gradients, self.counted = work.extra_receivers, work.extra_gradients, work.counted
         self._span = (0, 0)
 
     def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:

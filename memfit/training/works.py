@@ -49,6 +49,9 @@ class StepWork:
             self._copies = tensors(piece)
         return piece if self._there else moved(piece, self.device), None if count is None else count(piece)
 
+    def counted(self, start: int, stop: int, count: CountOf) -> Count | None:
+        return count(self._piece(start, stop)) if self._there and self.device.type != "cpu" else None
+
     def wrote(self) -> bool:
         """Whether the latest copies were written into."""
         return any(tensor._version for tensor in self._copies)
@@ -101,6 +104,9 @@ class CallWork:
         self._index += 1
         arguments = self.call.arguments(start, stop)
         return (arguments, start, stop), None if count is None else count(arguments)
+
+    def counted(self, start: int, stop: int, count: CountOf) -> Count | None:
+        return None if self.device.type == "cpu" else count(self.call.samples_of(start, stop))
 
     def forward(self, inputs: Any) -> Any:
         return inputs  # the model computes its loss itself: all of it is looked at for known means

@@ -263,6 +263,66 @@ def test_the_host_waits_no_oftener_than_without(mode: str) -> None:
     assert waits(lambda: run.step(batch) if mode == "step" else script(), times=12) == 0
 
 
+class Masked(nn.Module):
+    """Computes its loss: a mean by hand over what a mask leaves."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.net = net(device=device)
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        each = (self.net(x)[:, 0] - y).square()
+        return (each * mask).sum() / mask.sum()
+
+
+def masks(*counts: int) -> Tensor:
+    """One mask per sample; as many are set in each four samples."""
+    return torch.tensor([float(i < count) for count in counts for i in range(4)], dtype=torch.float64)
+
+
+@MODES
+@pytest.mark.parametrize("later", [(4, 1, 3, 2), (4, 0, 3, 0)], ids=["uneven", "empty"])
+@pytest.mark.parametrize("first", [(4, 4, 4, 4), (3, 1, 4, 2)], ids=["even", "told apart"])
+def test_what_counts_is_looked_at_on_the_device(mode: str, first: tuple[int, ...], later: tuple[int, ...]) -> None:
+    """No count was told from the samples at first; a micro-batch without any would be 0 / 0."""
+
+    def gradients(device: str, wrap: bool) -> list[dict[str, Tensor | None]]:
+        model = Masked(device)
+        optimizer = SGD(model.parameters(), lr=0.0)
+        given: dict[str, Any] = {"loss_fn": lambda m, batch: m(*batch)} if mode == "step" else {}
+        run = memfit.wrap(model, optimizer, micro_batch=4, **given) if wrap else None
+        found = []
+        for seed, counts in enumerate((first, first, first, later, first, later)):
+            batch = (*points(16, device, seed=seed), masks(*counts).to(device))
+            optimizer.zero_grad()
+            if run is not None and mode == "step":
+                run.step(batch)
+            else:
+                model(*batch).backward()
+                optimizer.step()
+            found.append({name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()})
+        return found
+
+    for got, want in zip(gradients("cuda", True), gradients("cpu", False), strict=True):
+        assert relative_error(got, want) <= 1e-12
+
+
+def mean_over_mask(model: nn.Module, batch: Any) -> Tensor:
+    x, y, mask = batch
+    return (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("weight", [None, lambda batch: batch[2].sum(), lambda batch: float(len(batch[0]))])
+@pytest.mark.parametrize("there", [False, True], ids=["from the host", "on the device"])
+def test_what_is_counted_is_read_once_a_step(weight: Any, there: bool) -> None:
+    """And not at all where the host knows it; what an inferred weighting is held against, once at the end."""
+    batch = [each.to("cuda" if there else "cpu") for each in (*points(16, "cpu"), masks(4, 2, 3, 4))]
+    model = net()
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), loss_fn=mean_over_mask, micro_batch=4, weight=weight)
+    known = there and (weight is None or isinstance(weight(batch), Tensor))
+    assert waits(lambda: run.step(batch), times=12) == int(known) + int(weight is None)
+
+
 @pytest.mark.parametrize("mode", ["off", "script", "step"])
 def test_what_was_deleted_is_gone_when_the_next_model_is_wrapped(mode: str) -> None:
     """Until then a cycle keeps it, which Python collects some time."""
