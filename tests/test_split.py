@@ -138,3 +138,32 @@ def test_a_forward_that_decides_by_the_number_of_samples_is_refused() -> None:
     memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch=5, split=pieces_of)
     with pytest.raises(Refused, match="number of samples"):
         model(X[:12])
+
+
+class Lengthy(nn.Module):
+    """Its output is as long as its longest sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.rnn, self.head = nn.Embedding(7, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 5)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embed(x))[0])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_batches_of_other_lengths_are_known_by_their_shapes(loss: str) -> None:
+    def script(wrap: Wrap) -> list[Tensor]:
+        model, draw = Lengthy(), torch.Generator().manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrap(model, optimizer, split=pieces_of)
+        for length in (5, 3, 6, 3):
+            x, y = (torch.randint(0, 5, (12, length), generator=draw) for _ in range(2))
+            optimizer.zero_grad()
+            LOSSES[loss](model(x).flatten(0, 1), y.flatten()).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    assert apart(script) <= 1e-12

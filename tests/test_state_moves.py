@@ -873,3 +873,40 @@ def test_where_the_order_of_samples_is_seen_in_state_they_keep_it(kept: str) -> 
         return [*model.parameters(), model.rows.double(), model.mean, list(model.queue)]
 
     assert_same(script, 1e-12, micro_batch=5)
+
+
+class Shortened(nn.Module):
+    """Looks up rows that lookups shorten where they have grown too long."""
+
+    def __init__(self, norm: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.layer = nn.Embedding(6, 5, max_norm=norm), nn.Linear(5, 3)
+        with torch.no_grad():
+            self.rows.weight.mul_(0.01)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.rows(x))
+
+
+@pytest.mark.parametrize("norm", [0.02, 0.2], ids=["from the beginning", "later"])
+def test_parameters_that_grow_until_a_forward_writes_them(norm: float) -> None:
+    """The script evaluates between a call and its loss; the embedding is not shortened at every batch."""
+
+    def script(wrap: Wrap) -> list[Any]:
+        model, draw = Shortened(norm), torch.Generator().manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        wrap(model, optimizer, micro_batch=5)
+        for _ in range(12):
+            x, y = torch.randint(0, 6, (12,), generator=draw), torch.randint(0, 3, (12,), generator=draw)
+            optimizer.zero_grad()
+            out = model(x)
+            with torch.no_grad():
+                model(torch.arange(6))
+            F.cross_entropy(out, y).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    for wanted, found in zip(script(plain), script(memfit.wrap), strict=True):
+        assert same(wanted, found, 1e-10)

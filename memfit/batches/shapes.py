@@ -6,17 +6,19 @@ from typing import Any
 
 import torch
 
-from memfit.batches.cut import Layout
+from memfit.batches.cut import Layout, shared_samples
 from memfit.batches.tree import flat, is_column
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 def shapes_per_sample(tree: Any, layout: Layout) -> Shapes:
-    """Every leaf's shape with the samples' factor taken out; nothing where only `split` knows what belongs to a sample."""
+    """Every leaf's shape with the samples' factor taken out; where only `split` knows what belongs to a sample, without the
+    first dimension if all share it, else nothing."""
     found = []
     if not layout.cuts:
-        return ()
+        shared = shared_samples(tree) is not None
+        return tuple(tuple(leaf.shape[1:]) for leaf in flat(tree) if isinstance(leaf, torch.Tensor)) if shared else ()
     for leaf, axis in zip(flat(tree), layout.axes):
         if not isinstance(leaf, torch.Tensor):
             found.append(())

@@ -14,6 +14,7 @@ from numbers import Integral, Rational
 from typing import Any
 
 import torch
+from torch import nn
 
 from memfit.batches.pieces import bounds
 from memfit.batches.tree import tensors
@@ -23,6 +24,7 @@ from memfit.engine.composed import (
     Appended,
     Composition,
     Contents,
+    Data,
     Inside,
     Last,
     Mean,
@@ -133,6 +135,22 @@ def composition_of(
     if named is None and any(each.by_position for each in seen):
         named = next((Deviation(p.label, 1.0, 0.0, by="moving") for p in moved.values() if p.label not in allowed), None)
     return Moves(Composition(slots, list(moved.values())), named)
+
+
+def with_written(composition: Composition, earlier: Composition, model: nn.Module) -> Composition:
+    """A composition, and the parameters that forwards write on some batches only: those that `earlier` proofs saw move, and
+    those that embeddings with `max_norm` shorten where they have grown."""
+    there = {p.untyped_storage()._cdata for p in model.parameters() if p.layout is torch.strided}
+    shortened = [
+        Data(module.weight, f"{name}.weight")
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+    ]
+    known = composition.keys
+    more = {place.key: place for place in (*shortened, *earlier.moved) if isinstance(place, Data) and place.key not in known}
+    more = {key: place for key, place in more.items() if key[0] in there}
+    slots = [slot for slot in earlier.slots if slot.place.key in more]
+    return Composition((*composition.slots, *slots), (*composition.moved, *more.values()))
 
 
 def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], graphs: bool) -> _Seen:

@@ -25,6 +25,7 @@ from memfit.training.comparing import Deviation
 from memfit.training.core import Core
 from memfit.training.kind import Kind
 from memfit.training.learn import size_that_decides
+from memfit.training.moving import with_written
 from memfit.training.positions import SIZE
 from memfit.training.prove import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.training.recover import on_fewer, surviving
@@ -162,7 +163,7 @@ class Prover:
     def _prove_on(self, proof: Call, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
         core, sizes = self._core, self._sizes(proof)
         outputs, deviations, composition = joined_outputs(proof, sizes)
-        kind.composition = composition.afresh()  # (which keeps nothing of the proof)
+        kind.composition = with_written(composition, kind.composition, core.model)  # (which keeps nothing of the proof)
         deviations += self.by_size(kind, call)
         apart = [deviation for deviation in deviations if not deviation.agrees]
         refused = [deviation for deviation in apart if not self._is_allowed(deviation, proof)]

@@ -28,6 +28,7 @@ from memfit.training.comparing import Deviation
 from memfit.training.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.training.decides import Decides, told_by
 from memfit.training.learn import comparable_sizes, twins_of
+from memfit.training.moving import with_written
 from memfit.training.ordered import Ordered
 from memfit.training.positions import FEW, MORE, first_that_decides
 from memfit.training.prove import PROOF_SAMPLES, comparable, parts_of
@@ -190,7 +191,7 @@ class Weigher:
         self.weighting, deviation, moves = infer_weighting(
             work, parts, core.staging, core.model, decides=True, double=None if batch.in_order else double
         )
-        self.composition = moves.composition.afresh()
+        self.composition = with_written(moves.composition, self.composition, core.model)
         self._tasks.watch(work)
         if self._stated is not None:
             self.weighting = self._stated  # taken as it is; what is proven is how state moves
