@@ -910,3 +910,38 @@ def test_parameters_that_grow_until_a_forward_writes_them(norm: float) -> None:
 
     for wanted, found in zip(script(plain), script(memfit.wrap), strict=True):
         assert same(wanted, found, 1e-10)
+
+
+READS: dict[str, Callable[[Shortened, Tensor, Tensor], Tensor]] = {
+    "a penalty before the loss": lambda m, out, y: m.rows.weight.pow(2).sum() + F.cross_entropy(out, y),
+    "a penalty after the loss": lambda m, out, y: F.cross_entropy(out, y) + m.rows.weight.pow(2).sum(),
+    "tied weights": lambda m, out, y: F.cross_entropy(out @ m.layer.weight @ m.rows.weight.T, y),
+}
+
+
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize("norm", [0.02, 0.2], ids=["from the beginning", "later"])
+def test_a_loss_reads_parameters_that_all_samples_have_written(norm: float, in_steps: bool, reads: str) -> None:
+    def script(wrap: Wrap) -> list[Any]:
+        model, draw = Shortened(norm), torch.Generator().manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+
+        def loss(model: Any, batch: Any) -> Tensor:
+            x, y = batch
+            out = model(x)
+            return READS[reads](model, out, y)
+
+        run = wrap(model, optimizer, micro_batch=2, **({"loss_fn": loss} if in_steps else {}))
+        for _ in range(8):
+            batch = torch.randint(0, 6, (12,), generator=draw), torch.randint(0, 3, (12,), generator=draw)
+            if in_steps and run is not None:
+                run.step(batch)
+                continue
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    for wanted, found in zip(script(plain), script(memfit.wrap), strict=True):
+        assert same(wanted, found, 1e-10)

@@ -11,12 +11,13 @@ import itertools
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from memfit.batches.tree import map_leaves
 from memfit.engine.context import restore_tensors
@@ -322,6 +323,11 @@ class Composition:
         told = [place.value() for place in self.moved if id(place) not in any_order]
         return any(not (is_number(value) or isinstance(value, bool) or value is MISSING) for value in told)
 
+    @property
+    def trained(self) -> list[Data]:
+        """Parameters in training that a forward writes."""
+        return [place for place in self.moved if isinstance(place, Data) and place.tensor.requires_grad]
+
     def afresh(self) -> Composition:
         """The same for another call, which begins with state of its own."""
         return Composition(self.slots, self.moved)
@@ -367,12 +373,15 @@ class Composition:
             yield
             return
         now = [place.value() for place in self.moved]
-        try:
-            if from_call:
-                self.undone()
-            yield
-        finally:
-            _put(self.moved, now)
+        with ExitStack() as versions:  # (graphs that saved a parameter meanwhile find what they saved)
+            for place in self.trained:
+                versions.enter_context(_unsafe_preserve_version_counter(place.tensor))
+            try:
+                if from_call:
+                    self.undone()
+                yield
+            finally:
+                _put(self.moved, now)
 
     def undone(self) -> None:
         """The state is as it was before the latest pass."""

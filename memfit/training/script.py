@@ -112,6 +112,10 @@ class Script:
                     return output
             self._rest()
         self._waiting.add(call)
+        for place in call.composition.trained[:1]:  # as the script goes on, all samples have written it
+            core.tell(f"the forward writes {place.label}, which trains: it runs at the call, and once more for gradients")
+            with self.aside():
+                self._compute_values(call)
         return through(call.plain, stand_ins(self, call))
 
     def evaluate(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -393,13 +397,16 @@ class Script:
         """The joined outputs' leaves, computed on first use."""
         if call.values is None:
             self._say_where(call)
-            self._after_earlier(call)
-            with self._core.announcing(), self._in_pass(call), torch.enable_grad():
-                self._first_pass(call)
-                self._rest(alone=True)
-            self._ran(call)
+            self._compute_values(call)
         assert call.values is not None
         return call.values
+
+    def _compute_values(self, call: Call) -> None:
+        self._after_earlier(call)
+        with self._core.announcing(), self._in_pass(call), torch.enable_grad():
+            self._first_pass(call)
+            self._rest(alone=True)
+        self._ran(call)
 
     def _after_earlier(self, call: Call) -> None:
         """Forwards that move state run in the order of their calls: those before this one first."""

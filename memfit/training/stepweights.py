@@ -200,6 +200,8 @@ class Weigher:
             core.note("note", f"the loss computes in half precision: that samples do not mix is proven to {close} only")
         if self.weighting is not None and moves.deviation is not None and not self._accepts(moves.deviation):
             self.run_together(f"it moves state at every call, in parts otherwise than as a whole: {moves.deviation.where}")
+        elif self.composition.trained:
+            self.run_together(f"the forward writes {self.composition.trained[0].label}, which it may read beside its samples")
         elif self._stated is not None and moves.decides is not None:
             self.run_together(f"{DECIDES} ({moves.decides})")
         elif self._stated is not None:

@@ -102,10 +102,6 @@ def _is(name: str, *options: str) -> Callable[[Choices], bool]:
     return lambda c: c[name] in options
 
 
-def _penalises(c: Choices) -> bool:
-    return any("p.pow(2)" in _text(c, name) for name in ("loss", "terms", "arithmetic"))
-
-
 def _runs_whole(c: Choices) -> bool:
     return c["micro"] in ("auto", "off") or int(c["micro"]) >= int(c["batch"])
 
@@ -235,9 +231,8 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("setting", lambda c: c["setting"] == "weight" and (c["loss"] != "ce" or _owned(c) or c["arithmetic"] != "none" or _tokens(c))),
     # single samples are not tried again in smaller pieces; nor is what runs whole, once it has come to its backward
     _loses("fault", lambda c: c["micro"] in ("off", "1") or (_runs_whole(c) and c["fault"].startswith("backward"))),
-    # rows that `max_norm` shortens one micro-batch later than a penalty reads them: docs/guarantees.md, "State"; and whose number
-    # is the sign of what a norm makes zero
-    _loses("state", lambda c: c["state"] == "max_norm" and (_penalises(c) or c["twist"] in ("layernorm", "groupnorm"))),
+    # rows whose number is the sign of what a norm makes zero
+    _loses("state", lambda c: c["state"] == "max_norm" and c["twist"] in ("layernorm", "groupnorm")),
     # a block has no head, and what leaves it by a door is not its output
     _loses("lever", lambda c: c["twist"] == c["state"] == "none" or "door" in the(c, "state").tags or c["state"] == "clipped_weight"),
 )
