@@ -37,6 +37,10 @@ class Clock:
         event.record(self._module.current_stream(self._device))  # (another device may be the current one)
         return event
 
+    def reached(self, moment: Any) -> bool:
+        """Whether the device has come so far; False where it cannot tell."""
+        return moment is not None and (self._module is None or moment.query())
+
     def between(self, start: Any, stop: Any) -> float | None:
         """Seconds; None where the device has not come so far yet."""
         if start is None or stop is None:

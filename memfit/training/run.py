@@ -20,6 +20,7 @@ from memfit.loading.loader import BatchInfo, EffectiveLoader
 from memfit.planning.plan import Plan
 from memfit.training.core import Core
 from memfit.training.events import Event
+from memfit.training.finite import LossWatch
 from memfit.training.guard import AccumulationGuard
 from memfit.training.script import Script
 from memfit.training.sharding import Sharding
@@ -63,7 +64,7 @@ class Run:
         self._batches = self._batches_stepped = 0
         self._done_before = 0, 0
         self._waits: deque[float] = deque(maxlen=HISTORY)
-        self._pending_loss: torch.Tensor | None = None
+        self._losses: LossWatch | None = None
         self._taken: TakenOver | None = None
         self._guard: AccumulationGuard | None = None
         self._script: Script | None = None
@@ -131,7 +132,7 @@ class Run:
             if self._before_step is not None:
                 self._before_step()
         self._take_step()
-        self._watch(value)
+        self._watch(self._core, value)
         self._clock.end(self._stepper.samples or 0)
         return value
 
@@ -430,13 +431,11 @@ class Run:
         if target is not None and self.loader is None and script.samples_seen not in (0, target):
             core.note("note", f"asked for {target} samples per step; this script runs {script.samples_seen}")
 
-    def _watch(self, value: torch.Tensor) -> None:
-        """Notice a loss that is not finite, one step later, without waiting for the device."""
-        if self._pending_loss is not None and self._core is not None:
-            number = float(self._pending_loss.numpy())
-            if number != number or number in (float("inf"), float("-inf")):
-                self._core.note("note", f"the loss of step {self._core.steps - 1} was {number}")
-        self._pending_loss = value.float().to("cpu", non_blocking=True)
+    def _watch(self, core: Core, value: torch.Tensor) -> None:
+        self._losses = self._losses or LossWatch(core.device)
+        for step, number in self._losses.not_finite():
+            core.note("note", f"the loss of step {step} was {number}")
+        self._losses.add(core.steps, value)
 
     def _plain_step(self, batch: Any) -> torch.Tensor:
         loss_fn = self._plain_loss_fn

@@ -1,0 +1,12 @@
+"""Memory runs out once, at a random allocation of planning or of the first steps; benchmarks/faults_cuda.py is the campaign."""
+
+from __future__ import annotations
+
+import pytest
+from injected import faults, sampled
+
+
+@pytest.mark.slow
+def test_memory_may_run_out_at_any_allocation() -> None:
+    found = [fault for want, got in sampled(200) for fault in faults(want, got)]
+    assert not found, "\n".join(found)
