@@ -2,7 +2,7 @@
 
     python -m tests.simcuda --capacity 4GiB benchmarks/faults_cuda.py [--count 2000] [--seed 0]
 
-Per loss, mode and `micro_batch`: allocations that failed; runs that trained on, to the parameters of a run without failures; runs in
+Per loss, mode and `micro_batch`: allocations that failed; runs that trained on, to the parameters of one without; runs in
 which what failed was the script's own (a whole batch's backward, the optimizer), which plain PyTorch raises as well; and
 faults: other parameters, errors that plain PyTorch would not raise, memory that is left once all is deleted.
 """
