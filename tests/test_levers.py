@@ -19,6 +19,7 @@ from zoo.plain import gradients_of, relative_error
 import memfit
 from memfit import UsageError
 from memfit.engine.intercept import interception_of
+from memfit.engine.unchanged import Modified
 from memfit.levers.arguments import as_it_was
 from memfit.levers.checkpoint import candidate_blocks, checkpoint_blocks, checkpointed
 from memfit.levers.precision import lower_precisions, parse_precision, precision_applied, script_precision
@@ -165,6 +166,33 @@ def test_blocks_are_computed_again_on_the_state_that_they_began_with(kind: str, 
     want = trained(lambda *_: None)
     got = trained(lambda *objects: memfit.wrap(*objects, checkpoint=("0", "1"), micro_batch=micro_batch))
     assert all(torch.allclose(g, w, rtol=1e-12, atol=1e-14) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("write", ["assigned", "in place"])
+@pytest.mark.parametrize("micro_batch", ["off", 4])
+def test_blocks_are_computed_again_with_the_parameters_that_they_ran_with(micro_batch: Any, write: str) -> None:
+    """A script gives parameters other data between a forward and its backward; what it overwrites is gone."""
+
+    def gradients(wrap: bool) -> dict[str, Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 7), nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7)), nn.Tanh()).double()
+        if wrap:
+            memfit.wrap(model, sgd(model), micro_batch=micro_batch, checkpoint=["1"])
+        loss = model(torch.randn(8, 7, generator=torch.Generator().manual_seed(0)).double()).square().mean()
+        assert loss.item() > 0
+        for p in model.parameters():
+            if write == "assigned":
+                p.data = p.data * 0.9
+            else:
+                p.data.mul_(0.9)
+        loss.backward()
+        return gradients_of(model)
+
+    if write == "in place":
+        with pytest.raises(Modified):
+            gradients(wrap=True)
+        return
+    assert relative_error(gradients(wrap=True), gradients(wrap=False)) <= 1e-12
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "t5", "convnext"])

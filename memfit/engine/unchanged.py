@@ -7,6 +7,7 @@ Not covered: writes through `.data` to few values, or on an accelerator, where l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +57,8 @@ class _Held:
 
     @property
     def reads_alike(self) -> bool:
-        """Whether its few values are what they were, wherever they lie now."""
-        if self.few is None or (self.tensor.data_ptr() == self.lies_at and self.few() == self.values):
-            return True
-        return not _is_readable(self.tensor) or _few(self.tensor.detach())() == self.values
+        """Whether its few values are what they were where it lay: what a graph had saved, whatever it was given since."""
+        return self.few is None or self.few() == self.values
 
 
 class Unchanged:
@@ -77,6 +76,18 @@ class Unchanged:
         """Where an operation in place wrote, or data was assigned."""
         found = [held for held in self._held if held.tensor._version != held.version or held.moved]
         return frozenset(key for held in found for key in _keys_of(held.tensor, held.data))
+
+    @contextmanager
+    def where_they_lay(self) -> Iterator[None]:
+        """Inside, those that were given other data through `.data` hold what they held."""
+        given = [(held.tensor, held.tensor.data, held.data) for held in self._held if held.moved]
+        for tensor, _, before in given:
+            tensor.data = before
+        try:
+            yield
+        finally:
+            for tensor, now, _ in given:
+                tensor.data = now
 
     def accept(self, moved: Keys) -> None:
         """What is at these places may be what it is now."""
@@ -96,7 +107,7 @@ class Unchanged:
         self.check_data(when, moved)
 
     def check_data(self, when: str, moved: Keys = frozenset()) -> None:
-        """Raise Modified where one was written without counting a version."""
+        """Raise Modified where one was written over without counting a version."""
         for held in self._held:
             same = held.reads_alike or held.tensor._version != held.version
             if not same and not _is_at(moved, held.tensor, held.tensor):

@@ -30,10 +30,15 @@ def candidate_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def checkpoint_blocks(
-    model: nn.Module, names: Iterable[str], owner: Any = None, between: Callable[[], None] = lambda: None
+    model: nn.Module,
+    names: Iterable[str],
+    owner: Any = None,
+    between: Callable[[], None] = lambda: None,
+    uninterrupted: Callable[[], bool] = lambda: False,
 ) -> Callable[[], None]:
     """Checkpoint the named blocks from now on; returns the function that undoes it. `between` is called before each of them
-    is computed, and computed again. Raises UsageError for unknown names."""
+    is computed, and computed again; `uninterrupted` says whether nobody can write parameters until its backward. Raises
+    UsageError for unknown names."""
     names = tuple(names)
     modules = dict(model.named_modules())
     unknown = [name for name in names if name not in modules or not name]
@@ -44,7 +49,8 @@ def checkpoint_blocks(
             next_move=f"use names such as {', '.join(candidate_blocks(model)[:3]) or 'those of its submodules'}",
         )
     moving = moving_of([modules[name] for name in names])
-    installed = [Interception(modules[name], _Checkpointed(modules[name], moving, between), owner) for name in names]
+    answers = {name: _Checkpointed(modules[name], moving, between, uninterrupted) for name in names}
+    installed = [Interception(modules[name], answer, owner) for name, answer in answers.items()]
     for interception in installed:
         interception.install()
 
@@ -68,8 +74,10 @@ def checkpointed(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
 class _Checkpointed:
     """Answers a block's forward with a checkpointed one while gradients are recorded."""
 
-    def __init__(self, block: nn.Module, moving: Moving, between: Callable[[], None]) -> None:
-        self._block, self._moving, self._between = block, moving, between
+    def __init__(
+        self, block: nn.Module, moving: Moving, between: Callable[[], None], uninterrupted: Callable[[], bool]
+    ) -> None:
+        self._block, self._moving, self._between, self._uninterrupted = block, moving, between, uninterrupted
 
     def __call__(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
@@ -77,7 +85,10 @@ class _Checkpointed:
         self._between()
         run = _Repeatable(plain, args, kwargs)
         again = Again(self._moving.begun(self._block), self._between)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=partial(_contexts, again), **kwargs)
+        output = checkpoint(run, *args, use_reentrant=False, context_fn=partial(_contexts, again), **kwargs)
+        if not self._uninterrupted():
+            again.ran(self._block)
+        return output
 
 
 def _contexts(again: Again) -> tuple[Any, Any]:

@@ -20,6 +20,8 @@ from memfit.engine.composed import Data, Place
 from memfit.engine.context import is_faking
 from memfit.engine.generators import HostRandom
 from memfit.engine.kept import Snapshot, holds
+from memfit.engine.staged import gathers_in_parts
+from memfit.engine.unchanged import Unchanged
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Moving] = weakref.WeakKeyDictionary()
 """What is known of blocks outlives the plans that checkpoint them."""
@@ -81,10 +83,19 @@ class Again:
 
     def __init__(self, begun: Callable[[], list[tuple[Place, Any]]], between: Callable[[], None]) -> None:
         self._begun, self._between, self._host = begun, between, HostRandom.capture()
+        self._parameters: Unchanged | None = None
+
+    def ran(self, block: nn.Module) -> None:
+        """The forward is done. A script may assign to `p.data` until backward: what a graph had saved would be what it was."""
+        if not is_faking() and not gathers_in_parts(block):
+            self._parameters = Unchanged(list(block.parameters()))
 
     def __enter__(self) -> None:
         self._between()
         with ExitStack() as stack:
+            if self._parameters is not None:
+                stack.enter_context(self._parameters.where_they_lay())
+                self._parameters.check_data("computes a block of the model again in backward")
             stack.callback(HostRandom.capture().restore)
             self._host.restore()
             for place, before in self._begun():
