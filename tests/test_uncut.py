@@ -254,3 +254,23 @@ def test_a_loss_that_decides_by_values_sees_the_whole_batch(loss: Any) -> None:
         optimizers[0].step()
         run.step(batch)
     assert relative_error(model.state_dict(), plain.state_dict()) <= 1e-12
+
+
+def by_size(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    out = model(x)
+    return F.cross_entropy(out * 2 if len(x) > 6 else out, y)
+
+
+@pytest.mark.parametrize("weight", [None, lambda batch: len(batch[0])], ids=["inferred", "stated"])
+def test_a_loss_that_decides_by_the_number_of_samples_sees_the_whole_batch(weight: Any) -> None:
+    plain, model = mlp(), mlp()
+    optimizers = [SGD(each.parameters(), lr=0.5) for each in (plain, model)]
+    run = memfit.wrap(model, optimizers[1], loss_fn=by_size, micro_batch=5, weight=weight)
+    for seed in range(3):
+        batch = points(seed=seed)
+        optimizers[0].zero_grad()
+        by_size(plain, batch).backward()
+        optimizers[0].step()
+        run.step(batch)
+    assert relative_error(model.state_dict(), plain.state_dict()) <= 1e-12

@@ -130,8 +130,7 @@ class Weigher:
         else:
             with checkpointed(core.model, blocks), core.memory.sparing_kernels():
                 self._weigh_by_proof(batch, few, before)
-        stands = self.weighting not in (None, self._stated)
-        if stands and (decides := self._size_that_decides(batch, max(share, batch.samples))):
+        if self.weighting is not None and (decides := self._size_that_decides(batch, max(share, batch.samples))):
             self.run_together(f"it does something else with {decides} samples than with few")
         if not self.together:
             self._remember(batch)
