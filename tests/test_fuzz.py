@@ -17,7 +17,7 @@ from fuzz.script import MARK, source_of, steps_by_itself
 from fuzz.shrinking import shrunk
 from fuzz.snapshot import apart
 
-SLICE = range(24)
+SLICE = range(16)
 
 
 def test_scripts_out_of_the_grammar_train_as_without_memfit() -> None:

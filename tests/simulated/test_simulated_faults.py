@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from injected import faults, sampled
+from injected import CASES, faults, met, sampled
+
+
+@pytest.mark.parametrize("part", [0.3, 0.9])
+def test_memory_may_run_out_while_planning_and_while_training(part: float) -> None:
+    want = met(CASES[3], None)
+    assert not list(faults(want, met(CASES[3], int(part * want.allocations))))
 
 
 @pytest.mark.slow
