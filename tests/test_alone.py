@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +21,10 @@ from zoo.plain import gradients_of, relative_error
 
 import memfit
 from memfit import Refused
+
+TESTS = Path(__file__).resolve().parent
+PINNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""glibc gives freed memory back at once."""
 
 
 class Squeezed(nn.Module):
@@ -240,7 +248,7 @@ class Heavy(nn.Module):
         return self.out(self.norm(self.layers(x.float()[:, :1, None].expand(-1, 1000, 64)).mean(1)))
 
 
-def test_what_an_earlier_micro_batch_left_free_hides_nothing_from_a_measured_profile() -> None:
+def measured_from_freed_memory() -> None:
     model, (x, y) = Heavy(), points(32)
     found = memfit.profile(model, SGD(model.parameters(), lr=0.1), (x, y), loss_fn=mean_loss)
     per_sample = 12 * 64 * 1000 * 4  # at least: what twelve layers save for backward
@@ -252,6 +260,15 @@ def test_what_an_earlier_micro_batch_left_free_hides_nothing_from_a_measured_pro
     room = found.peak(4).upper + (24 << 20)
     run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), loss_fn=mean_loss, sample=(x, y), budget=room)
     assert run.plan is not None and run.plan.micro_batch < 16
+
+
+def test_what_an_earlier_micro_batch_left_free_hides_nothing_from_a_measured_profile() -> None:
+    """In a process of its own, whose freed memory goes back at once: what other tests left free would serve here."""
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    environment = {**os.environ, **PINNED, "PYTHONPATH": paths}
+    command = [sys.executable, "-W", "ignore", "-c", "import test_alone; test_alone.measured_from_freed_memory()"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("build", [Normed, Unshaped])
