@@ -86,7 +86,6 @@ class Staging:
             return True  # they take turns there with what is gathered from all processes
         return all(id(p) in known for p in parameters_in(modules_of(self.model)))
 
-    @property
     def is_swapped(self) -> bool:
         """Whether a pass is under way: no code of the script runs between a forward and its backward."""
         return self._depth > 0

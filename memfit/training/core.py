@@ -245,8 +245,7 @@ class Core:
     def _checkpoint(self, blocks: Sequence[str]) -> None:
         """Computing blocks again fragments the heap, which is therefore looked at before each of them, too."""
         if blocks:
-            uninterrupted = lambda: self.staging.is_swapped  # noqa: E731
-            self._undo_levers = checkpoint_blocks(self.model, blocks, self.owner, self.heap.check, uninterrupted)
+            self._undo_levers = checkpoint_blocks(self.model, blocks, self.owner, self.heap.check, self.staging.is_swapped)
 
     @property
     def tuning(self) -> bool:
