@@ -1,0 +1,240 @@
+"""How many random scripts it takes to find a fault: silent faults of the past are put back, one at a time.
+
+    python benchmarks/fuzz_worth.py [--most 2000] [--first 600000] [--workers 2] [--only NAME ...] [--save]
+
+Each fault is one function of memfit replaced by what it was before the fault was mended, or by nothing where a check was
+missing. A fault is found when a script differs from plain PyTorch or crashes. The seeds begin at `--first`, the same for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from common import ROOT, save, table
+
+sys.path[:0] = [str(ROOT / "tests")]
+
+
+def main() -> None:
+    """Read the arguments and run."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--most", type=int, default=2000, help="scripts to try per fault")
+    arguments.add_argument("--first", type=int, default=600_000, help="the first seed")
+    arguments.add_argument("--workers", type=int, default=1)
+    arguments.add_argument("--only", nargs="*", choices=[*FAULTS])
+    arguments.add_argument("--save", action="store_true", help="write a dated result")
+    given = arguments.parse_args()
+    names = given.only or [*FAULTS]
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    with ProcessPoolExecutor(given.workers, context, max_tasks_per_child=1) as pool:
+        for name, row in zip(names, pool.map(tried, names, [given.first] * len(names), [given.most] * len(names))):
+            rows.append(row)
+            print(name, row, flush=True)
+    print(table("faults put back", [*rows[0]], [[*row.values()] for row in rows]))
+    if given.save:
+        print(save("fuzz_worth", {"most": given.most, "rows": rows}))
+
+
+def tried(name: str, first: int, most: int) -> dict[str, Any]:
+    """How many scripts it takes to see a fault."""
+    import torch
+    from fuzz.grammar import drawn
+    from fuzz.outcomes import CRASHED, DIFFERENT
+    from fuzz.pool import outcomes_of
+
+    torch.set_num_threads(1)
+    with put_back(name):
+        for seed in range(first, first + most):
+            for mode, one in outcomes_of(drawn(seed)):
+                if one.kind in (DIFFERENT, CRASHED):
+                    seen = f"{one.kind}: {one.what}"
+                    return {"fault": name, "scripts": seed - first + 1, "seed": seed, "mode": mode, "seen as": seen}
+    return {"fault": name, "scripts": None, "seed": None, "mode": "", "seen as": "not found"}
+
+
+@contextmanager
+def put_back(name: str) -> Iterator[None]:
+    """Inside, memfit has the fault."""
+    import memfit
+    import memfit.training.script
+    import memfit.training.step
+    import memfit.training.stepweights  # noqa: F401
+
+    undo: list[Callable[[], None]] = []
+    for where, attribute, replacement in FAULTS[name]():
+        for holder in _holders(where, attribute):
+            undo.append(_set(holder, attribute, replacement))
+    try:
+        yield
+    finally:
+        for each in reversed(undo):
+            each()
+
+
+def _holders(where: Any, attribute: str) -> list[Any]:
+    """The class, or the module and all that imported the function from it."""
+    if isinstance(where, type):
+        return [where]
+    own = getattr(where, attribute)
+    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("memfit.")]
+    return [module for module in modules if getattr(module, attribute, None) is own]
+
+
+def _set(holder: Any, attribute: str, value: Any) -> Callable[[], None]:
+    before = holder.__dict__[attribute]
+    setattr(holder, attribute, value)
+    return lambda: setattr(holder, attribute, before)
+
+
+Patch = Iterator[tuple[Any, str, Any]]
+"""(a class or a module, a name in it, what is to be there)."""
+
+
+def in_place_on_a_loss_that_waits() -> Patch:
+    """`loss.div_(4)`: answered as if it had happened."""
+    from memfit.training import standin
+
+    def rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return isinstance(args[0], standin.StandIn) and args[0]._scalar is not None
+
+    yield standin, "_rewritten", rewritten
+
+
+def in_place_on_a_plain_tensor() -> Patch:
+    """`total += out.detach().mean()`: computed out of place."""
+    from memfit.training import standin
+
+    answer = standin._answer
+
+    def out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in standin.OUT_OF_PLACE and not isinstance(args[0], standin.StandIn):
+            func = standin.OUT_OF_PLACE[func]
+        return answer(func, args, kwargs)
+
+    yield standin, "_answer", out_of_place
+
+
+def data_written_before_the_loss() -> Patch:
+    """`p.data.mul_(0.9)` between forward and loss: not looked for."""
+    from memfit.engine.unchanged import Unchanged
+
+    yield Unchanged, "check", lambda self, when, moved=frozenset(): None
+    yield Unchanged, "check_data", lambda self, when, moved=frozenset(): None
+
+
+def planning_leaves_lists_and_counters() -> Patch:
+    """What planning does to attributes, lists and closures is not put back."""
+    from memfit.engine.kept import Kept
+
+    undo = Kept.undo
+
+    def iterators_alone(self: Kept, *, iterators: bool = True) -> None:
+        self._undo.clear()
+        undo(self, iterators=iterators)
+
+    yield Kept, "undo", iterators_alone
+
+
+def planning_leaves_tensors() -> Patch:
+    """What planning writes into tensors is not put back."""
+    from memfit.profiling import guard
+
+    yield guard.UndoLog, "undo", lambda self: None
+
+
+def every_micro_batch_moves_state() -> Patch:
+    """State that a forward moves is not composed: each micro-batch moves it once more."""
+    from memfit.engine.composed import Composition
+
+    yield Composition, "before_micro_batch", lambda self: None
+    yield Composition, "after_micro_batch", lambda self, samples: None
+
+
+def moving_state_is_not_seen() -> Patch:
+    """Nothing is said to move."""
+    from memfit.training import moving
+
+    yield moving, "composition_of", lambda *args, **kwargs: moving.STILL
+
+
+def second_pass_moves_state() -> Patch:
+    """A second pass moves state as the first one did."""
+    from memfit.engine.composed import Composition
+
+    yield Composition, "repeated", lambda self: self.afresh()
+
+
+def values_that_decide() -> Patch:
+    """A comparison of the batch's values on the host is not seen to decide."""
+    from memfit.training import reads
+
+    yield reads, "decided", lambda *args: None
+
+
+def numbers_that_decide() -> Patch:
+    """`out[:64]`, `chunk(4)`: positions and numbers of samples are not seen to decide."""
+    from memfit.training import positions
+
+    yield positions, "told_by_positions", lambda *args, **kwargs: False
+    yield positions, "first_that_decides", lambda *args, **kwargs: None
+
+
+def losses_that_decide() -> Patch:
+    """A loss that picks samples by what the model computed is not seen to."""
+    from memfit.training import decides
+
+    yield decides, "told_by", lambda looks: None
+
+
+def hooks_on_saved_tensors() -> Patch:
+    """Hooks on what the loss saves for backward: not looked for."""
+    from memfit.training import standin
+
+    yield standin, "_watching_saved_tensors", lambda: False
+
+
+def means_by_samples() -> Patch:
+    """A mean over valid labels is weighted by samples."""
+    from memfit.batches import weights
+
+    def entries(tensor: Any, value: int) -> int:
+        return tensor.numel()
+
+    yield weights, "entries_other_than", entries
+
+
+def divisors_that_changed() -> Patch:
+    """What a loss divides by is not held against the weights that were inferred."""
+    from memfit.engine import divisors
+
+    yield divisors, "off_by", lambda *args: 0.0
+
+
+def draws_of_their_own() -> Patch:
+    """A repeated forward draws other random numbers."""
+    from memfit.engine.generators import RandomState
+
+    yield RandomState, "restore", lambda self, device: None
+
+
+FAULTS: dict[str, Callable[[], Patch]] = {
+    fault.__name__.replace("_", " "): fault
+    for fault in (
+        in_place_on_a_loss_that_waits, in_place_on_a_plain_tensor, data_written_before_the_loss,
+        planning_leaves_lists_and_counters, planning_leaves_tensors,
+        every_micro_batch_moves_state, moving_state_is_not_seen, second_pass_moves_state,
+        values_that_decide, numbers_that_decide, losses_that_decide, hooks_on_saved_tensors, means_by_samples,
+        divisors_that_changed, draws_of_their_own,
+    )
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
