@@ -112,9 +112,9 @@ def micro_batch_sizes(share: int, most: int | None = None) -> tuple[int, ...]:
 
 
 def keepable(plan: Plan, profile: Profile | None, most: int | None = None) -> Plan:
-    """For mode "replay": let as many micro-batches of the first pass keep their activations as fit, and `most` at most.
+    """Set `keep` for mode "replay": the first-pass micro-batches, at most `most`, whose activations stay for backward.
 
-    What fits is one within the plan's peak, and more in the room above it."""
+    One fits into the plan's peak already; the room above the plan limits the rest."""
     if plan.mode != "replay" or profile is None:
         return plan
     more = each = 0
@@ -245,7 +245,7 @@ def _ways(pricing: _Pricing, budget: Budget, demand: Demand) -> list[_Way]:
 
 
 def _settled(way: _Way, ways: Sequence[_Way], bar: float | None, demand: Demand) -> bool:
-    """Whether checkpointing cannot help: it fits already, or is too slow even if only the fastest block is recomputed."""
+    """Whether checkpointing cannot help: it fits already, or recomputing only the fastest block would still be too slow."""
     profile = way.profile
     if way.fits or not profile.blocks:
         return True
