@@ -201,7 +201,7 @@ def _sizes(report: Report) -> Chart | None:
 
 
 def _doubling(values: Sequence[int], words: Callable[[int], str] = str) -> Figure:
-    """A logarithmic axis with at most about 10 ticks, at powers of two."""
+    """A logarithmic axis with at most 10 ticks, at powers of two."""
     ticks = [2**k for k in range(60) if min(values) / 2 < 2**k <= max(values) * 2]
     ticks = ticks[:: -(-len(ticks) // 10)]
     return {"type": "log", "tickvals": ticks, "ticktext": [words(tick) for tick in ticks]}
