@@ -16,9 +16,8 @@ PRECISE = 1 << 30
 
 
 def balanced(samples: int, seconds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """Split `samples` among ranks in proportion to their speed, with at most `most` samples on each.
-
-    `seconds` are seconds per sample, by rank. The sum of `most` must be at least `samples`."""
+    """Split `samples` among ranks in proportion to their speed, with at most `most` samples on each. `seconds` are seconds per
+    sample, by rank. The sum of `most` must be at least `samples`."""
     fastest = min(seconds)
     speeds = [max(1, round(PRECISE * fastest / each)) for each in seconds]
     full: dict[int, int] = {}

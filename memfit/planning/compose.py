@@ -108,9 +108,7 @@ def _halves_of_parameters(timeline: Timeline) -> np.ndarray:
 
 
 def with_checkpoint(timeline: Timeline, names: Iterable[str], *, autocast: bool = False) -> Timeline:
-    """Return the timeline with these blocks checkpointed in every traced micro-batch.
-
-    `autocast` says that the timeline was traced under autocast."""
+    """Return the timeline, traced with or without `autocast`, with these blocks checkpointed in every micro-batch."""
     edit = _Edit(timeline, autocast)
     for recompute in recomputable(timeline, tuple(names)):
         edit.checkpoint(recompute)

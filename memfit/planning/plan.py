@@ -220,9 +220,8 @@ class Plan:
         )
 
     def measured(self, micro_batch: int, rates: dict[int, float]) -> Plan:
-        """Return the plan with another micro-batch size and with measured seconds.
-
-        `rates` maps micro-batch sizes to seconds per sample, or per element where samples differ in size (see `unit`)."""
+        """Return the plan with another micro-batch size and measured seconds. `rates` maps micro-batch sizes to seconds per
+        sample, or per element where samples differ in size (see `unit`)."""
         rest = 0.0 if self.predicted.seconds is None else self.overhead
         seconds = {n: rate * self.unit * self.share + rest for n, rate in rates.items()}
         same, best = set(self._same_levers()), seconds.get(micro_batch)
@@ -326,9 +325,8 @@ class Plan:
         return _consistent(_build(Plan, data, source))
 
     def export(self, tool: str) -> str:
-        """Export the plan as code for another tool: "torch", "accelerate", "transformers" or "lightning".
-
-        Comments say what that tool cannot express. Raises UsageError for other names."""
+        """Export the plan as code for another tool: "torch", "accelerate", "transformers" or "lightning". Comments in it say
+        what that tool cannot express. Raises UsageError for other names."""
         from memfit.planning.export import EXPORTS
 
         if tool not in EXPORTS:

@@ -112,9 +112,8 @@ def micro_batch_sizes(share: int, most: int | None = None) -> tuple[int, ...]:
 
 
 def keepable(plan: Plan, profile: Profile | None, most: int | None = None) -> Plan:
-    """Set `keep` for mode "replay": the first-pass micro-batches, at most `most`, whose activations stay for backward.
-
-    One fits into the plan's peak already; the room above the plan limits the rest."""
+    """Set `keep` for mode "replay": the first-pass micro-batches, at most `most`, whose activations stay for backward. One fits
+    into the plan's peak already; the room above the plan limits the rest."""
     if plan.mode != "replay" or profile is None:
         return plan
     more = each = 0

@@ -22,9 +22,8 @@ Ends = tuple[tuple[int, Profile], tuple[int, Profile]]
 
 
 def peak_between(ends: Ends, elements: int, samples: int, *, accumulates: bool = True) -> Peak:
-    """Interpolate the peak of a micro-batch of `samples` samples of `elements` elements each.
-
-    `accumulates` says that gradients of other micro-batches exist meanwhile."""
+    """Interpolate the peak of a micro-batch of `samples` samples of `elements` elements each. `accumulates` says that gradients
+    of other micro-batches exist already."""
     (low, small), (high, large) = ends
     a, b = small.peak(samples, accumulates=accumulates), large.peak(samples, accumulates=accumulates)
     if not low < elements < high:
@@ -45,9 +44,8 @@ def profile_between(ends: Ends, elements: int, share: int) -> Profile:
 
 
 def by_size(ends: Ends, plan: Plan, room: int, middle: int, steps: int = 16) -> tuple[tuple[int, int, int], ...]:
-    """Return rows of (elements of the largest sample, samples per micro-batch, most that fit), ascending.
-
-    A micro-batch has as many elements as the plan's has at the median size `middle`, fewer where memory forbids."""
+    """Return rows of (elements of the largest sample, samples per micro-batch, most that fit), ascending. A micro-batch has as
+    many elements as the plan's has at the median size `middle`, or fewer where memory forbids."""
     (low, _), (high, _) = ends
     table = []
     for k in range(steps + 1):
@@ -68,9 +66,8 @@ def peaks_of(ends: Ends, table: tuple[tuple[int, int, int], ...]) -> tuple[tuple
 
 
 def peak_of(ends: Ends, table: tuple[tuple[int, int, int], ...], sizes: Sequence[int]) -> Peak:
-    """Return the peak of a batch of samples of these `sizes` (descending) that is split by `table`.
-
-    The upper bound is that of the largest micro-batch in the table, for any batch. The first micro-batch finds no gradients."""
+    """Return the peak of a batch of samples of these `sizes` (descending), split by `table`. The upper bound is that of the
+    table's largest micro-batch, for any batch. The first and largest micro-batch finds no gradients of others."""
     largest = max((peak_between(ends, elements, n) for elements, n, _ in table), key=lambda peak: peak.upper)
     pieces = pieces_by_size(sizes, lambda size: next((n for elements, n, _ in table if size <= elements), table[-1][1]))
     met = [peak_between(ends, sizes[start], stop - start, accumulates=start > 0) for start, stop in bounds(pieces)]
@@ -79,9 +76,8 @@ def peak_of(ends: Ends, table: tuple[tuple[int, int, int], ...], sizes: Sequence
 
 
 def with_padding(profile: Profile, middle: int, sizes: Sequence[int]) -> Profile:
-    """Scale the timings of a profile, taken on samples of `middle` elements, by the padding of samples of these `sizes`.
-
-    The sizes are in descending order. Every sample is padded to the largest one in its micro-batch."""
+    """Scale a profile's timings on samples of `middle` elements by the padding of samples of these `sizes` (descending). Every
+    sample is padded to the largest one in its micro-batch."""
 
     def padded(timing: Timing) -> Timing:
         factor = padded_elements(sizes, timing.samples * middle) / max(1, sum(sizes))

@@ -30,9 +30,8 @@ _MAY_BE_NOT_FINITE = "report.verification."
 
 
 def write_text(path: Path, text: str, what: str = "the report") -> None:
-    """Write a file atomically, by way of a temporary file beside it.
-
-    Raises UsageError with the system's reason; `what` names the content in the message."""
+    """Write a file atomically, by way of a temporary file beside it. Raises UsageError with the system's reason; `what` names
+    the content in the message."""
     with _writing(path, what) as beside:
         # A lone surrogate in a name cannot be encoded: it is written as an escape.
         beside.write_bytes(text.encode("utf-8", "backslashreplace"))
@@ -40,9 +39,8 @@ def write_text(path: Path, text: str, what: str = "the report") -> None:
 
 
 def check_writable(path: Path, what: str = "the report", suffixes: Collection[str] = ()) -> None:
-    """Check that a file can be written, before the work whose result goes there.
-
-    Raises the UsageError that writing would raise, or one for a suffix outside a non-empty `suffixes`."""
+    """Check that a file can be written, before the work whose result goes there. Raises the UsageError that writing would
+    raise, or one for a suffix outside a non-empty `suffixes`."""
     if suffixes and path.suffix.lower() not in suffixes:
         raise _no_format(path)
     with _writing(path, what) as beside:
@@ -111,9 +109,8 @@ def strict(value: Any) -> Any:
 
 
 def restored(kind: type[T], text: str, source: str, latest: int, mark: str = "report") -> T:
-    """Build a report dataclass from JSON, and validate each field. `mark` is the key that identifies such files.
-
-    Raises UsageError, and PlanFileError for a plan inside."""
+    """Build a report dataclass from JSON, and validate each field. `mark` is the key that identifies such files. Raises
+    UsageError, and PlanFileError for a plan inside."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -153,15 +153,14 @@ def _seconds(report: Report) -> Row:
 
 
 def halved_by_hand(report: Report) -> Option | None:
-    """Return the option at which halving the batch by hand would first fit.
-
-    None where the whole batch fits, where that option is this plan, or where memory ran out, so that what fits is unknown."""
+    """Return the option at which halving the batch by hand would first fit. None where the whole batch fits, where that option
+    is this plan, or where memory ran out, so that what fits is unknown."""
     plan = report.plan
     plain = {o.micro_batch: o for o in plan.options if o.precision == "off" and not o.checkpoint and o.fits}
     ran_out = any(event.kind == "out of memory" for event in report.events)
     half = -(-plan.share // 2)
     if plan.share in plain or plan.by_size or ran_out or all(o.micro_batch != half for o in plan.options):
-        return None  # (no option has half a share that changed during training)
+        return None  # (the options may lack the halves of a share that changed during training)
     halves = (-(-plan.share // 2**k) for k in range(1, plan.share.bit_length()))
     found = next((plain[size] for size in halves if size in plain), None)
     return None if found is None or found.micro_batch == plan.micro_batch else found
