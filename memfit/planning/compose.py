@@ -3,7 +3,7 @@
 A checkpointed block frees its saved activations at the end of its forward and keeps its inputs until its backward ends. Right
 before its backward, its forward's allocations happen again, up to the last one that is saved. Weight copies in autocast's cache
 live until the whole forward ends. Not covered: activations that a forward without saving frees earlier, copies of a block's
-buffers during recomputation, the order of frees within one operation's backward, and blocks that run twice per forward.
+buffers during recomputation, the order of frees within an operation's backward, and blocks that run more than once per forward.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _halves_of_parameters(timeline: Timeline) -> np.ndarray:
 
 
 def with_checkpoint(timeline: Timeline, names: Iterable[str], *, autocast: bool = False) -> Timeline:
-    """Return the timeline, traced with or without `autocast`, with these blocks checkpointed in every micro-batch."""
+    """Checkpoint these blocks in every traced micro-batch of a timeline; `autocast` says that autocast was on in the trace."""
     edit = _Edit(timeline, autocast)
     for recompute in recomputable(timeline, tuple(names)):
         edit.checkpoint(recompute)

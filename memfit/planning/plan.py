@@ -90,7 +90,8 @@ class Plan:
     """How one optimizer step runs: micro-batches, gradient accumulation, checkpointing, precision and sharding."""
 
     mode: str
-    """whole: one forward and backward. accumulate: gradient accumulation over weighted micro-batches. replay: two passes."""
+    """whole: one forward and backward. accumulate: gradient accumulation over weighted micro-batches. replay: two passes, a
+    forward and then its recomputation with backward, for a loss that needs the whole output."""
     target_batch: int | None
     """Effective batch: samples per optimizer step over all ranks; None for the script's own batches."""
     share: int

@@ -50,7 +50,7 @@ class Demand:
     checkpoint: tuple[str, ...] | None = None
     """Blocks to checkpoint, if prescribed; None to choose them."""
     mode: str = "accumulate"
-    """accumulate or replay."""
+    """accumulate or replay: the plan's mode if it has several micro-batches."""
     standing: int = 0
     """Bytes beside the profile that stay through all micro-batches (a replayed output, gradients of the previous step)."""
     standing_per_sample: int = 0
@@ -244,7 +244,7 @@ def _ways(pricing: _Pricing, budget: Budget, demand: Demand) -> list[_Way]:
 
 
 def _settled(way: _Way, ways: Sequence[_Way], bar: float | None, demand: Demand) -> bool:
-    """Whether checkpointing cannot help: it fits already, or recomputing only the fastest block would still be too slow."""
+    """Whether checkpointing cannot help: it fits already, or recomputing the fastest block per micro-batch is too slow."""
     profile = way.profile
     if way.fits or not profile.blocks:
         return True

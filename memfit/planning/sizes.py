@@ -87,7 +87,7 @@ def with_padding(profile: Profile, middle: int, sizes: Sequence[int]) -> Profile
 
 
 def padded_elements(sizes: Sequence[int], wanted: int) -> int:
-    """Return the elements, padding included, of samples of these `sizes` (descending) in micro-batches of about `wanted`."""
+    """Return the padded elements of samples of these `sizes` (descending) in micro-batches of about `wanted` elements."""
     pieces = pieces_by_size(sizes, lambda size: wanted // max(1, size))
     return sum((stop - start) * sizes[start] for start, stop in bounds(pieces))
 

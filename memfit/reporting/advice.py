@@ -14,7 +14,7 @@ from memfit.reporting.report import Report
 from memfit.reporting.words import instead, less_or_more, percent, speed
 
 WAITING = 0.05
-"""Fraction of a step spent waiting for the loader above which the report mentions it."""
+"""Fraction of the time from batch to batch spent waiting for the loader, above which the report mentions it."""
 
 
 def next_moves(report: Report) -> tuple[str, ...]:

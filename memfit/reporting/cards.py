@@ -29,7 +29,7 @@ COLUMNS = (
 NUMBERS = (1, 6, 7)
 """Indices of right-aligned columns."""
 LACKING = 12
-"""Number of rows shown for devices on which the training does not fit."""
+"""Most rows shown for devices on which the training does not fit."""
 
 
 @dataclass(frozen=True)

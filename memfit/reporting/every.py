@@ -19,7 +19,7 @@ IDLE = 0.15
 
 
 def together(report: Report) -> Iterator[str]:
-    """Return lines on how the work is split among ranks, where memory is short or ran out, and which ranks wait."""
+    """Yield lines on how the work is split among ranks, where memory is short or ran out, and which ranks wait."""
     every = report.every
     shares = [each.plan.share for each in every if each.plan is not None]
     if len(shares) < 2:

@@ -51,7 +51,7 @@ class Moment:
     """The memory peak of one phase of the step."""
 
     phase: str
-    """input, forward, backward, hand over or optimizer."""
+    """input, forward, backward, hand over (accumulated gradients go to autograd) or optimizer."""
     micro_batch: int
     """The drawn micro-batch it lies in, counted from 1; 0 outside them."""
     start: int
