@@ -1,6 +1,6 @@
-"""A real limit on the memory of this process, set by the demo on processes of its own.
+"""Sets a real memory limit on the demo's own processes.
 
-Not covered: systems where a process cannot be limited (Windows, macOS); there memfit is told a budget, and that is said.
+Not covered: systems where a process cannot be limited (Windows, macOS). There the demo passes a budget to memfit, and says so.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from memfit.hardware.limits import read_status
 
 @dataclass(frozen=True)
 class Limit:
-    """What was done."""
+    """The memory limit of this process."""
 
     real: bool
-    """Whether the system holds this process to it."""
+    """Whether the system enforces it."""
     budget: int | None
-    """What memfit has to be told; None where it finds the limit itself."""
+    """The budget in bytes to pass to memfit; None where memfit finds the limit itself."""
     said: str
-    """How, in words."""
+    """How it was set, in words."""
 
 
 def limited_device() -> torch.device:
-    """Where the demo trains: on CUDA if there is some, else on the CPU."""
+    """Return the demo's device: CUDA if available, else the CPU."""
     device = default_device()
     return device if device.type == "cuda" else torch.device("cpu")
 
 
 def can_limit(device: torch.device) -> bool:
-    """Whether a process can be limited here."""
+    """Return whether this system can limit a process."""
     return device.type == "cuda" or (sys.platform == "linux" and "VmData" in read_status())
 
 
 def limit_this_process(allowed: int, device: torch.device) -> Limit:
-    """Let this process take `allowed` bytes more than it has now."""
+    """Limit this process to `allowed` bytes: on CUDA in total, on the CPU beyond what it holds now."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
@@ -58,5 +58,5 @@ def limit_this_process(allowed: int, device: torch.device) -> Limit:
 
 
 def _start_threads() -> None:
-    """Threads that compute are started once, and their stacks belong to the process, not to the training."""
+    """Start the compute threads before the limit is set: their stacks belong to the process, not to the training."""
     nn.Linear(512, 512)(torch.ones(512, 512)).sum().backward()

@@ -1,4 +1,4 @@
-"""A GPT over bytes, in plain PyTorch."""
+"""A byte-level GPT in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BYTES = 256
-"""Its vocabulary."""
+"""Vocabulary size."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How large it is."""
+    """The dimensions of a `ByteGPT`."""
 
     length: int = 128
-    """Bytes in a sequence."""
+    """Sequence length in bytes."""
     width: int = 256
-    """Features per byte."""
+    """Embedding dimension."""
     heads: int = 4
     """Attention heads per block."""
     blocks: int = 10
-    """Blocks."""
+    """Number of transformer blocks."""
 
 
 class ByteGPT(nn.Module):
@@ -42,7 +42,7 @@ class ByteGPT(nn.Module):
             block.quieten(2 * shape.blocks)
 
     def forward(self, text: Tensor) -> Tensor:
-        """The logits of each byte's successor."""
+        """Return the logits of the byte after each position."""
         x = self.bytes(text) + self.places(torch.arange(text.size(1), device=text.device))
         for block in self.blocks:
             x = block(x)
@@ -50,7 +50,7 @@ class ByteGPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a layer for each byte by itself."""
+    """A pre-norm transformer block: causal self-attention, then an MLP."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(shape.width, 4 * shape.width), nn.Linear(4 * shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The features after this block."""
+        """Apply the block to the features `x`."""
         x = x + self._attended(self.before(x))
         return x + self.narrow(F.gelu(self.wide(self.between(x))))
 
     def quieten(self, additions: int) -> None:
-        """Let as many additions to the features begin as one."""
+        """Scale the residual projections by 1/sqrt(`additions`), so that at first all residual additions count as one."""
         with torch.no_grad():
             for layer in (self.joined, self.narrow):
                 layer.weight.mul_(additions**-0.5)
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 def next_byte_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean cross-entropy in nats."""
+    """Return the mean cross-entropy of the next byte, in nats."""
     text, following = batch
     return F.cross_entropy(model(text).flatten(0, 1), following.flatten())
 

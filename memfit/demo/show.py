@@ -1,4 +1,4 @@
-"""What the reader of the demo sees, in order."""
+"""Shows the demo: prints what the reader sees, in order."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from memfit.demo.telling import more, tell
 from memfit.reporting.progress import progress
 
 SAMPLES = 16
-"""Sequences that the need of a step is traced with."""
+"""Number of sequences in the batch with which a step's memory is traced."""
 
 
 def run_demo(demo: Demo) -> int:
-    """Show the demo; the exit code."""
+    """Show the demo, and return the exit code."""
     device = limited_device()
     tell_asked(demo)
     if can_limit(device):
@@ -34,7 +34,7 @@ def run_demo(demo: Demo) -> int:
 
 
 def tell_asked(demo: Demo) -> None:
-    """What is asked, and what it would need at once."""
+    """Print the task, and the memory that the whole batch would need."""
     with torch.device("meta"):
         model = ByteGPT(demo.shape)
     text = torch.randint(0, BYTES, (SAMPLES, demo.shape.length))
@@ -49,7 +49,7 @@ def tell_asked(demo: Demo) -> None:
 
 
 def tell_without_memfit(demo: Demo) -> None:
-    """Run it without memfit, really, and show how that ends."""
+    """Run one step without memfit, and print how it ends."""
     with progress("trying it without memfit", None) as bar:
         bar.say("")
         done = subprocess.run(_command("whole", demo), env=_environment(), capture_output=True, text=True)
@@ -68,7 +68,7 @@ def _last_words(done: subprocess.CompletedProcess[str]) -> str:
 
 def _environment() -> dict[str, str]:
     """The environment without the variable that switches memfit off."""
-    # Threads that wait by spinning make a step ten times as long where other programs use the cores, too (measured).
+    # Spinning OpenMP threads make a step ten times as slow where other programs share the cores (measured).
     return {"OMP_WAIT_POLICY": "passive"} | {name: value for name, value in os.environ.items() if name != "MEMFIT"}
 
 

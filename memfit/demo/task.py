@@ -1,4 +1,4 @@
-"""What the demo trains, the same in each of its processes."""
+"""The demo's training task, identical in each of its processes."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from memfit.demo.text import LibraryText
 
 @dataclass(frozen=True)
 class Demo:
-    """What is asked of the demo."""
+    """The demo's settings."""
 
     budget: int
     """Bytes that the training may take."""
     steps: int | None
-    """Optimizer steps; None: as many as take `seconds`."""
+    """Optimizer steps; None for as many as fit into `seconds`."""
     report: str
-    """Where the HTML report goes."""
+    """Path of the HTML report."""
     target: int = 256
-    """Sequences per optimizer step."""
+    """Effective batch: sequences per optimizer step."""
     seconds: float = 75.0
-    """How long it trains where the steps are not given."""
+    """Seconds of training where `steps` is None."""
     shape: Shape = field(default_factory=Shape)
-    """The model."""
+    """The model's dimensions."""
 
     def to_json(self) -> str:
-        """For another process."""
+        """Return the settings as JSON, to pass to another process."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> Demo:
-        """From another process."""
+        """Read settings that another process passed as JSON."""
         fields = json.loads(text)
         return Demo(**{**fields, "shape": Shape(**fields["shape"])})
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a training script has before its loop."""
+    """The objects that a training script has before its loop."""
 
     model: nn.Module
     """The GPT."""
@@ -58,7 +58,7 @@ class Training:
 
 
 def check_report_path(path: Path) -> Path:
-    """A path that an HTML report can be written to, as far as can be told before. Raises UsageError."""
+    """Return `path` if its suffix is .html and its folder exists. Raises UsageError otherwise."""
     asked = f"the demo's report in {str(path)!r}"
     if path.suffix.lower() != ".html":
         raise UsageError(asked, found=f"the suffix is {path.suffix!r}", next_move="end the name in .html")
@@ -68,7 +68,7 @@ def check_report_path(path: Path) -> Path:
 
 
 def training(demo: Demo, text: LibraryText, device: torch.device) -> Training:
-    """The training, from the same seed in every process."""
+    """Build the training, from the same seed in every process."""
     torch.manual_seed(0)
     model = ByteGPT(demo.shape).to(device)
     optimizer = AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))

@@ -1,4 +1,4 @@
-"""The source text of this Python's own standard library, as bytes to learn from."""
+"""A dataset of bytes: the source text of this Python's own standard library."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils.data import Dataset
 from memfit._errors import UsageError
 
 PLENTY = 12 << 20
-"""Bytes of text after which no more files are read."""
+"""Size of the text in bytes at which no more files are read."""
 _NOT_ITS_OWN = ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3")
 
 
 class LibraryText(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of `length` bytes, each with the same piece one byte later."""
+    """Sequences of `length` bytes, each with the sequence shifted by one byte as its target."""
 
     def __init__(self, length: int, root: Path | None = None) -> None:
         self._length = length
@@ -33,7 +33,7 @@ class LibraryText(Dataset[tuple[Tensor, Tensor]]):
 
 
 def library_text(root: Path | None = None) -> bytes:
-    """The library's modules one after the other. Raises UsageError where only compiled ones are installed."""
+    """Return the library's concatenated modules. Raises UsageError where only compiled modules are installed."""
     root = root or Path(sysconfig.get_path("stdlib"))
     files = [*sorted(root.glob("*.py")), *sorted(root.glob("*/*.py"))]
     text = bytearray()

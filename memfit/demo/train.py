@@ -1,4 +1,4 @@
-"""The training with memfit, under the limit, and what came of it: `python -m memfit.demo.train`."""
+"""Trains with memfit under the limit, and prints the results: `python -m memfit.demo.train`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from memfit.reporting.progress import progress
 from memfit.training.run import Run
 
 FEWEST, MOST = 3, 30
-"""Steps, where they are chosen by how long one takes."""
+"""Bounds on the number of steps where the time decides it."""
 
 
 def run(demo: Demo) -> bool:
-    """Train and tell; whether the gradient was the same."""
+    """Train and print the results. Returns whether the gradient is the same as without memfit."""
     text, device = LibraryText(demo.shape.length), limited_device()
     limit = limit_this_process(demo.budget, device)
     loss, peak = Loss(), Peak()
@@ -44,13 +44,13 @@ def run(demo: Demo) -> bool:
 
 
 class Loss:
-    """The loss, telling how many sequences have been through it."""
+    """A loss function that reports the sequences it has processed to `seen`, for the progress bar."""
 
     def __init__(self) -> None:
         self.seen: Callable[[int], None] | None = None
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """The loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
         loss = next_byte_loss(model, batch)
         if self.seen is not None:
             self.seen(len(batch[0]))
@@ -58,8 +58,8 @@ class Loss:
 
 
 class Peak:
-    """The most memory that this process has reserved, which is what its limit counts, looked at every few milliseconds: the
-    kernel keeps a record of the address space only, in which files come and go."""
+    """Polls the peak of the memory that this process has reserved, which its limit counts. Polling (every 5 ms) is necessary
+    because the kernel records a peak only of the address space, which includes mapped files."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -67,7 +67,7 @@ class Peak:
 
     @contextmanager
     def watching(self, wanted: bool) -> Iterator[None]:
-        """Looks while inside, if `wanted`."""
+        """Poll inside the context, if `wanted`."""
         if not wanted:
             yield
             return
@@ -80,7 +80,7 @@ class Peak:
             watch.join()
 
     def take(self, measured: float | None) -> None:
-        """Take in what memfit measured."""
+        """Include a peak that memfit measured."""
         self.most = max(self.most, int(measured or 0))
 
     def _look(self) -> None:
@@ -89,13 +89,13 @@ class Peak:
 
 
 def fit(demo: Demo, task: Training, loss: Loss, limit: Limit) -> Run:
-    """The one line, and the plan it came to."""
+    """Call `memfit.wrap`, and print the call and its plan."""
 
     def before_step() -> None:
         nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
 
     tell("with memfit", f"run = memfit.wrap(model, optimizer, loader, loss_fn=loss_fn, target_batch={demo.target})")
-    with progress("planning", None) as bar, redirect_stderr(io.StringIO()):  # the plan is told below
+    with progress("planning", None) as bar, redirect_stderr(io.StringIO()):  # the plan is printed below
         bar.say("")
         fitted = memfit.wrap(
             task.model,
@@ -117,7 +117,7 @@ def fit(demo: Demo, task: Training, loss: Loss, limit: Limit) -> Run:
 
 
 def train(demo: Demo, fitted: Run, loss: Loss, peak: Peak) -> None:
-    """Train, showing the loss."""
+    """Train, and print each step's loss."""
     tell("training", f"run.step(batch), {demo.target} sequences each")
     began, told = time.perf_counter(), len(fitted.events)
     for step, batch in enumerate(endless(fitted.loader), 1):
@@ -133,7 +133,7 @@ def train(demo: Demo, fitted: Run, loss: Loss, peak: Peak) -> None:
 
 
 def tell_changes(fitted: Run, told: int) -> int:
-    """Say how the plan changed since so many events were told; how many have been told now."""
+    """Print how the plan changed since the first `told` events. Returns the number of events so far."""
     for event in fitted.events[told:]:
         if event.kind == "replan":
             more(event.message)
@@ -142,7 +142,7 @@ def tell_changes(fitted: Run, told: int) -> int:
 
 @contextmanager
 def showing(loss: Loss, label: str, total: int) -> Iterator[None]:
-    """On a terminal, a bar that moves with every micro-batch."""
+    """On a terminal, show a progress bar that advances with every micro-batch."""
     if not sys.stderr.isatty():
         yield
         return
@@ -153,20 +153,20 @@ def showing(loss: Loss, label: str, total: int) -> Iterator[None]:
 
 
 def is_last(demo: Demo, step: int, elapsed: float, took: float) -> bool:
-    """Whether training ends after this step."""
+    """Return whether training ends after this step."""
     if demo.steps is not None:
         return step >= demo.steps
     return step >= MOST or (step >= FEWEST and elapsed + took > demo.seconds) or elapsed > 2 * demo.seconds
 
 
 def endless(loader: Any) -> Iterator[Any]:
-    """Epoch after epoch."""
+    """Yield the loader's batches, epoch after epoch."""
     while True:
         yield from loader
 
 
 def tell_peak(fitted: Run, peak: Peak) -> None:
-    """The most memory that was measured, against the budget."""
+    """Print the measured peak against the budget."""
     plan = fitted.plan
     assert plan is not None
     errors = sum(event.kind == "out of memory" for event in fitted.events)
@@ -176,7 +176,7 @@ def tell_peak(fitted: Run, peak: Peak) -> None:
 
 
 def tell_verification(fitted: Run) -> bool:
-    """What `memfit.verify` finds."""
+    """Print what `memfit.verify` finds. Returns whether it passed."""
     with progress("verifying", None) as bar:
         bar.say("")
         found = memfit.verify(fitted)
@@ -188,7 +188,7 @@ def tell_verification(fitted: Run) -> bool:
 
 
 def main() -> int:
-    """The exit code."""
+    """Run the training of the settings in argv[1]. Returns the exit code."""
     try:
         return 0 if run(Demo.from_json(sys.argv[1])) else 1
     except MemfitError as error:

@@ -1,4 +1,4 @@
-"""One optimizer step without memfit, all at once, under the limit: `python -m memfit.demo.whole`."""
+"""Runs one optimizer step on the whole batch without memfit, under the limit: `python -m memfit.demo.whole`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memfit.demo.text import LibraryText
 
 
 def run(demo: Demo) -> None:
-    """Exactly what a script does that knows nothing of memfit."""
+    """Run the step as a plain script without memfit does."""
     text, device = LibraryText(demo.shape.length), limited_device()
     limit_this_process(demo.budget, device)
     plain = training(demo, text, device)

@@ -1,1 +1,1 @@
-"""What to do: from a profile and a budget to a plan. Values in, a value out; nothing here imports torch."""
+"""Planning: turns a profile and a budget into a plan. Pure functions over values; nothing here imports torch."""

@@ -1,7 +1,7 @@
-"""Which part of an effective batch each process should have, so that all are done at the same time: numbers in, numbers out.
+"""Load balancing: splits an effective batch among ranks of different speed so that all finish together. Pure functions.
 
-Not covered: what a step costs whatever its share (the optimizer); shares that are worked out anew from what was measured under
-the ones before come to the point where that is included.
+Not covered: the part of a step that does not depend on the share (the optimizer). Shares that are recomputed from times
+measured under the previous shares converge to values that include it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from memfit.batches.pieces import divided
 from memfit.planning.plan import Plan
 
 PRECISE = 1 << 30
-"""Speeds are compared in so many parts."""
+"""Resolution of relative speeds: the fastest rank's integer weight."""
 
 
 def balanced(samples: int, seconds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """`samples` divided in proportion to speed, no process having more than its `most`; `seconds` are those of a sample, by
-    rank. `most` has room for all of them together."""
+    """Split `samples` among ranks in proportion to their speed, with at most `most` samples on each. `seconds` are seconds per
+    sample, by rank. The sum of `most` must be at least `samples`."""
     fastest = min(seconds)
     speeds = [max(1, round(PRECISE * fastest / each)) for each in seconds]
     full: dict[int, int] = {}
@@ -32,12 +32,12 @@ def balanced(samples: int, seconds: Sequence[float], most: Sequence[int]) -> tup
 
 
 def slowest(shares: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds until the last process is done with its share."""
+    """Return the seconds until the last rank finishes its share."""
     return max(share * each for share, each in zip(shares, seconds))
 
 
 def most_samples(plan: Plan, per_sample: int) -> int:
-    """The largest share that a process has room for, of which each sample takes `per_sample` bytes beside its micro-batch."""
+    """Return the largest share that fits on a rank, at `per_sample` bytes per sample beside the micro-batch's own memory."""
     smaller = [] if plan.by_size else plan.fitting_with_same_levers()
     least = min((option.cost.upper for option in smaller), default=plan.predicted.upper)
     room = plan.room + max(0, plan.predicted.upper - least)

@@ -1,10 +1,9 @@
-"""Which blocks to checkpoint: the least recomputation for which every moment of the step fits.
+"""Selective activation checkpointing: chooses the blocks with the least recomputation for which the whole step fits.
 
-Blocks are decided one after the other in the order of the forward. Of the ways to decide those so far, only such are followed
-that no other beats in both seconds and bytes (G. L. Nemhauser and Z. Ullmann, "Discrete dynamic programming and capital
-allocation", Management Science 15(9), 1969); bytes are compared at every moment that a block still to be decided can change.
-In a chain of equal blocks that leaves one way per number of blocks. (A general solver would have to be loaded, which takes
-16 MiB of the room that is being planned.)
+A dynamic program decides the blocks in forward order. It keeps only partial choices that no other one beats in both seconds
+and bytes (G. L. Nemhauser and Z. Ullmann, "Discrete dynamic programming and capital allocation", Management Science 15(9),
+1969). Bytes are compared at every moment that an undecided block can still change. A chain of equal blocks leaves one partial
+choice per number of blocks. (Loading a general solver would take 16 MiB of the memory being planned.)
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from memfit.planning.compose import Recompute
 from memfit.profiling.timeline import Timeline
 
 FOLLOWED = 64
-"""Ways that are followed at most: beyond, those that may still end up the cheapest."""
+"""Most partial choices kept; beyond this, the most promising ones stay."""
 
 
 def choose_blocks(
@@ -31,10 +30,10 @@ def choose_blocks(
     *,
     accumulates: bool = True,
 ) -> tuple[str, ...] | None:
-    """Names of the blocks to checkpoint so that at most `room` bytes of tensors are alive; None if no choice suffices.
+    """Choose the blocks to checkpoint so that at most `room` bytes of tensors are allocated; None if no choice suffices.
 
-    `accumulates=False`: with a single micro-batch, during which gradients are only being born. The cheapest choice, unless
-    more than `FOLLOWED` ways had to be followed.
+    `accumulates=False` stands for a step of one micro-batch, which starts without gradients. The choice is the cheapest
+    unless more than `FOLLOWED` partial choices came up.
     """
     names = list(dict.fromkeys(r.block for r in recomputes))
     if not names:
@@ -48,7 +47,7 @@ def choose_blocks(
 
 
 class _Change(NamedTuple):
-    """What checkpointing any of some blocks adds to the bytes alive after each event from `start` up to `stop`."""
+    """The bytes that checkpointing any of `blocks` adds to the allocated bytes after each event in [start, stop)."""
 
     blocks: frozenset[int]
     start: int
@@ -57,11 +56,11 @@ class _Change(NamedTuple):
 
 
 Changes = dict[frozenset[int], np.ndarray]
-"""From blocks to what is added, per moment, once any of them is checkpointed."""
+"""Maps a set of blocks to the bytes that checkpointing any of them adds at each moment."""
 
 
 class _Moments:
-    """The moments at which memory may be highest: bytes `alive` with nothing checkpointed, and the `changes` to them."""
+    """The moments of a possible peak: bytes allocated without checkpointing (`alive`), and the `changes` to them."""
 
     def __init__(
         self, timeline: Timeline, recomputes: Sequence[Recompute], names: list[str], samples: int, accumulates: bool
@@ -82,7 +81,7 @@ class _Moments:
                 self.changes.setdefault(blocks, np.zeros(len(moments)))[at] += size
 
     def _stretches(self, curve: np.ndarray) -> list[tuple[float, list[tuple[frozenset[int], float]]]]:
-        """(bytes alive, changes) at the highest event of each stretch in which the changes are the same."""
+        """(allocated bytes, changes) at the highest event of each stretch with constant changes."""
         changes = [*self._dropped, *self._held]
         edges = sorted({0, len(curve), *(c.start for c in changes), *(c.stop for c in changes)})
         highest = [low + int(curve[low:high].argmax()) for low, high in itertools.pairwise(edges)]
@@ -91,7 +90,7 @@ class _Moments:
     def _recomputations(
         self, curve: np.ndarray, accumulates: bool
     ) -> list[tuple[float, list[tuple[frozenset[int], float]]]]:
-        """The same while each block is computed again, just before its backward."""
+        """(allocated bytes, changes) while each block is recomputed, right before its backward."""
         window = self._timeline.window
         found = []
         for block, r in self._recomputes:
@@ -105,7 +104,7 @@ class _Moments:
         return found
 
     def _hold(self, index: int) -> list[_Change]:
-        """The stretches for which an input may be held beyond its death, each up to the end of some block's backward."""
+        """The stretches for which checkpointing may keep an input past its free, each up to the end of a block's backward."""
         until: dict[int, set[int]] = {}
         for block, r in self._recomputes:
             if index in r.held:
@@ -119,7 +118,7 @@ class _Moments:
 
 
 class _Ways:
-    """Ways to decide the blocks so far, each with its seconds and the bytes by which it exceeds the room at each moment."""
+    """Partial choices (states of the dynamic program), each with its seconds and its bytes over the room at each moment."""
 
     def __init__(self, excess: np.ndarray, seconds: Sequence[float], changes: Changes) -> None:
         self._costs = seconds
@@ -131,7 +130,7 @@ class _Ways:
         self._own = np.array([changes.get(frozenset([block]), nothing) for block in range(len(seconds))])
 
     def decide(self, block: int) -> None:
-        """Each way with this block and without it, less those that can no longer fit or are beaten."""
+        """Extend every partial choice with and without this block, then drop those that cannot fit or are dominated."""
         more = self._excess + self._own[block]
         for blocks, change in self._shared.items():
             if block in blocks:
@@ -148,14 +147,14 @@ class _Ways:
             self._keep(self._promising(block))
 
     def cheapest(self) -> np.ndarray | None:
-        """Which blocks the cheapest way checkpoints; None if none fits."""
+        """Return the blocks that the cheapest choice checkpoints, as a mask; None if none fits."""
         if not len(self._seconds):
             return None
         return self._chosen[np.lexsort((self._chosen.sum(1), self._seconds))[0]]
 
     def _comparable(self, block: int) -> np.ndarray:
-        """What distinguishes the ways in what blocks after this one will meet, less is better: bytes at the moments they can
-        change, once for all moments that the blocks so far change alike, and what need not be held anew."""
+        """Columns that decide dominance for the blocks still to come; lower is better. They are the bytes at moments that later
+        blocks can change (one column where the blocks so far change several alike), and which inputs are not kept yet."""
         left = {blocks: change for blocks, change in self._shared.items() if max(blocks) > block}
         later = (self._own[block + 1 :] != 0).any(0)
         for change in left.values():
@@ -168,14 +167,13 @@ class _Ways:
         return np.column_stack([bytes_then, *held])
 
     def _promising(self, block: int) -> np.ndarray:
-        """As many ways as are followed: those that need the fewest seconds at the least, and the slowest, which most surely
-        fits."""
+        """The `FOLLOWED` to keep: those with the lowest bound on seconds, and the slowest, which most surely fits."""
         order = np.argsort(self._seconds + self._still_needed(block), kind="stable")
         return np.append(order[: FOLLOWED - 1], self._seconds.argmax())
 
     def _still_needed(self, block: int) -> np.ndarray:
-        """A lower bound of the seconds to come: at each moment by itself, what the best of the blocks after this one, the
-        last of them in part, need to bring it down to the room."""
+        """A lower bound on the seconds still needed: the maximum over moments of a fractional knapsack, in which the best later
+        blocks (the last one in part) bring that moment alone down to the room."""
         bound = np.zeros(len(self._seconds))
         costs = np.array(self._costs[block + 1 :])
         tight = (self._excess > 0).any(0)
@@ -192,7 +190,7 @@ class _Ways:
 
 
 def _unbeaten(values: np.ndarray) -> np.ndarray:
-    """The rows that no other is at most equal to in every column; of equal rows the first."""
+    """The Pareto-optimal rows (lower is better); of equal rows, the first."""
     no_worse = (values[:, None, :] <= values[None, :, :]).all(2)
     first = np.arange(len(values))
     beats = no_worse & (~no_worse.T | (first[:, None] < first[None, :]))

@@ -1,10 +1,9 @@
-"""The effect of checkpointing blocks, composed on a timeline traced without it.
+"""Predicts activation checkpointing: edits a timeline that was traced without it instead of tracing again.
 
-A checkpointed block's saved activations die at the end of its forward, its inputs live until its backward is through;
-right before its backward, the forward's allocations happen again up to the last one that is saved. Copies of weights that
-autocast keeps live on to the end of the whole forward. Not covered:
-activations that die earlier in a forward that saves nothing, copies of a block's buffers while it is recomputed, the
-order of frees within one operation's backward, and blocks that run more than once per forward.
+A checkpointed block frees its saved activations at the end of its forward and keeps its inputs until its backward ends. Right
+before its backward, its forward's allocations happen again, up to the last one that is saved. Weight copies in autocast's cache
+live until the whole forward ends. Not covered: activations that a forward without saving frees earlier, copies of a block's
+buffers during recomputation, the order of frees within an operation's backward, and blocks that run more than once per forward.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ _KEPT, _TRANSIENT = CATEGORIES.index("kept"), CATEGORIES.index("transient")
 
 @dataclass(frozen=True)
 class Recompute:
-    """What checkpointing one block changes."""
+    """The changes to a timeline that checkpointing one block makes."""
 
     block: str
     """The block's name."""
     visit: Visit
-    """Its forward in the micro-batch looked at."""
+    """Its forward in one traced micro-batch."""
     dropped: np.ndarray
-    """Allocations it saves for backward and would drop at the end of its forward."""
+    """Allocations saved for backward, which checkpointing frees at the end of the block's forward."""
     copies: np.ndarray
-    """Those of them that look like weights in half precision, which autocast keeps to the end of the whole forward."""
+    """Those that look like weights in half precision, which autocast's cache keeps until the whole forward ends."""
     over: int
-    """The event with which the whole forward is over."""
+    """The event at which the whole forward ends."""
     returned: np.ndarray
-    """Outputs that its own backward needs: given up when that begins, and computed again."""
+    """Outputs that the block's own backward needs: freed when that begins, and recomputed."""
     again: tuple[tuple[int, bool], ...]
-    """(allocation, birth) for everything that happens in the recomputation."""
+    """(allocation, birth) for every event of the recomputation; birth is False for a free."""
     backward: int
-    """The event its backward begins with."""
+    """The first event of its backward."""
     end: int
-    """One past the event at which the last of what it saved is gone."""
+    """One past the event that frees the last of its saved allocations."""
     held: tuple[int, ...]
-    """Inputs that would be gone by then and stay until `end`."""
+    """Inputs that are freed earlier without checkpointing, and stay until `end` with it."""
 
     def peak(self, sizes: np.ndarray) -> float:
-        """Most bytes that the recomputation adds at once, with allocations of these sizes."""
+        """Return the peak bytes that the recomputation adds, for allocations of these sizes."""
         if not self.again:
             return 0.0
         index, birth = (np.array(column) for column in zip(*self.again))
@@ -53,7 +52,7 @@ class Recompute:
 
 
 def recomputable(timeline: Timeline, names: Iterable[str]) -> tuple[Recompute, ...]:
-    """The blocks of `names` that can be checkpointed, once for each traced micro-batch, in forward order."""
+    """Return the blocks of `names` that can be checkpointed, once per traced micro-batch, in forward order."""
     born, died = timeline.lifetimes()
     ends = (*timeline.window[1:], len(timeline.event))
     halves = _halves_of_parameters(timeline)
@@ -86,7 +85,7 @@ def _recompute(timeline: Timeline, visit: Visit, born: np.ndarray, died: np.ndar
 
 
 def _again(timeline: Timeline, visit: Visit, saved: np.ndarray, born: np.ndarray) -> tuple[tuple[int, bool], ...]:
-    """What happens when the block's forward runs again: it stops once all it saves is there and lets go of the rest."""
+    """The events of the block's recomputed forward: it stops after its last saved allocation and frees the rest."""
     last = int(born[saved].max())
     kept, alive = set(saved.tolist()), dict[int, None]()
     found: list[tuple[int, bool]] = []
@@ -103,13 +102,13 @@ def _again(timeline: Timeline, visit: Visit, saved: np.ndarray, born: np.ndarray
 
 
 def _halves_of_parameters(timeline: Timeline) -> np.ndarray:
-    """Which allocations are half as large as some parameter, whatever the micro-batch."""
+    """A mask of allocations of half some parameter's size that do not depend on the micro-batch."""
     parameters = timeline.fixed[timeline.category == CATEGORIES.index("parameters")]
     return (timeline.per_sample == 0) & (timeline.fixed > 0) & np.isin(2 * timeline.fixed, parameters)
 
 
 def with_checkpoint(timeline: Timeline, names: Iterable[str], *, autocast: bool = False) -> Timeline:
-    """The timeline with these blocks checkpointed in every traced micro-batch; `autocast`: traced under it."""
+    """Checkpoint these blocks in every traced micro-batch of a timeline; `autocast` says that autocast was on in the trace."""
     edit = _Edit(timeline, autocast)
     for recompute in recomputable(timeline, tuple(names)):
         edit.checkpoint(recompute)
@@ -117,7 +116,7 @@ def with_checkpoint(timeline: Timeline, names: Iterable[str], *, autocast: bool 
 
 
 class _Edit:
-    """Changes to a timeline's events, collected by position and applied in one go."""
+    """Edits to a timeline's events, collected by position and applied in one pass."""
 
     def __init__(self, timeline: Timeline, autocast: bool) -> None:
         self._timeline, self._autocast = timeline, autocast
@@ -142,7 +141,7 @@ class _Edit:
             self._moved[int(self._died[index])] = copies[index]
 
     def _copies(self, recompute: Recompute) -> dict[int, int]:
-        """The numbers of the second lives of what is recomputed."""
+        """New allocation numbers for what is recomputed."""
         copies = {}
         for index, birth in recompute.again:
             if birth:
@@ -157,7 +156,7 @@ class _Edit:
         timeline = self._timeline
         removed = {int(self._died[index]) for index in self._lives_until}
         for index, event in self._lives_until.items():
-            # Before anything that is computed again there: a block is through before the backward of another begins.
+            # Before any recomputation there: a block's backward ends before another block's backward begins.
             self._before.setdefault(event, []).insert(0, (index, False))
         events: list[int] = []
         births: list[bool] = []
@@ -193,8 +192,7 @@ def _dropped(visit: Visit, born: np.ndarray, died: np.ndarray, over: int) -> np.
 
 
 def _backward_start(timeline: Timeline, visit: Visit, dropped: np.ndarray, born: np.ndarray, died: np.ndarray) -> int:
-    """Where the block's backward begins: the first birth in backward that belongs to it, or the first death of what it
-    saved."""
+    """The event at which the block's backward begins: its first allocation in backward, or the first free of what it saved."""
     first_death = int(died[dropped].min())
     owners = {i for i, name in enumerate(timeline.owners) if name == visit.block or name.startswith(f"{visit.block}.")}
     backward = next((p.start for p in timeline.phases if p.name == "backward" and p.start >= visit.stop), visit.stop)
@@ -206,7 +204,7 @@ def _backward_start(timeline: Timeline, visit: Visit, dropped: np.ndarray, born:
 
 
 def _sums_gradients(timeline: Timeline, event: int, backward: int, born: np.ndarray) -> bool:
-    """Whether the birth at `event` is the sum of two gradients, both gone right after: no operation has begun yet."""
+    """Whether the allocation at `event` is autograd's sum of two gradients, freed right after: no operation has begun yet."""
     pair = timeline.event[event + 1 : event + 3]
     if len(pair) < 2 or timeline.birth[event + 1 : event + 3].any() or (born[pair] < backward).any():
         return False

@@ -1,7 +1,7 @@
-"""A plan as arguments of another tool, to paste: the nearest it can come, and as comments what it does not express.
+"""Exports a plan as code for another tool: the closest equivalent to paste, with the differences as comments.
 
-Not covered: the rest of the tool's set-up (optimizer, schedule, logging). Whatever a plan file says about names ends up
-in literals and comments, never in code.
+Not covered: the rest of the tool's set-up (optimizer, schedule, logging). Names from a plan file end up in literals and
+comments, never in code.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable, Iterator
 from memfit.planning.plan import Plan
 
 WIDTH = 110
-"""Columns of an exported text."""
+"""Maximum line length of exported code."""
 
 
 def to_torch(plan: Plan) -> str:
-    """A loop in plain PyTorch."""
+    """Export a plan as a training loop in plain PyTorch."""
     code = [*_torch_imports(plan), "", *_checkpointing(plan), *_torch_loop(plan)]
     given = f"model, optimizer, loss_fn and loader (batches of {plan.share} samples: inputs, targets) are your script's"
     return _text(plan, [given], code, _beyond_torch(plan))
 
 
 def to_accelerate(plan: Plan) -> str:
-    """The arguments of `Accelerator`, and the loader's batch size."""
+    """Export a plan as the arguments of accelerate's `Accelerator` and the loader's batch size."""
     size, steps = equal_micro_batches(plan)
     arguments = [f"gradient_accumulation_steps={steps}"]
     if plan.precision in _SHORT:
@@ -35,7 +35,7 @@ def to_accelerate(plan: Plan) -> str:
 
 
 def to_transformers(plan: Plan) -> str:
-    """The arguments of `TrainingArguments`."""
+    """Export a plan as the arguments of transformers' `TrainingArguments`."""
     size, steps = equal_micro_batches(plan)
     arguments = [f"per_device_train_batch_size={size}", f"gradient_accumulation_steps={steps}"]
     if plan.precision in _SHORT:
@@ -47,7 +47,7 @@ def to_transformers(plan: Plan) -> str:
 
 
 def to_lightning(plan: Plan) -> str:
-    """The arguments of Lightning's `Trainer`, and the loader's batch size."""
+    """Export a plan as the arguments of Lightning's `Trainer` and the loader's batch size."""
     size, steps = equal_micro_batches(plan)
     arguments = [f"accumulate_grad_batches={steps}"]
     if plan.precision in _SHORT:
@@ -62,20 +62,21 @@ EXPORTS: dict[str, Callable[[Plan], str]] = {
     "transformers": to_transformers,
     "lightning": to_lightning,
 }
-"""By tool, from a plan to valid Python."""
+"""Maps a tool's name to the function that turns a plan into valid Python."""
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def fitting(plan: Plan) -> int:
-    """Samples per micro-batch that the plan allows whatever the size of the samples."""
+    """Return the samples per micro-batch that the plan allows for samples of any size."""
     return min(plan.share, plan.micro_batch, *(row[1] for row in plan.by_size))
 
 
 def equal_micro_batches(plan: Plan) -> tuple[int, int]:
-    """(samples per micro-batch, micro-batches per step) where all have to be of one size, none larger than the plan's.
+    """Return (samples per micro-batch, micro-batches per step) for tools whose micro-batches all have one size.
 
-    They make exactly the plan's samples per step if a divisor of them is not much smaller, else as nearly as possible.
+    The size is at most the plan's. It divides the plan's samples per step if a divisor above half the plan's size exists.
+    Otherwise the samples per step come as close as possible.
     """
     largest = fitting(plan)
     for size in range(largest, largest // 2, -1):
@@ -178,7 +179,7 @@ def _loader(size: int) -> str:
 
 
 def _wrapped(head: str, items: list[str], tail: str) -> list[str]:
-    """`head`, the items with commas between them, `tail`: on one line if it is short, else an item per line."""
+    """Join `head`, comma-separated `items` and `tail`: on one line if they fit, else one item per line."""
     line = f"{head}{', '.join(items)}{',' if head.endswith(' (') and len(items) == 1 else ''}{tail}"
     return [line] if len(line) <= WIDTH else [head, *(f"    {item}," for item in items), tail]
 
@@ -246,7 +247,7 @@ def _beyond_lightning(plan: Plan) -> Iterator[str]:
 
 
 def _beyond_equal(plan: Plan) -> Iterator[str]:
-    """For tools whose micro-batches are all of one size."""
+    """Differences for tools whose micro-batches all have one size."""
     size, steps = equal_micro_batches(plan)
     if plan.share % plan.accumulation and not plan.by_size:
         yield (
@@ -323,5 +324,5 @@ def _text(plan: Plan, needs: list[str], code: list[str], beyond: Iterable[str]) 
 
 
 def _comment(text: str, first: str = "# ", following: str = "#   ") -> list[str]:
-    plain = ascii(text)[1:-1]  # names come from files: a line break in one must not begin a line of code
+    plain = ascii(text)[1:-1]  # names come from files: a line break in one must not start a line of code
     return textwrap.wrap(plain, WIDTH, initial_indent=first, subsequent_indent=following, break_on_hyphens=False)

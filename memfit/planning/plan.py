@@ -1,6 +1,6 @@
-"""The plan: what memfit decided, as a value that can be printed, compared, saved, edited and loaded again.
+"""The plan: memfit's decision as a value that can be printed, compared, saved, edited and loaded again.
 
-Plan files are JSON and validated field by field; nothing is unpickled.
+Plan files are JSON, validated field by field. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -18,59 +18,59 @@ from memfit.planning import wording
 from memfit.planning.sharding import LEVELS
 
 VERSION = 1
-"""Version of the plan file format this code writes; later ones are refused."""
+"""Version of the plan file format that this code writes; later versions are refused."""
 MOST_SAMPLES = 1 << 40
-"""Counts beyond this in a plan file are taken for damage."""
+"""Largest count accepted from a plan file; a larger one means that the file is damaged."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a way of running an optimizer step costs."""
+    """The predicted memory and time of one way of running an optimizer step."""
 
     peak: int
-    """Bytes expected to be held at once, all included."""
+    """Expected peak memory in bytes, everything included."""
     upper: int
-    """Bytes it may come to; this is what has to fit."""
+    """Upper bound of the peak in bytes; this is what has to fit."""
     seconds: float | None = None
     """Seconds per optimizer step; None if not known."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A way of running the step that was considered."""
+    """A candidate: one way of running the step that was considered."""
 
     micro_batch: int
     """Samples per forward."""
     accumulation: int
     """Micro-batches per optimizer step."""
     precision: str
-    """off, or what autocast would compute in."""
+    """off, or the dtype of autocast."""
     checkpoint: int
     """Number of blocks checkpointed."""
     cost: Cost
-    """What it costs."""
+    """Its predicted memory and time."""
     fits: bool
     """Whether its upper bound is within the budget."""
     reason: str = ""
-    """Why it was not taken."""
+    """Why it was not chosen; empty if it was."""
     measured: bool = False
-    """Whether its seconds were measured while training; else they were timed while planning."""
+    """Whether its seconds were measured during training; otherwise they were timed during planning."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """How one of several processes runs its part of an optimizer step."""
+    """How one rank of several runs its part of an optimizer step."""
 
     rank: int
-    """Its number."""
+    """The rank."""
     device: str
     """Its device's name."""
     limit: int
     """Its budget: bytes it may hold."""
     margin: int
-    """Bytes of that kept free."""
+    """Bytes of the budget kept free."""
     held: int
-    """Bytes of that held by what the profile does not count."""
+    """Bytes of the budget held by what the profile does not count."""
     share: int
     """Samples of an effective batch that it runs."""
     micro_batch: int
@@ -78,45 +78,46 @@ class RankPlan:
     accumulation: int
     """Micro-batches per optimizer step."""
     precision: str
-    """off, or what autocast computes in."""
+    """off, or the dtype of autocast."""
     checkpoint: tuple[str, ...]
     """Names of checkpointed blocks."""
     predicted: Cost
-    """What that costs it."""
+    """Its predicted memory and time."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one optimizer step is run."""
+    """How one optimizer step runs: micro-batches, gradient accumulation, checkpointing, precision and sharding."""
 
     mode: str
-    """whole: one forward and backward. accumulate: weighted micro-batches. replay: two passes."""
+    """whole: one forward and backward. accumulate: gradient accumulation over weighted micro-batches. replay: two passes, a
+    forward and then its recomputation with backward, for a loss that needs the whole output."""
     target_batch: int | None
-    """Samples per optimizer step over all processes; None: the script's own batches."""
+    """Effective batch: samples per optimizer step over all ranks; None for the script's own batches."""
     share: int
-    """Samples of it that this process runs."""
+    """Samples of the effective batch that this rank runs."""
     micro_batch: int
     """Samples per forward."""
     accumulation: int
     """Micro-batches per optimizer step."""
     precision: str
-    """off: the script's own; else what autocast computes in around each micro-batch."""
+    """off for the script's own precision, or the dtype of autocast around each micro-batch."""
     checkpoint: tuple[str, ...]
     """Names of checkpointed blocks."""
     shard: str
-    """What the processes hold in parts: off, optimizer (its state), gradients (and that), parameters (and both)."""
+    """What is sharded: off, optimizer (its state), gradients (and that state), parameters (and both)."""
     offload: str
     """off in this version."""
     predicted: Cost
-    """What this plan costs."""
+    """Predicted memory and time of this plan."""
     asked: Cost
-    """What the script's own settings would have cost: the whole share at once."""
+    """Predicted memory and time of the script's own settings: the whole share at once."""
     limit: int
     """The budget: bytes the process may hold."""
     margin: int
-    """Bytes of it kept free for what cannot be predicted."""
+    """Bytes of the budget kept free for what cannot be predicted."""
     held: int
-    """Bytes of it held by what the profile does not count."""
+    """Bytes of the budget held by what the profile does not count."""
     device: str
     """The device's name."""
     model: str
@@ -124,26 +125,26 @@ class Plan:
     optimizer: str
     """The optimizer's class, and whether its step is fused."""
     fingerprint: str
-    """Digest of the model and optimizer this plan is for."""
+    """Digest of the model and optimizer that this plan is for."""
     by_size: tuple[tuple[int, int, int], ...] = ()
-    """Step mode, samples of different sizes, ascending: (elements of the largest sample, samples per micro-batch, most that
-    would fit)."""
+    """For samples of different sizes (step mode), ascending: (elements of the largest sample, samples per micro-batch, most
+    that would fit)."""
     size_peaks: tuple[tuple[int, int, int, int], ...] = ()
-    """For each entry of by_size: (expected, at most) bytes with one sample per micro-batch, the same with the most."""
+    """For each row of by_size: (expected, upper) bytes at one sample per micro-batch, then at the most that would fit."""
     median: int = 0
     """Elements of the median sample where samples differ in size."""
     overhead: float = 0.0
     """Seconds of a step outside its micro-batches (the optimizer's), where they were timed."""
     accumulate_in: str = "float32"
-    """Precision in which gradients of half precision parameters gather: float32, or param for their own."""
+    """Dtype in which gradients of half-precision parameters accumulate: float32, or param for the parameters' own."""
     keep: int = 0
-    """replay: micro-batches whose activations are kept from the first pass."""
+    """replay: micro-batches whose activations stay from the first pass, so that their forward does not run again."""
     options: tuple[Option, ...] = ()
-    """What else was considered, the rejected with their reasons."""
+    """The candidates considered; the rejected ones have a reason."""
     notes: tuple[str, ...] = ()
     """What the reader should know."""
     ranks: tuple[RankPlan, ...] = ()
-    """Several processes: how each that has planned runs its share, by rank, the same in the plan of every one of them."""
+    """How each rank that has planned runs its share, by rank; the same in the plan of every rank."""
     version: int = field(default=VERSION)
     """Version of the file format."""
 
@@ -154,7 +155,7 @@ class Plan:
 
     @property
     def rejected(self) -> tuple[Option, ...]:
-        """The options that were not taken, with reasons."""
+        """The options that were rejected, with reasons."""
         return tuple(option for option in self.options if option.reason)
 
     @property
@@ -164,29 +165,29 @@ class Plan:
 
     @property
     def unit(self) -> int:
-        """What a size of micro-batch is counted in: 1 for samples, the median sample's elements where samples differ."""
+        """The unit of micro-batch sizes: 1 for samples, or the median sample's elements where samples differ in size."""
         return self.median or 1
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of an effective batch that each process runs, by rank."""
+        """Samples of an effective batch that each rank runs, by rank."""
         return tuple(each.share for each in self.ranks) or (self.share,)
 
     def sizes_with_same_levers(self) -> tuple[int, ...]:
-        """The micro-batch sizes among the options that fit with this plan's precision and blocks."""
+        """Return the micro-batch sizes of the options that fit with this plan's precision and checkpointed blocks."""
         return tuple(sorted({o.micro_batch for o in self.fitting_with_same_levers()}))
 
     def fitting_with_same_levers(self) -> tuple[Option, ...]:
-        """The options that fit with this plan's precision and blocks."""
+        """Return the options that fit with this plan's precision and checkpointed blocks."""
         return tuple(option for option in self._same_levers() if option.fits)
 
     def of_rank(self, rank: int) -> RankPlan:
-        """What the other processes are told of this plan, which is that of process number `rank`."""
+        """Return the part of this plan that `rank`, whose plan it is, shares with the other ranks."""
         same = {name: getattr(self, name) for f in dataclasses.fields(RankPlan) if (name := f.name) != "rank"}
         return RankPlan(rank=rank, **same)
 
     def on_rank(self, rank: int, ranks: int) -> Plan:
-        """The plan of process number `rank` of `ranks`, where this one was made by another of as many and knows it."""
+        """Return the plan of `rank` out of `ranks`, or this plan unchanged if it does not know that rank or world size."""
         own = next((each for each in self.ranks if each.rank == rank), None)
         if own is None or len(self.ranks) != ranks:
             return self
@@ -194,7 +195,7 @@ class Plan:
         return replace(self, mode=self._mode_of(own.accumulation), **same)
 
     def with_share(self, share: int) -> Plan:
-        """The plan for another share, cut into micro-batches of the same size."""
+        """Return the plan for another share, split into micro-batches of the same size."""
         if share == self.share:
             return self
         times = share / self.share
@@ -220,12 +221,13 @@ class Plan:
         )
 
     def measured(self, micro_batch: int, rates: dict[int, float]) -> Plan:
-        """The plan with another size of micro-batch, and the seconds per unit that were measured for several sizes."""
+        """Return the plan with another micro-batch size and measured seconds. `rates` maps micro-batch sizes to seconds per
+        sample, or per element where samples differ in size (see `unit`)."""
         rest = 0.0 if self.predicted.seconds is None else self.overhead
         seconds = {n: rate * self.unit * self.share + rest for n, rate in rates.items()}
         same, best = set(self._same_levers()), seconds.get(micro_batch)
         timed = next((o.cost.seconds for o in same if o.micro_batch == micro_batch), None)
-        drift = best / timed if best and timed else 1.0  # what seconds timed while planning come to while training
+        drift = best / timed if best and timed else 1.0  # seconds in training per second timed during planning
 
         def anew(option: Option) -> Option:
             own = seconds.get(option.micro_batch) if option in same else None
@@ -248,25 +250,25 @@ class Plan:
         )
 
     def _mode_of(self, accumulation: int) -> str:
-        """The mode of this plan with so many micro-batches."""
+        """The mode of this plan with `accumulation` micro-batches."""
         return self.mode if self.mode == "replay" else "accumulate" if accumulation > 1 else "whole"
 
     def _same_levers(self) -> list[Option]:
-        """The options with this plan's precision and blocks."""
+        """The options with this plan's precision and checkpointed blocks."""
         same = [o for o in self.options if o.precision == self.precision]
-        if self.by_size:  # the options are of profiles in which the blocks are checkpointed already
+        if self.by_size:  # the options' profiles have the blocks checkpointed already
             return same
         return [o for o in same if o.checkpoint == len(self.checkpoint)]
 
     def _peak_by_size(self, table: tuple[tuple[int, int, int], ...]) -> dict[str, int]:
-        """The peak of micro-batches by another table, of its share of this one's largest as is expected now."""
+        """The peak under another table: the current prediction, scaled by the ratio of the tables' largest micro-batches."""
         before, after = self._largest_by_size(self.by_size), self._largest_by_size(table)
         if before is None or after is None:
             return {"peak": self.predicted.peak, "upper": self.predicted.upper}
         return {"peak": int(after[0] * self.predicted.peak / max(1, before[0])), "upper": after[1]}
 
     def _largest_by_size(self, table: tuple[tuple[int, int, int], ...]) -> tuple[int, int] | None:
-        """(expected, at most) bytes of the largest micro-batch in a table; None where the plan does not know."""
+        """(expected, upper) bytes of the largest micro-batch in a table; None where the plan does not know."""
         found = []
         for (_, n, most), (low, low_most, high, high_most) in zip(table, self.size_peaks):
             share = (n - 1) / max(1, most - 1)
@@ -274,23 +276,23 @@ class Plan:
         return max(found, key=lambda pair: pair[1], default=None)
 
     def summary(self) -> str:
-        """One line: what runs and what it takes."""
+        """Return one line that says what runs, and its memory and time."""
         return wording.summary(self)
 
     def words_for_peak(self) -> str:
-        """The bytes expected at once in words, and what they may come to where that is much more."""
+        """Return the expected peak in words, with the upper bound where that is much more."""
         return wording.peak(self)
 
     def __str__(self) -> str:
         return wording.told(self)
 
     def diff(self, other: Plan) -> dict[str, tuple[Any, Any]]:
-        """The fields in which two plans differ: name to (here, there)."""
+        """Return the fields in which two plans differ, as a dict from name to (here, there)."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
         return {name: (here, there) for name, here, there in pairs if here != there}
 
     def to_json(self) -> str:
-        """The plan as JSON, to be saved, read and edited."""
+        """Return the plan as JSON that people can read and edit."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -299,10 +301,10 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan from a JSON file. Raises PlanFileError for a damaged, foreign or later one."""
+        """Read a plan from a JSON file. Raises PlanFileError for a file that is damaged, not a plan, or of a later version."""
         try:
             text = text_of(Path(path))
-        except (OSError, ValueError) as error:  # no text, or no name that a file can have
+        except (OSError, ValueError) as error:  # ValueError: not text, or an impossible file name
             raise _unreadable(path, str(error)) from error
         return Plan.from_json(text, source=str(path))
 
@@ -324,8 +326,8 @@ class Plan:
         return _consistent(_build(Plan, data, source))
 
     def export(self, tool: str) -> str:
-        """The arguments to paste into another tool ("torch", "accelerate", "transformers", "lightning"), and what that tool
-        cannot express. Raises UsageError for other names."""
+        """Export the plan as code for another tool: "torch", "accelerate", "transformers" or "lightning". Comments in it say
+        what that tool cannot express. Raises UsageError for other names."""
         from memfit.planning.export import EXPORTS
 
         if tool not in EXPORTS:
@@ -339,7 +341,7 @@ class Plan:
 
 
 def _consistent(plan: Plan) -> Plan:
-    """A plan whose micro-batch was edited by hand, with what follows from that."""
+    """Recompute accumulation and mode of a plan whose micro-batch was edited by hand."""
     accumulation = -(-plan.share // plan.micro_batch)
     if accumulation == plan.accumulation or plan.by_size:
         return plan
@@ -348,8 +350,8 @@ def _consistent(plan: Plan) -> Plan:
 
 
 def _reason_now(option: Option, measured: bool, best: float | None, drift: float) -> str:
-    """Why an option is not taken, once others were measured; `best` are the seconds of what is, and seconds that were only
-    planned come to `drift` times as many."""
+    """Why an option is rejected once others were measured. `best` are the chosen option's seconds. Seconds that were timed
+    during planning count `drift` times."""
     planned = option.cost.seconds
     if not option.fits:
         return option.reason
@@ -378,7 +380,7 @@ _CHOICES = {
 
 
 def _build(kind: Any, data: Any, source: str) -> Any:
-    """An instance of a plan dataclass from plain JSON values, each checked."""
+    """Build a plan dataclass from plain JSON values, and validate each."""
     if not isinstance(data, dict):
         raise _unreadable(source, f"where a {kind.__name__} belongs, there is {data!r}")
     known = {f.name: f for f in dataclasses.fields(kind)}

@@ -1,6 +1,6 @@
-"""The fastest combination of levers that fits, as a function from values to a value.
+"""Searches for the fastest plan that fits: combinations of micro-batch, checkpointed blocks and precision. Pure functions.
 
-Precision is the one lever that changes numbers, so it is looked at last: only where nothing else fits, or where asked for.
+Precision is the only lever that changes numerics. It comes last: only where nothing else fits, or where it was asked for.
 """
 
 from __future__ import annotations
@@ -22,57 +22,57 @@ from memfit.profiling.seconds import timing_at
 from memfit.profiling.timeline import CATEGORIES, Timeline
 
 NEARLY = 1.02
-"""Options within this factor of the fastest count as equally fast; then fewer levers and fewer micro-batches win."""
+"""Options within this factor of the fastest count as equally fast. Among these, fewer levers and fewer micro-batches win."""
 
 FEW_BLOCKS = 4
-"""Up to this many blocks every choice of them is looked at; beyond, `choose_blocks` does, which knows the bytes of tensors but
-not how the margin above them changes."""
+"""Up to this many blocks, every subset is priced. Beyond, `choose_blocks` decides: it knows the bytes of tensors, but not how
+the margin above them changes."""
 WHOLE_NORMS = "BatchNorm normalises by each micro-batch's statistics; its running statistics are the whole batch's"
 NORMS = "BatchNorm takes its statistics from each micro-batch, so training differs from the whole batch's there"
 NODE = 3 << 10
-"""Bytes of host memory that a tensor saved for backward takes beside its own (nodes of the graph, objects, headers of the
-C library): 2.3 KiB were measured for a loop of small operations, of which half save something."""
+"""Host memory in bytes per tensor saved for backward, beside its storage (autograd nodes, objects, headers of the C library).
+A loop of small operations, half of which save a tensor, measured 2.3 KiB."""
 HOPELESS = 1.25
-"""Where checkpointing every block needs this many times what is allowed, no choice of blocks is looked for. (Not every block
-may need less than every block: recomputing one takes room itself.)"""
+"""No blocks are chosen where checkpointing all of them needs this many times the allowed bytes. (Fewer blocks may need less
+than all: recomputation takes memory itself.)"""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What is to be planned."""
+    """What a search has to plan, and what the user prescribed."""
 
     share: int
-    """Samples per optimizer step on this process."""
+    """Samples per optimizer step on this rank."""
     target_batch: int | None = None
-    """Samples per optimizer step over all processes; None: the script's own batches."""
+    """Effective batch: samples per optimizer step over all ranks; None for the script's own batches."""
     micro_batch: int | None = None
     """Samples per forward, if prescribed."""
     checkpoint: tuple[str, ...] | None = None
-    """Blocks to checkpoint, if prescribed; None: to be chosen."""
+    """Blocks to checkpoint, if prescribed; None to choose them."""
     mode: str = "accumulate"
-    """accumulate or replay."""
+    """accumulate or replay: the plan's mode if it has several micro-batches."""
     standing: int = 0
-    """Bytes beside the profile that last through every micro-batch (a replayed output, gradients of the step before)."""
+    """Bytes beside the profile that stay through all micro-batches (a replayed output, gradients of the previous step)."""
     standing_per_sample: int = 0
     """The same, per sample of the share."""
     shard: str = "off"
-    """What the processes hold in parts: the profile is of that."""
+    """What is sharded among the ranks; the profile already accounts for it."""
     equal: bool = False
-    """Whether at most two sizes of micro-batch may occur (compiled models)."""
+    """Whether at most two micro-batch sizes may occur (compiled models)."""
     leftover: int | None = None
     """Samples in the last, smaller effective batch of an epoch (0: there is none; None: not known)."""
     sizes: tuple[int, ...] = ()
-    """Micro-batch sizes to look at; empty: all that divide the share differently."""
+    """Candidate micro-batch sizes; empty for those of `micro_batch_sizes`."""
     fewest: bool = False
-    """Whether the fewest micro-batches come before the fastest step: cutting changes the training (batch statistics)."""
+    """Whether to prefer few micro-batches over speed, because splitting changes the training (batch statistics)."""
 
 
 def search(profiles: Sequence[Profile], budget: Budget, demand: Demand, prices: Prices | None = None) -> Plan:
-    """The fastest plan that fits.
+    """Return the fastest plan that fits.
 
-    `profiles` are of the same step in the precisions that may be used, the script's own first; a later one is taken only
-    if none before it fits, unless it is marked by coming alone. `prices` are those of earlier searches on the same kind of
-    device. Raises DoesNotFit with what would be needed.
+    `profiles` describe the same step in each allowed precision, the script's own first. A later one is used only if no earlier
+    one fits. A single profile prescribes its precision. `prices` caches results of earlier searches on the same kind of device.
+    Raises DoesNotFit, which says what would be needed.
     """
     tried: list[_Way] = []
     for profile in profiles:
@@ -86,7 +86,7 @@ def search(profiles: Sequence[Profile], budget: Budget, demand: Demand, prices: 
 
 @dataclass(frozen=True)
 class _Way:
-    """One combination of levers, priced."""
+    """One combination of levers with its predicted memory and time."""
 
     profile: Profile
     micro_batch: int
@@ -104,34 +104,34 @@ class _Way:
 
 
 def micro_batch_sizes(share: int, most: int | None = None) -> tuple[int, ...]:
-    """The micro-batch sizes worth looking at for a share: one per number of micro-batches, all of the small numbers."""
+    """Return the candidate micro-batch sizes for a share: one for each of 1 to 16 micro-batches, then for counts spaced
+    geometrically, and every size up to 8."""
     counts = {*range(1, 17), *(round(16 * 1.25**k) for k in range(40)), share}
     found = {-(-share // count) for count in counts if count <= share} | {n for n in range(1, 9) if n <= share}
     return tuple(sorted(n for n in found if most is None or n <= most))
 
 
 def keepable(plan: Plan, profile: Profile | None, most: int | None = None) -> Plan:
-    """For replay: as many micro-batches of the first pass kept whole as the plan's peak and the room above it allow, and
-    `most` at most."""
+    """Set `keep` for mode "replay": the first-pass micro-batches, at most `most`, whose activations stay for backward. One fits
+    into the plan's peak already; the room above the plan limits the rest."""
     if plan.mode != "replay" or profile is None:
         return plan
     more = each = 0
     if profile.timeline is not None:
         each = kept_bytes(profile.timeline, plan.micro_batch, profile.device)
         wanted = plan.accumulation - 2 if most is None else min(most, plan.accumulation - 1) - 1
-        more = max(0, min(wanted, plan.room // max(1, each)))  # (keeping all would be running whole)
+        more = max(0, min(wanted, plan.room // max(1, each)))  # (keeping all would be a whole forward and backward)
     predicted = plan.predicted
     seconds = predicted.seconds
     if seconds is not None and profile.timings:
         seconds -= more * timing_at(profile.timings, plan.micro_batch).forward
-    # One more is in the peak already: what is kept is gone before another micro-batch runs again.
+    # The peak already has room for one more: kept activations are freed before another micro-batch runs again.
     cost = Cost(predicted.peak + more * each, predicted.upper + more * each, seconds)
     return replace(plan, keep=min(1 + more, plan.accumulation - 1), predicted=cost)
 
 
 def kept_bytes(timeline: Timeline, samples: int, device: str = "cpu") -> int:
-    """Bytes that a micro-batch's forward leaves saved for backward; on the CPU with what goes with them: their nodes in the
-    graph, and holes between those in the heap."""
+    """Return the bytes that a micro-batch's forward saves for backward; on the CPU, autograd nodes and heap holes count too."""
     kept = timeline.category == CATEGORIES.index("kept")
     born, _ = timeline.lifetimes()
     inside = born >= timeline.window[-1] if timeline.window else born >= 0
@@ -142,7 +142,7 @@ def kept_bytes(timeline: Timeline, samples: int, device: str = "cpu") -> int:
 
 
 def with_blocks(profile: Profile, blocks: tuple[str, ...]) -> Profile:
-    """The profile of the same step with these blocks checkpointed."""
+    """Return the profile of the same step with these blocks checkpointed."""
     if profile.timeline is None or not blocks:
         return profile
     half = profile.precision in ("bfloat16", "float16")
@@ -154,13 +154,13 @@ def with_blocks(profile: Profile, blocks: tuple[str, ...]) -> Profile:
 
 
 class Prices:
-    """What was worked out for timelines so far: several budgets, and profiles that differ in their seconds alone, share it."""
+    """Caches results per timeline. Searches under several budgets share it, and so do profiles that differ only in seconds."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Timeline, _Known]] = {}
 
     def known(self, profile: Profile) -> _Known:
-        """What is known of the profile's timeline."""
+        """Return the cache entry of the profile's timeline."""
         if profile.timeline is None:
             return _Known((), {(): profile}, {})
         there = self._of.get(id(profile.timeline))
@@ -172,7 +172,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class _Known:
-    """What was worked out for one timeline."""
+    """The cached results of one timeline."""
 
     recomputes: tuple[Recompute, ...]
     composed: dict[tuple[str, ...], Profile]
@@ -180,7 +180,7 @@ class _Known:
 
 
 class _Pricing:
-    """Peaks of one profile under choices of blocks; each is worked out once."""
+    """Peaks of one profile under choices of checkpointed blocks; computes each once."""
 
     def __init__(self, profile: Profile, prices: Prices) -> None:
         self.profile, self._known = profile, prices.known(profile)
@@ -196,7 +196,7 @@ class _Pricing:
         return peaks[key]
 
     def cheapest(self, size: int, allowed: int, accumulates: bool) -> tuple[tuple[str, ...], Peak]:
-        """The cheapest set of blocks with which the micro-batch fits; where none does, the set that needs least."""
+        """The cheapest set of blocks that fits; where none does, the one that needs least (beyond FEW_BLOCKS: all or none)."""
         peak = self.peak(size, (), accumulates)
         if peak.upper <= allowed or not self._every:
             return (), peak
@@ -215,7 +215,7 @@ class _Pricing:
             found = self.peak(size, names, accumulates)
             if found.upper <= allowed:
                 return names, found
-            # What was found is too large by its own margin; the next may be anything smaller, or soon surely fits.
+            # This choice's own margin makes it too large: ask for any smaller one first, then leave room for that margin.
             room = float(found.allocated - 1 if attempt < 4 else allowed - (found.upper - found.allocated))
         return worst
 
@@ -244,8 +244,7 @@ def _ways(pricing: _Pricing, budget: Budget, demand: Demand) -> list[_Way]:
 
 
 def _settled(way: _Way, ways: Sequence[_Way], bar: float | None, demand: Demand) -> bool:
-    """Whether checkpointing need not be looked at: it fits as it is, or recomputing even the quickest block once per
-    micro-batch could not make it the fastest."""
+    """Whether checkpointing cannot help: it fits already, or recomputing the fastest block per micro-batch is too slow."""
     profile = way.profile
     if way.fits or not profile.blocks:
         return True
@@ -271,7 +270,7 @@ def _way(pricing: _Pricing, size: int, blocks: tuple[str, ...], allowed: int, de
 
 
 def _kept(profile: Profile, size: int, demand: Demand) -> int:
-    """Bytes that kernels for all sizes of micro-batches of an epoch will keep."""
+    """Bytes that kernels keep for all micro-batch sizes of an epoch."""
     cut = equal_size_runs if demand.equal else size_runs
     last = cut(demand.leftover, min(size, demand.leftover)) if demand.leftover else ()
     unknown = profile.kept_per_size if demand.leftover is None else 0
@@ -279,7 +278,7 @@ def _kept(profile: Profile, size: int, demand: Demand) -> int:
 
 
 def step_seconds(profile: Profile, pieces: Runs, blocks: Sequence[str], mode: str) -> float | None:
-    """Seconds of one optimizer step in these micro-batches, however many; None where nothing was timed."""
+    """Return the seconds of one optimizer step in these micro-batches (`pieces`); None where nothing was timed."""
     if not profile.timings:
         return None
     total = profile.optimizer_seconds
@@ -287,7 +286,7 @@ def step_seconds(profile: Profile, pieces: Runs, blocks: Sequence[str], mode: st
         timing = timing_at(profile.timings, samples)
         per_block = dict(timing.blocks)
         total += count * (timing.seconds + sum(per_block.get(name, 0.0) for name in blocks))
-        # (the last one's activations are kept: see `keepable`)
+        # (the last micro-batch keeps its activations: see `keepable`)
         again = count if index < len(pieces) - 1 else count - 1
         total += timing.forward * again if mode == "replay" else 0.0
     return total
@@ -382,7 +381,7 @@ def _does_not_fit(tried: Sequence[_Way], budget: Budget, demand: Demand, own: Pr
 
 
 def _needed(peak: Peak, standing: int) -> str:
-    """What is expected and, where the words differ, what it may come to: the second is what has to fit."""
+    """The expected peak, and the upper bound where the words differ. The upper bound has to fit."""
     expected, most = format_bytes(peak.expected + standing), format_bytes(peak.upper + standing)
     return most if expected == most else f"{expected}, at most {most}"
 

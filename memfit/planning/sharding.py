@@ -1,6 +1,6 @@
-"""How much of a model's bytes each level of sharding leaves on one process, and the first level that leaves room.
+"""Chooses a sharding level: computes the bytes that each level leaves on one rank, and the first level that leaves room.
 
-Only what is there whatever the micro-batch is: activations come on top, and are planned for afterwards.
+Covers only memory that does not depend on the micro-batch. Activations come on top and are planned afterwards.
 """
 
 from __future__ import annotations
@@ -8,45 +8,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LEVELS = ("off", "optimizer", "gradients", "parameters")
-"""Each holds more in parts than the one before, and sends more between processes."""
+"""Sharding levels (ZeRO stages 0 to 3): each shards more than the one before, and communicates more."""
 SLACK = 1.1
-"""What else has to find room besides: a micro-batch of the smallest size, as a share of what stands."""
+"""Factor on the static memory that leaves room for the smallest micro-batch."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Bytes that a training holds whatever the micro-batch."""
+    """Static memory of a training, in bytes: what does not depend on the micro-batch."""
 
     parameters: int
-    """Of parameters and buffers."""
+    """Bytes of parameters and buffers."""
     gradients: int
-    """Of gradients."""
+    """Bytes of gradients."""
     state: int
-    """Of the optimizer's state."""
+    """Bytes of the optimizer's state."""
     largest: int
-    """Of the parameters that are gathered at once where they are held in parts: the largest block's."""
+    """Bytes of the largest all-gather of sharded parameters; the caller gives the largest module's own parameters."""
     part: float
-    """The largest part of the optimizer's state that a process holds where it is sharded: parameters are not divided."""
+    """The largest fraction of the optimizer's state on one rank where it is sharded: no parameter's state is split."""
     processes: int
-    """How many train together."""
+    """The number of ranks (the world size)."""
 
     def at(self, level: str) -> int:
-        """Bytes on one process."""
+        """Return the bytes on one rank at this sharding level."""
         if level == "off":
             return self.parameters + self.gradients + self.state
         if level == "optimizer":
             return self.parameters + self.gradients + int(self.state * self.part)
         everything = (self.parameters + self.gradients + self.state) // self.processes
-        if level == "gradients":  # parameters are there as a whole from the first forward to the end of backward
+        if level == "gradients":  # parameters stay gathered from the first forward to the end of backward
             return everything + self.parameters + self.largest
         return everything + 2 * self.largest
 
 
 def least_shard(standing: Standing, room: int) -> str:
-    """The first level that leaves room for anything else; the last one where none does."""
+    """Return the lowest sharding level that leaves room for a micro-batch, or the highest level if none does."""
     return next((level for level in LEVELS if standing.at(level) * SLACK <= room), LEVELS[-1])
 
 
 def levels_from(first: str, asked: str) -> tuple[str, ...]:
-    """The levels to try in order: the one that was asked for, or all from the first on that may fit."""
+    """Return the sharding levels to try, in order: `asked`, or for "auto" `first` and all above it."""
     return LEVELS[LEVELS.index(first) :] if asked == "auto" else (asked,)

@@ -1,8 +1,8 @@
-"""Micro-batches for samples of different sizes, from profiles at a short and at the longest sample.
+"""Plans micro-batches for samples of different sizes, from profiles of a short and of the longest sample.
 
-What a sample adds is a linear and a quadratic part of its size (linear layers; attention by operations), which two traced
-sizes determine. The line between them lies above that and is taken for the upper bound; below the short one, that one's
-memory is.
+A sample's memory has a linear part in its size (linear layers) and a quadratic one (attention as separate operations). Two
+traced sizes determine both. The straight line between them lies above that curve and serves as the upper bound. Below the
+short size, the memory of the short size applies.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import Timing
 
 Ends = tuple[tuple[int, Profile], tuple[int, Profile]]
-"""((elements, profile) of a short sample, the same of the longest), both with the plan's blocks checkpointed."""
+"""((elements, profile) of a short sample, (elements, profile) of the longest), both with the plan's blocks checkpointed."""
 
 
 def peak_between(ends: Ends, elements: int, samples: int, *, accumulates: bool = True) -> Peak:
-    """The peak of micro-batches of `samples` samples of that many elements, on gradients of others if it `accumulates`."""
+    """Interpolate the peak of a micro-batch of `samples` samples of `elements` elements each. `accumulates` says that gradients
+    of other micro-batches exist already."""
     (low, small), (high, large) = ends
     a, b = small.peak(samples, accumulates=accumulates), large.peak(samples, accumulates=accumulates)
     if not low < elements < high:
         return b if elements >= high else a
     share = (elements - low) / (high - low)
-    # What does not depend on samples at all: what is left of the peak where as many again add as much again.
+    # The part that does not depend on samples: twice the samples double the rest.
     fixed = max(0, 2 * a.allocated - small.peak(2 * samples, accumulates=accumulates).allocated)
     per_element = _mixed((a.allocated - fixed) / max(1, low), (b.allocated - fixed) / high, share)
     allocated, upper = int(fixed + elements * per_element), int(_mixed(a.upper, b.upper, share))
@@ -37,14 +38,14 @@ def peak_between(ends: Ends, elements: int, samples: int, *, accumulates: bool =
 
 
 def profile_between(ends: Ends, elements: int, share: int) -> Profile:
-    """A profile for samples of that many elements, as upper bounds at the sizes worth looking at."""
+    """Interpolate a profile for samples of `elements` elements, with upper bounds at the candidate micro-batch sizes."""
     peaks = tuple((n, peak_between(ends, elements, n)) for n in micro_batch_sizes(share))
     return replace(ends[1][1], timeline=None, points=(), peaks=peaks, source="traced at two sizes of sample", blocks=())
 
 
 def by_size(ends: Ends, plan: Plan, room: int, middle: int, steps: int = 16) -> tuple[tuple[int, int, int], ...]:
-    """(elements of the largest sample, samples per micro-batch, most that fit) in ascending order: as many elements per
-    micro-batch as the plan has at the median, fewer where memory forbids."""
+    """Return rows of (elements of the largest sample, samples per micro-batch, most that fit), ascending. A micro-batch has as
+    many elements as the plan's has at the median size `middle`, or fewer where memory forbids."""
     (low, _), (high, _) = ends
     table = []
     for k in range(steps + 1):
@@ -56,7 +57,7 @@ def by_size(ends: Ends, plan: Plan, room: int, middle: int, steps: int = 16) -> 
 
 
 def peaks_of(ends: Ends, table: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int, int, int], ...]:
-    """For each entry of a table: (expected, upper) bytes with one sample per micro-batch, the same with the most."""
+    """Return for each row of `table` the (expected, upper) bytes at one sample per micro-batch, then at the most that fit."""
     found = []
     for elements, _, most in table:
         one, all_ = peak_between(ends, elements, 1), peak_between(ends, elements, most)
@@ -65,8 +66,8 @@ def peaks_of(ends: Ends, table: tuple[tuple[int, int, int], ...]) -> tuple[tuple
 
 
 def peak_of(ends: Ends, table: tuple[tuple[int, int, int], ...], sizes: Sequence[int]) -> Peak:
-    """The peak of a batch of samples of these sizes, in descending order, cut by a table; its upper bound is that of the
-    largest micro-batch in the table, whatever comes. The first and largest micro-batch meets no gradients of others."""
+    """Return the peak of a batch of samples of these `sizes` (descending), split by `table`. The upper bound is that of the
+    table's largest micro-batch, for any batch. The first and largest micro-batch finds no gradients of others."""
     largest = max((peak_between(ends, elements, n) for elements, n, _ in table), key=lambda peak: peak.upper)
     pieces = pieces_by_size(sizes, lambda size: next((n for elements, n, _ in table if size <= elements), table[-1][1]))
     met = [peak_between(ends, sizes[start], stop - start, accumulates=start > 0) for start, stop in bounds(pieces)]
@@ -75,8 +76,8 @@ def peak_of(ends: Ends, table: tuple[tuple[int, int, int], ...], sizes: Sequence
 
 
 def with_padding(profile: Profile, middle: int, sizes: Sequence[int]) -> Profile:
-    """The profile, timed on samples of `middle` elements, with the seconds that micro-batches of samples of these sizes, in
-    descending order, take for as many elements: samples are padded to the largest they stand with."""
+    """Scale a profile's timings on samples of `middle` elements by the padding of samples of these `sizes` (descending). Every
+    sample is padded to the largest one in its micro-batch."""
 
     def padded(timing: Timing) -> Timing:
         factor = padded_elements(sizes, timing.samples * middle) / max(1, sum(sizes))
@@ -86,7 +87,7 @@ def with_padding(profile: Profile, middle: int, sizes: Sequence[int]) -> Profile
 
 
 def padded_elements(sizes: Sequence[int], wanted: int) -> int:
-    """Elements that micro-batches of about `wanted` elements compute of samples of these sizes, in descending order."""
+    """Return the padded elements of samples of these `sizes` (descending) in micro-batches of about `wanted` elements."""
     pieces = pieces_by_size(sizes, lambda size: wanted // max(1, size))
     return sum((stop - start) * sizes[start] for start, stop in bounds(pieces))
 

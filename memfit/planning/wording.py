@@ -1,6 +1,6 @@
-"""A plan in words, the same wherever it is told: printed, on the command line, in reports, in events.
+"""Describes a plan in words, the same everywhere: printed, on the command line, in reports, in events.
 
-Every size is on the budget's scale: what is held beside the training is part of it, so that sizes can be compared with each
+Every size is on the budget's scale: it includes what the process holds beside the training. So sizes can be compared with each
 other and with the budget. Not covered: what only a report knows (what was measured, other levers).
 """
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from memfit.planning.plan import Option, Plan, RankPlan
 
 MUCH_MORE = 1.05
-"""From this many times what is expected on, what a step may come to is said, too."""
+"""The upper bound is shown too if it exceeds the expected peak by this factor."""
 SHOWN = 6
-"""Options shown of those that were not taken."""
+"""Number of rejected options shown."""
 FACTORS = "micro-batch x accumulation steps"
-"""What the numbers of `way` are."""
+"""The meaning of the numbers in `way`."""
 OWN_PRECISION = "gradients gather in the parameters' own precision"
-"""What accumulate_in="param" does."""
+"""The effect of accumulate_in="param"."""
 
 
 class Cut(Protocol):
-    """What `micro_batches` tells of."""
+    """What `micro_batches` describes: an effective batch split into micro-batches."""
 
     @property
     def micro_batch(self) -> int: ...
@@ -36,7 +36,7 @@ class Cut(Protocol):
 
 
 class Way(Cut, Protocol):
-    """What `way` tells of."""
+    """What `way` describes: a split with its checkpointing and precision."""
 
     @property
     def checkpoint(self) -> int: ...
@@ -45,7 +45,7 @@ class Way(Cut, Protocol):
 
 
 def told(plan: Plan) -> str:
-    """All of a plan, in lines."""
+    """Return a plan's full description, as several lines."""
     lines = [f"memfit plan for {plan.model} with {plan.optimizer} on {plan.device}", f"  {summary(plan)}"]
     lines += [f"  {_of_rank(each)}" for each in plan.ranks]
     options = nearest(plan.rejected, plan.micro_batch)
@@ -56,7 +56,7 @@ def told(plan: Plan) -> str:
 
 
 def _of_rank(each: RankPlan) -> str:
-    """What one of several processes does."""
+    """What one rank of several runs."""
     levers = [f"{count(len(each.checkpoint), 'block')} checkpointed"] if each.checkpoint else []
     levers += [each.precision] if each.precision != "off" else []
     with_levers = f" ({', '.join(levers)})" if levers else ""
@@ -65,7 +65,7 @@ def _of_rank(each: RankPlan) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """One line: what runs and what it takes."""
+    """Return one line that says what runs, and its memory and time."""
     levers = [f"{count(len(plan.checkpoint), 'block')} checkpointed"] if plan.checkpoint else []
     levers += [plan.precision] if plan.precision != "off" else []
     levers += [OWN_PRECISION] if plan.accumulate_in == "param" else []
@@ -78,7 +78,7 @@ def summary(plan: Plan) -> str:
 
 
 def cut(plan: Plan) -> str:
-    """How a share is cut: "512 in 4 micro-batches of 128"."""
+    """Return how a share is split: "512 in 4 micro-batches of 128"."""
     if plan.runs_whole:
         return f"{plan.share:,} whole"
     if plan.by_size:
@@ -89,7 +89,7 @@ def cut(plan: Plan) -> str:
 
 
 def micro_batches(option: Cut, share: int) -> str:
-    """How many there are of which size: "4 micro-batches of 128", "5 micro-batches of at most 103", "512 whole"."""
+    """Return number and size: "4 micro-batches of 128", "5 micro-batches of at most 103", "512 whole"."""
     if option.accumulation == 1:
         return f"{share:,} whole"
     most = "" if option.micro_batch * option.accumulation == share else "at most "
@@ -97,18 +97,18 @@ def micro_batches(option: Cut, share: int) -> str:
 
 
 def peak(plan: Plan) -> str:
-    """The bytes expected at once, and what they may come to where that is much more."""
+    """Return the expected peak in words, with the upper bound where that is much more."""
     expected, most = plan.predicted.peak + plan.held, plan.predicted.upper + plan.held
     return format_range(expected, most) if most > MUCH_MORE * expected else format_bytes(expected)
 
 
 def way(option: Way) -> str:
-    """A way of running the step, its numbers being FACTORS: "36 x 15, 4 blocks checkpointed, bfloat16"."""
+    """Describe a way of running the step, with FACTORS as its numbers: "36 x 15, 4 blocks checkpointed, bfloat16"."""
     return ", ".join([f"{option.micro_batch} x {option.accumulation}", *_levers(option)])
 
 
 def sentence(option: Way, share: int) -> str:
-    """The same where no heading says what the numbers are: "15 micro-batches of 36, 4 blocks checkpointed, bfloat16"."""
+    """Describe it without a heading for the numbers: "15 micro-batches of 36, 4 blocks checkpointed, bfloat16"."""
     return ", ".join([micro_batches(option, share), *_levers(option)])
 
 
@@ -118,7 +118,7 @@ def _levers(option: Way) -> list[str]:
 
 
 def reason(option: Option, plan: Plan) -> str:
-    """Why an option was not taken; "" for the plan itself."""
+    """Return why an option was rejected; "" for the plan itself."""
     if option.fits:
         return re.sub(r"(?<=\d)%", " %", option.reason)
     need, room = alike(option.cost.upper + plan.held, plan.limit - plan.margin)
@@ -126,13 +126,13 @@ def reason(option: Option, plan: Plan) -> str:
 
 
 def nearest(options: Sequence[Option], micro_batch: int, most: int = SHOWN) -> tuple[Option, ...]:
-    """At most so many of the options, those with a micro-batch closest to this one, in their order."""
+    """Return at most `most` options, those with the micro-batch closest to `micro_batch`, in their original order."""
     closest = sorted(options, key=lambda option: abs(math.log(option.micro_batch / micro_batch)))[:most]
     return tuple(option for option in options if option in closest)[:most]
 
 
 def of_median(plan: Plan) -> str:
-    """What samples the options are of, where samples differ in size; "" where they do not."""
+    """Return which samples the options apply to where samples differ in size; "" otherwise."""
     return f"for samples of the median size, {count(plan.median, 'element')}" if plan.by_size else ""
 
 

@@ -1,1 +1,1 @@
-"""What to tell: a report as a value, and its views. Nothing here measures or decides."""
+"""Reporting: a report as a value, and its views. Nothing here measures or decides."""

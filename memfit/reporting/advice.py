@@ -1,6 +1,6 @@
-"""What next, in words: from a report's numbers to what the reader might do.
+"""Turns a report's numbers into advice, in words.
 
-Not covered: advice that would need another run to know.
+Not covered: advice that needs another run.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from memfit.reporting.report import Report
 from memfit.reporting.words import instead, less_or_more, percent, speed
 
 WAITING = 0.05
-"""The share of a step spent on waiting for the loader from which it is worth mentioning."""
+"""Fraction of the time from batch to batch spent waiting for the loader, above which the report mentions it."""
 
 
 def next_moves(report: Report) -> tuple[str, ...]:
-    """What the reader might do now, the most useful first."""
+    """Return what the reader can do next, the most useful first."""
     moves = (_fit, _memory, _loader, _own_checkpoints, _precision)
     return tuple(line for move in moves for line in move(report))
 
 
 def one_step(report: Report) -> tuple[str, ...]:
-    """One step of each lever that fits and gives something, for those who would rather have the memory or the time."""
+    """Return one step of each lever that fits and saves memory or time."""
     found = []
     for offer in report.offers:
         gives = offer.more < 0 or (offer.seconds is not None and offer.seconds < 0)

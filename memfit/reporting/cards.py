@@ -1,7 +1,7 @@
-"""A training on many devices that are not here, compared: one row for each.
+"""Compares a training on many devices that are not present, one row each.
 
-Values first, then their views: a table on a terminal, plain lines elsewhere, JSON. Not covered: the plans themselves, of which
-a row says the most important; `memfit plan --device` shows one.
+Values come first, then their views: a table on a terminal, plain lines elsewhere, JSON. Not covered: the full plans. A row has
+the essentials; `memfit plan --device` shows a whole plan.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ COLUMNS = (
     *("device", "memory", "fits, at most", "micro-batch x steps", "checkpointed", "precision", "per step", "samples/s"),
     "bound by",
 )
-"""Headings."""
+"""Column headings."""
 NUMBERS = (1, 6, 7)
-"""Columns to align to the right."""
+"""Indices of right-aligned columns."""
 LACKING = 12
-"""Rows shown of devices on which it does not fit."""
+"""Most rows shown for devices on which the training does not fit."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one device makes of the training."""
+    """The training on one device."""
 
     device: str
-    """Its name in the catalogue, for --device."""
+    """The device's name in the catalogue, for --device."""
     title: str
-    """What people call it."""
+    """Its common name."""
     memory: int
-    """Bytes that torch reports as its total."""
+    """Its total memory in bytes, as torch reports it."""
     limit: int
     """Bytes that the process may hold."""
     fits: bool
     """Whether there is a plan."""
     needs: int
-    """Bytes the process comes to hold at most by the plan; where there is none, a budget that would do."""
+    """The plan's upper bound of bytes that the process holds; without a plan, a budget in bytes that is enough."""
     micro_batch: int | None = None
-    """Samples per forward; None, as all that follows, where there is no plan."""
+    """Samples per forward; None where there is no plan, in which case the fields below have their defaults."""
     accumulation: int | None = None
     """Micro-batches per optimizer step."""
     checkpoint: int = 0
     """Blocks checkpointed."""
     blocks: int = 0
-    """Blocks that there are."""
+    """Blocks in the model."""
     precision: str = ""
-    """What is computed in."""
+    """The precision of the computation."""
     seconds: float | None = None
     """Seconds per optimizer step, modelled; None where the device's speed is not known."""
     samples_per_second: float | None = None
     """Samples per second, modelled."""
     bottleneck: str = ""
-    """What most of a micro-batch's time goes into."""
+    """What takes most of a micro-batch's time."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows, the best first."""
+    """A training compared across devices, the best first."""
 
     model: str
     """The model's class."""
@@ -79,20 +79,20 @@ class Comparison:
     target_batch: int
     """Samples per optimizer step."""
     batch: str
-    """What a sample is, in words; "" where that was not said."""
+    """What a sample is, in words; "" if not specified."""
     rows: tuple[Row, ...]
-    """One for each device."""
+    """One row per device."""
     made: str
-    """When, ISO 8601."""
+    """When the comparison was made, ISO 8601."""
     version: int = VERSION
-    """Version of the format."""
+    """Version of the JSON format."""
 
     def to_json(self) -> str:
-        """The comparison as JSON."""
+        """Return the comparison as JSON."""
         return json.dumps({"comparison": "memfit", **strict(asdict(self))}, indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write it to a ".json" file. Raises UsageError."""
+        """Write the comparison to a ".json" file. Raises UsageError."""
         write_in_format(path, {".json": self.to_json})
 
     @staticmethod
@@ -101,14 +101,14 @@ class Comparison:
         return restored(Comparison, text, source, VERSION, "comparison")
 
     def __str__(self) -> str:
-        """As plain lines, one for each device."""
+        """Return plain lines, one per device."""
         cells = [COLUMNS, *map(cells_of, self.shown())]
         wide = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
         lines = ["  ".join(_padded(row, wide)).rstrip() for row in cells]
         return "\n".join([self.headline(), "", *lines, "", *self.footnotes()])
 
     def print(self) -> None:
-        """Print it on a terminal."""
+        """Print the comparison as a table on a terminal."""
         from rich.console import Console
 
         console = Console(soft_wrap=False)
@@ -119,17 +119,17 @@ class Comparison:
         console.print("\n".join(self.footnotes()), markup=False, highlight=False)
 
     def headline(self) -> str:
-        """What is compared."""
+        """Return one line that says what is compared."""
         size = f"{format_count(self.parameters)} parameters"
         each = f", {self.batch}" if self.batch else ""
         return f"memfit  {self.model}, {size}, {self.optimizer}, {self.target_batch} samples per step{each}"
 
     def shown(self) -> tuple[Row, ...]:
-        """The rows that people see: of those that do not fit, the nearest."""
+        """Return the rows to display: all that fit, and of the others those that lack least."""
         return self.rows[: sum(row.fits for row in self.rows) + LACKING]
 
     def footnotes(self) -> list[str]:
-        """How many there are, and how the numbers are known."""
+        """Return how many devices fit, and where the numbers come from."""
         fitting, more = sum(row.fits for row in self.rows), len(self.rows) - len(self.shown())
         left_out = f"; {more} more that lack more are left out here (--save has them)" if more else ""
         return [
@@ -140,7 +140,7 @@ class Comparison:
 
 
 def in_order(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """What fits first, the fastest of it first of all; of what does not, that which lacks least."""
+    """Sort rows: those that fit by speed, then the others by missing bytes."""
 
     def place(row: Row) -> tuple[bool, float, int, str]:
         seconds = row.seconds if row.seconds is not None else float("inf")
@@ -150,7 +150,7 @@ def in_order(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def cells_of(row: Row) -> tuple[str, ...]:
-    """The row in words."""
+    """Return a row's table cells."""
     if not row.fits:
         needs = f"no, needs {format_at_least(row.needs)}"
         return (row.device, format_bytes(row.memory), needs, *[""] * (len(COLUMNS) - 3))

@@ -1,8 +1,7 @@
-"""The charts of a report as plotly.js figures: plain dictionaries, no plotly is imported.
+"""Builds the charts of a report as plotly.js figures: plain dictionaries, without importing plotly.
 
-Colours of text and lines are names ("ink", "muted", "line", "paper", "accent") that the page replaces by those of its
-light or dark theme. Every name in a figure is escaped, because plotly.js reads a little HTML in texts. Not covered: the
-layout of the page.
+Colours of text and lines are names ("ink", "muted", "line", "paper", "accent") that the page replaces with its light or dark
+theme's. Every name in a figure is escaped, because plotly.js interprets some HTML in text. Not covered: the page's layout.
 """
 
 from __future__ import annotations
@@ -27,29 +26,29 @@ from memfit.reporting.words import printable
 
 Figure = dict[str, Any]
 SHORT = 18
-"""Characters of words that have room beside a mark on small screens."""
+"""Longest text in characters that fits beside a mark on small screens."""
 Level = tuple[str, int, str, str]
-"""A horizontal line: (words, bytes, dash, colour)."""
+"""A horizontal line in a chart: (words, bytes, dash, colour)."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure and what it says to those who do not see it."""
+    """A figure with its text alternative."""
 
     name: str
     """Its id on the page."""
     title: str
     """What it shows, in a few words."""
     label: str
-    """What it shows, in a sentence."""
+    """What it shows, in a sentence, for readers who cannot see it."""
     figure: Figure
     """plotly.js data and layout."""
     height: int
-    """Pixels."""
+    """Height in pixels."""
 
 
 def charts(report: Report) -> dict[str, Chart]:
-    """All charts there is something to draw for, by name."""
+    """Return the report's charts that have data, by name."""
     made = (_memory(report), _speed(report), _sizes(report), _pace(report))
     return {chart.name: chart for chart in made if chart is not None}
 
@@ -72,7 +71,7 @@ def _memory(report: Report) -> Chart | None:
 
 
 def memory_figure(curve: Curve, held: int, lines: Sequence[Level]) -> Figure:
-    """The layers of a step above what the process holds beside it, with these levels."""
+    """Return the stacked memory layers of a step on top of the `held` bytes, with `lines` as horizontal levels."""
     tallest = max([curve.peak.total + held, *(at for _, at, _, _ in lines)])
     unit, name = unit_for([tallest])
     layers = [("held", (held,) * len(curve.events))] if held else []
@@ -86,10 +85,10 @@ def memory_figure(curve: Curve, held: int, lines: Sequence[Level]) -> Figure:
 
 
 def point_at(figure: Figure, at: int, words: str) -> None:
-    """Mark a place on the upper edge of a figure's layers, and say what it is."""
+    """Mark the event `at` on the upper edge of a figure's layers, with `words` as its label."""
     events = figure["data"][0]["x"]
     y = sum(trace["y"][events.index(at)] for trace in figure["data"])
-    figure["layout"]["xaxis"]["range"] = [events[0], events[-1]]  # else it makes room for the words
+    figure["layout"]["xaxis"]["range"] = [events[0], events[-1]]  # else plotly widens the axis for the words
     left = at - events[0] > (events[-1] - events[0]) / 2
     line = {"color": "accent", "width": 1, "dash": "dot"}
     figure["layout"]["shapes"].append({"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": at, "x1": at, "line": line})
@@ -126,13 +125,13 @@ def _area(kind: str, sizes: Sequence[int], events: Sequence[int], unit: int) -> 
 
 
 def _levels(report: Report) -> Iterator[Level]:
-    """The horizontal lines."""
+    """The horizontal lines of the memory chart."""
     plan, peak = report.plan, report.pace.peak
     yield "predicted peak", plan.predicted.peak + plan.held, "dot", "ink"
     if peak is not None:
         yield "measured peak", peak, "solid", "ink"
     limit = report.allowance.limit
-    if limit <= 4 * (plan.predicted.upper + plan.held):  # else the curve would be a streak at the bottom
+    if limit <= 4 * (plan.predicted.upper + plan.held):  # else the curve would be squashed at the bottom
         yield "budget", limit, "dash", "accent"
 
 
@@ -142,14 +141,14 @@ def _marks(curve: Curve, lines: Sequence[Level], unit: int, name: str) -> tuple[
         y = at / unit
         line = {"color": tone, "width": 1.5, "dash": dash}
         shapes.append({"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": line})
-        # Predicted and measured lie close together: their names stand at opposite ends.
+        # Predicted and measured peak lie close together, so their names stand at opposite ends.
         notes.append(_named_line(f"{words} {in_unit(at, unit)} {name}", y, tone, right=words == "measured peak"))
     phases, names = _phase_marks(curve)
     return shapes + phases, notes + names
 
 
 def _phase_marks(curve: Curve) -> tuple[list[Figure], list[Figure]]:
-    """A faint line where each phase begins, and the names of those wide enough to hold them."""
+    """A faint line at the start of each phase, and the names of phases wide enough for them."""
     shapes, notes = [], []
     starts = [*(moment.start for moment in curve.moments), curve.events[-1] + 1]
     width = max(1, starts[-1] - starts[0])
@@ -193,7 +192,7 @@ def _sizes(report: Report) -> Chart | None:
     layout["yaxis"] |= _doubling(uppers, format_bytes) | {"range": _powers([*uppers, limit])}
     line = {"color": "accent", "width": 1.5, "dash": "dash"}
     layout["shapes"] = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": limit, "y1": limit, "line": line}]
-    # Where an axis is logarithmic, plotly.js wants annotations in its exponents.
+    # On a logarithmic axis, plotly.js expects the positions of annotations as exponents.
     words = f"budget less margin {format_bytes(limit)}"
     layout["annotations"] = [_named_line(words, math.log10(max(1, limit)), "accent")]
     fitting = f"{sum(o.fits for o in options)} of {len(options)} plans stay below {format_bytes(limit)}"
@@ -202,19 +201,19 @@ def _sizes(report: Report) -> Chart | None:
 
 
 def _doubling(values: Sequence[int], words: Callable[[int], str] = str) -> Figure:
-    """A logarithmic axis with ticks at powers of two, as sizes are thought of."""
+    """A logarithmic axis with at most 10 ticks, at powers of two."""
     ticks = [2**k for k in range(60) if min(values) / 2 < 2**k <= max(values) * 2]
     ticks = ticks[:: -(-len(ticks) // 10)]
     return {"type": "log", "tickvals": ticks, "ticktext": [words(tick) for tick in ticks]}
 
 
 def _powers(values: Sequence[int]) -> list[float]:
-    """The range of a logarithmic axis."""
+    """The range of a logarithmic axis, in exponents of ten."""
     return [math.log10(max(1, min(values)) / 1.3), math.log10(max(1, *values) * 1.3)]
 
 
 def _points(options: Sequence[Option], values: Sequence[float], what: str) -> list[Figure]:
-    """One trace for each of: the plan, what fits, what fits with other levers, what does not fit."""
+    """One trace each for options that fit, fit with levers (checkpointing, precision), do not fit, and for the plan."""
     pairs = list(zip(options, values))
     kinds = {
         "fits": [p for p in pairs if p[0].fits and not _levers(p[0]) and p[0].reason],
@@ -250,7 +249,7 @@ def _levers(option: Option) -> bool:
     return bool(option.checkpoint) or option.precision != "off"
 
 
-# ---- what the run waits for
+# ---- seconds of each step
 
 
 def _pace(report: Report) -> Chart | None:
@@ -297,7 +296,7 @@ def _named_line(text: str, at: float, tone: str, *, right: bool = False) -> Figu
 
 
 def _layout(up: str, along: str) -> Figure:
-    """A figure's layout with these titles of its axes."""
+    """A figure's layout; `up` and `along` are the titles of its axes."""
     axis = {"gridcolor": "line", "zerolinecolor": "line", "linecolor": "line", "automargin": True, "fixedrange": True}
     return {
         "font": {"size": 12, "color": "ink"},

@@ -1,4 +1,4 @@
-"""One colour per kind of memory, the same in every view. Chosen to be told apart on light and on dark ground."""
+"""One colour per kind of memory, the same in every view, distinguishable on light and on dark backgrounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS = {
     "training": "#4a78b0",
     "other": "#a9adb4",
 }
-"""The categories of a timeline, and what the process holds beside it."""
+"""Colours by timeline category, and for what the process holds beside the timeline."""
 
 MEANING = {
     "held": "what the process holds beside the training's tensors",
@@ -28,9 +28,9 @@ MEANING = {
     "training": "parameters, gradients, the optimizer's state and what is computed, together",
     "other": "what the device holds beyond the tensors' own bytes, and what the script keeps beside",
 }
-"""What each category is, for people."""
+"""Descriptions of the categories."""
 
 
 def colour(category: str) -> str:
-    """The colour of a category; that of "other" for one that is not known."""
+    """Return the colour of a category; an unknown one gets the colour of "other"."""
     return COLOURS.get(category, COLOURS["other"])

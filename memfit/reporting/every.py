@@ -1,6 +1,6 @@
-"""All processes of a training in a few lines: who does what, where room is short, who waits for whom.
+"""Summarizes all ranks in a few lines: the shares, the rank with the least room, and which ranks wait.
 
-Not covered: what a process does outside its micro-batches and the exchange (loading, the script's own work).
+Not covered: work outside the micro-batches and the gradient reduction (loading, the script's own work).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from memfit.reporting.report import Report
 from memfit.reporting.words import percent
 
 APART = 1.05
-"""From this ratio on budgets are taken to differ: what is free on one machine does by less."""
+"""Ratio of budgets above which they count as different: free memory varies by less on one machine."""
 IDLE = 0.15
-"""Share of a step from which on it is said that a process waits for others."""
+"""Fraction of the slowest rank's computing seconds; a rank that waits at least this long is mentioned."""
 
 
 def together(report: Report) -> Iterator[str]:
-    """In a line or two: how the work is divided, and who waits for whom."""
+    """Yield lines on how the work is split among ranks, where memory is short or ran out, and which ranks wait."""
     every = report.every
     shares = [each.plan.share for each in every if each.plan is not None]
     if len(shares) < 2:

@@ -1,6 +1,6 @@
-"""What a report is made of: small frozen values, in bytes, seconds and names.
+"""The facts of a report: small frozen values, in bytes, seconds and names.
 
-Nothing here knows how it is printed. Not covered: the plan, which is a value of its own (`planning/plan.py`).
+Nothing here knows how it is printed. Not covered: the plan, a value in `planning/plan.py`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from memfit.planning.plan import RankPlan
 
 @dataclass(frozen=True)
 class Allowance:
-    """The memory the training may have, as it was when the report was made."""
+    """The memory budget of the training at the time of the report."""
 
     limit: int
     """Bytes the process may hold."""
     margin: int
-    """Bytes of it kept free."""
+    """Bytes of the limit kept free."""
     source: str
     """Where the limit comes from, in words."""
     device: str
@@ -27,94 +27,94 @@ class Allowance:
     notes: tuple[str, ...] = ()
     """What the reader should know about these numbers."""
     here: bool = True
-    """False for a device of the catalogue: nothing was or can be measured on it."""
+    """False for a device from the catalogue, on which nothing can be measured."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long training took, as measured."""
+    """The measured time and peak memory of training."""
 
     steps: int
     """Optimizer steps done."""
     seconds: tuple[float, ...]
     """Seconds of each of the last optimizer steps."""
     waits: tuple[float, ...]
-    """Seconds that each of the last batches was waited for."""
+    """Seconds of waiting for each of the last batches from the loader."""
     samples_per_second: float | None
     """Samples per second in the last step; None if not known."""
     peak: int | None
-    """Most bytes held, on the budget's scale; None where the platform cannot tell."""
+    """Peak bytes held, on the budget's scale; None where the platform cannot tell."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The fullest moment of a phase of the step."""
+    """The memory peak of one phase of the step."""
 
     phase: str
-    """input, forward, backward, hand over or optimizer."""
+    """input, forward, backward, hand over (accumulated gradients go to autograd) or optimizer."""
     micro_batch: int
-    """Which of the drawn micro-batches it lies in, counted from 1; 0 outside of them."""
+    """The drawn micro-batch it lies in, counted from 1; 0 outside them."""
     start: int
-    """Where the phase begins, in the curve's own counting of events."""
+    """The event at which the phase begins, as the curve counts events."""
     where: str
     """The module that allocates at that moment; "" outside any."""
     holds: tuple[tuple[str, int], ...]
-    """Bytes alive at that moment, by category."""
+    """Allocated bytes at that moment, by category."""
 
     @property
     def total(self) -> int:
-        """Bytes alive at that moment."""
+        """Allocated bytes at that moment."""
         return sum(size for _, size in self.holds)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Bytes of tensors alive over one optimizer step, by category, at events worth drawing."""
+    """Allocated bytes of tensors over one optimizer step, by category, at a selection of events."""
 
     samples: int
     """Samples per micro-batch."""
     micro_batches: int
-    """Micro-batches drawn: 2 stand for all of a step that accumulates."""
+    """Micro-batches drawn: with gradient accumulation, 2 stand for all."""
     events: tuple[int, ...]
-    """Where the points lie: births and deaths of tensors, counted from the step's start."""
+    """The points' positions: allocations and frees of tensors, counted from the step's start."""
     layers: tuple[tuple[str, tuple[int, ...]], ...]
     """(category, bytes at each point), from the bottom up."""
     moments: tuple[Moment, ...]
-    """The phases in order, each at its fullest."""
+    """Each phase's peak, in order."""
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Bytes alive at each point."""
+        """Allocated bytes at each point."""
         return tuple(sum(sizes) for sizes in zip(*(sizes for _, sizes in self.layers)))
 
     @property
     def peak(self) -> Moment:
-        """The fullest moment of all."""
+        """The peak of the whole step."""
         return max(self.moments, key=lambda moment: moment.total)
 
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What one block of the model takes in one micro-batch."""
+    """The memory and recomputation time of one block of the model."""
 
     name: str
     """The block's name; "" is everything outside the blocks."""
     kept: int
-    """Bytes that its forward leaves saved for backward."""
+    """Bytes that its forward saves for backward, per micro-batch."""
     transient: int
-    """Most bytes at once that come and go while it computes."""
+    """Peak bytes of its temporary tensors, per micro-batch."""
     recompute: float | None = None
-    """Seconds per optimizer step that running its forward once more takes; None if not timed."""
+    """Seconds per optimizer step to recompute its forward; None if not timed."""
     checkpointed: str = ""
-    """"" if it is not; by memfit; by the script."""
+    """Who checkpoints it: memfit, the script, or "" for nobody."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Another choice of one lever, against the plan."""
+    """An alternative choice of one lever, compared with the plan."""
 
     lever: str
-    """micro-batch, checkpoint, precision; or budget, for what more memory would allow."""
+    """micro-batch, checkpoint or precision; budget for what more memory would allow."""
     micro_batch: int
     """Samples per forward."""
     accumulation: int
@@ -122,40 +122,40 @@ class Offer:
     checkpoint: int
     """Blocks checkpointed."""
     precision: str
-    """off, or what autocast would compute in."""
+    """off, or the dtype of autocast."""
     block: str
-    """The block it is about; "" if it is about none."""
+    """The block it concerns; "" for none."""
     more: int
-    """Bytes that it may come to need beyond what the plan may."""
+    """Its upper bound in bytes minus the plan's."""
     seconds: float | None
-    """Seconds per optimizer step that it takes beyond the plan's; None if not known."""
+    """Its seconds per optimizer step minus the plan's; None if not known."""
     missing: int
-    """Bytes that are not there for it; 0 if it fits."""
+    """Bytes it lacks; 0 if it fits."""
 
 
 @dataclass(frozen=True)
 class BatchChange:
-    """Another batch than the script had, and the learning rates it is trained with."""
+    """An effective batch other than the script's, with the learning rates used for it."""
 
     before: int
-    """Samples per optimizer step over all processes, as the script asked."""
+    """Samples per optimizer step over all ranks, as the script asked."""
     now: int
-    """Samples per optimizer step over all processes, with memfit."""
+    """Samples per optimizer step over all ranks, with memfit."""
     rates: tuple[float, ...]
-    """Learning rates of the optimizer's parameter groups, as they are; those that are alike once."""
+    """The distinct learning rates of the optimizer's parameter groups, unchanged."""
 
     @property
     def factor(self) -> float:
-        """How many times the script's batch this one is."""
+        """The ratio of this batch to the script's."""
         return self.now / self.before
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One of several processes, as it was when they last told each other."""
+    """The state of one rank, as of the last exchange among the ranks."""
 
     rank: int
-    """Its number."""
+    """The rank."""
     host: str
     """The machine's name."""
     device: str
@@ -163,28 +163,28 @@ class RankFacts:
     limit: int
     """Bytes it may hold."""
     steps: int
-    """Optimizer steps done then."""
+    """Optimizer steps done by then."""
     plan: RankPlan | None
-    """How it runs its share; None as long as it has not planned."""
+    """How it runs its share; None until it has planned."""
     peak: int | None
-    """Most bytes it held, on the budget's scale; None where that is not known."""
+    """Peak bytes it held, on the budget's scale; None where not known."""
     computing: float | None
-    """Seconds per step in its micro-batches, the median of the latest; None where they were not timed."""
+    """Seconds per step in its micro-batches: the median of the latest steps; None where not timed."""
     exchange: float | None
-    """Seconds per step until all had gathered their gradients and those were added up, likewise."""
+    """Seconds per step of waiting for the other ranks and reducing the gradients; median and None as above."""
     ran_out: int
-    """How often memory ran out on it."""
+    """Number of out-of-memory errors on it."""
     latest: str = ""
-    """What was said when it last did."""
+    """The message of the latest of these errors."""
 
 
 @dataclass(frozen=True)
 class Happening:
-    """One thing that happened on the way."""
+    """An event during planning or training."""
 
     step: int
     """Optimizer steps done before it."""
     kind: str
-    """plan, replan, out of memory, not equal, note."""
+    """plan, replan, out of memory, not equal or note."""
     message: str
     """What happened, in one sentence."""

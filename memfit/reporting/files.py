@@ -1,4 +1,4 @@
-"""Reports to files and back: written whole or not at all, and checked field by field when read.
+"""Writes reports to files atomically, and validates them field by field when it reads them.
 
 Not covered: files that change while they are read.
 """
@@ -23,24 +23,24 @@ from memfit.planning.plan import Plan
 
 T = TypeVar("T")
 FORMATS = (".html", ".json", ".md")
-"""The suffixes of what a report can be saved as."""
+"""File suffixes for saving a report."""
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _MAY_BE_NOT_FINITE = "report.verification."
-"""Where a report may have these: gradients that are not finite differ by what is not."""
+"""Prefix of the fields that may be non-finite: differences between non-finite gradients are so too."""
 
 
 def write_text(path: Path, text: str, what: str = "the report") -> None:
-    """Write a file whole: beside it first, then in its place. Raises UsageError with the system's reason; `what` names what
-    is written in it."""
+    """Write a file atomically, by way of a temporary file beside it. Raises UsageError with the system's reason; `what` names
+    the content in the message."""
     with _writing(path, what) as beside:
-        # What no encoding has (half of a surrogate pair in a name) is shown by its number.
+        # A lone surrogate in a name cannot be encoded: it is written as an escape.
         beside.write_bytes(text.encode("utf-8", "backslashreplace"))
         os.replace(beside, path)
 
 
 def check_writable(path: Path, what: str = "the report", suffixes: Collection[str] = ()) -> None:
-    """Whether a file can be written there, tried before the work whose result it is to hold. Raises UsageError as writing
-    would, also for a suffix that is none of `suffixes`, if there are any."""
+    """Check that a file can be written, before the work whose result goes there. Raises the UsageError that writing would
+    raise, or one for a suffix outside a non-empty `suffixes`."""
     if suffixes and path.suffix.lower() not in suffixes:
         raise _no_format(path)
     with _writing(path, what) as beside:
@@ -49,7 +49,7 @@ def check_writable(path: Path, what: str = "the report", suffixes: Collection[st
 
 @contextmanager
 def _writing(path: Path, what: str) -> Iterator[Path]:
-    """A file beside that of `path`, gone afterwards; what the system refuses, in three parts."""
+    """A temporary file beside `path`, removed afterwards. Turns an OSError into a UsageError."""
     beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
         if not path.name or path.is_dir():
@@ -67,7 +67,7 @@ def _writing(path: Path, what: str) -> Iterator[Path]:
 
 
 def write_in_format(path: str | Path, formats: dict[str, Callable[[], str]]) -> None:
-    """Write what the suffix's function makes. Raises UsageError for another suffix, and as `write_text` does."""
+    """Write a file with the function for its suffix. Raises UsageError for another suffix, and as `write_text` does."""
     if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
         raise UsageError(
             f"saving a report as {path!r}",
@@ -90,7 +90,7 @@ def _no_format(path: Path) -> UsageError:
 
 
 def read_text(path: Path) -> str:
-    """The text of a report file. Raises UsageError."""
+    """Return the text of a report file. Raises UsageError."""
     try:
         return text_of(path)
     except OSError as error:
@@ -100,7 +100,7 @@ def read_text(path: Path) -> str:
 
 
 def strict(value: Any) -> Any:
-    """The value with floats that JSON does not have written as words."""
+    """Return a JSON-compatible copy of `value`: non-finite floats become strings."""
     if isinstance(value, dict):
         return {key: strict(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -109,8 +109,8 @@ def strict(value: Any) -> Any:
 
 
 def restored(kind: type[T], text: str, source: str, latest: int, mark: str = "report") -> T:
-    """A report dataclass from its JSON, each field checked; `mark` is the key that such files are known by. Raises UsageError,
-    and PlanFileError for a plan inside."""
+    """Build a report dataclass from JSON, and validate each field. `mark` is the key that identifies such files. Raises
+    UsageError, and PlanFileError for a plan inside."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -128,13 +128,13 @@ def restored(kind: type[T], text: str, source: str, latest: int, mark: str = "re
 
 
 class _Restoring:
-    """Values of annotated types from plain JSON."""
+    """Builds values of annotated types from plain JSON."""
 
     def __init__(self, source: str) -> None:
         self._source = source
 
     def value(self, kind: Any, data: Any, name: str) -> Any:
-        """`data` as an instance of `kind`; `name` says where it stands."""
+        """Convert `data` to the type `kind`; `name` is its path in the file, for messages."""
         if kind is Plan:
             return Plan.from_json(json.dumps(data), source=f"inside {self._source}")
         if dataclasses.is_dataclass(kind):
@@ -177,11 +177,11 @@ class _Restoring:
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:
-    """Whether every file has it: what was added to the format later has a default."""
+    """Whether every file has this field: fields added to the format later have a default."""
     optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
     return field.name == "version" or not optional
 
 
 def unreadable(source: str, what: str) -> UsageError:
-    """The error for a file that is no report."""
+    """Return the error for a file that is not a report."""
     return UsageError(f"reading the report {source}", found=what, next_move="save one with run.report().save('report.json')")

@@ -1,6 +1,6 @@
-"""The report as one HTML page that needs no network, and as the short form for notebooks.
+"""Renders the report as one HTML page that needs no network, and as a short form for notebooks.
 
-Not covered: browsers without JavaScript see the tables and not the charts.
+Not covered: browsers without JavaScript show the tables but no charts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memfit.reporting.tables import MOST, Table, blocks, events, every_rank, lev
 
 
 def page(report: Report) -> str:
-    """The whole page, with the code of its charts inside."""
+    """Render the whole page, with the code of its charts inside."""
     return rendered(
         "report.html.jinja",
         **_first_screen(report),
@@ -32,7 +32,7 @@ def page(report: Report) -> str:
 
 
 def summary(report: Report) -> str:
-    """The first screen alone, for notebooks."""
+    """Render only the first screen, for notebooks."""
     return environment().get_template("notebook.html.jinja").render(**_first_screen(report))
 
 
@@ -63,43 +63,43 @@ def _tables(report: Report) -> dict[str, Table]:
     return {name: table for name, table in made.items() if table.rows}
 
 
-# ---- what is drawn without plotly
+# ---- drawn without plotly
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a bar."""
+    """A segment of a bar."""
 
     name: str
-    """The category."""
+    """The memory category."""
     meaning: str
-    """What it is, for people."""
+    """Description of the category."""
     colour: str
     """Its colour."""
     size: str
-    """Its bytes, for people."""
+    """Its size in words."""
     width: float
     """Percent of the bar."""
 
 
 @dataclass(frozen=True)
 class Gauge:
-    """The memory at the peak against the budget, as one bar."""
+    """The peak memory against the budget, as one bar."""
 
     parts: tuple[Part, ...]
-    """From the left."""
+    """Its segments, from the left."""
     budget: float
     """Where the budget ends, percent of the bar."""
     measured: float | None
     """Where the measured peak lies, percent of the bar; None if it was not measured."""
     measured_size: str
-    """The measured peak, for people."""
+    """The measured peak in words."""
     label: str
     """What it shows, in a sentence."""
 
 
 def gauge(report: Report) -> Gauge | None:
-    """The fullest moment of the step; None where the plan predicts nothing."""
+    """Return the bar for the step's peak; None where the plan predicts nothing."""
     plan, limit, seen = report.plan, report.allowance.limit, report.pace.peak
     holds = peak_holds(report)
     if not holds:
@@ -118,26 +118,26 @@ def gauge(report: Report) -> Gauge | None:
 
 @dataclass(frozen=True)
 class BlockBar:
-    """A row of the blocks' table, drawn."""
+    """One block's memory as two bars."""
 
     name: str
     """The block; "" is everything outside the blocks."""
     kept: str
-    """Its kept bytes, for people."""
+    """Its bytes saved for backward, in words."""
     kept_width: float
-    """Percent of the widest."""
+    """Percent of the widest bar."""
     transient: str
-    """Its transient bytes, for people."""
+    """Its temporary bytes, in words."""
     transient_width: float
-    """Percent of the widest."""
+    """Percent of the widest bar."""
     again: str
-    """Seconds of its forward per step, for people."""
+    """Seconds per step to recompute its forward, in words."""
     checkpointed: str
     """Who checkpoints it."""
 
 
 def block_bars(report: Report) -> tuple[BlockBar, ...]:
-    """The blocks and the rest."""
+    """Return the bars of the blocks and of everything outside them."""
     shown = report.blocks[:MOST]
     widest = max((max(block.kept, block.transient) for block in shown), default=0) or 1
     return tuple(

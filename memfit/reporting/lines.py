@@ -1,5 +1,4 @@
-"""The first screen in words, the same in every view: does it fit, what changed, is it the same training, what did it
-cost, what next.
+"""Writes a report's first screen, the same in every view: does it fit, what changed, is the training the same, cost, advice.
 
 Not covered: layout; the tables behind it (`tables.py`).
 """
@@ -22,21 +21,21 @@ from memfit.reporting.report import Report
 from memfit.reporting.words import alike_seconds, blocks_listed, listed, percent, speed
 
 MODELLED = "modelled from its data sheet, not measured"
-"""How seconds on a device that is not here are known."""
+"""The source of seconds for a device that is not present."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the comparison."""
+    """A line of the comparison between the script's settings and memfit's."""
 
     name: str
     """What is compared."""
     asked: str
-    """As the script asked."""
+    """The value the script asked for."""
     here: str
-    """With memfit."""
+    """The value with memfit."""
     remark: str
-    """What to know about it."""
+    """A remark on it."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,11 @@ class Entry:
     lines: tuple[str, ...]
     """The answer."""
     tone: str = ""
-    """good, bad or open; "" for what is neither."""
+    """good, bad or open; "" for none of these."""
 
 
 def headline(report: Report) -> str:
-    """What it is about."""
+    """Return one line on the model, the optimizer and the device."""
     size = "" if report.parameters is None else f", {format_count(report.parameters)} parameters"
     device = report.allowance
     kind = f" ({device.kind})" if device.kind else ""
@@ -61,7 +60,7 @@ def headline(report: Report) -> str:
 
 
 def verdict(report: Report) -> Entry:
-    """Does it fit?"""
+    """Answer whether the training fits into memory."""
     plan, allowance, peak = report.plan, report.allowance, report.pace.peak
     expected, most, seen = alike(plan.predicted.peak + plan.held, plan.predicted.upper + plan.held, peak or 0)
     measured_too = "" if peak is None else f", {seen} measured"
@@ -77,7 +76,7 @@ def verdict(report: Report) -> Entry:
 
 
 def exceeds(report: Report) -> bool:
-    """Whether more memory was measured than predicted at most, by more than a hundredth."""
+    """Return whether the measured peak exceeds the predicted upper bound by more than 1 %."""
     peak = report.pace.peak
     return peak is not None and peak > 1.01 * (report.plan.predicted.upper + report.plan.held)
 
@@ -93,12 +92,12 @@ def _beyond(report: Report) -> Iterator[str]:
 
 
 def comparison(report: Report) -> tuple[Row, ...]:
-    """As the script asked, against with memfit."""
+    """Return the rows that compare the script's settings with memfit's."""
     return (_batch(report), _memory(report), _seconds(report), _checkpoint(report), _precision(report))
 
 
 def samples_per_step(report: Report) -> int:
-    """Samples per optimizer step over all processes."""
+    """Return the effective batch: samples per optimizer step over all ranks."""
     plan = report.plan
     own = sum(plan.shares) if len(plan.ranks) == report.ranks else plan.share * report.ranks
     return plan.target_batch or own * report.iterations
@@ -113,7 +112,7 @@ def _batch(report: Report) -> Row:
 
 
 def _factors(report: Report) -> Iterator[str]:
-    """What a batch is more than what one iteration of one process runs."""
+    """The factors of the effective batch: samples, ranks, the script's own accumulation."""
     shares = report.plan.shares
     if len(set(shares)) > 1:
         yield f"({' + '.join(f'{share:,}' for share in shares)} samples)"
@@ -154,14 +153,14 @@ def _seconds(report: Report) -> Row:
 
 
 def halved_by_hand(report: Report) -> Option | None:
-    """Where halving the batch until it fits would have ended; None where the whole batch fits, where that is this plan, and
-    where memory has run out, so that what fits is not known."""
+    """Return the option at which halving the batch by hand would first fit. None where the whole batch fits, where that option
+    is this plan, or where memory ran out, so that what fits is unknown."""
     plan = report.plan
     plain = {o.micro_batch: o for o in plan.options if o.precision == "off" and not o.checkpoint and o.fits}
     ran_out = any(event.kind == "out of memory" for event in report.events)
     half = -(-plan.share // 2)
     if plan.share in plain or plan.by_size or ran_out or all(o.micro_batch != half for o in plan.options):
-        return None  # (a share that changed while training was not planned for in halves)
+        return None  # (the options may lack the halves of a share that changed during training)
     halves = (-(-plan.share // 2**k) for k in range(1, plan.share.bit_length()))
     found = next((plain[size] for size in halves if size in plain), None)
     return None if found is None or found.micro_batch == plan.micro_batch else found
@@ -176,7 +175,7 @@ def _checkpoint(report: Report) -> Row:
     if own:
         remark = f"{count(own, 'block')} by your script{'; ' + remark if remark else ''}"
     noun = " blocks" if report.block_count != 1 else " block"
-    if report.block_count is None:  # a plan file knows memfit's own alone
+    if report.block_count is None:  # a plan file knows only memfit's own checkpointed blocks
         return Row("checkpoint", "the script's", f"{count(ours, 'block')} more" if ours else "the script's", remark)
     return Row("checkpoint", f"{own}{of}{noun}", f"{own + ours}{of}{noun}", remark)
 
@@ -192,7 +191,7 @@ def _precision(report: Report) -> Row:
 
 
 def answers(report: Report) -> tuple[Entry, ...]:
-    """The same training? What did it cost? What next?"""
+    """Return the answers below the comparison: is the training the same, what does it cost, what to do next."""
     found = (
         _same(report),
         Entry("not kept equal", tuple(not_equal(report)), "open"),
@@ -220,7 +219,7 @@ def _same(report: Report) -> Entry:
 
 
 def not_equal(report: Report) -> Iterator[str]:
-    """What could not be kept equal."""
+    """Yield what could not be kept equal to the whole batch."""
     plan = report.plan
     cuts = not plan.runs_whole
     said = [event.message for event in report.events if event.kind == "not equal"]
@@ -278,24 +277,24 @@ def _holds(report: Report) -> Iterator[str]:
 
 
 def peak_holds(report: Report) -> tuple[tuple[str, int], ...]:
-    """(category, bytes) at the fullest moment; together they are the peak that is expected."""
+    """Return (category, bytes) at the step's peak; their sum is the expected peak."""
     plan = report.plan
     if report.curve is None:
         return tuple((kind, size) for kind, size in (("held", plan.held), ("training", plan.predicted.peak)) if size)
     peak = report.curve.peak
     found = {"held": plan.held, **dict(peak.holds)}
-    # What the device holds for those tensors beyond their own bytes.
+    # What the device holds for these tensors beyond their own bytes.
     found["other"] = found.get("other", 0) + max(0, plan.predicted.peak - peak.total)
     return tuple((kind, size) for kind, size in found.items() if size)
 
 
 def at_moment(moment: Moment) -> str:
-    """Where in the step a moment lies."""
+    """Return where in the step a moment lies, in words."""
     return f"in {moment.phase}" + (f" at {moment.where}" if moment.where else "")
 
 
 def _so_far(report: Report) -> Iterator[str]:
-    """What was noted: while planning, and where there were steps with the number of those done before."""
+    """The latest events; once steps have run, each with the number of steps done before it."""
     notable = [e for e in report.events if e.kind not in ("plan", "not equal")]
     if len(notable) > 3:
         yield f"{count(len(notable) - 3, 'earlier event')}"
