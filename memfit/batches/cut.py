@@ -53,9 +53,8 @@ class Axis:
         return parts.narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 2)
 
     def like_first(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
-        """Return the first `samples` samples, or a larger tensor of the same kind if `tensor` has fewer. A larger
-        floating-point tensor has uninitialized values and the storage of one element. Other dtypes repeat the samples, so that
-        values stay valid."""
+        """Return the first `samples` samples, or a tensor with that many if there are fewer. Floating-point tensors then are
+        one expanded, uninitialized element. Other dtypes repeat the samples, so that the values stay valid."""
         there = self.samples(tensor.shape[self.dim])
         if samples <= there:
             return self.narrow(tensor, 0, samples)
@@ -138,8 +137,7 @@ def cut_samples(tree: Any, layout: Layout, indices: Sequence[int]) -> Any:
 
 
 def layout_from_two(small: Any, few: int, large: Any, many: int) -> Layout:
-    """Infer the layout from a batch of `few` and a batch of `many` equal samples: the dimension that grew is the batch
-    dimension.
+    """Infer the layout from a batch of `few` and one of `many` equal samples. The dimension that grew is the batch.
 
     Raises Refused if a leaf changed and none of its dimensions can be the batch dimension.
     """
@@ -152,8 +150,7 @@ def layout_from_two(small: Any, few: int, large: Any, many: int) -> Layout:
 
 
 def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layout]:
-    """Yield layouts by which `tree` could be a batch of `samples`, the most likely first. The caller must prove each on the
-    model.
+    """Yield layouts by which `tree` could be a batch of `samples`, most likely first. Each must be proven on the model.
 
     Raises Refused for packed sequences.
     """

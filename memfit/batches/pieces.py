@@ -28,14 +28,12 @@ def equal_size_runs(samples: int, largest: int, least: int = 1) -> Runs:
 
 
 def sizes(samples: int, largest: int, least: int = 1) -> tuple[int, ...]:
-    """Split `samples` into as few pieces of at most `largest` as possible, as equal as possible: 10 with room for 4 is 4, 3,
-    3."""
+    """Split into as few pieces of at most `largest` as possible, as equal as possible: 10 with `largest` 4 is 4, 3, 3."""
     return _one_by_one(size_runs(samples, largest, least))
 
 
 def equal_sizes(samples: int, largest: int, least: int = 1) -> tuple[int, ...]:
-    """Split into at most two different sizes: pieces of `largest`, and one remainder. Compiled models recompile for every
-    size."""
+    """Split into pieces of `largest` and one remainder: two sizes, because compiled models recompile for each size."""
     return _one_by_one(equal_size_runs(samples, largest, least))
 
 

@@ -98,8 +98,7 @@ def leaf_at(tree: Any, path: Path) -> Any:
 
 
 def builder(tree: Any) -> Callable[[Iterator[Any]], Any]:
-    """Return a function that copies the containers of `tree`. It takes the leaves from an iterator, in the order of
-    `leaves`."""
+    """Return a function that copies the containers of `tree` and takes the leaves from an iterator, in `leaves` order."""
     parts = children(tree)
     if parts is None:
         return next

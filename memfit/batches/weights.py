@@ -96,8 +96,7 @@ def valid_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, Count]:
 
 def _is_plain_mean(bound: Bound, count: Count) -> bool:
     """Whether torch's own mean can be used: its denominator is nonzero and known on the host, and its result is small.
-    mse_loss and other losses with floating-point targets compute the mean in place of the values per entry, and keep their
-    memory."""
+    (mse_loss and others with float targets reduce in place, so the mean keeps the storage of the per-entry values.)"""
     return isinstance(count, int) and count > 0 and not bound["target"].is_floating_point()
 
 
