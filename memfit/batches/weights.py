@@ -72,8 +72,7 @@ def entries_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, int, Count]
 
     It is the true mean if the denominator is known on the host. Otherwise it is the sum over valid entries divided by the
     number of all entries, which is never zero. So a part without valid entries gives zero instead of NaN, and nothing
-    synchronizes with the device. Parts are weighted by their entries, and the total is divided by the true denominator at the
-    end.
+    synchronizes. Parts are weighted by their entries, and the total is divided by the true denominator at the end.
     """
     count = KNOWN_LOSSES[function].denominator(bound)
     if _is_plain_mean(bound, count):
