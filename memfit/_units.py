@@ -134,5 +134,5 @@ def three_digits(value: float) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """ "1 block", "3 blocks"."""
+    """Format a count with its noun: "1 block", "3 blocks"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -60,12 +60,11 @@ def profile(
 ) -> Profile:
     """Measure or trace what one optimizer step of `model` costs, for any micro-batch size. The model does not change.
 
-    `sample` is one batch with at least two samples along the first dimension of its tensors. It is what `loss_fn(model,
-    sample)` takes, or without `loss_fn` the input of the model (a tuple is unpacked, a mapping is passed by keyword). Models
-    on the meta device are traced, not timed. `precision`, `checkpoint` and `accumulate_in` are as in `wrap`, with explicit
-    values. `device` is the name of a GPU that is not in this machine ("a100-40gb", "rtx-4090", "24GiB"). Its kernels are
-    traced, its caching allocator is simulated, and its seconds are modelled. Nothing is computed, so the model may be on the
-    meta device.
+    `sample` is one batch with at least two samples along the first dimension of its tensors, as `loss_fn(model, sample)`
+    takes it. Without `loss_fn` it is the model's input (a tuple is unpacked, a mapping is passed by keyword). Models on the
+    meta device are traced, not timed. `precision`, `checkpoint` and `accumulate_in` are as in `wrap`, with explicit values.
+    `device` names a GPU that is not in this machine ("a100-40gb", "rtx-4090", "24GiB"). Its kernels are traced, its caching
+    allocator is simulated, and its seconds are modelled. Nothing is computed, so the model may be on the meta device.
 
     The other arguments describe the training loop. `max_grad_norm` and `clip_grad_value` clip gradients as
     `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` do. `zero_grad` says when gradients are freed: "after step", with

@@ -135,8 +135,8 @@ def wrap(  # pyright: ignore[reportInconsistentOverload]
         micro_batch: samples per forward: "auto", "off" (the whole share of this rank) or a number.
         precision: "auto" (lower only if nothing else fits), "off", "fast" (lower for speed), or a precision.
         checkpoint: the blocks with activation checkpointing: "auto", "off", "all" or block names.
-        shard: what is sharded across the ranks: "auto" (only what does not fit otherwise), "off", "optimizer" (its state),
-            "gradients" (gradients too), "parameters" (parameters too). Always off on a single process.
+        shard: what is sharded across the ranks: "auto" (only what does not fit otherwise), "off", "optimizer" (its state,
+            ZeRO stage 1), "gradients" (and these, stage 2), "parameters" (all, stage 3). Always off on a single process.
         offload: "auto" or "off".
         plan: a Plan or the path of a saved one, used instead of planning.
         enabled: False trains without memfit, as if this call were absent; so does MEMFIT=off in the environment.

@@ -84,7 +84,7 @@ def utilisation(processes: int) -> dict[str, int]:
         return {}
     try:
         return {f"utilisation_rank{i}": torch.cuda.utilization(i) for i in range(min(processes, torch.cuda.device_count()))}
-    except Exception:  # the package is optional, and its errors are its own; slices of a device have no such figure
+    except Exception:  # the package is optional and has its own errors; MIG slices have no utilization
         return {}
 
 

@@ -68,7 +68,7 @@ class ShardedOptimizer:
             self._optimizer.load_state_dict(whole)
             self._optimizer.param_groups = groups  # schedulers refer to these dicts
 
-    # ---- what the user's optimizer answers
+    # ---- replaced methods of the user's optimizer
 
     def _answer(self) -> None:
         optimizer = self._optimizer

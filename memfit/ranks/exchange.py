@@ -27,7 +27,7 @@ class Told:
     """The message of one rank."""
 
     want: int
-    """What the rank wants from the others."""
+    """Its request to the others, as a code (`ranks.NOTHING` and the like)."""
     place: int
     """A checksum of what it is about to do."""
     numbers: list[float]

@@ -59,8 +59,8 @@ def _counts(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def _count(tensor: torch.Tensor) -> int:
-    """Return the reference count in Python plus the use count in torch, of which Python is one. A thread releases the tensor
-    in torch first, and then (from torch 2.13) in Python, for which it needs the interpreter."""
+    """Return Python's reference count plus torch's use count, in which Python counts as one. A thread releases the tensor in
+    torch first, and then (from torch 2.13) in Python, for which it needs the interpreter."""
     inside = getattr(tensor, "_use_count", None)  # a private method; no public one tells it
     return sys.getrefcount(tensor) + (0 if inside is None else inside())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 PASSES = 1000
-"""Wants from this value on are passes, not services."""
+"""Wants are request codes. From this value on they are passes, not services."""
 GLANCE, APART, COUNTED = 0, 1, 2
 """Kinds of passes: without gradients; with gradients outside the training; with gradients of the training."""
 
