@@ -1,4 +1,4 @@
-"""Say the batch you want; memfit fits the training into the memory you have, with the same gradients.
+"""Fits a PyTorch training into the available memory, with the same gradients, for the effective batch size you ask for.
 
     model, optimizer, loader = memfit.wrap(model, optimizer, loader, target_batch=1024)
 """
@@ -28,7 +28,7 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Names are looked up when they are used, so that importing memfit, and `memfit --help`, cost nothing.
+# Names are imported lazily, so that importing memfit, and `memfit --help`, cost nothing.
 _HOME = {
     **dict.fromkeys(("DoesNotFit", "MemfitError", "PlanFileError", "RankFailed", "Refused", "UsageError"), "memfit._errors"),
     **dict.fromkeys(("apply", "plan", "profile", "verify"), "memfit._verbs"),

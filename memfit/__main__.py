@@ -1,4 +1,4 @@
-"""`python -m memfit`: the command line."""
+"""Runs the command line for `python -m memfit`."""
 
 from memfit.cli import main
 

@@ -1,6 +1,6 @@
-"""Checking what the user passes, before anything is touched. Every refusal says what was asked, found, and what to do.
+"""Validates the user's arguments before anything changes. Each error says what was asked, what was found and what to do next.
 
-What can be told of a value alone is in `_values.py`.
+`_values.py` has the checks that need only the value itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from memfit.training.settings import Settings
 
 
 def check_model(model: Any) -> torch.device:
-    """The one device the model's parameters are on. Raises for anything memfit cannot train as it stands."""
+    """Return the one device of the model's parameters. Raises UsageError or Refused if memfit cannot train the model."""
     check_module(model)
     _check_wrappers(model)
     parameters = list(model.parameters())
@@ -48,7 +48,7 @@ def check_model(model: Any) -> torch.device:
 
 
 def check_same_device(asked: Any, here: torch.device) -> None:
-    """What `device=` names must be where the model is. Raises UsageError."""
+    """Raise UsageError unless `device=` names the type of device that holds the model."""
     if asked is None or torch.device(torchs_name(asked)).type == here.type:
         return
     raise UsageError(
@@ -59,7 +59,7 @@ def check_same_device(asked: Any, here: torch.device) -> None:
 
 
 def check_module(model: Any) -> None:
-    """A torch module. Raises UsageError."""
+    """Raise UsageError unless `model` is a torch.nn.Module."""
     if not isinstance(model, nn.Module):
         raise UsageError(
             "training a model",
@@ -69,7 +69,7 @@ def check_module(model: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """An optimizer that trains parameters of the model, with a step that needs no closure."""
+    """Check that the optimizer trains the model and that its step needs no closure. Raises UsageError or Refused."""
     if not hasattr(optimizer, "param_groups") or not callable(getattr(optimizer, "step", None)):
         raise UsageError(
             "memfit.wrap(model, optimizer, loader)",
@@ -93,13 +93,13 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_data(loader: Any, sample: Any, target_batch: int | None, loss_fn: Any) -> None:
-    """Raise UsageError for a loader or a sample that cannot be meant with these."""
+    """Raise UsageError if the loader or the sample does not fit the other arguments."""
     check_loader(loader, target_batch, loss_fn)
     check_sample(sample, loss_fn)
 
 
 def check_loader(loader: Any, target_batch: int | None, loss_fn: Any) -> None:
-    """A loader that can be iterated and, with a target, regrouped."""
+    """Raise UsageError unless the loader is iterable and, with a `target_batch`, can be regrouped into effective batches."""
     if loader is None:
         return
     if isinstance(loader, DataLoader):
@@ -123,7 +123,7 @@ def check_loader(loader: Any, target_batch: int | None, loss_fn: Any) -> None:
 
 
 def check_sample(sample: Any, loss_fn: Any) -> None:
-    """A sample only where there is something to plan with it. Raises UsageError."""
+    """Raise UsageError if the sample has no use (script mode) or no values (meta tensors)."""
     if sample is not None and loss_fn is None:
         raise UsageError(
             "sample= without loss_fn=",
@@ -139,7 +139,7 @@ def check_sample(sample: Any, loss_fn: Any) -> None:
 
 
 def check_accumulate_in(asked: Any) -> None:
-    """A precision for gathering that there is. Raises UsageError."""
+    """Raise UsageError unless `asked` names a known dtype for gradient accumulation: "float32" or "param"."""
     if not is_one_of(asked, ("float32", "param")):
         raise choice_of("accumulate_in", asked, ("float32", "param"))
 
@@ -163,7 +163,7 @@ def settings_from(
     batchnorm: Any,
     accumulate_in: Any,
 ) -> Settings:
-    """The arguments as Settings. Raises UsageError for what cannot be meant."""
+    """Return the arguments as Settings. Raises UsageError for an invalid argument."""
     if target_batch is not None:
         check_count("target_batch", target_batch)
     _check_functions(loss_fn, before_step, weight, split)
@@ -192,7 +192,7 @@ def settings_from(
 
 
 def check_plan(plan: Any, fingerprint: str, model: nn.Module) -> Plan | None:
-    """A plan given as such or as a file, for this model."""
+    """Return the plan, loaded if a path is given. Raises UsageError or PlanFileError unless it fits this model."""
     if plan is None:
         return None
     if isinstance(plan, (str, Path)):
@@ -265,13 +265,13 @@ def _check_backward_hooks(model: nn.Module) -> None:
 
 
 def _holds_optimizer(hook: Any) -> bool:
-    """Whether a hook has an optimizer at hand: handed to it, or kept where its code, which calls some `step`, looks."""
+    """Whether a hook can reach an optimizer: as one of its own values, or by a lookup in code that calls some `step`."""
     given, looked_up = _reach(hook)
     return any(map(_is_optimizer, given)) or any(map(_is_optimizer, looked_up))
 
 
 def _reach(hook: Any) -> tuple[list[Any], list[Any]]:
-    """(what a hook was handed when it was made, what it can look up if it calls a method `step`)."""
+    """Return (the values a hook was created with, the values it can look up if its code calls a method `step`)."""
     if isinstance(hook, partial):
         given, looked_up = _reach(hook.func)
         return [*given, *hook.args, *hook.keywords.values()], looked_up
@@ -318,7 +318,7 @@ def _check_length(loader: DataLoader[Any], target_batch: int | None) -> None:
 
 
 def length_of(sized: Any) -> int | None:
-    """How many there are in a loader or a data set; None where that is not known: some say so by raising."""
+    """Return the length of a loader or a data set, or None if it is unknown. Some raise to say so."""
     try:
         return len(sized)
     except Exception:
@@ -357,13 +357,13 @@ def _check_accumulation(target_batch: int | None, script_accumulation: Any, loss
 
 
 def check_shard(shard: Any) -> None:
-    """Raise UsageError for what is no level of sharding."""
+    """Raise UsageError unless `shard` is a known sharding level."""
     if not is_one_of(shard, ("auto", *LEVELS)):
         raise choice_of("shard", shard, ("auto", *LEVELS))
 
 
 def check_sharded(shard: str, ranks: Ranks | None) -> None:
-    """Raise UsageError where something is to be held in parts and there is nobody to hold the others."""
+    """Raise UsageError if sharding is asked for and this is the only process."""
     if ranks is None and shard not in ("auto", "off"):
         raise UsageError(
             f"shard={shard!r}",
@@ -408,7 +408,7 @@ def _check_offload_and_norms(offload: Any, batchnorm: Any) -> None:
 
 
 def blocks_from(value: Any, model: nn.Module) -> tuple[tuple[str, ...] | None, bool]:
-    """(the prescribed blocks or None, whether all were asked for). Raises UsageError."""
+    """Return (the prescribed blocks or None, whether all were asked for). Raises UsageError."""
     if is_one_of(value, ("auto", "off", "all")):
         found = {"auto": None, "off": (), "all": candidate_blocks(model)}
         return found[value], value == "all"

@@ -1,6 +1,6 @@
-"""What the command line asks of the next `wrap` in this process: other numbers, and to stop once there is a plan.
+"""Overrides from the command line for the next `wrap` in this process: other numbers, and whether to stop at the plan.
 
-A context variable, so that nothing is left behind when the command is done.
+A context variable holds them, so that nothing remains after the command.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ def _ignore(run: Any) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """Overrides for `wrap`, and whether to stop at the plan."""
+    """Overrides the arguments of `wrap`, and says whether to stop at the plan."""
 
     target_batch: int | None = None
-    """Used instead of the script's target_batch, if given."""
+    """Replaces the script's target_batch, if given."""
     budget: int | float | str | None = None
-    """Used instead of the script's budget, if given."""
+    """Replaces the script's budget, if given."""
     card: Card | None = None
-    """A GPU that is not here, to plan for instead of the device the model is on."""
+    """A GPU that is not in this machine. The plan is for it instead of the model's device."""
     stop: bool = True
-    """Whether to raise PlanReady as soon as a plan is in force."""
+    """Whether to raise PlanReady as soon as a plan takes effect."""
     on_wrap: Callable[[Any], None] = _ignore
-    """Called with each Run that `wrap` makes, before it plans."""
+    """Called with each Run that `wrap` creates, before it plans."""
 
 
 class PlanReady(BaseException):
-    """There is a plan. Not an Exception, so that no `except Exception` of the script's catches it on its way out."""
+    """Signals that a plan exists. It is a BaseException, so that no `except Exception` in the script catches it."""
 
     def __init__(self, run: Any) -> None:
         super().__init__("a plan is ready")
@@ -42,4 +42,4 @@ class PlanReady(BaseException):
 
 
 ASKED: ContextVar[Asked | None] = ContextVar("memfit_asked", default=None)
-"""What is asked now; None: nothing."""
+"""The current overrides, or None."""

@@ -1,22 +1,22 @@
-"""The exceptions memfit raises.
+"""The exceptions that memfit raises.
 
-    MemfitError                 everything below; three parts: what was asked, what was found, what to do next
-    |-- UsageError              an argument that cannot be meant (also a ValueError)
+    MemfitError                 base class; three parts: what was asked, what was found, what to do next
+    |-- UsageError              an invalid argument (also a ValueError)
     |-- DoesNotFit              no plan fits the budget (also a ValueError)
-    |-- PlanFileError           a plan file that is damaged, foreign or too new (also a ValueError)
-    |-- Refused                 the training cannot be cut and stay the same, and memfit will not pretend (also a RuntimeError)
-    `-- RankFailed              another process of this training failed, so that this one cannot go on (also a RuntimeError)
+    |-- PlanFileError           a plan file that is damaged, for another model or too new (also a ValueError)
+    |-- Refused                 micro-batches would change the result of this training (also a RuntimeError)
+    `-- RankFailed              another rank failed, so this one cannot continue (also a RuntimeError)
 
-Exceptions raised inside the user's own code are never wrapped: they surface as themselves.
+Exceptions from the user's own code are never wrapped.
 """
 
 from __future__ import annotations
 
 
 class MemfitError(Exception):
-    """An error in three parts, each in the reader's own numbers.
+    """Base class of memfit's errors. The message has three parts, with the user's own numbers.
 
-    `asked` is what the caller wanted, `found` what memfit met instead, `next_move` what to type or change.
+    `asked` is what the caller wanted, `found` is what memfit found instead, `next_move` is what to type or change.
     """
 
     def __init__(self, asked: str, *, found: str, next_move: str) -> None:
@@ -33,7 +33,7 @@ class MemfitError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says in its first line; its type where it says nothing."""
+    """Return the first line of an exception's message, or the name of its type if the message is empty."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
@@ -42,23 +42,23 @@ def _rebuild(kind: type[MemfitError], asked: str, found: str, next_move: str) ->
 
 
 class UsageError(MemfitError, ValueError):
-    """An argument that cannot be meant as it stands."""
+    """Raised for an invalid argument."""
 
 
 class DoesNotFit(MemfitError, ValueError):
-    """No combination of the allowed levers fits into the budget."""
+    """Raised if no combination of the allowed levers fits into the budget."""
 
     enough: int = 0
-    """Bytes of a budget that would do; 0 where that was not worked out."""
+    """Size in bytes of a budget that would suffice; 0 if unknown."""
 
 
 class PlanFileError(MemfitError, ValueError):
-    """A plan file that is damaged, belongs to another model or was written by a later version."""
+    """Raised for a plan file that is damaged, belongs to another model or was written by a later version."""
 
 
 class Refused(MemfitError, RuntimeError):
-    """Cutting this training into micro-batches would change it; the message names the place and the way out."""
+    """Raised if micro-batches would change the result of this training. The message names the place and a workaround."""
 
 
 class RankFailed(MemfitError, RuntimeError):
-    """Another process of this training failed or is gone; what it was is in that process's own output."""
+    """Raised if another rank of this training failed or exited. That rank's own output has the cause."""

@@ -1,4 +1,4 @@
-"""Text out of files that the user names, which may be no files: a pipe would be waited for, a device read without end."""
+"""Reads text files that the user names. Rejects pipes, which would block, and devices, which may never end."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import errno
 from pathlib import Path
 
 LARGEST = 1 << 30
-"""Bytes that no plan, report or configuration has."""
+"""Size limit in bytes. No plan, report or configuration is that large."""
 
 
 def text_of(path: Path) -> str:
-    """The text of a file. Raises OSError, also for what is no file or too large to be meant, and UnicodeDecodeError."""
+    """Return the text of a file. Raises OSError, also for a pipe, a device or a file over `LARGEST`, and UnicodeDecodeError."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is no file, but a device or a pipe")
     if path.is_file() and path.stat().st_size > LARGEST:

@@ -1,6 +1,6 @@
-"""Several models, or several optimizers, in one line: each model is wrapped by itself, with the optimizer that trains it.
+"""Wraps several models or optimizers in one call. Each model is wrapped on its own, with the optimizer that trains it.
 
-Not covered: step mode, and plans made beforehand, which are of one model.
+Not covered: step mode, and existing plans, because a plan is for one model.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from memfit.training.inexact import is_known
 from memfit.training.run import Run
 
 STEP_MODE = ("loss_fn", "before_step", "sample", "weight", "plan")
-"""Settings that are about one model."""
+"""Arguments that apply to a single model only."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What else trains in the same script."""
+    """The other runs and optimizers of the same script."""
 
     runs: tuple[Run, ...] = ()
-    """Runs of other models, wrapped by the same line."""
+    """Runs of other models, wrapped by the same call."""
     optimizers: tuple[Any, ...] = ()
     """Other optimizers of this model."""
 
@@ -36,9 +36,9 @@ BESIDE: ContextVar[Beside] = ContextVar("BESIDE", default=ALONE)
 
 
 class Runs:
-    """Several models that train together. Unpacks into (models, optimizers, loader), as they were given.
+    """Holds the runs of several models that train together. Unpacks into (models, optimizers, loader), as they were given.
 
-    Attributes: `runs` (a Run for each model, in order; that of the first model which trains has the loader).
+    Attributes: `runs` (a Run for each model, in order; the Run of the first trained model has the loader).
     """
 
     def __init__(self, models: Any, optimizers: Any, runs: Sequence[Run], loader: Any) -> None:
@@ -52,16 +52,16 @@ class Runs:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What happened so far, in all of them."""
+        """The events of all runs so far, ordered by step."""
         return tuple(sorted((event for run in self.runs for event in run.events), key=lambda event: event.step))
 
     def report(self) -> Any:
-        """The report of the model that takes most memory, of those that have a plan; `runs[i].report()` has the others'."""
+        """Return the report of the planned model with the highest predicted peak. `runs[i].report()` returns the others."""
         planned = [run for run in self.runs if run.plan is not None]
         return max(planned or self.runs, key=lambda run: 0 if run.plan is None else run.plan.predicted.peak).report()
 
     def undo(self) -> None:
-        """Give everything back as it was before `wrap`."""
+        """Restore the models, optimizers and loaders to their state before `wrap`."""
         for run in reversed(self.runs):
             run.undo()
 
@@ -69,7 +69,7 @@ class Runs:
 def wrap_several(
     wrap: Callable[..., Run], frozen: Callable[..., Run], models: Any, optimizers: Any, loader: Any, settings: dict[str, Any]
 ) -> Runs:
-    """`wrap` for each of the models, `frozen` for those that train nothing. Raises UsageError, with nothing changed."""
+    """Call `wrap` for each trained model and `frozen` for the others. Raises UsageError and leaves everything unchanged."""
     each = list(models) if isinstance(models, (list, tuple)) else [models]
     stepped = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     _check(each, stepped, settings)
@@ -128,7 +128,7 @@ def _check(models: list[Any], optimizers: list[Any], settings: dict[str, Any]) -
 
 
 def _of_one(settings: dict[str, Any], model: nn.Module, *, first: bool) -> dict[str, Any]:
-    """The settings that are about this model; the target is the loader's."""
+    """Return the settings for this model. The first model gets `target_batch`, because it has the loader."""
     mine = {**settings, "target_batch": settings["target_batch"] if first else None}
     mine["methods"] = [name for name in settings["methods"] if hasattr(model, name)]
     if not first:
@@ -143,7 +143,7 @@ def _of_one(settings: dict[str, Any], model: nn.Module, *, first: bool) -> dict[
 
 
 def _shared(optimizer: Any, model: nn.Module) -> int:
-    """How many of the model's parameters the optimizer trains."""
+    """Return how many of the model's parameters the optimizer trains."""
     groups = getattr(optimizer, "param_groups", ())
     held = {id(p) for group in groups for p in group["params"]}
     return sum(id(p) in held for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Which versions of torch this version of memfit was tested with."""
+"""The versions of torch that this version of memfit was tested with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ OLDEST, NEWEST = (2, 13), (2, 13)
 
 
 def untested(version: str) -> str | None:
-    """What to say of a torch version outside the tested range; None inside it, and where it cannot be read."""
+    """Return a message for a torch version outside the tested range, or None if it is inside or cannot be parsed."""
     numbers = version.split(".")[:2]
     if len(numbers) < 2 or not all(number.isdigit() for number in numbers):
         return None

@@ -1,4 +1,4 @@
-"""Bytes and seconds to words and back. Inside memfit memory is an `int` of bytes and time a `float` of seconds."""
+"""Formats and parses bytes and seconds. Inside memfit, memory is an `int` of bytes and time is a `float` of seconds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from memfit._errors import UsageError
 
 KiB, MiB, GiB, TiB = 2**10, 2**20, 2**30, 2**40
 BEYOND = 1 << 60
-"""Bytes that no machine has."""
+"""Size in bytes that no machine has."""
 _READABLE = 1 << 100
-"""A number beyond any that is written to a file: bytes of a plan that does not fit are well below."""
+"""Larger than any number in a file that memfit writes. The bytes of a plan that does not fit are well below."""
 
 _UNITS = {
     "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB,
@@ -21,9 +21,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b)\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in a size such as "6GiB", "800 MiB" or "24GB" (binary units with an i, decimal ones without).
+    """Parse a size such as "6GiB", "800 MiB" or "24GB" into bytes (binary units with an i, decimal units without).
 
-    Raises UsageError for anything else, a bare number included: its unit would be a guess; and for what no machine has.
+    Raises UsageError for anything else, including a bare number, whose unit would be a guess, and a size that no machine has.
     """
     shown = repr(text if len(text) <= 40 else f"{text[:20]}...{text[-8:]}")
     found = _SIZE.fullmatch(text)
@@ -40,12 +40,12 @@ def parse_bytes(text: str) -> int:
 
 
 def is_readable(number: int | float) -> bool:
-    """Whether a number out of a file can have been written there: finite, and not beyond what can be shown."""
+    """Whether a number from a file can be valid: finite, and small enough to display."""
     return -_READABLE < number < _READABLE  # false for NaN, too
 
 
 def format_bytes(count: int | float) -> str:
-    """A size for people: three significant digits in binary units ("34.1 GiB")."""
+    """Format a size with three significant digits in binary units ("34.1 GiB")."""
     sign, size = ("-" if count < 0 else ""), abs(count)
     for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if size >= unit * 0.9995:
@@ -54,7 +54,7 @@ def format_bytes(count: int | float) -> str:
 
 
 def format_at_least(count: int) -> str:
-    """A size in words that stands for no fewer bytes than it is: "34.2 GiB" for one of 34.11."""
+    """Format a size, rounded up: the text never stands for fewer bytes than `count` ("34.2 GiB" for 34.11 GiB)."""
     words, size = format_bytes(count), count
     while parse_bytes(words) < count:
         size += max(1, size // 2000)
@@ -63,7 +63,7 @@ def format_at_least(count: int) -> str:
 
 
 def format_range(low: int, high: int) -> str:
-    """What a size lies between ("164 to 232 MiB"); one size where the words for both are the same."""
+    """Format a range of sizes ("164 to 232 MiB"), or a single size if both format the same."""
     first, last = format_bytes(low), format_bytes(high)
     if first == last:
         return last
@@ -72,7 +72,7 @@ def format_range(low: int, high: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: "4.10 s", "38.0 ms", "12 min 5 s"."""
+    """Format a duration: "4.10 s", "38.0 ms", "12 min 5 s"."""
     if seconds >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
     if seconds >= 120:
@@ -85,7 +85,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: int | float) -> str:
-    """A count for people: "124 M", "8.03 B", "950"."""
+    """Format a count: "124 M", "8.03 B", "950"."""
     for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if abs(count) >= unit:
             return f"{_three_digits(count / unit)} {name}"
@@ -93,7 +93,7 @@ def format_count(count: int | float) -> str:
 
 
 def format_flops(count: float) -> str:
-    """A number of operations as it is written in the trade: "15.8 G", "1.20 T"."""
+    """Format a number of floating-point operations: "15.8 G", "1.20 T"."""
     for unit, name in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= unit:
             return f"{_three_digits(count / unit)} {name}"
@@ -107,7 +107,7 @@ def _three_digits(value: float) -> str:
 
 
 def unit_for(sizes: Iterable[int]) -> tuple[int, str]:
-    """(bytes per unit, its name) to write these sizes in, the largest with at least two digits before the point."""
+    """Return (bytes per unit, unit name) for these sizes: the largest unit that leaves two digits before the decimal point."""
     largest = max((abs(size) for size in sizes), default=0)
     for unit, name in ((TiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if largest >= 10 * unit:
@@ -116,23 +116,23 @@ def unit_for(sizes: Iterable[int]) -> tuple[int, str]:
 
 
 def alike(*sizes: int) -> tuple[str, ...]:
-    """Sizes that are to be compared, in one unit: "315 MiB", "1,024 MiB"."""
+    """Format sizes for comparison, all in one unit: "315 MiB", "1,024 MiB"."""
     unit, name = unit_for(sizes)
     return tuple(f"{in_unit(size, unit)} {name}" for size in sizes)
 
 
 def in_unit(size: int, unit: int) -> str:
-    """A size in a unit, without its name; bytes and nothing are whole."""
+    """Format a size in a unit, without the unit's name. Bytes and zero have no decimals."""
     return f"{size:,}" if unit == 1 or not size else three_digits(size / unit)
 
 
 def three_digits(value: float) -> str:
-    """A number with about three significant digits: "2,918", "34.1", "0.38"."""
+    """Format a number with about three significant digits: "2,918", "34.1", "0.38"."""
     if abs(value) >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
 
 
 def count(number: int, what: str) -> str:
-    """ "1 block", "3 blocks"."""
+    """Format a count with its noun: "1 block", "3 blocks"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

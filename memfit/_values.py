@@ -1,4 +1,4 @@
-"""Checking single values that the user passes: counts, flags, choices, functions. Nothing here looks at the model."""
+"""Validates single values from the user: counts, flags, choices, functions. Nothing here looks at the model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from memfit._errors import UsageError
 from memfit.levers.precision import PRECISIONS, parse_precision
 
 MOST = 1 << 40
-"""A count beyond any that is meant."""
+"""Larger than any sensible count."""
 EXAMPLES = {"script_accumulation": 8, "micro_batch": 16, "steps": 3}
-"""Values to show for counts that are usually smaller than a batch."""
+"""Example values for counts that are usually smaller than a batch."""
 CALLED_WITH = {"loss_fn": ("model", "batch"), "before_step": (), "weight": ("batch",), "split": ("batch", "sizes")}
-"""What memfit calls each of the user's functions with."""
+"""The arguments that memfit passes to each of the user's functions."""
 
 
 def check_count(name: str, value: Any) -> None:
-    """A whole number of at least 1. Raises UsageError."""
+    """Raise UsageError unless `value` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(
             f"{name}={value!r}",
@@ -35,7 +35,7 @@ def check_count(name: str, value: Any) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """True or False. Raises UsageError."""
+    """Raise UsageError unless `value` is a bool."""
     if not isinstance(value, bool):
         raise UsageError(
             f"{name}={value!r}", found=f"it is of type {type(value).__name__}", next_move=f"pass {name}=True or {name}=False"
@@ -43,14 +43,14 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_functions(**functions: Any) -> None:
-    """Each None, or something that can be called with what memfit hands to it. Raises UsageError."""
+    """Raise UsageError unless each function is None or accepts the arguments that memfit passes to it."""
     for name, value in functions.items():
         if value is not None:
             _check_function(name, value)
 
 
 def micro_batch_from(value: Any) -> tuple[int | None, bool]:
-    """(the prescribed micro-batch, whether the whole share was asked for). Raises UsageError."""
+    """Return (the prescribed micro-batch or None, whether the whole share was asked for). Raises UsageError."""
     if isinstance(value, str):
         if value not in ("auto", "off"):
             raise choice_of("micro_batch", value, ("auto", "off", "a whole number"))
@@ -60,7 +60,7 @@ def micro_batch_from(value: Any) -> tuple[int | None, bool]:
 
 
 def precision_from(value: Any) -> str:
-    """A name that the precision lever knows. Raises UsageError."""
+    """Return a name that the precision lever knows. Raises UsageError."""
     if isinstance(value, str):
         return parse_precision(value)
     name = str(value).removeprefix("torch.")
@@ -73,7 +73,7 @@ def precision_from(value: Any) -> str:
 
 
 def names_from(name: str, value: Any) -> tuple[str, ...]:
-    """A list of names. Raises UsageError for anything else, above all for a bare string, whose letters are no names."""
+    """Return a list of names as a tuple. Raises UsageError for anything else, such as a bare string."""
     if isinstance(value, str):
         raise UsageError(f"{name}={value!r}", found="it is one string", next_move=f"pass a list, {name}=[{value!r}]")
     if not isinstance(value, (list, tuple, set, frozenset)) or not all(isinstance(item, str) for item in value):
@@ -84,22 +84,22 @@ def names_from(name: str, value: Any) -> tuple[str, ...]:
 
 
 def is_one_of(value: Any, allowed: Sequence[str]) -> bool:
-    """Whether `value` is one of these strings; arrays and tensors, which compare entry by entry, are not."""
+    """Whether `value` is one of these strings. Arrays and tensors, which compare elementwise, are not."""
     return isinstance(value, str) and value in allowed
 
 
 def choice_of(name: str, value: Any, allowed: Sequence[str]) -> UsageError:
-    """The error for a value that is none of those allowed."""
+    """Return the error for a value that is not among those allowed."""
     return UsageError(f"{name}={value!r}", found="memfit does not know it", next_move=f"use {', '.join(allowed)}")
 
 
 def not_of_type(asked: str, value: Any, wanted: str) -> UsageError:
-    """The error for a value of another type than `wanted`, in words."""
+    """Return the error for a value of the wrong type. `wanted` describes the right one."""
     return UsageError(asked, found=f"it is of type {type(value).__name__}", next_move=f"pass {wanted}")
 
 
 def _meant(name: str, value: Any) -> int:
-    """The number to suggest: the one that was written as a float or as text, where that can be told."""
+    """Return the number to suggest: the integer written as a float or as text, else an example."""
     try:
         number = float(value) if isinstance(value, (float, str)) else 0.0
     except ValueError:
@@ -145,7 +145,7 @@ def _takes(function: Any, count: int) -> bool:
         inspect.signature(function).bind(*[None] * count)
     except TypeError:
         return False
-    except ValueError:  # built-in functions have no signature to look at
+    except ValueError:  # built-in functions may have no signature
         return True
     return True
 

@@ -1,4 +1,4 @@
-"""The verbs besides `wrap`, each usable on its own: profile, plan, apply, verify."""
+"""The functions of memfit besides `wrap`, each usable on its own: profile, plan, apply, verify."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ def profile(
     plain_loop: bool = False,
     evaluation: int | None = None,
 ) -> Profile:
-    """What one optimizer step of `model` costs, for any micro-batch size. Nothing of the model is changed.
+    """Measure or trace what one optimizer step of `model` costs, for any micro-batch size. The model does not change.
 
-    `sample` is one batch with at least two samples along the first dimension of its tensors: what `loss_fn(model, sample)`
-    takes, or without loss_fn what the model is called with (a tuple is spread, a mapping is passed by keyword). Models on
-    the meta device are traced, not timed. `precision`, `checkpoint` and `accumulate_in` are as in `wrap`, with explicit values.
-    `device` is the name of a GPU that is not here ("a100-40gb", "rtx-4090", "24GiB"): its kernels are traced, its allocator
-    is simulated, and seconds are modelled; nothing of the model is computed, so that it may be on the meta device.
+    `sample` is one batch with at least two samples along the first dimension of its tensors, as `loss_fn(model, sample)`
+    takes it. Without `loss_fn` it is the model's input (a tuple is unpacked, a mapping is passed by keyword). Models on the
+    meta device are traced, not timed. `precision`, `checkpoint` and `accumulate_in` are as in `wrap`, with explicit values.
+    `device` names a GPU that is not in this machine ("a100-40gb", "rtx-4090", "24GiB"). Its kernels are traced, its caching
+    allocator is simulated, and its seconds are modelled. Nothing is computed, so the model may be on the meta device.
 
-    What the script does around forward and backward: `max_grad_norm` and `clip_grad_value` clip gradients as
-    `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` do. `zero_grad` says how long gradients are there: "after step",
-    they go with the step; "before forward", only when the next batch is there; "before backward", after its forward; "to
-    zero", they always stay (`set_to_none=False`). `plain_loop=True` is a loop without memfit: its batch, the outputs of the
-    model and the loss stay bound to variables until the next ones are there, and gradients gather in the parameters.
-    (memfit's own runs hold none of these: a script's `out` is a stand-in, and outputs are joined only where the script reads
-    them.) `evaluation`: the samples of a batch of the evaluation, whose peak `Profile.evaluation` tells.
+    The other arguments describe the training loop. `max_grad_norm` and `clip_grad_value` clip gradients as
+    `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` do. `zero_grad` says when gradients are freed: "after step", with
+    the step; "before forward", once the next batch is loaded; "before backward", after the next forward; "to zero", never
+    (`set_to_none=False`). `plain_loop=True` profiles a loop without memfit: variables keep the batch, the model's outputs and
+    the loss alive until the next ones exist, and gradients accumulate in the parameters. (memfit's own runs hold none of
+    these: a script's `out` is a lazy tensor, and outputs are joined only if the script reads them.) `evaluation` is the number
+    of samples in an evaluation batch; `Profile.evaluation` has its peak.
 
     Raises UsageError for a sample that cannot be cut, an unknown device, or a model that needs real data to be profiled for
-    another device; and whatever the model itself raises.
+    another device. Errors of the model itself propagate.
     """
     elsewhere = card_named(device)
     check_module(model)
@@ -105,7 +105,7 @@ def profile(
     if loss_fn is not None:
         task = Stepper(core, loss_fn, lambda batch: loss_fn(model, batch)).task(sample)
     else:
-        # What the model returns is seen where it is called, and not where its forward is.
+        # The model's own call shows what the model returns. Its forward does not.
         called = model if plain_loop or evaluation is not None else model.forward
         task = Kinds(core).task(called, _as_call(sample))
     lever = "off" if asked in ("auto", "off") else asked
@@ -114,7 +114,7 @@ def profile(
 
 
 def _profiled(core: Core, task: Task, lever: str, blocks: Sequence[str]) -> Profile:
-    """The profile of a task, timed where its device is here."""
+    """Return the profile of a task, with timings if its device is in this machine."""
     model, elsewhere = core.model, core.settings.card
     found = core.planner.profile(task, lever, tuple(blocks))
     if elsewhere is not None:
@@ -133,10 +133,10 @@ def plan(
     micro_batch: int | str = "auto",
     checkpoint: str | Sequence[str] = "auto",
 ) -> Plan:
-    """The fastest plan for `target_batch` samples per optimizer step that fits the budget: a function of values to a value.
+    """Find the fastest plan for `target_batch` samples per optimizer step that fits the budget. This is a pure function.
 
-    `micro_batch` is "auto", "off" (the whole batch) or a number; `checkpoint` "auto", "off", "all" or block names.
-    Raises UsageError for arguments that cannot be meant, DoesNotFit with what would be needed.
+    `micro_batch` is "auto", "off" (the whole batch) or a number. `checkpoint` is "auto", "off", "all" or block names.
+    Raises UsageError for invalid arguments, and DoesNotFit, which says how much memory would be needed.
     """
     if not isinstance(profile, Profile):
         raise not_of_type("memfit.plan(profile, budget)", profile, "what memfit.profile(model, optimizer, sample) returned")
@@ -147,7 +147,7 @@ def plan(
     size, whole = micro_batch_from(micro_batch)
     blocks = _known_blocks(checkpoint, profile)
     demand = Demand(target_batch, target_batch, micro_batch=target_batch if whole else size, checkpoint=blocks)
-    # Here the model lies in what is held already; on a card that is not here there is nothing yet.
+    # On the device here, the held memory already includes the model. On a card that is not here, nothing is held yet.
     held = max(0, budget.held - profile.model.parameter_bytes) if budget.device.here else budget.held
     return search([profile], budget.with_held(held), demand)
 
@@ -155,9 +155,9 @@ def plan(
 def apply(
     plan: Plan | str | Path, model: nn.Module, optimizer: Optimizer, loader: Any = None, *, loss_fn: LossFn | None = None
 ) -> Run:
-    """Run `model` by a plan that is there already (a Plan, or the path of a saved one), without planning.
+    """Train `model` by an existing plan (a Plan, or the path of a saved one), without planning.
 
-    Returns a Run as `wrap` does. Raises PlanFileError if the plan was made for another model.
+    Returns a Run, as `wrap` does. Raises PlanFileError if the plan was made for another model.
     """
     if not isinstance(plan, (Plan, str, Path)):
         raise not_of_type("memfit.apply(plan, model, optimizer)", plan, "a memfit.Plan or the path of a saved one")
@@ -166,10 +166,10 @@ def apply(
 
 
 def verify(run: Run) -> Verification:
-    """Compare one effective batch both ways: whole, and in at least three unequal micro-batches; nothing is changed.
+    """Compare the gradients of one effective batch, computed whole and in at least three unequal micro-batches.
 
-    Runs on the largest set of samples (at most 32) that fits whole, with the whole's random draws handed out by slice.
-    Script mode needs one training step first. Raises UsageError where there is nothing to compare.
+    Uses the largest set of samples (at most 32) that fits whole. Each micro-batch gets its slice of the whole's random draws.
+    Nothing changes. Script mode needs one training step first. Raises UsageError if there is nothing to compare.
     """
     if not isinstance(run, Run):
         raise not_of_type("memfit.verify(run)", run, "the Run that memfit.wrap returned")
@@ -177,7 +177,7 @@ def verify(run: Run) -> Verification:
 
 
 def _check_values(sample: Any, on_meta: bool) -> None:
-    """A sample that a model with values can be run on. Raises UsageError."""
+    """Raise UsageError if the sample is on the meta device and the model is not."""
     if not on_meta and any(t.is_meta for t in tensors(sample)):
         raise UsageError(
             "a profile of a model on this machine",
@@ -187,7 +187,7 @@ def _check_values(sample: Any, on_meta: bool) -> None:
 
 
 def _check_same_card(profile: Profile, budget: Budget) -> None:
-    """A profile and a budget are of the same device. Raises UsageError."""
+    """Raise UsageError unless the profile and the budget are for the same device."""
     own = None if profile.card is None else profile.card.title
     other = None if budget.device.here else budget.device.name
     if own == other:
@@ -201,7 +201,7 @@ def _check_same_card(profile: Profile, budget: Budget) -> None:
 
 
 def _known_blocks(checkpoint: Any, profile: Profile) -> tuple[str, ...] | None:
-    """The blocks asked for; None: the planner's choice, or those of the profile. Raises UsageError."""
+    """Return the requested blocks, or None for the planner's choice or the profile's own blocks. Raises UsageError."""
     if profile.checkpoint and not is_one_of(checkpoint, ("auto",)):
         raise UsageError(
             f"checkpoint={checkpoint!r}",

@@ -1,4 +1,4 @@
-"""The one line: probe, profile, plan, apply, run."""
+"""Implements `wrap`: probe the device, profile the model, plan, apply the plan, return the run."""
 
 from __future__ import annotations
 
@@ -117,41 +117,41 @@ def wrap(  # pyright: ignore[reportInconsistentOverload]
     batchnorm: str = "micro",
     accumulate_in: str = "float32",
 ) -> Run | Runs:
-    """Fit the training of `model` into memory, with the gradients it would have had.
+    """Fit the training of `model` into memory, with the same gradients.
 
-    Without `loss_fn` (script mode) the loop below stays as it was: one iteration of the returned loader is one optimizer
-    step over one whole effective batch, and the plan is made inside the first training call. With
-    `loss_fn(model, batch) -> scalar` (step mode) call `run.step(batch)`; the plan is made here.
+    In script mode (no `loss_fn`) the training loop does not change: one iteration of the returned loader is one optimizer
+    step over one whole effective batch. memfit plans inside the first training call. In step mode
+    (`loss_fn(model, batch) -> scalar`) memfit plans here, and the loop calls `run.step(batch)`.
 
     Arguments:
-        model: the module to train; it stays the same object. Or a list of them, those that are frozen among them (script mode).
-        optimizer: a torch optimizer over (some of) its parameters; it stays the same object. Or a list of them.
+        model: the module to train; it stays the same object. Or a list of modules, including frozen ones (script mode).
+        optimizer: a torch optimizer over (some of) its parameters; it stays the same object. Or a list of optimizers.
         loader: a DataLoader, any iterable of whole batches, or None for scripts that fetch batches themselves.
-        target_batch: samples per optimizer step; None: the script's own batches, only cut.
+        target_batch: the effective batch size: samples per optimizer step. None keeps the script's own batches and cuts them.
         loss_fn: the loss of a batch, for step mode.
-        sample: one batch as the loader would yield it, to plan with `loss_fn` where there is no loader.
-        budget: most device memory this process may hold (on the CPU: may come to hold beyond what it holds now): bytes
-            (int), "6GiB" (str), a fraction of the device (float in (0, 1]), or None to take what is free.
-        micro_batch: samples per forward: "auto", "off" (the whole share) or a number.
+        sample: one batch as the loader would yield it, to plan with `loss_fn` if there is no loader.
+        budget: the most device memory this process may hold: bytes (int), "6GiB" (str), a fraction of the device (float in
+            (0, 1]), or None to take what is free. On the CPU it excludes what the process holds already.
+        micro_batch: samples per forward: "auto", "off" (the whole share of this rank) or a number.
         precision: "auto" (lower only if nothing else fits), "off", "fast" (lower for speed), or a precision.
-        checkpoint: "auto", "off", "all" or block names.
-        shard: what the processes that train together hold in parts: "auto" (what does not fit otherwise), "off", "optimizer"
-            (its state), "gradients" (and that), "parameters" (and both). In one process always off.
+        checkpoint: the blocks with activation checkpointing: "auto", "off", "all" or block names.
+        shard: what is sharded across the ranks: "auto" (only what does not fit otherwise), "off", "optimizer" (its state,
+            ZeRO stage 1), "gradients" (and these, stage 2), "parameters" (all, stage 3). Always off on a single process.
         offload: "auto" or "off".
         plan: a Plan or the path of a saved one, used instead of planning.
-        enabled: False runs plain, as if this line were not there; so does MEMFIT=off in the environment.
+        enabled: False trains without memfit, as if this call were absent; so does MEMFIT=off in the environment.
         before_step: step mode: called once per step on the total gradient, before the optimizer's step (clip there).
-        script_accumulation: iterations that the script itself adds up per optimizer step.
-        weight: step mode: the weight of a micro-batch, where memfit cannot infer it.
-        split: (batch, sizes) -> batches of those sizes, where memfit cannot cut it; in script mode `batch` is (args, kwargs).
-        methods: script mode: methods of the model beside `forward` that the script calls, such as "encode_image", to be cut.
-        allow_inexact: names of modules whose mixing of samples is accepted, and reported.
-        batchnorm: whose statistics batch norm's running ones are: each micro-batch's in turn ("micro"), or those of the whole
-            effective batch, applied once ("whole"). Samples are normalised by their micro-batch's either way.
-        accumulate_in: "float32" or "param": precision in which half precision gradients gather.
+        script_accumulation: the gradient accumulation steps of the script itself: its iterations per optimizer step.
+        weight: step mode: the weight of a micro-batch, if memfit cannot infer it.
+        split: (batch, sizes) -> batches of those sizes, if memfit cannot cut it; in script mode `batch` is (args, kwargs).
+        methods: script mode: methods that the script calls besides `forward`, such as "encode_image"; their calls are cut too.
+        allow_inexact: names of modules that may mix samples of a batch; the report lists them.
+        batchnorm: how batch norm updates its running statistics: with each micro-batch in turn ("micro"), or once with the
+            whole effective batch ("whole"). Either way samples are normalized with the statistics of their micro-batch.
+        accumulate_in: "float32" or "param": the dtype in which half-precision gradients accumulate.
 
-    Raises UsageError (a ValueError) for arguments that cannot be meant, DoesNotFit (a ValueError) if no plan fits, Refused
-    (a RuntimeError) for training that cannot be cut and stay the same, PlanFileError (a ValueError). Nothing is changed then.
+    Raises UsageError (a ValueError) for invalid arguments, DoesNotFit (a ValueError) if no plan fits, Refused (a RuntimeError)
+    if micro-batches would change the training, and PlanFileError (a ValueError). Nothing has changed then.
     """
     if isinstance(model, (list, tuple)) or isinstance(optimizer, (list, tuple)):
         settings = {k: v for k, v in locals().items() if k not in ("model", "optimizer", "loader")}
@@ -200,7 +200,7 @@ def wrap(  # pyright: ignore[reportInconsistentOverload]
 
 @dataclass(frozen=True)
 class _Given:
-    """The arguments of `wrap` that are no settings."""
+    """The arguments of `wrap` that are not settings."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -216,17 +216,17 @@ class _Given:
 
     @property
     def trained(self) -> nn.Module:
-        """The module itself, without what it came in."""
+        """The trained module, without a wrapper such as DistributedDataParallel."""
         return self.model if self.taken is None else self.taken.inner
 
     @property
     def group(self) -> Any:
-        """The process group that what it came in reduces over."""
+        """The process group over which that wrapper reduces gradients, or None."""
         return None if self.taken is None else self.taken.group
 
 
 def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ranks | None) -> Run:
-    """`wrap`, among the processes that train together."""
+    """Run `wrap` once the ranks that train together are known."""
     model, optimizer, loss_fn, asked = given.trained, given.optimizer, given.loss_fn, given.asked
     check_optimizer(optimizer, model)
     loader = given.loader.source if isinstance(given.loader, (EffectiveLoader, PassedThrough)) else given.loader
@@ -281,7 +281,7 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
         raise
     except BaseException as error:
         if sharding is not None and sharding.level != "off":
-            sharding.failed(error)  # the others may be waiting for what this process holds
+            sharding.failed(error)  # other ranks may be waiting for this rank's shards
         run.undo()
         raise
     run.follow(guard, script)
@@ -289,8 +289,8 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
 
 
 def _train_together(core: Core, ranks: Ranks, *, steps: bool, whole: bool) -> None:
-    """Let a run put its gradients together with other processes'. `steps`: its optimizer steps are memfit's; `whole`: it may
-    hold all of its parameters and optimizer state."""
+    """Let a run reduce its gradients with the other ranks. `steps`: memfit runs the optimizer steps. `whole`: this rank may
+    hold all parameters and optimizer state."""
     core.together = Together(ranks, core.model, core.staging, core.taken, overlaps=steps and whole)
     if core.together.overlap is not None:
         core.together.overlap.note = partial(core.note, "note")
@@ -298,13 +298,13 @@ def _train_together(core: Core, ranks: Ranks, *, steps: bool, whole: bool) -> No
 
 
 def _script(core: Core, run: Run, guard: AccumulationGuard | None = None) -> Script:
-    """Script mode by the loader of this run, or of another model's that is wrapped with it."""
+    """Return script mode for this run. The loader is its own, or that of another model wrapped by the same call."""
     drawing = next(iter(BESIDE.get().runs), run)
     return Script(core, lambda: drawing.batch_samples, lambda: drawing.batches, guard)
 
 
 def _frozen(model: nn.Module, optimizer: Optimizer, budget: int | float | str | None) -> Run:
-    """A model without parameters to train, whose forwards are cut where they would not fit; `optimizer` is that of another."""
+    """Wrap a model without trainable parameters. Its forwards are cut if they do not fit. `optimizer` is another model's."""
     check_module(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     _undo_earlier(model, optimizer, keep=BESIDE.get().runs)
@@ -316,7 +316,7 @@ def _frozen(model: nn.Module, optimizer: Optimizer, budget: int | float | str | 
 
 
 def _shared(sharding: Sharding | None, prepare: Callable[[], None], again: Callable[[], None]) -> None:
-    """Make a plan now where there is one to make, with as much held in parts as that takes."""
+    """Plan now if possible, with as much sharding as the plan needs."""
     if sharding is None:
         prepare()
     else:
@@ -324,7 +324,7 @@ def _shared(sharding: Sharding | None, prepare: Callable[[], None], again: Calla
 
 
 def _script_batch(loader: Any, settings: Settings) -> int | None:
-    """Samples per optimizer step over all processes that the script would have had without a target; None if not known."""
+    """Return the samples per optimizer step, over all ranks, that the script has without a target; None if unknown."""
     size = loader.batch_size if isinstance(loader, DataLoader) else None
     return None if size is None else size * settings.ranks * settings.script_accumulation
 
@@ -338,7 +338,7 @@ def _agree_to_begin(
     loss_fn: LossFn | None,
     precision: str,
 ) -> None:
-    """Every process has the same, and starts from rank 0's parameters."""
+    """Check that all ranks have the same arguments, and broadcast rank 0's parameters."""
     check_share(ranks, target_batch)
     refuse_synchronised_norms(model)
     loss = "none" if loss_fn is None else "given"
@@ -347,7 +347,7 @@ def _agree_to_begin(
 
 
 def _company(core: Core, ranks: Ranks, run: Run, plan: Plan | None) -> Company:
-    """What processes tell each other; a plan of all of them that was made elsewhere says who has which share."""
+    """Return the exchange of plans and speeds between ranks. An existing plan for all ranks sets their shares."""
     company = Company(core, ranks, run.measured_peak)
     shares = run.loader.shares if isinstance(run.loader, EffectiveLoader) else None
     company.shares = shares
@@ -357,7 +357,7 @@ def _company(core: Core, ranks: Ranks, run: Run, plan: Plan | None) -> Company:
 
 
 def _tell_others(core: Core, prepare: Callable[[], None]) -> None:
-    """Tell the other processes of the plan; make it again where they have to plan alike."""
+    """Exchange the plan with the other ranks. Plan again if the ranks agree on another precision."""
     if core.company is None:
         return
     before = core.settings.precision
@@ -368,7 +368,7 @@ def _tell_others(core: Core, prepare: Callable[[], None]) -> None:
 
 
 def _tell_of_plans(run: Run, core: Core, asked: Asked | None, *, in_script: bool) -> None:
-    """What happens once there is a plan: the command line takes it, or a script's reader sees one line."""
+    """Set what happens once a plan exists: the command line takes it, or script mode prints one line."""
     outside = untested(torch.__version__)
     if outside is not None:
         core.note("note", outside)
@@ -385,17 +385,17 @@ def _stop(run: Run) -> None:
 
 
 def _allowed(budget: int | float | str | None, device: torch.device, asked: Asked | None) -> tuple[Budget, Card | None]:
-    """The budget, and the GPU it is for where the command line asks for one that is not here; what the script allows itself is
-    for the device that is."""
+    """Return the budget, and the card if the command line plans for a GPU that is not here. The script's own budget is only for
+    the device that is here."""
     if asked is None or asked.card is None:
         if device.type != "cpu":
-            free_unused(device)  # (a model that memfit wrapped holds what trains it, which holds the model: a cycle)
+            free_unused(device)  # a wrapped model and its run refer to each other, and the cycle keeps memory alive
         return probe(budget=budget, device=device), None
     return budget_for(asked.card.as_device(), asked.budget), asked.card
 
 
 def _check_not_asked(asked: Asked | None) -> None:
-    """Switched off, a script would train to its end where only its plan was asked for."""
+    """Raise UsageError if memfit is disabled but only the plan was asked for: the script would train to its end."""
     if asked is not None and asked.stop:
         raise UsageError(
             "the plan of this script",
@@ -405,7 +405,7 @@ def _check_not_asked(asked: Asked | None) -> None:
 
 
 def _undo_earlier(model: nn.Module, optimizer: Optimizer, keep: Sequence[Run]) -> None:
-    """Wrapping again plans again: what an earlier wrap left on the model and the optimizer goes first."""
+    """Undo earlier wraps of this model and optimizer, so that wrapping again plans again."""
     found = [interception.owner for module in model.modules() if (interception := interception_of(module)) is not None]
     hooks = getattr(optimizer, "_optimizer_step_post_hooks", None) or {}
     found += [getattr(hook, "__self__", None) for hook in hooks.values()]
@@ -433,7 +433,7 @@ def _effective(
 
 
 def _prepare(stepper: Stepper, core: Core, loader: Any, sample: Any, share: int | None) -> None:
-    """Plan for step mode now, if there is something to plan with; else at the first step."""
+    """Plan for step mode now if a sample or the loader has data to plan with. Otherwise the first step plans."""
     if sample is not None:
         stepper.prepare(stepper.ordered(sample), share)
         return
@@ -448,7 +448,7 @@ def _prepare(stepper: Stepper, core: Core, loader: Any, sample: Any, share: int 
 
 
 def _say(run: Run, loader: Any, target_batch: int | None) -> None:
-    """One line on stderr, of rank 0 alone; people parse what their scripts print on stdout."""
+    """Print the plan to stderr, on rank 0 only. stdout stays free for scripts whose output is parsed."""
     if not run.is_first:
         return
     lines = [run.plan.summary()] if run.plan is not None else []
@@ -466,7 +466,7 @@ def _say(run: Run, loader: Any, target_batch: int | None) -> None:
 
 
 def _announce(core: Core) -> None:
-    """The plan made inside the first training call; later ones are events."""
+    """Print the plan made inside the first training call. Later plans are events."""
     assert core.plan is not None
     core.on_plan = lambda: None
     if core.settings.rank == 0:

@@ -1,1 +1,1 @@
-"""What a batch is: its nesting, where its samples lie, how it is cut and how outputs are joined again."""
+"""Describes batches: their nesting, the batch dimension of each tensor, how they are cut and how outputs are joined."""

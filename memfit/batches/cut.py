@@ -1,7 +1,7 @@
-"""Where the samples lie in a batch, and cutting it into micro-batches.
+"""Finds the batch dimension of every tensor in a batch, and cuts the batch into micro-batches.
 
-Not covered: samples of different sizes concatenated without a batch dimension (graphs, packed sequences inside of other
-arguments); they are refused with the way out, `split=`.
+Not covered: samples of different sizes concatenated without a batch dimension (graphs, packed sequences inside other
+arguments). They raise Refused, and the message names the workaround, `split=`.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from memfit.batches.tree import Path, builder, children, flat, is_column, leaves
 
 @dataclass(frozen=True)
 class Axis:
-    """The dimension of a tensor along which samples lie: its size is `outer * samples * inner`.
+    """The batch dimension of a tensor. Its size is `outer * samples * inner`.
 
     A plain batch dimension has outer = inner = 1; a flattened [batch, time] has inner = time, a flattened
     [time, batch] has outer = time.
     """
 
     dim: int
-    """Which dimension, counted from the front."""
+    """Index of the dimension, counted from the front."""
     outer: int = 1
-    """Entries per sample that vary slower than the sample (time, when time comes first)."""
+    """Entries per sample that vary slower than the sample index (time, if time comes first)."""
     inner: int = 1
-    """Entries per sample that vary faster than the sample (time, when the batch comes first)."""
+    """Entries per sample that vary faster than the sample index (time, if the batch comes first)."""
 
     def samples(self, size: int) -> int:
-        """Samples in a dimension of `size` entries."""
+        """Return the number of samples in a dimension of `size` entries."""
         return size // (self.outer * self.inner)
 
     def size(self, samples: int) -> int:
-        """Entries in the dimension for that many samples."""
+        """Return the size of the dimension for that many samples."""
         return self.outer * samples * self.inner
 
     def narrow(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The samples `start:stop` of `tensor`: a view where the layout allows one, else a copy."""
+        """Return the samples `start:stop` of `tensor`: a view if the memory layout allows one, else a copy."""
         if self.outer == 1:
             return tensor.narrow(self.dim, start * self.inner, (stop - start) * self.inner)
         whole = tensor.shape[self.dim] // (self.outer * self.inner)
@@ -53,8 +53,8 @@ class Axis:
         return parts.narrow(self.dim + 1, start, stop - start).flatten(self.dim, self.dim + 2)
 
     def like_first(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
-        """The first `samples` samples; where there are fewer, as many like them, with no values of their own where numbers
-        of that type can be any."""
+        """Return the first `samples` samples, or a tensor with that many if there are fewer. Floating-point tensors then are
+        one expanded, uninitialized element. Other dtypes repeat the samples, so that the values stay valid."""
         there = self.samples(tensor.shape[self.dim])
         if samples <= there:
             return self.narrow(tensor, 0, samples)
@@ -64,13 +64,13 @@ class Axis:
         return self.narrow(self.join([tensor] * -(-samples // there)), 0, samples)
 
     def reversed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The samples of `tensor` in the opposite order."""
+        """Return `tensor` with its samples in reverse order."""
         whole = self.samples(tensor.shape[self.dim])
         parts = tensor.unflatten(self.dim, (self.outer, whole, self.inner))
         return parts.flip(self.dim + 1).flatten(self.dim, self.dim + 2)
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The pieces of `narrow` put together again."""
+        """Concatenate pieces of `narrow` along the batch dimension."""
         if self.outer == 1:
             return torch.cat(list(parts), self.dim)
         open_parts = [part.unflatten(self.dim, (self.outer, -1, self.inner)) for part in parts]
@@ -79,29 +79,29 @@ class Axis:
 
 @dataclass(frozen=True)
 class Layout:
-    """For every leaf of a batch: the axis of its samples, or None for what every micro-batch receives whole."""
+    """The batch dimension of every leaf of a batch, or None for a leaf that every micro-batch receives whole."""
 
     axes: tuple[Axis | None, ...]
     """One entry per leaf, in the order of `tree.leaves`."""
     samples: int
-    """Samples in the batch this layout was found on."""
+    """Number of samples in the batch this layout was found on."""
 
     @property
     def cuts(self) -> bool:
-        """Whether any leaf is cut at all."""
+        """Whether any leaf is cut."""
         return any(axis is not None for axis in self.axes)
 
 
 def cut(tree: Any, layout: Layout, start: int, stop: int) -> Any:
-    """The samples `start:stop` of a batch: the same nesting, tensors narrowed (views), the rest as it is.
+    """Return the samples `start:stop` of a batch: same nesting, tensors narrowed (views), the rest unchanged.
 
-    Raises Refused if it has other parts than the batch the layout was found on.
+    Raises Refused if the batch has another number of leaves than the one the layout was found on.
     """
     return cutter(tree, layout)(start, stop)
 
 
 def cutter(tree: Any, layout: Layout) -> Callable[[int, int], Any]:
-    """`cut` for many pieces of one batch, whose parts are looked for once."""
+    """Return `cut` as a function of (start, stop) for many pieces of one batch, whose leaves are found once."""
     found, build = flat(tree), builder(tree)
     if len(found) != len(layout.axes):
         raise uncuttable(f"it has {len(found)} parts, and earlier ones like it had {len(layout.axes)}")
@@ -110,14 +110,14 @@ def cutter(tree: Any, layout: Layout) -> Callable[[int, int], Any]:
 
 
 def pieces_of(tree: Any, layout: Layout, pieces: Sequence[int]) -> list[Any]:
-    """`cut` for pieces of these sizes, one after the other from the first sample on."""
+    """Cut a batch into consecutive pieces of these sizes, from the first sample on."""
     build = builder(tree)
     parts = [_parts(leaf, axis, pieces) for leaf, axis in zip(flat(tree), layout.axes)]
     return [build(iter(piece)) for _, *piece in zip(pieces, *parts)]
 
 
 def like_first(tree: Any, layout: Layout, samples: int) -> Any:
-    """The first `samples` samples of a batch, or where it has fewer, as many like them: their shapes are what counts."""
+    """Return the first `samples` samples of a batch, or as many of the same shapes if it has fewer. Only shapes matter."""
     axes = iter(layout.axes)
 
     def first(leaf: Any) -> Any:
@@ -130,16 +130,16 @@ def like_first(tree: Any, layout: Layout, samples: int) -> Any:
 
 
 def cut_samples(tree: Any, layout: Layout, indices: Sequence[int]) -> Any:
-    """Single samples of a batch, in the order of `indices` (copies)."""
+    """Return single samples of a batch, in the order of `indices` (copies)."""
     piece = cutter(tree, layout)
     pieces = [flat(piece(i, i + 1)) for i in indices]
     return rebuild(tree, (_joined([piece[k] for piece in pieces], axis) for k, axis in enumerate(layout.axes)))
 
 
 def layout_from_two(small: Any, few: int, large: Any, many: int) -> Layout:
-    """The layout of batches from one batch of `few` and one of `many` equal samples: what grew is the batch dimension.
+    """Infer the layout from a batch of `few` and one of `many` equal samples. The dimension that grew is the batch.
 
-    Raises Refused where a leaf changed in a way that has no batch dimension.
+    Raises Refused if a leaf changed and none of its dimensions can be the batch dimension.
     """
     refuse_packed(large)
     first, second = list(leaves(small)), list(leaves(large))
@@ -150,7 +150,7 @@ def layout_from_two(small: Any, few: int, large: Any, many: int) -> Layout:
 
 
 def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layout]:
-    """Layouts by which `tree` could be a batch of `samples`, the likeliest first; each has to be proven on the model.
+    """Yield layouts by which `tree` could be a batch of `samples`, most likely first. Each must be proven on the model.
 
     Raises Refused for packed sequences.
     """
@@ -160,12 +160,12 @@ def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layo
         return
     seen = set()
     first = tuple(dims[0] for dims in choices)
-    if _disagreement(first) == 1:  # nothing comes before it: mostly the others do not have to be looked for
+    if _disagreement(first) == 1:  # nothing precedes it, and the others are rarely needed
         seen.add(first)
         yield Layout(first, samples)
     ordered = islice(product(*choices), 4096)
-    # Layouts in which all tensors agree on the dimension come first: [batch, ...] everywhere, then [time, batch, ...]; those
-    # in which a tensor with such a dimension is the same for all samples come last.
+    # Layouts in which all tensors agree on the dimension come first: [batch, ...] everywhere, then [time, batch, ...]. Layouts
+    # in which a tensor with such a dimension is shared by all samples come last.
     for axes in sorted(ordered, key=lambda axes: (axes.count(None), _disagreement(axes), [_rank(axis) for axis in axes])):
         if axes not in seen and len(seen) < limit and any(axis is not None for axis in axes):
             seen.add(axes)
@@ -173,42 +173,42 @@ def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layo
 
 
 def shared_samples(tree: Any) -> int | None:
-    """The size of the first dimension that all tensors with more than one element share, or None."""
+    """Return the size of the first dimension if all tensors with more than one element share it, else None."""
     found = [leaf for leaf in flat(tree) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.numel() > 1]
     sizes = {None if leaf.is_nested else leaf.shape[0] for leaf in found}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def usual_samples(tree: Any) -> int | None:
-    """The size of the first dimension that most tensors share, two at least, or None; the others (weights of classes, a mask of
-    positions) are the same for all samples."""
+    """Return the size of the first dimension that most tensors share, at least two of them, else None. The other tensors
+    (class weights, a mask of positions) are the same for all samples."""
     found = Counter(t.shape[0] for t in flat(tree) if isinstance(t, torch.Tensor) and t.dim() and t.numel() > 1)
     ((size, count), *others) = found.most_common() or [(0, 0)]
     return size if count > 1 and all(count > other for _, other in others) else None
 
 
 def common_size(tree: Any) -> int | None:
-    """The one size above 1 that all tensors have as one of their dimensions, where there are several and it is the only one."""
+    """Return the only size above 1 that all tensors have among their dimensions, else None. Needs at least two tensors."""
     found = [set(leaf.shape) - {1} for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel() > 1]
     shared = set.intersection(*found) if len(found) > 1 else set()
     return shared.pop() if len(shared) == 1 else None
 
 
 def second_size(tree: Any) -> int | None:
-    """The size of the second dimension that all tensors with two or more share, or None."""
+    """Return the size of the second dimension if all tensors with two or more dimensions share it, else None."""
     found = {leaf.shape[1] for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1}
     return found.pop() if len(found) == 1 else None
 
 
 def unread(tree: Any) -> list[str]:
-    """The types of what a batch holds that is neither a tensor nor text, numbers or the like: memfit sees no samples there."""
+    """Return the type names of leaves that are not tensors, text, numbers or the like. memfit finds no samples in them."""
     simple = (torch.Tensor, str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
     found = [leaf for _, leaf in leaves(tree) if not isinstance(leaf, simple) and not is_column(leaf) and not callable(leaf)]
     return list(dict.fromkeys(type(leaf).__name__ for leaf in found))
 
 
 def look_of(batch: Any) -> Hashable:
-    """What two batches of tensors in one tuple, list or dict share if they are cut the same way; None for other batches."""
+    """Return a key that is equal for batches cut the same way: tensors in one tuple, list or dict. None for other batches."""
     if type(batch) not in (tuple, list, dict):
         return None
     parts = list(batch.values()) if type(batch) is dict else batch
@@ -218,7 +218,7 @@ def look_of(batch: Any) -> Hashable:
 
 
 def refuse_no_batch(value: Any) -> None:
-    """Raise if `value` holds no tensor: UsageError where no batch can be meant by it, else Refused."""
+    """Raise if `value` holds no tensor: UsageError if it cannot be a batch, else Refused."""
     if any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(value)):
         return
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -231,7 +231,7 @@ def refuse_no_batch(value: Any) -> None:
 
 
 def uncuttable(reason: str) -> Refused:
-    """The error for a batch that cannot be cut, with the way out."""
+    """Return the error for a batch that cannot be cut. It names the workaround."""
     return Refused(
         "cutting the batch into micro-batches",
         found=reason,
@@ -259,7 +259,7 @@ def _parts(leaf: Any, axis: Axis | None, pieces: Sequence[int]) -> Iterable[Any]
     if axis is None:
         return repeat(leaf)
     if type(leaf) is torch.Tensor and axis.outer == 1 and not leaf.requires_grad:
-        # The pieces of `split` could not be written in place with anything that has a graph, as those of `narrow` can.
+        # Autograd forbids in-place writes to the views of `split`. The pieces of `unsafe_split` allow them, as `narrow` does.
         return torch.unsafe_split_with_sizes(leaf, [n * axis.inner for n in pieces], axis.dim)
     part = _narrowing(leaf, axis)
     return [part(start, stop) for start, stop in bounds(pieces)]
@@ -295,7 +295,7 @@ def _grown(path: Path, small: Any, few: int, large: Any, many: int) -> Axis | No
 def _check_constant(path: Path, small: Any, few: int, large: Any, many: int) -> None:
     try:
         constant = small is large or bool(small == large)
-    except (TypeError, ValueError, RuntimeError):  # arrays have no single answer
+    except (TypeError, ValueError, RuntimeError):  # arrays compare elementwise
         constant = False
     if constant:
         return
@@ -311,7 +311,7 @@ def _dims_of_size(leaf: Any, samples: int) -> list[Axis | None]:
         return [Axis(0)] if isinstance(leaf[0], (str, bytes)) else [Axis(0), None]
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
         return [None]
-    # None last: what has a dimension of that size may still be the same for all samples (a [time, time] mask).
+    # None comes last: a leaf with a dimension of that size may still be shared by all samples (a [time, time] mask).
     return [*(Axis(dim) for dim, size in enumerate(leaf.shape) if size == samples), None]
 
 

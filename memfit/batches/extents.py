@@ -1,7 +1,7 @@
-"""How large samples are, tensor by tensor: padded together, samples are as large in each tensor as the largest of them in that.
+"""Sample sizes per tensor. Samples that are padded together take, in each tensor, the size of the largest sample in it.
 
-One that has long audio and a short text, beside one that has short audio and a long text, is neither larger nor smaller: what
-both come to in one micro-batch is larger than either.
+A sample with long audio and a short text is neither larger nor smaller than one with short audio and a long text. A
+micro-batch of both is larger than either.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import math
 from collections.abc import Iterable, Sequence
 
 Extent = tuple[int, ...]
-"""Elements of each tensor of a sample."""
+"""Number of elements in each tensor of a sample."""
 
 
 def together(extents: Iterable[Extent]) -> Extent:
-    """What samples come to in each tensor that are padded together."""
+    """Return the extent to which samples are padded in one batch: the maximum in each tensor."""
     found = list(extents)
     return tuple(map(max, *found)) if len(found) > 1 else found[0]
 
 
 def of_those_after(extents: Sequence[Extent]) -> list[Extent]:
-    """For each sample, what it and all after it come to together."""
+    """Return, for each sample, the padded extent of it and all later ones."""
     found: list[Extent] = []
     for extent in reversed(extents):
         found.append(together((found[-1], extent)) if found else extent)
@@ -29,9 +29,9 @@ def of_those_after(extents: Sequence[Extent]) -> list[Extent]:
 
 
 class Scale:
-    """Sizes in one number for what was planned at: samples of these extents, which in no tensor grow smaller along the list.
+    """Maps extents to one number, a size, by interpolation between the planned extents. Those never shrink along the list.
 
-    What lies between two of them is as large as the tensor that is largest beside theirs.
+    The size of an extent in between is that of the tensor that is largest relative to its planned values.
     """
 
     def __init__(self, extents: Sequence[Extent]) -> None:
@@ -39,23 +39,23 @@ class Scale:
         self._tensors = list(zip(*extents))
 
     def covers(self, extent: Extent) -> bool:
-        """Whether samples of this extent are in no tensor larger than the largest."""
+        """Whether no tensor of this extent is larger than in the largest planned extent."""
         return len(extent) == len(self._tensors) and all(n <= known[-1] for n, known in zip(extent, self._tensors))
 
     def within(self, extent: Extent) -> bool:
-        """Whether the largest is in no tensor larger than this."""
+        """Whether no tensor of the largest planned extent is larger than in this extent."""
         return len(extent) == len(self._tensors) and all(n >= known[-1] for n, known in zip(extent, self._tensors))
 
     def size(self, extent: Extent) -> int:
-        """The size of samples that are covered: at least their elements, and at least as large as any that was planned at and
-        is in no tensor larger than they."""
+        """Return the size of a covered extent: at least its number of elements, and at least the size of every planned extent
+        that is no larger in any tensor."""
         return max((sum(extent), *(math.ceil(self._beside(n, known)) for n, known in zip(extent, self._tensors))))
 
     def _beside(self, elements: int, known: Sequence[int]) -> float:
-        """The size at which this tensor has so many elements."""
+        """Return the interpolated size at which this tensor has that many elements."""
         at = bisect.bisect_left(known, elements)
         if at == 0 or at == len(known):
-            return 0.0  # what sums say is enough where all are smaller; nothing is larger
+            return 0.0  # below all planned extents the element count suffices; none is above them
         low, high = known[at - 1], known[at]
         share = (elements - low) / (high - low)
         return round(self._sizes[at - 1] + share * (self._sizes[at] - self._sizes[at - 1]), 6)

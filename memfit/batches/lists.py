@@ -1,9 +1,9 @@
-"""Batches that hold a list with an entry for every sample: pictures of different sizes, and what is on them (detection);
-nested tensors and packed sequences, which are such lists in one tensor.
+"""Cuts batches that hold a list with one entry per sample, such as images of different sizes and their targets (detection).
+Nested tensors and packed sequences count as such lists.
 
-Such a list is cut by its entries, and tensors beside it by their first dimension. Not covered: lists of tensors of one size
-that one of its dimensions is the batch's, too, which cannot be told from a model's several inputs; lists inside of the
-batch's own dictionaries; outputs that are nested or packed.
+A list is cut by its entries, and the tensors next to it by their first dimension. Not covered: lists of tensors of equal size
+in which one dimension also has the batch size, because they look like a model's several inputs; lists inside the batch's
+own dictionaries; nested or packed outputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tree = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def samples_in_lists(tree: Tree, hint: int | None) -> int | None:
-    """How many samples the arguments list, or None where they hold no such lists. `hint`: samples in the loader's batch."""
+    """Return the number of samples in such lists, or None if there are none. `hint`: samples in the loader's batch."""
     args, kwargs = tree
     lists = [value for value in (*args, *kwargs.values()) if _lists_samples(value, hint)]
     lengths = {len(value) for value in lists}
@@ -33,7 +33,7 @@ def samples_in_lists(tree: Tree, hint: int | None) -> int | None:
 
 
 def cut_lists(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
-    """The arguments for parts of these sizes."""
+    """Cut the arguments into parts of these sizes."""
     args, kwargs = tree
     samples = sum(sizes)
 
@@ -52,13 +52,13 @@ def cut_lists(tree: Tree, sizes: Sequence[int]) -> list[Tree]:
 
 
 def look_of_lists(tree: Tree) -> Hashable:
-    """What two calls share that are cut alike, whatever is in their lists."""
+    """Return a key that is equal for calls that are cut alike, whatever their lists hold."""
     args, kwargs = tree
     return tuple((name, _look(value)) for name, value in (*enumerate(args), *kwargs.items()))
 
 
 def _is_list(value: Any) -> bool:
-    """Whether it is a list of tensors, or of dictionaries with tensors."""
+    """Whether `value` is a list of tensors with the same number of dimensions, or of mappings with tensors."""
     if type(value) not in (list, tuple) or not value:
         return False
     held = all(isinstance(item, torch.Tensor) and item.dim() == value[0].dim() > 0 for item in value)
@@ -66,7 +66,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _lists_samples(value: Any, hint: int | None) -> bool:
-    """Whether it is such a list with an entry for every sample: their sizes differ, or no tensor shows the samples itself."""
+    """Whether `value` is such a list with one entry per sample: shapes differ, or no dimension has the batch size."""
     if not _is_list(value):
         return False
     if isinstance(value[0], Mapping) or len({tuple(item.shape) for item in value}) > 1:
@@ -75,7 +75,7 @@ def _lists_samples(value: Any, hint: int | None) -> bool:
 
 
 def _ragged(value: Any) -> int | None:
-    """How many samples a nested tensor or a packed sequence has; None for anything else."""
+    """Return the number of samples in a nested tensor or a packed sequence, or None for anything else."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
     return value.size(0) if isinstance(value, torch.Tensor) and value.is_nested else None

@@ -1,7 +1,7 @@
-"""How many samples go into each micro-batch: arithmetic alone.
+"""Computes how many samples go into each micro-batch. Pure arithmetic.
 
-`least` is the fewest samples that the model can run: where that is more than one, a piece takes a sample more than asked
-before it leaves one by itself.
+`least` is the fewest samples that the model can run. If it is more than one, a piece may exceed the requested size, so that
+no smaller piece remains.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 Runs = tuple[tuple[int, int], ...]
-"""Pieces as (samples in each, how many such pieces follow one another): as short for a billion pieces as for ten."""
+"""Pieces in run-length encoding: (samples per piece, number of such pieces in a row)."""
 
 
 def size_runs(samples: int, largest: int, least: int = 1) -> Runs:
-    """`sizes`, counted."""
+    """Return `sizes` in run-length encoding."""
     pieces = min(-(-samples // max(least, largest)), max(1, samples // least))
     small, extra = divmod(samples, max(1, pieces))
     return _without_none((small + 1, extra), (small, pieces - extra))
 
 
 def equal_size_runs(samples: int, largest: int, least: int = 1) -> Runs:
-    """`equal_sizes`, counted."""
+    """Return `equal_sizes` in run-length encoding."""
     full, rest = divmod(samples, max(least, largest))
     if 0 < rest < least:
         return size_runs(samples, largest, least)
@@ -28,23 +28,23 @@ def equal_size_runs(samples: int, largest: int, least: int = 1) -> Runs:
 
 
 def sizes(samples: int, largest: int, least: int = 1) -> tuple[int, ...]:
-    """`samples` in as few pieces of at most `largest` as possible, as equal as possible: 10 with room for 4 is 4, 3, 3."""
+    """Split into as few pieces of at most `largest` as possible, as equal as possible: 10 with `largest` 4 is 4, 3, 3."""
     return _one_by_one(size_runs(samples, largest, least))
 
 
 def equal_sizes(samples: int, largest: int, least: int = 1) -> tuple[int, ...]:
-    """At most two different sizes: pieces of `largest` and one remainder (compiled models are built once per size)."""
+    """Split into pieces of `largest` and one remainder: two sizes, because compiled models recompile for each size."""
     return _one_by_one(equal_size_runs(samples, largest, least))
 
 
 def part_of(samples: int, rank: int, ranks: int) -> int:
-    """How many of `samples` are one process's part: as equal as possible, the first ones take the rest."""
+    """Return this rank's part of `samples`. Parts are as equal as possible, and the first ranks take the remainder."""
     return samples // ranks + (rank < samples % ranks)
 
 
 def divided(samples: int, weights: Sequence[int]) -> tuple[int, ...]:
-    """`samples` in parts as near as possible to the proportions of `weights` (positive), the first ones taking the rest; none
-    is empty where there are as many samples as parts. Equal weights give every process's `part_of`."""
+    """Split `samples` as near as possible in proportion to `weights` (positive). The first parts take the remainder. No part
+    is empty if there are at least as many samples as parts. Equal weights give the same as `part_of` on every rank."""
     whole, count = sum(weights), len(weights)
     parts = [samples * weight // whole for weight in weights]
     short = sorted(range(count), key=lambda i: -(samples * weights[i] % whole))[: samples - sum(parts)]
@@ -58,7 +58,7 @@ def divided(samples: int, weights: Sequence[int]) -> tuple[int, ...]:
 
 
 def count_of(runs: Runs) -> int:
-    """How many pieces these are."""
+    """Return the number of pieces."""
     return sum(count for _, count in runs)
 
 
@@ -71,7 +71,7 @@ def _one_by_one(runs: Runs) -> tuple[int, ...]:
 
 
 def next_size(left: int, wanted: int, least: int = 1) -> int:
-    """The next piece of `left` samples: `wanted`, or such that neither it nor what is left after it is below `least`."""
+    """Return the next piece of `left` samples: `wanted`, adjusted so that neither it nor the remainder is below `least`."""
     size = min(max(least, wanted), left)
     if left - size >= least or size == left:
         return size
@@ -79,8 +79,8 @@ def next_size(left: int, wanted: int, least: int = 1) -> int:
 
 
 def pieces_by_size(elements: Sequence[int], samples_for: Callable[[int], int], least: int = 1) -> tuple[int, ...]:
-    """Pieces of samples that have these numbers of elements, largest first: each takes as many samples as `samples_for` says of
-    the largest in it."""
+    """Split samples with these numbers of elements, largest first. Each piece takes as many samples as `samples_for` returns
+    for the largest sample in it."""
     found: list[int] = []
     start = 0
     while start < len(elements):
@@ -90,7 +90,7 @@ def pieces_by_size(elements: Sequence[int], samples_for: Callable[[int], int], l
 
 
 def bounds(pieces: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each piece."""
+    """Yield (start, stop) of each piece."""
     start = 0
     for piece in pieces:
         yield start, start + piece

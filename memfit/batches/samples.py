@@ -1,8 +1,8 @@
-"""One effective batch as samples that are not collated yet.
+"""Holds one effective batch as samples that are not collated yet.
 
-Step mode cuts between samples, so that each micro-batch is collated by itself and padded only to its own longest. Not
-covered: a batch whose samples share state. A collate function that writes into a sample's *tensors* meets its own
-writes when the sample is collated again; keys it pops and items it appends are undone, because containers are copied.
+Step mode cuts between samples, so that each micro-batch is collated separately and padded only to its own longest sample.
+Not covered: samples that share state, and collate functions that write into a sample's *tensors*, which see their own writes
+when the sample is collated again. Keys they pop and items they append are undone, because containers are copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memfit.batches.extents import Extent
 from memfit.batches.tree import flat, tensors
 
 MOST_PARTS = 32
-"""A longer tuple is one of numbers."""
+"""Maximum length of a tuple of parts. A longer tuple is one part, a tuple of numbers."""
 Collate = Callable[[list[Any]], Any]
 Drawing = Callable[[int], AbstractContextManager[Any]]
 
@@ -30,11 +30,11 @@ def _as_it_comes(first: int) -> AbstractContextManager[Any]:
 
 
 class SampleBatch(Sequence[Any]):
-    """One effective batch: `batch[i]` is a sample, `batch.collate()` what the script's collate function makes of them.
+    """One effective batch: `batch[i]` is a sample, `batch.collate()` applies the script's collate function.
 
-    `samples` may unpack lazily: only what is asked for is read, one sample at a time. `drawing` is entered around each
-    collation with the index of its first sample; a loader gives one that fixes the random draws of that collation, so
-    that an effective batch that is tried again is collated the same way.
+    `samples` may unpack lazily: only requested samples are read, one at a time. `drawing` is a context entered around each
+    collation, with the index of its first sample. The loader's context fixes the random draws of the collation, so that
+    collating an effective batch again gives the same result.
     """
 
     def __init__(self, samples: Sequence[Any], collate_fn: Collate, *, drawing: Drawing = _as_it_comes) -> None:
@@ -47,7 +47,7 @@ class SampleBatch(Sequence[Any]):
         return len(self._samples)
 
     def __iter__(self) -> Iterator[Any]:
-        # Not Sequence's own: that one takes an IndexError raised inside a sample for the end.
+        # Sequence's own __iter__ takes an IndexError raised inside a sample for the end.
         return map(self._samples.__getitem__, range(len(self)))
 
     @overload
@@ -60,16 +60,16 @@ class SampleBatch(Sequence[Any]):
         return self._samples[index]
 
     def collate(self, indices: Sequence[int] | None = None) -> Any:
-        """What the script's collate function makes of the samples at `indices`, in that order (None: all of them).
+        """Apply the script's collate function to the samples at `indices`, in that order (None: all samples).
 
-        Raises whatever the collate function raises, as itself.
+        Errors of the collate function propagate.
         """
         chosen = range(len(self)) if indices is None else indices
         with self._drawing(chosen[0] if len(chosen) else 0):
             return self._collate_fn([_with_own_containers(self._samples[i]) for i in chosen])
 
     def without_gaps(self) -> SampleBatch:
-        """The batch without samples that are None, where the collate function leaves these out; else the batch as it is."""
+        """Return the batch without samples that are None if the collate function drops them, else the batch itself."""
         sizes = self.sizes()
         present = [i for i, size in enumerate(sizes) if size or self._samples[i] is not None]
         if not present or len(present) == len(self) or not self._leaves_out(present[0]):
@@ -80,7 +80,7 @@ class SampleBatch(Sequence[Any]):
         return found
 
     def _leaves_out(self, index: int) -> bool:
-        """Whether a sample collated beside None gives what it gives by itself, as far as shapes tell."""
+        """Whether a sample collates to the same shapes next to None as alone."""
         sample = _with_own_containers
         with self._drawing(index):
             try:
@@ -92,8 +92,8 @@ class SampleBatch(Sequence[Any]):
         return bool(shapes) and shapes == [tuple(tensor.shape) for tensor in tensors(beside)]
 
     def extents(self) -> list[Extent]:
-        """Per sample the elements in each of its tensors (in all together, where samples differ in what they hold). Looked at
-        once, then kept."""
+        """Return, per sample, the elements in each of its tensors, or their total if samples differ in structure. The result
+        is cached."""
         if self._extents is None:
             found = [() if sample is None else extent_of(tuple(sample) if type(sample) is list else sample) for sample in self]
             alike = len({len(extent) for extent in found if extent}) == 1 and all(found)
@@ -101,17 +101,17 @@ class SampleBatch(Sequence[Any]):
         return list(self._extents)
 
     def sizes(self) -> list[int]:
-        """Per sample the elements in it (`count_elements`): what samples are ordered by."""
+        """Return the number of elements per sample (`count_elements`). Samples are ordered by it."""
         return [sum(extent) for extent in self.extents()]
 
     def nbytes(self) -> int:
-        """Bytes of tensors and arrays in the samples, told from the first one by their sizes."""
+        """Estimate the bytes of tensors and arrays in all samples, from the first sample and the sizes."""
         sizes = self.sizes()
         return count_bytes(self._samples[0]) * sum(sizes) // max(1, sizes[0]) if sizes else 0
 
 
 def extent_of(sample: Any) -> Extent:
-    """`count_elements` of each part of a sample that is a tuple, a mapping or a dataclass, in any nesting."""
+    """Return `count_elements` of each part of a sample: the entries of tuples, mappings and dataclasses, in any nesting."""
     if isinstance(sample, Mapping):
         parts: Iterable[Any] = sample.values()
     elif isinstance(sample, tuple) and len(sample) <= MOST_PARTS:
@@ -124,13 +124,13 @@ def extent_of(sample: Any) -> Extent:
 
 
 def count_elements(sample: Any) -> int:
-    """Elements of tensors, arrays and images, characters of texts, and one for each number, in any nesting."""
+    """Count the elements of tensors, arrays and images, the characters of texts, and one per number, in any nesting."""
     if isinstance(sample, torch.Tensor):
         return sample.numel()
     if isinstance(sample, (str, bytes, bytearray)):
         return len(sample)
     if isinstance(sample, (list, tuple, Set)):
-        # Token lists are long: numbers are counted without a call each.
+        # Token lists are long, so this avoids a call per number.
         return sum(1 if type(item) in (int, float, bool) else count_elements(item) for item in sample)
     if isinstance(sample, Mapping):
         return sum(count_elements(value) for value in sample.values())
@@ -140,8 +140,8 @@ def count_elements(sample: Any) -> int:
 
 
 def count_bytes(sample: Any) -> int:
-    """Bytes of the dense tensors and the arrays in a sample, in any nesting, that are no part of something larger (a row of a
-    data set is there anyway); texts and numbers take few."""
+    """Count the bytes of dense tensors and arrays in a sample, in any nesting. Views of larger memory do not count (a row of a
+    data set exists anyway). Texts and numbers are neglected."""
     return sum(leaf.nbytes for leaf in flat(sample) if _stands_alone(leaf))
 
 
@@ -157,13 +157,13 @@ def _count_opaque(sample: Any) -> int:
     size = getattr(sample, "size", None)
     if isinstance(size, int):  # NumPy
         return size
-    if isinstance(size, tuple) and all(isinstance(side, int) for side in size):  # images: width and height
+    if isinstance(size, tuple) and all(isinstance(side, int) for side in size):  # PIL images: width and height
         return math.prod(size)
     return 1
 
 
 def _with_own_containers(sample: Any) -> Any:
-    # Many collate functions pop labels off their samples; a sample may be collated more than once.
+    # Many collate functions pop labels off their samples, and a sample may be collated more than once.
     if type(sample) is dict:
         return {key: _with_own_containers(value) for key, value in sample.items()}
     if type(sample) is tuple:

@@ -1,4 +1,4 @@
-"""What batches of different numbers of samples are compared by: the shapes of their tensors per sample."""
+"""Compares batches with different numbers of samples by the shapes of their tensors per sample."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def shapes_per_sample(tree: Any, layout: Layout) -> Shapes:
-    """Every leaf's shape with the samples' factor taken out; where only `split` knows what belongs to a sample, without the
-    first dimension if all share it, else nothing."""
+    """Return the shape of every leaf without the factor of the number of samples. If only `split` can cut the batch, drop the
+    first dimension if all tensors share it, else return nothing."""
     found = []
     if not layout.cuts:
         shared = shared_samples(tree) is not None
@@ -30,7 +30,7 @@ def shapes_per_sample(tree: Any, layout: Layout) -> Shapes:
 
 
 def samples_by(tree: Any, layout: Layout) -> int | None:
-    """Samples in a call with this layout, or None if its tensors disagree."""
+    """Return the number of samples in a call with this layout, or None if its tensors disagree."""
     found = set()
     for leaf, axis in zip(flat(tree), layout.axes):
         if axis is not None:

@@ -1,9 +1,9 @@
-"""Nested batches and outputs as a flat list of leaves, and back.
+"""Flattens nested batches and outputs into a list of leaves, and rebuilds them (like torch's pytree).
 
-Understood: tuples, named tuples, lists, mappings (also `UserDict`s such as transformers' BatchEncoding and
-`ModelOutput`s), dataclasses, distributions, and objects of the script's own classes that hold tensors as attributes. Everything
-else is a leaf. Not covered: objects that hold such objects in turn, or tensors in ways of their own (graph batches, caches);
-they are leaves, and cutting refuses leaves it does not know.
+Supported containers: tuples, named tuples, lists, mappings (including `UserDict`s such as transformers' BatchEncoding, and
+`ModelOutput`s), dataclasses, distributions, and objects of the script's own classes with tensors as attributes. Everything
+else is a leaf. Not covered: objects that hold such objects in turn, or that hold tensors in other ways (graph batches,
+caches). They are leaves, and cutting refuses leaves it does not know.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 
 Path = tuple[str | int, ...]
 _LIBRARIES = {"torch", "transformers", "memfit"}
-"""Their objects are what they say, and no batches or outputs by their attributes."""
+"""Libraries whose objects are never containers because of tensors in their attributes."""
 
 
 class Attribute(str):
-    """The name of a part that is an attribute of an object of the script's own."""
+    """The name of a part that is an attribute of an object of the script's own class."""
 
     __slots__ = ()
 
 
 def children(node: Any) -> list[tuple[str | int, Any]] | None:
-    """The named parts of a container, or None for a leaf."""
+    """Return the named parts of a container, or None for a leaf."""
     if type(node) is dict:
         return list(node.items())
     if isinstance(node, torch.Tensor) or is_column(node):
@@ -49,7 +49,7 @@ def children(node: Any) -> list[tuple[str | int, Any]] | None:
 
 
 def _is_holder(node: Any) -> bool:
-    """Whether it is an object of the script's own with tensors as attributes."""
+    """Whether `node` is an object of the script's own class with tensors as attributes."""
     held = getattr(node, "__dict__", None)
     if type(held) is not dict or isinstance(node, (type, torch.nn.Module)) or callable(node):
         return False
@@ -59,14 +59,14 @@ def _is_holder(node: Any) -> bool:
 
 
 def _leads_to_holders(value: Any) -> bool:
-    """Whether it is or lists such objects, which may refer back to each other."""
+    """Whether `value` is or contains such objects, which may form reference cycles."""
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
     return any(not isinstance(item, torch.Tensor) and _is_holder(item) for item in items)
 
 
 def is_column(node: Any) -> bool:
-    """Whether `node` is a list of texts, one per sample, as collating strings gives it, or a list of numbers: one leaf, cut by
-    slicing. A tuple of numbers is not: (height, width)."""
+    """Whether `node` is a list of texts, one per sample, as default collation of strings returns it, or a list of numbers. It
+    is one leaf, cut by slicing. A tuple of numbers such as (height, width) is not."""
     if type(node) not in (list, tuple) or not node:
         return False
     if isinstance(node[0], (str, bytes)):
@@ -75,7 +75,7 @@ def is_column(node: Any) -> bool:
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every leaf of `tree` with the path to it, depth first in the containers' own order."""
+    """Yield every leaf of `tree` with its path, depth first in the containers' own order."""
     parts = children(tree)
     if parts is None:
         yield path, tree
@@ -85,20 +85,20 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def flat(tree: Any) -> list[Any]:
-    """The leaves alone."""
+    """Return the leaves without paths."""
     parts = children(tree)
     return [tree] if parts is None else [leaf for _, part in parts for leaf in flat(part)]
 
 
 def leaf_at(tree: Any, path: Path) -> Any:
-    """The leaf that `leaves` gives with this path, or None."""
+    """Return the leaf at this path of `leaves`, or None."""
     for name in path:
         tree = dict(children(tree) or ()).get(name)
     return tree
 
 
 def builder(tree: Any) -> Callable[[Iterator[Any]], Any]:
-    """What makes copies of `tree`'s containers, their leaves taken from an iterator in the order `leaves` gives them."""
+    """Return a function that copies the containers of `tree` and takes the leaves from an iterator, in `leaves` order."""
     parts = children(tree)
     if parts is None:
         return next
@@ -109,22 +109,22 @@ def builder(tree: Any) -> Callable[[Iterator[Any]], Any]:
 
 
 def rebuild(tree: Any, values: Iterator[Any]) -> Any:
-    """A copy of `tree`'s containers whose leaves are taken from `values`, in the order `leaves` gives them."""
+    """Copy the containers of `tree`, with leaves from `values` in the order of `leaves`."""
     return builder(tree)(values)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with `function` applied to every leaf; containers keep their types."""
+    """Apply `function` to every leaf of `tree`. Containers keep their types."""
     return rebuild(tree, map(function, flat(tree)))
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves."""
+    """Return the tensors among the leaves."""
     return [leaf for leaf in flat(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def path_name(path: Path, root: str = "batch") -> str:
-    """A path as it would be typed: batch['labels'][0], or batch.labels."""
+    """Format a path as Python code: batch['labels'][0], or batch.labels."""
     return root + "".join(f".{name}" if isinstance(name, Attribute) else f"[{name!r}]" for name in path)
 
 
@@ -145,7 +145,7 @@ def _with_parts(node: Any, parts: list[Any], names: list[str | int]) -> Any:
 def _with_fields(node: Any, values: dict[Any, Any]) -> Any:
     twin = copy.copy(node)
     for name, value in values.items():
-        # ModelOutput keeps its items both as attributes and as dictionary entries and fills one from the other.
+        # ModelOutput keeps its items both as attributes and as dictionary entries, and fills one from the other.
         object.__setattr__(twin, name, value)
         if isinstance(twin, Mapping):
             dict.__setitem__(twin, name, value)  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def _with_fields(node: Any, values: dict[Any, Any]) -> Any:
 def _with_attributes(node: Any, values: dict[Any, Any]) -> Any:
     held = vars(node)
     if all(value is held[name] for name, value in values.items()):
-        return node  # what is changed on it is seen by who made it
+        return node  # the script sees changes to its own object
     twin = copy.copy(node)
     vars(twin).update({str(name): value for name, value in values.items()})
     return twin

@@ -1,8 +1,8 @@
-"""What the known losses of torch.nn.functional divide by, so that parts can be weighted by their true share.
+"""Computes the denominators of the known losses of torch.nn.functional. They are the weights of the micro-batches.
 
-A mean over a batch equals the sum of its parts' means times their denominators, over the sum of the denominators: samples,
-valid labels, class weights or elements, whichever that loss counts. Not covered: losses with the deprecated
-`size_average`/`reduce` arguments, and reductions other than "mean" and "sum"; they take the general path.
+The mean over a batch is the sum over its parts of mean times denominator, divided by the sum of the denominators. A
+denominator counts samples, valid labels, class weights or elements, depending on the loss. Not covered: losses with the
+deprecated `size_average`/`reduce` arguments, and reductions other than "mean" and "sum". They take the general path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 FEW = 64
-"""Labels up to which a list counts faster than an array."""
+"""Up to this many labels, list.count is faster than NumPy."""
 
 Count = float | torch.Tensor
 Bound = dict[str, Any]
@@ -26,19 +26,19 @@ Bound = dict[str, Any]
 
 @dataclass(frozen=True)
 class KnownLoss:
-    """One loss of torch.nn.functional whose reduction is understood."""
+    """A loss of torch.nn.functional whose reduction memfit knows."""
 
     names: tuple[str, ...]
-    """Its parameters in order."""
+    """Its parameter names, in order."""
     defaults: dict[str, Any]
     """Their defaults, as torch documents them."""
     denominator: Callable[[Bound], Count]
-    """From the bound arguments to what reduction="mean" divides by; stays on the arguments' device."""
+    """Maps the bound arguments to the denominator of reduction="mean". A tensor stays on the arguments' device."""
     cut_with_input: tuple[str, ...] = ("target",)
-    """Arguments that have one entry per sample."""
+    """Arguments with one entry per sample."""
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
-        """All arguments by name, or None where this call is not understood."""
+        """Return all arguments by name, or None for a call that is not supported."""
         bound = {**self.defaults, **dict(zip(self.names, args)), **kwargs}
         if bound.get("size_average") is not None or bound.get("reduce") is not None:
             return None
@@ -48,18 +48,18 @@ class KnownLoss:
 
 
 def known_loss(function: Any) -> KnownLoss | None:
-    """The entry for a function of torch.nn.functional, or None."""
+    """Return the entry for a function of torch.nn.functional, or None."""
     return KNOWN_LOSSES.get(function)
 
 
-_L1_LOSS = F.l1_loss  # also while something else stands in its place
+_L1_LOSS = F.l1_loss  # the original, even while a substitute is patched in
 
 
 def all_arguments(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that `__torch_function__` was given for `function`, and the one that torch left out."""
+    """Return the keyword arguments that `__torch_function__` received for `function`, plus the one that torch left out."""
     if getattr(function, "__wrapped__", function) is not _L1_LOSS or "weight" in kwargs:
         return kwargs
-    # torch 2.13 does not pass l1_loss's weight on to subclasses and modes; it still stands in the calling frame.
+    # torch 2.13 does not pass l1_loss's weight to tensor subclasses and modes. The calling frame still has it.
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not _L1_LOSS.__code__:
         frame = frame.f_back
@@ -68,11 +68,11 @@ def all_arguments(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def entries_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, int, Count]:
-    """(a mean over one part of a batch, over how many entries, what the true mean divides by).
+    """Return (a mean over one part of a batch, the number of entries it divides by, the true denominator).
 
-    It is the true mean where the count is known on the host; else the sum over valid entries divided by all of them: these
-    are never zero, so a part without valid entries gives zero and not NaN, and nothing waits for the device. Parts are
-    weighted by their entries and the total is divided by the true counts at the end.
+    It is the true mean if the denominator is known on the host. Otherwise it is the sum over valid entries divided by the
+    number of all entries, which is never zero. So a part without valid entries gives zero instead of NaN, and nothing
+    synchronizes. Parts are weighted by their entries, and the total is divided by the true denominator at the end.
     """
     count = KNOWN_LOSSES[function].denominator(bound)
     if _is_plain_mean(bound, count):
@@ -82,7 +82,7 @@ def entries_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, int, Count]
 
 
 def valid_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, Count]:
-    """(the true mean over one part, what it divides by); a part without valid entries gives zero, not NaN."""
+    """Return (the true mean over one part, its denominator). A part without valid entries gives zero instead of NaN."""
     count = KNOWN_LOSSES[function].denominator(bound)
     if _is_plain_mean(bound, count):
         return function(**bound), count
@@ -94,14 +94,14 @@ def valid_mean(function: Any, bound: Bound) -> tuple[torch.Tensor, Count]:
 
 
 def _is_plain_mean(bound: Bound, count: Count) -> bool:
-    """Whether torch's own mean serves: it divides by something, known on the host, and its result is small. (mse_loss and
-    others with a value per entry as target compute their mean in place of these values, whose memory it then keeps.)"""
+    """Whether torch's own mean can be used: its denominator is nonzero and known on the host, and its result is small.
+    (mse_loss and others with float targets reduce in place, so the mean keeps the storage of the per-entry values.)"""
     return isinstance(count, int) and count > 0 and not bound["target"].is_floating_point()
 
 
 def entries_other_than(tensor: torch.Tensor, value: int) -> Count:
-    """How many entries are not `value`: a number where they are on the host already, so that nothing looks like waiting for
-    a device. Fake tensors, which have no values, count as on the host they would at most."""
+    """Count the entries that differ from `value`. Returns a number if they are on the host, so that nothing looks like a
+    synchronization. Fake tensors have no values: on the host, all their entries count."""
     if tensor.device.type != "cpu" or type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
         fake = isinstance(tensor, FakeTensor) and tensor.device.type == "cpu"
         return tensor.numel() if fake else (tensor != value).sum()
@@ -109,7 +109,7 @@ def entries_other_than(tensor: torch.Tensor, value: int) -> Count:
         if tensor.dim() == 1 and tensor.shape[0] <= FEW:
             return tensor.shape[0] - tensor.tolist().count(value)
         return int(numpy.count_nonzero(tensor.detach().numpy() != value))
-    except (RuntimeError, TypeError):  # NumPy has no such numbers, or a transform of torch.func wraps them
+    except (RuntimeError, TypeError):  # NumPy lacks the dtype, or a torch.func transform wraps the tensor
         return (tensor != value).sum()
 
 
@@ -122,7 +122,7 @@ def _entries(bound: Bound) -> int:
 
 def _class_count(bound: Bound) -> Count:
     scores, target, weight = bound["input"], bound["target"], bound["weight"]
-    if target.is_floating_point():  # probabilities: torch divides by samples times positions, weighted or not
+    if target.is_floating_point():  # class probabilities: torch divides by samples times positions, with or without weights
         return scores.numel() // max(1, scores.shape[1] if scores.dim() > 1 else scores.shape[0])
     if weight is None:
         return entries_other_than(target, bound["ignore_index"])

@@ -1,1 +1,1 @@
-"""Guests: other libraries' ways of training, with memfit inside. Each is imported only where it is used."""
+"""Adapters for other training libraries. Each is imported only where it is used."""

@@ -1,13 +1,13 @@
-"""Hugging Face accelerate with memfit inside: a drop-in for `accelerate.Accelerator`.
+"""A drop-in for Hugging Face's `accelerate.Accelerator` that trains with memfit.
 
     from memfit.integrations.accelerate import Accelerator
     accelerator = Accelerator(target_batch=1024)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-An iteration of the prepared loader is an optimizer step over a whole effective batch, so everything around it keeps its
-meaning: `accumulate` does nothing, `sync_gradients` is always True, schedulers step once. Loaders for evaluation are
-accelerate's. Not covered: DeepSpeed, FSDP, Megatron-LM and XLA, which hold the training themselves and are refused by name;
-`no_sync`, which changes nothing: gradients arrive from all processes at every backward.
+One iteration of the prepared loader is one optimizer step over a whole effective batch, so the rest of the loop keeps its
+meaning: `accumulate` does nothing, `sync_gradients` is always True, schedulers step once. accelerate itself prepares
+evaluation loaders. Not covered: DeepSpeed, FSDP, Megatron-LM and XLA, which run the training themselves and raise Refused by
+name; `no_sync`, which has no effect, because every backward reduces the gradients over all ranks.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ SHARDING = {
     "DeepSpeed": ("deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"),
     "Megatron-LM": ("megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM"),
 }
-"""What holds the training itself: accelerate's argument for it, and what `accelerate launch` sets."""
+"""Plugins that run the training themselves: accelerate's argument, and the variable that `accelerate launch` sets."""
 SERVED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU")
-"""Kinds of training that leave the model whole on every process."""
+"""Distributed types that keep the full model on every rank."""
 
 PLACE = "memfit_run.bin"
-"""File in the folder of a saved state: where the run stands in its data."""
+"""File in a saved state's folder with the run's position in its data."""
 
 
 OWN = ("target_batch", "budget", "micro_batch", "checkpoint", "plan", "shard", "allow_inexact", "accumulate_in")
-"""Arguments that are not accelerate's."""
+"""Arguments that accelerate does not have."""
 
 
 class Accelerator(accelerate.Accelerator):
-    """`accelerate.Accelerator`, whose prepared loader yields effective batches that memfit fits into memory.
+    """An `accelerate.Accelerator` whose prepared loader yields effective batches that memfit fits into memory.
 
-    Arguments beside accelerate's own:
-        target_batch: samples per optimizer step over all processes. None: what the script would have had, its loader's batch
-            times the processes times `gradient_accumulation_steps`, which is 1 from then on.
+    Arguments besides accelerate's own:
+        target_batch: the effective batch size: samples per optimizer step over all ranks. None: the batch size of the loader
+            times the world size times `gradient_accumulation_steps`, which then becomes 1.
         budget, micro_batch, checkpoint, plan, shard, allow_inexact, accumulate_in: as in `memfit.wrap`.
 
-    Attribute `run`: the memfit.Run, once a model has been prepared with its optimizer. After `init_trackers`, TensorBoard and
-    others are given its figures while it trains, Weights & Biases with what the script logs.
-    MEMFIT=off in the environment makes it accelerate's own, whose `run` is None. Raises Refused for DeepSpeed, FSDP,
-    Megatron-LM and XLA, UsageError where a launcher started several processes and accelerate counts one.
+    Attribute `run`: the memfit.Run, once a model is prepared with its optimizer. After `init_trackers`, TensorBoard and others
+    receive its metrics during training, Weights & Biases with what the script logs. MEMFIT=off in the environment returns
+    accelerate's own class, with `run` None. Raises Refused for DeepSpeed, FSDP, Megatron-LM and XLA, and UsageError if a
+    launcher started several processes and accelerate counts one.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """This one, or accelerate's own."""
+        """Create this class, or accelerate's own with MEMFIT=off."""
         if os.environ.get("MEMFIT", "").lower() != "off":
             return super().__new__(cls)
         found = accelerate.Accelerator(*args, **{name: value for name, value in kwargs.items() if name not in OWN})
@@ -91,7 +91,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         if gradient_accumulation_plugin is not None:
             steps = gradient_accumulation_plugin.num_steps
-        else:  # as accelerate has it, what `accelerate launch` was told comes first
+        else:  # like accelerate, prefer the setting of `accelerate launch`
             steps = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", gradient_accumulation_steps))
         for name, (argument, variable) in SHARDING.items():
             if kwargs.get(argument) is not None or os.environ.get(variable, "false") == "true":
@@ -118,10 +118,10 @@ class Accelerator(accelerate.Accelerator):
         _check_counts(self.num_processes)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As accelerate's; a model that comes together with its optimizer, or before it, is trained by memfit, on the first
+        """Prepare objects as accelerate does. memfit trains a model that comes with or before its optimizer, on the first
         loader that comes with the optimizer.
 
-        Models without an optimizer, and further loaders (for evaluation), are prepared by accelerate alone.
+        accelerate alone prepares models without an optimizer, and further loaders (for evaluation).
         """
         placed = device_placement or [None] * len(args)
         if len(placed) != len(args):
@@ -148,7 +148,7 @@ class Accelerator(accelerate.Accelerator):
     def _trained(
         self, given: nn.Module, optimizer: Optimizer, loader: DataLoader[Any] | None, places: dict[int, Any]
     ) -> dict[int, Any]:
-        """What takes the places of a model and a loader that memfit trains, by their ids."""
+        """Wrap the model and the loader that memfit trains. Returns their replacements by id."""
         model = given if id(given) not in places else self.prepare_model(given, device_placement=places[id(given)])
         source, target = loader, self._whole(loader)
         if loader is not None:
@@ -167,11 +167,11 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As accelerate's, without DistributedDataParallel: memfit reduces gradients itself, once per backward."""
+        """Prepare a model as accelerate does, without DistributedDataParallel: memfit reduces gradients once per backward."""
         return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
-        """As accelerate's; it steps once per optimizer step, whatever the number of processes."""
+        """Prepare a scheduler as accelerate does. It steps once per optimizer step, for any world size."""
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return scheduler
         own = [opt for opt in self._optimizers if getattr(scheduler, "optimizer", None) is opt.optimizer]
@@ -187,7 +187,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Always 1: an iteration is an optimizer step."""
+        """Always 1: one iteration is one optimizer step."""
         return 1
 
     @gradient_accumulation_steps.setter
@@ -200,7 +200,7 @@ class Accelerator(accelerate.Accelerator):
             )
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As accelerate's. Raises UsageError where memfit has no model to train: nobody would reduce its gradients."""
+        """Run backward as accelerate does. Raises UsageError if memfit trains no model: nobody would reduce its gradients."""
         if self.run is None:
             raise UsageError(
                 "accelerator.backward(loss)",
@@ -210,7 +210,7 @@ class Accelerator(accelerate.Accelerator):
         super().backward(loss, **kwargs)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
-        """As accelerate's; a model in training keeps its mixed precision, which is part of its forward, until `free_memory`."""
+        """Unwrap as accelerate does. A model in training keeps mixed precision in its forward until `free_memory`."""
         kept = self.run is not None and model is self.run.model
         if kept and not keep_fp32_wrapper and "_original_forward" in vars(model):
             LOGGER.warning("unwrap_model(keep_fp32_wrapper=False): a model in training keeps its mixed precision")
@@ -218,7 +218,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """As accelerate's for what else is joined; the model that memfit trains makes as many steps on every process."""
+        """Join as accelerate does, except the model that memfit trains, which makes the same number of steps on every rank."""
         others = [each for each in joinables if self.run is None or each is not self.run.model]
         if others:
             with super().join_uneven_inputs(others, even_batches):
@@ -235,22 +235,22 @@ class Accelerator(accelerate.Accelerator):
                 sampler.even_batches = even
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As accelerate's, counting effective batches of a training loader. In an epoch that `load_state` goes on with they
-        count from its start, so that scripts which skip what was done before skip nothing twice."""
+        """Skip batches as accelerate does; for a training loader, effective batches. In an epoch that `load_state` resumes,
+        they count from its start, so that scripts which skip finished batches skip nothing twice."""
         if isinstance(dataloader, OnDevice):
             return dataloader.after(num_batches)
         return super().skip_first_batches(dataloader, num_batches)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As accelerate's; of a training batch, which may be larger on some processes than on others, every sample once."""
+        """Gather as accelerate does; a training batch in full, even if ranks have different numbers of samples."""
         training = self._batches is not None and self._batches.iterating and not self.gradient_state.in_dataloader
         if not training or self.num_processes == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
-        nothing = self.run is not None and self.run.batch_samples == 0  # its batch is a stand-in
+        nothing = self.run is not None and self.run.batch_samples == 0  # its batch is a placeholder
         return gather_uneven(input_data, objects=use_gather_object, nothing=nothing)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """As accelerate's, with memfit's figures of the last step beside where they are not logged as training goes."""
+        """Log as accelerate does. Adds memfit's metrics of the last step for trackers that get none during training."""
         for tracker in self.trackers:
             own = {}
             if self._follower is not None and tracker.name not in STEPS_APART:
@@ -258,12 +258,12 @@ class Accelerator(accelerate.Accelerator):
             tracker.log({**own, **values}, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
-        """As accelerate's; what the last steps left to be logged is logged."""
+        """End training as accelerate does, after logging the metrics of the last steps."""
         self._stop_following()
         super().end_training()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As accelerate's, with the place in the data beside: the state goes on from there on any number of processes."""
+        """Save as accelerate does, with the position in the data. Training can resume from it with any world size."""
         place = None if self.run is None else self.run.state_dict(whole=False)
         folder = super().save_state(output_dir, safe_serialization, **kwargs)
         if place is not None:
@@ -272,8 +272,8 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """As accelerate's; the next iteration of the prepared loader yields the rest of the interrupted epoch, so that nothing
-        has to be skipped. A folder that accelerate saved without memfit has no place in the data, which then begin anew.
+        """Load as accelerate does. The next iteration of the prepared loader yields the rest of the interrupted epoch, so that
+        nothing has to be skipped. A folder that accelerate saved without memfit has no position, so the data start over.
 
         Raises UsageError, before anything is loaded, for the state of another model, target batch or data set.
         """
@@ -289,7 +289,7 @@ class Accelerator(accelerate.Accelerator):
             self.run.load_state_dict(torch.load(path, weights_only=True))
 
     def free_memory(self, *objects: Any) -> Any:
-        """As accelerate's; the model is given back as it was before `prepare`."""
+        """Free memory as accelerate does, and restore the model to its state before `prepare`."""
         self._stop_following()
         if self.run is not None:
             self.run.undo()
@@ -303,7 +303,7 @@ class Accelerator(accelerate.Accelerator):
             self._follower = None
 
     def _whole(self, loader: DataLoader[Any] | None) -> int | None:
-        """Samples per optimizer step over all processes."""
+        """Return the samples per optimizer step over all ranks."""
         if self._target is not None:
             return self._target
         found = self._script_batch(loader)
@@ -316,14 +316,14 @@ class Accelerator(accelerate.Accelerator):
         return found
 
     def _script_batch(self, loader: DataLoader[Any] | None) -> int | None:
-        """Samples per optimizer step over all processes that accelerate alone would have had; None if not known."""
+        """Return the samples per optimizer step, over all ranks, that accelerate alone would use; None if unknown."""
         size = getattr(loader, "batch_size", None) or getattr(_batch_sampler(loader), "batch_size", None)
         return None if size is None else size * self._accumulated * (1 if self.split_batches else self.num_processes)
 
 
 def _check_counts(counted: int) -> None:
-    """Raise UsageError where a launcher started several processes and accelerate takes each for the only one, as it does on
-    machines without GPUs."""
+    """Raise UsageError if a launcher started several processes and accelerate takes each for the only one, as it does without
+    GPUs."""
     asked = os.environ.get("WORLD_SIZE", "")
     started = dist.get_world_size() if dist.is_initialized() else int(asked) if asked.isdecimal() else 1
     if counted == 1 and started > 1:
@@ -335,13 +335,13 @@ def _check_counts(counted: int) -> None:
 
 
 def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
-    """Whether the optimizer changes parameters of the model."""
+    """Whether the optimizer trains parameters of the model."""
     inside = {id(p) for p in model.parameters()}
     return any(id(p) in inside for group in optimizer.param_groups for p in group["params"])
 
 
 def _batch_sampler(loader: Any) -> Any:
-    """What makes the batches of a loader."""
+    """Return what produces the loader's batches of indices."""
     return getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
 
 

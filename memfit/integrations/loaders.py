@@ -1,8 +1,8 @@
-"""The script's training loader as accelerate's settings have it, before memfit makes effective batches of it.
+"""Configures the script's training loader by accelerate's settings, before memfit makes effective batches of it.
 
-Map-style data sets with samplers are divided by memfit itself. What it takes as it comes (IterableDataset, batches of a batch
-sampler of the script's own) is divided as accelerate does, with its own classes. Refused: dispatch_batches=True over several
-processes, and torchdata's stateful loaders. Not covered: streams whose order differs between processes.
+memfit itself splits map-style data sets with samplers among the ranks. IterableDatasets, and batches from the script's own
+batch sampler, are split by accelerate's classes. Raises Refused for dispatch_batches=True with several ranks, and for
+torchdata's stateful loaders. Not covered: streams whose order differs between ranks.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from memfit import Refused
 
 @dataclass(frozen=True)
 class Place:
-    """One process among those that train together."""
+    """One rank among those that train together."""
 
     index: int
     """Its rank."""
     processes: int
-    """How many there are."""
+    """The world size."""
 
 
 def as_configured(loader: DataLoader[Any], settings: DataLoaderConfiguration, place: Place) -> DataLoader[Any]:
-    """The loader, or a copy that draws its order or its part as accelerate's would. Raises Refused for settings not served."""
+    """Return the loader, or a copy with the order or the shard of accelerate's. Raises Refused for unsupported settings."""
     _check(loader, settings, place)
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if settings.use_seedable_sampler and type(loader.batch_sampler) is BatchSampler and isinstance(sampler, RandomSampler):
@@ -88,7 +88,7 @@ def _undivided(kind: str, place: Place) -> Refused:
 
 
 def _seedable(sampler: RandomSampler, seed: int | None) -> SeedableRandomSampler:
-    """accelerate's sampler, with the seed of the main process in all of them."""
+    """Return accelerate's sampler, with the main process's seed on all ranks."""
     told = [torch.random.initial_seed() if seed is None else seed]
     broadcast_object_list(told)
     return SeedableRandomSampler(
@@ -112,16 +112,16 @@ def _part_of_stream(loader: DataLoader[Any], settings: DataLoaderConfiguration, 
 
 
 def _with(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """A copy of the loader, whatever class it is of. (torch guards these attributes against changes that would be too late.)"""
+    """Return a copy of the loader, of the same class. (torch guards these attributes against late changes.)"""
     made = copy.copy(loader)
     made.__dict__.update(changes, _iterator=None)
     return made
 
 
 class OnDevice:
-    """A loader whose batches are on `device`, and whose samplers are told the epoch; everything else is the loader's.
+    """Yields the loader's batches on `device`, and tells the samplers the epoch. Everything else is the loader's.
 
-    Attribute: `iteration` (the epoch it is in, as accelerate's loaders count).
+    Attribute: `iteration` (the current epoch, counted as in accelerate's loaders).
     """
 
     def __init__(self, loader: Any, device: torch.device, moves: bool) -> None:
@@ -131,11 +131,11 @@ class OnDevice:
 
     @property
     def iterating(self) -> bool:
-        """Whether an epoch is under way, of this loader or of one that `after` made of it."""
+        """Whether an epoch is in progress, of this loader or of one made by `after`."""
         return bool(self._under_way)
 
     def after(self, batches: int) -> OnDevice:
-        """The same loader without the first batches of an epoch, which are dropped, loaded only where that cannot be helped."""
+        """Return the same loader without the first batches of an epoch. They are loaded and dropped only if unavoidable."""
         made = copy.copy(self)
         made._skipped += batches
         return made
@@ -161,10 +161,10 @@ class OnDevice:
         return itertools.islice(self.loader, self._skipped, None)
 
     def set_epoch(self, epoch: int) -> None:
-        """As accelerate's loaders: to samplers and the data set, where they take one."""
+        """Set the epoch of the samplers and the data set, if they support it, like accelerate's loaders."""
         self.iteration = epoch
         batches = getattr(self.loader, "batch_sampler", None)
-        inner = getattr(batches, "batch_sampler", batches)  # of a sampler that deals out another's batches
+        inner = getattr(batches, "batch_sampler", batches)  # inside a sampler that shards another one
         told = [batches, inner, *(getattr(each, "sampler", None) for each in (inner, self.loader)), self.loader.dataset]
         for each in {id(each): each for each in told}.values():
             tell = getattr(each, "set_epoch", None)

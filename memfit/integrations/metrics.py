@@ -1,4 +1,4 @@
-"""Gathering what belongs to samples from processes that have different numbers of them."""
+"""Gathers per-sample values from ranks with different numbers of samples."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from accelerate.utils import gather, gather_object, recursively_apply
 
 
 def gather_uneven(data: Any, *, objects: bool, nothing: bool) -> Any:
-    """What all processes give, one after the other: tensors along their first dimension, other things as lists.
+    """Concatenate the values of all ranks: tensors along their first dimension, other objects as lists.
 
-    `objects`: take it as lists in any case; `nothing`: what this process gives belongs to no sample.
+    `objects`: treat the data as lists in any case. `nothing`: this rank's data belong to no sample.
     """
     if not objects:
         try:
             return recursively_apply(_concatenated, data, nothing, error_on_other_type=True)
-        except TypeError:  # not tensors alone
+        except TypeError:  # not only tensors
             pass
     return gather_object([] if nothing else data)
 

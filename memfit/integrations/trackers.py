@@ -1,8 +1,8 @@
-"""A run's figures for the trackers of accelerate: memory, plan, speed and what happened, as the main process knows them.
+"""Logs a run's metrics to accelerate's trackers: memory, plan, speed and events, as known on the main process.
 
-Trackers that keep the steps of each figure apart (TensorBoard) are given them while training goes on. Others get them with what
-the script itself logs: Weights & Biases counts one step for everything, and leaves out what comes with an earlier one. Not
-covered: what devices of other machines are doing.
+Trackers with separate steps per metric (TensorBoard) receive them during training. Others receive them with what the script
+logs: Weights & Biases has one step counter for everything, and drops values of earlier steps. Not covered: the devices of
+other machines.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from memfit import Run
 
 STEPS_APART = ("tensorboard", "mlflow", "aim", "comet_ml", "clearml")
-"""Trackers in which every figure has steps of its own."""
+"""Trackers in which every metric has its own steps."""
 TAKE_TEXT = ("tensorboard", "comet_ml", "wandb")
-"""Trackers that take strings."""
+"""Trackers that accept strings."""
 EVERY = 10
-"""Optimizer steps from one log to the next, after as many that are all logged."""
+"""Logging interval in optimizer steps. The first `EVERY` steps are all logged."""
 COUNTED = ("replan", "out of memory", "not equal")
-"""Events whose number is told."""
+"""Events that are logged as counts."""
 
 
 class Follower:
-    """Logs what a run does, in `trackers`, after its optimizer steps; `processes` of the training run on this machine."""
+    """Logs a run's metrics to `trackers` after its optimizer steps. `processes` ranks of the training run on this machine."""
 
     def __init__(self, run: Run, trackers: Sequence[Any], processes: int) -> None:
         self._run, self._trackers, self._processes = run, trackers, processes
@@ -35,7 +35,7 @@ class Follower:
         self._hook = run.optimizer.register_step_post_hook(self._stepped)
 
     def log(self) -> None:
-        """Log the latest figures, if they are not logged yet."""
+        """Log the latest metrics, unless they are logged already."""
         if self._logged == self._steps:
             return
         self._logged = self._steps
@@ -45,7 +45,7 @@ class Follower:
                 tracker.log(figures, step=figures["memfit/step"])
 
     def figures(self, tracker: Any) -> dict[str, Any]:
-        """What is known now; as text, what this tracker was not told yet."""
+        """Return the current metrics, plus text that this tracker has not received yet."""
         run, plan = self._run, self._run.plan
         found: dict[str, Any] = {name: value for name, value in run.stats().items() if value is not None}
         if plan is not None:
@@ -58,7 +58,7 @@ class Follower:
         return {f"memfit/{name}": value for name, value in found.items()}
 
     def end(self) -> None:
-        """Log what was not logged yet, and nothing from now on."""
+        """Log what is not logged yet, and stop."""
         self.log()
         self._hook.remove()
 
@@ -79,16 +79,16 @@ class Follower:
 
 
 def utilisation(processes: int) -> dict[str, int]:
-    """Percent of the last moments in which the device of each process on this machine computed, as NVML counts it."""
+    """Return the GPU utilization in percent of each rank on this machine over the last sample period, as NVML reports it."""
     if not torch.cuda.is_available():
         return {}
     try:
         return {f"utilisation_rank{i}": torch.cuda.utilization(i) for i in range(min(processes, torch.cuda.device_count()))}
-    except Exception:  # the package is optional, and its errors are its own; slices of a device have no such figure
+    except Exception:  # the package is optional and has its own errors; MIG slices have no utilization
         return {}
 
 
 def processes_here(processes: int) -> int:
-    """How many of the processes run on this machine."""
+    """Return how many of the ranks run on this machine."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(told) if told.isdigit() else processes

@@ -1,1 +1,1 @@
-"""What can be traded for memory or speed: each lever says what its choices are and applies one to a model."""
+"""The levers that trade memory for speed or precision. Each states its choices and applies one to a model."""

@@ -1,8 +1,8 @@
-"""What a block is handed, remembered so that it can be handed the same again.
+"""Copies a block's arguments, so that recomputation gets the same values again.
 
-Copied is what holds tensors and may be written: lists, dictionaries, sets and objects with attributes, as deep as they go.
-Tensors, modules, functions and torch's own objects are shared. Not covered: tensors written in place, which autograd itself
-finds, and objects that cannot be copied or keep what they hold outside their attributes.
+Copies what may be mutated and can hold tensors: lists, dictionaries, sets and objects with attributes, recursively. Shares
+tensors, modules, functions and torch's own objects. Not covered: tensors written in place, which autograd itself detects, and
+objects that cannot be copied or keep their contents outside their attributes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHARED = (
 
 
 def as_it_was(value: Any, seen: dict[int, tuple[Any, Any]] | None = None) -> Any:
-    """A copy that later writes to `value` do not reach; `value` itself where nothing in it can be written."""
+    """Return a copy that later writes to `value` do not reach, or `value` itself if nothing in it is mutable."""
     seen = {} if seen is None else seen
     if value is None or isinstance(value, _SHARED):
         return value
@@ -36,7 +36,7 @@ def as_it_was(value: Any, seen: dict[int, tuple[Any, Any]] | None = None) -> Any
     try:
         made = copy.copy(value)
     except Exception:
-        return value  # it says itself that it cannot be copied
+        return value  # the object itself refuses to be copied
     seen[id(value)] = value, made
     if isinstance(made, list):
         made[:] = [as_it_was(item, seen) for item in made]

@@ -1,8 +1,8 @@
-"""The checkpoint lever: a block's activations are dropped after its forward and computed again in backward.
+"""Activation checkpointing: frees a block's activations after its forward and recomputes them in backward.
 
-Blocks keep their names, types and state_dict keys: only the instance's `forward` is stood in for. Recomputation is torch's
-non-reentrant one, with the random state preserved, on the state that the first forward began with, which it leaves as it is.
-Not covered: recomputing part of a block; blocks that are called more than once per forward are left alone.
+Blocks keep their names, types and state_dict keys: only the instance's `forward` is replaced. Uses torch's non-reentrant
+checkpoint, which preserves the RNG state. Recomputation runs on the state that the first forward began with, and restores the
+current one. Not covered: recomputing part of a block. Blocks called more than once per forward are left alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memfit.levers.recomputed import Again, Moving, moving_of
 
 
 def candidate_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Names of the submodules that can be checkpointed: entries with parameters of the outermost lists and sequences."""
+    """Return the names of the blocks: entries with parameters in the outermost ModuleLists and Sequentials."""
     found: list[str] = []
     _descend(model, "", found)
     return tuple(found)
@@ -36,9 +36,9 @@ def checkpoint_blocks(
     between: Callable[[], None] = lambda: None,
     uninterrupted: Callable[[], bool] = lambda: False,
 ) -> Callable[[], None]:
-    """Checkpoint the named blocks from now on; returns the function that undoes it. `between` is called before each of them
-    is computed, and computed again; `uninterrupted` says whether nobody can write parameters until its backward. Raises
-    UsageError for unknown names."""
+    """Checkpoint the named blocks from now on, and return a function that undoes it. `between` is called before each forward
+    and each recomputation of a block. `uninterrupted` says whether nobody can write parameters before the block's backward.
+    Raises UsageError for unknown names."""
     names = tuple(names)
     modules = dict(model.named_modules())
     unknown = [name for name in names if name not in modules or not name]
@@ -63,7 +63,7 @@ def checkpoint_blocks(
 
 @contextmanager
 def checkpointed(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """The named blocks checkpointed for the length of the context."""
+    """Checkpoint the named blocks inside the context."""
     undo = checkpoint_blocks(model, tuple(names))
     try:
         yield
@@ -72,7 +72,7 @@ def checkpointed(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
 
 
 class _Checkpointed:
-    """Answers a block's forward with a checkpointed one while gradients are recorded."""
+    """Replaces a block's forward with a checkpointed one while grad mode is enabled."""
 
     def __init__(
         self, block: nn.Module, moving: Moving, between: Callable[[], None], uninterrupted: Callable[[], bool]
@@ -96,8 +96,8 @@ def _contexts(again: Again) -> tuple[Any, Any]:
 
 
 class _Repeatable:
-    """A block's forward that finds its arguments as they were when it is run again: what is no tensor among them may be written
-    (a cache of keys and values, which `transformers` hands from block to block, grows with every run)."""
+    """A block's forward that restores its arguments when it is recomputed. Arguments other than tensors may be mutated: a KV
+    cache, which `transformers` passes from block to block, grows with every run."""
 
     def __init__(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._plain, self._ran = plain, False

@@ -1,10 +1,10 @@
-"""Sharding parameters and gradients: torch's FSDP2 over the model's blocks, with the model and optimizer that were given.
+"""Shards parameters and gradients with FSDP2 over the model's blocks, and keeps the user's model and optimizer objects.
 
-Every block is gathered from all processes for as long as it computes, and its gradients are reduced to the process that
-holds each part (ZeRO stages 2 and 3: Rajbhandari et al. 2020, arXiv:1910.02054; torch.distributed.fsdp.fully_shard).
-`fully_shard` makes new parameters, which take the places of the old ones in the optimizer's groups. State dicts stay whole:
-they are collected when they are asked for, on the processes that ask. Not covered: parameters that a forward reads from outside
-the block that owns them; recurrent layers, which keep lists of their weights.
+Every block is all-gathered from all ranks while it computes, and its gradients are reduced to the rank that owns each shard
+(ZeRO stages 2 and 3: Rajbhandari et al. 2020, arXiv:1910.02054; torch.distributed.fsdp.fully_shard). `fully_shard` creates new
+parameters, which replace the old ones in the optimizer's groups. State dicts stay full: they are gathered on request, on the
+requesting ranks. Not covered: parameters that a forward reads from outside the block that owns them; recurrent layers, which
+keep lists of their weights.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from memfit.ranks.ranks import Ranks
 COLLECTING = "collecting what is held in parts"
 PASSING = "a pass over parameters that are held in parts"
 LARGE = 8 << 20
-"""Bytes from which on a module outside the blocks is gathered by itself (an embedding, a head)."""
+"""Size in bytes from which a module outside the blocks (an embedding, a head) is gathered by itself."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a model is held in parts."""
+    """How a model is sharded."""
 
     share: float
-    """This process's part of all parameters."""
+    """This rank's fraction of all parameters."""
     units: tuple[int, ...]
-    """Bytes of the parameters that are gathered at once, of every block; the last are those outside blocks."""
+    """Bytes of the parameters that are gathered together, per unit. Units are the blocks; the last one is everything else."""
     whole_while_training: bool
-    """Whether all stay gathered from the first forward to the end of backward."""
+    """Whether all parameters stay gathered from the first forward to the end of backward (ZeRO stage 2)."""
 
     @property
     def gathered(self) -> int:
-        """Bytes that are gathered or on their way at once: the block that computes, the next one, what lies outside blocks;
-        and a block's gradients with the copy of them that is sent."""
+        """Bytes gathered or in flight at once: all parameters, or the block that computes and everything outside blocks; the
+        next block; a block's gradients and the copy of them that is sent."""
         largest = max(self.units)
         parameters = sum(self.units) + largest if self.whole_while_training else self.units[-1] + 2 * largest
         return parameters + 2 * largest
 
 
 class FullySharded:
-    """A model whose parameters are held in parts by `ranks`; `whole_while_training`: that they stay gathered from the first
-    forward to the end of backward, and only gradients and the optimizer's state are in parts.
+    """A model whose parameters are sharded over `ranks`. With `whole_while_training`, parameters stay gathered from the first
+    forward to the end of backward, and only gradients and optimizer state stay sharded.
 
-    Attributes: `parameters` (in the model's order), `counting` (whether passes are the training's own). Raises Refused for
+    Attributes: `parameters` (in the model's order), `counting` (whether passes belong to the training). Raises Refused for
     models that cannot be sharded.
     """
 
@@ -106,7 +106,7 @@ class FullySharded:
     # ---- passes
 
     def _root_forward(self) -> None:
-        """The root's hooks run around its forward, inside whatever answers for it, so that each micro-batch has its own."""
+        """Run FSDP's root hooks around the root's forward, inside the interception, so that each micro-batch fires them."""
         from torch.distributed.fsdp import fully_shard
 
         state = fully_shard.state(self._model)  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ class FullySharded:
         return out
 
     def _run(self, args: Any, kwargs: Any, before_backward: Callable[[int, torch.Tensor], None] | None) -> Any:
-        self.reshard()  # on all processes, so that all gather
+        self.reshard()  # on all ranks, so that all of them gather
         args, kwargs = self._state._pre_forward(self._model, args, kwargs)
         self._running = True
         try:
@@ -150,24 +150,24 @@ class FullySharded:
         for number, tensor in enumerate(_with_graph(out)):
             if before_backward is None:
                 break
-            _first_hook(tensor, partial(before_backward, number))  # torch's own gather
+            _first_hook(tensor, partial(before_backward, number))  # before torch's own hook, which gathers
         out = self._state._post_forward(self._model, args, out)
         if not torch.is_grad_enabled():
             self.reshard()
         return out
 
     def _let_go(self, unit: Any, *_: Any) -> None:
-        """After a block's forward: inside a backward torch takes it for one that is computed again, and keeps it gathered."""
+        """Reshard after a block's forward inside a backward. torch takes it for a recomputation and keeps it gathered."""
         if self._running and torch._C._current_graph_task_id() != -1:
             unit.reshard()
 
     def _announce(self, kind: int, first: int, number: int, _: torch.Tensor) -> None:
-        """The backward comes to this output, of a forward whose outputs are those from `first` on."""
+        """Announce the backward when it reaches this output. The outputs of its forward start at index `first`."""
         if not self._announced:
             nodes, self._nodes = self._nodes, []
             self._announced, self._own = True, []
             through = [float(_takes_part(node)) for node in nodes]
-            through[first + number] = 1.0  # where it begins, torch does not count it among those to come
+            through[first + number] = 1.0  # torch does not count the node where the backward starts among those to come
             self._ranks.ask(self._passes.backward(kind), PASSING, through)
             self._ranks.passing = True
             torch.autograd.Variable._execution_engine.queue_callback(self._passed)  # type: ignore[attr-defined]
@@ -176,7 +176,7 @@ class FullySharded:
         self._ranks.passing = False
 
     def _along(self, kind: int, stage: int, through: Sequence[float]) -> None:
-        """An empty pass, for those of other processes; a backward `through` those outputs that have theirs."""
+        """Run an empty pass for other ranks. A backward goes `through` the outputs that have one on the requesting rank."""
         if stage == FORWARD:
             self._graphs = []
         if stage != BACKWARD:
@@ -199,7 +199,7 @@ class FullySharded:
 
     @contextmanager
     def _aside(self, *, apart: bool) -> Iterator[None]:
-        """What a backward for others leaves is part of a batch that is being gathered, or that was, or of nothing here."""
+        """Add the gradients of a backward for others to the running batch or to `gathered`. `apart`: drop them."""
         if self.live and not apart:
             yield
             return
@@ -208,7 +208,7 @@ class FullySharded:
             p.grad = None
         try:
             yield
-            if not apart:  # it may come before this process begins with its own part
+            if not apart:  # it may come before this rank begins its own part
                 so_far = self.gathered or [None] * len(before)
                 self.gathered = [_sum(one, p.grad) for one, p in zip(so_far, self.parameters)]
         finally:
@@ -216,13 +216,13 @@ class FullySharded:
                 p.grad = grad
 
     def reshard(self) -> None:
-        """Let go of what is gathered."""
+        """Free the gathered parameters."""
         for unit in self._units:
             unit.reshard()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Inside, the modules look as they were given, for traces on tensors that are whole."""
+        """Make the modules look unsharded inside the context, for traces on full tensors."""
         self.reshard()
         places = [(m, hooks, OrderedDict(hooks)) for m in self._units for hooks in (m._forward_pre_hooks, m._forward_hooks)]
         self._hidden = True
@@ -258,7 +258,7 @@ class FullySharded:
         return [*undo, *(partial(self._optimizer.__dict__.pop, name, None) for name in answered)]
 
     def _whole_state(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """A module's own state dict is whole; those of the modules inside it go into it."""
+        """Replace shards with full parameters in a module's own state dict. Submodules' entries are part of it."""
         if prefix or self._hidden:
             return
         if next(module.parameters(), None) is None:
@@ -299,7 +299,7 @@ class FullySharded:
         self._send((((i, name), state[name]) for i, state in states for name in sorted(state)), asking)
 
     def _send(self, parts: Iterable[tuple[Any, Any]], asking: Sequence[int]) -> None:
-        """Every process sends those that ask its parts, one at a time."""
+        """Send this rank's shards to the requesting ranks, one tensor at a time."""
         self.reshard()
         for place, part in parts:
             whole = _sent(part, asking, self._ranks) if _is_part(part) else None
@@ -307,11 +307,11 @@ class FullySharded:
                 self._found[place] = whole
 
     def undo(self) -> None:
-        """Give model and optimizer back with whole parameters and state. Every process does so, or none."""
+        """Restore the model and the optimizer with full parameters and state. All ranks must do so, or none."""
         try:
             state = self._optimizer_state()
         except RankFailed:
-            return  # the others are gone, and with them what they held
+            return  # the other ranks are gone, and their shards with them
         whole = {place: p for (place, _), p in self._collected(self._of_parameters).items()}
         for undo in reversed(self._undo):
             undo()
@@ -334,8 +334,8 @@ class FullySharded:
 
 
 def _shard(model: nn.Module, mesh: Any, *, reshard: bool) -> dict[Any, int]:
-    """Every block by itself, other large modules that share nothing, and the rest together: (module, bytes of its parameters)
-    of what is gathered at once."""
+    """Shard every block by itself, other large modules that share no parameters, and the rest together. Returns the bytes of
+    parameters that are gathered together, per module."""
     from torch.distributed.fsdp import fully_shard
 
     modules = dict(model.named_modules())
@@ -348,10 +348,10 @@ def _shard(model: nn.Module, mesh: Any, *, reshard: bool) -> dict[Any, int]:
     for unit in units:
         sizes[unit] = sum(p.numel() * p.element_size() for p in unit.parameters() if not _is_part(p))
         fully_shard(unit, mesh=mesh, reshard_after_forward=None if unit is model else reshard)
-        unit.set_gradient_divide_factor(1.0)  # type: ignore[attr-defined]  # weights are those of the whole batch already
+        unit.set_gradient_divide_factor(1.0)  # type: ignore[attr-defined]  # weights already refer to the whole batch
         unit.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]
-    # Left alone, torch gathers ahead in the order of the forwards it saw; of those inside a backward it sees none, and then
-    # processes in different ones would gather in different orders.
+    # By default torch prefetches in the order of the forwards it has seen. It does not see those inside a backward, so ranks
+    # in different backwards would gather in different orders.
     for unit, ahead in zip(units, [*blocks[:1], *blocks]):
         unit.set_modules_to_backward_prefetch([ahead if unit in blocks else unit])  # type: ignore[attr-defined]
     return sizes
@@ -363,7 +363,7 @@ def _large(module: nn.Module, users: Counter[int]) -> bool:
 
 
 def _unshard(units: Sequence[Any], classes: dict[nn.Module, type]) -> None:
-    """Take torch's hooks and classes away. There is no public way back (torch 2.13)."""
+    """Remove FSDP's hooks and classes. torch has no public way back (torch 2.13)."""
     from torch.distributed import _composable_state
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 
@@ -401,7 +401,7 @@ def _obstacles(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
 
 
 def _trained_elsewhere(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The parameters that are in no group of `optimizer`, and in one of another optimizer of the script's."""
+    """Return the parameters that another optimizer of the script trains, and `optimizer` does not."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = {id(p): name for name, p in model.named_parameters() if p.requires_grad and id(p) not in own}
     if not left:
@@ -415,12 +415,12 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
 
 
 def _is_torchs(hook: Any) -> bool:
-    """Whether a hook is one of fully_shard's."""
+    """Whether a hook belongs to fully_shard."""
     return type(getattr(hook, "__self__", None)).__name__ == "FSDPState"
 
 
 def _first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """A hook of the tensor that is called before those it has."""
+    """Register a tensor hook that runs before the existing ones."""
     hooks: Any = tensor._backward_hooks
     others = [] if hooks is None else list(hooks.items())
     if hooks is not None:
@@ -434,7 +434,7 @@ def _with_graph(out: Any) -> list[torch.Tensor]:
 
 
 def _takes_part(node: Any) -> bool:
-    """Whether the backward that is under way comes through here."""
+    """Whether the current backward executes this node."""
     return node is None or torch._C._will_engine_execute_node(node)
 
 
@@ -451,14 +451,14 @@ def _apart(leaf: Any) -> Any:
 
 
 class _Like:
-    """A tensor that only a trace has seen; not a dataclass, whose fields would be leaves of their own."""
+    """The shape of a tensor that only a trace has seen. Not a dataclass, because its fields would be leaves."""
 
     def __init__(self, seen: torch.Tensor) -> None:
         self._shape = tuple(map(int, seen.shape))
         self._as = {"dtype": seen.dtype, "device": seen.device, "requires_grad": seen.requires_grad}
 
     def made(self) -> torch.Tensor:
-        """Ones: tokens that any vocabulary has, masks that hide nothing, numbers to divide by."""
+        """Return ones: valid token ids in any vocabulary, masks that hide nothing, nonzero divisors."""
         return torch.ones(self._shape, **self._as)  # type: ignore[call-overload,no-any-return]
 
 
@@ -467,7 +467,7 @@ def _like(leaf: Any) -> Any:
 
 
 def _part_like(value: Any, parameter: Any) -> Any:
-    """This process's part of a whole tensor that goes with `parameter`; anything else as it is."""
+    """Return this rank's shard of a full tensor that belongs to `parameter`. Anything else is returned unchanged."""
     if not isinstance(value, torch.Tensor) or _is_part(value) or value.shape != parameter.shape or not _is_part(parameter):
         return value
     from torch.distributed.tensor import DTensor
@@ -481,7 +481,7 @@ def _part_like(value: Any, parameter: Any) -> Any:
 
 
 def _rows(part: Any, rank: int | None = None) -> tuple[int, int]:
-    """The rows that a process holds: torch.chunk's."""
+    """Return the rows that a rank holds, as torch.chunk splits them."""
     mesh = part.device_mesh
     each = -(-part.shape[0] // mesh.size()) if part.shape[0] else 0
     start = min(part.shape[0], each * (mesh.get_local_rank() if rank is None else rank))
@@ -489,14 +489,14 @@ def _rows(part: Any, rank: int | None = None) -> tuple[int, int]:
 
 
 def _in_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a module's own parameters are loaded: those that it holds in parts take their parts."""
+    """Before a module loads its own parameters, replace full tensors by shards for the sharded parameters."""
     for name, p in module._parameters.items():
         if prefix + name in state and p is not None:
             state[prefix + name] = _part_like(state[prefix + name], p)
 
 
 def _sent(part: Any, asking: Sequence[int], ranks: Ranks) -> torch.Tensor | None:
-    """The whole of what all hold in parts, on the host of those that ask."""
+    """Gather the full tensor on the host of the requesting ranks."""
     local = part.to_local().detach().cpu().contiguous()
     mine = ranks.rank in asking
     whole = torch.empty(part.shape, dtype=part.dtype) if mine else None
@@ -521,7 +521,7 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        restore_tensors(before)  # what the graph has saved of them is not modified by that
+        restore_tensors(before)  # without a version bump for what the graph saved
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""What a block finds when it is computed again in backward: the draws and the state that its forward began with.
+"""Restores the RNG and the state that a block's forward began with while the block is recomputed in backward.
 
-torch's checkpoint sees to its own random state alone. A block that reads what a forward moves (a running centre, a counter,
-wherever it lives) would otherwise compute something else the second time, and move it twice. Which places move is seen the
-first time that a block is computed again, and now and then later; from then on these alone are remembered at each forward.
-Not covered: tensors that are no parameters and larger than `kept.LARGE`.
+torch's checkpoint restores only torch's own RNG state. A block may read state that a forward writes, anywhere (a running
+center, a counter). Without this, it would compute something else the second time, and write that state twice. The first
+recomputation shows which places change, and occasional later ones check again. Forwards in between save these places alone.
+Not covered: tensors that are not parameters and larger than `kept.LARGE`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from memfit.engine.staged import gathers_in_parts
 from memfit.engine.unchanged import Unchanged
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Moving] = weakref.WeakKeyDictionary()
-"""What is known of blocks outlives the plans that checkpoint them."""
+"""What is known about blocks. It outlives the plans that checkpoint them."""
 
 
 class Moving:
-    """The state that moves while blocks of one model are computed: what one of them moves, another may read."""
+    """Tracks the state that changes while the blocks of one model compute. One block may read what another one writes."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[Any, ...], Place] | None = None
@@ -37,7 +37,7 @@ class Moving:
         self._versions: dict[int, int | None] = {}
 
     def begun(self, block: nn.Module) -> Callable[[], list[tuple[Place, Any]]]:
-        """Called before a block's forward; returns what tells later where state is and what it was then."""
+        """Save the state before a block's forward. Returns a function that later lists changed places and saved values."""
         if is_faking():
             return list
         number = self._forwards[block] = self._forwards.get(block, 0) + 1
@@ -48,7 +48,7 @@ class Moving:
         seen: list[list[tuple[Place, Any]]] = []
 
         def moved() -> list[tuple[Place, Any]]:
-            if not seen:  # (the first time that it is computed again tells; later it finds what was put back)
+            if not seen:  # the first recomputation shows it; later ones see restored state
                 seen.append(snapshot.moved())
                 self._places = (self._places or {}) | {place.key: place for place, _ in seen[0]}
             return seen[0]
@@ -56,21 +56,21 @@ class Moving:
         return moved
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """One copy on the host for all blocks that reach it, as long as it holds the same; None where nobody wrote it since it
-        was copied first (`.data` is written without a version: that is seen at first only)."""
+        """Return a host copy, shared by all blocks while the values stay the same. None: nobody wrote the tensor since its
+        first copy. (Writes through `.data` do not bump the version, so they are detected at first only.)"""
         version = None if tensor.is_inference() else tensor._version
         before, self._versions[id(tensor)] = self._versions.get(id(tensor)), version
         if self._places is not None and version == before is not None and Data(tensor, "").key not in self._places:
             return None
         copy = self._copies.get(id(tensor))
         if copy is None or not holds(tensor, copy):
-            # On the host: the device's memory is planned to the last byte, and most of these never move.
+            # On the host, because plans use the device's memory to the last byte, and most of these tensors never change.
             copy = self._copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
         return copy
 
 
 def moving_of(blocks: Iterable[nn.Module]) -> Moving:
-    """What is known of these blocks of one model."""
+    """Return the tracker for these blocks of one model."""
     blocks = list(blocks)
     moving = next((known for block in blocks if (known := _KNOWN.get(block)) is not None), None) or Moving()
     _KNOWN.update((block, moving) for block in blocks)
@@ -78,15 +78,14 @@ def moving_of(blocks: Iterable[nn.Module]) -> Moving:
 
 
 class Again:
-    """The context of computing a block again, each time there is a backward. `begun` tells the state that its forward began
-    with."""
+    """The context in which a block is recomputed, once per backward. `begun` returns the state that its forward began with."""
 
     def __init__(self, begun: Callable[[], list[tuple[Place, Any]]], between: Callable[[], None]) -> None:
         self._begun, self._between, self._host = begun, between, HostRandom.capture()
         self._parameters: Unchanged | None = None
 
     def ran(self, block: nn.Module) -> None:
-        """The forward is done. A script may assign to `p.data` until backward: what a graph had saved would be what it was."""
+        """Record the parameters after the forward. If the script assigns to `p.data`, recomputation uses the old data."""
         if not is_faking() and not gathers_in_parts(block):
             self._parameters = Unchanged(list(block.parameters()))
 

@@ -1,9 +1,9 @@
-"""Sharding the optimizer: every process keeps the state of a part of the parameters, steps these, and sends them on.
+"""Shards the optimizer state: every rank keeps the state of its part of the parameters, steps these, and broadcasts them.
 
-fairscale's OSS does that (ZeRO stage 1: Rajbhandari et al. 2020, arXiv:1910.02054), or torch's ZeroRedundancyOptimizer where
-OSS does not serve: it moves parameters into flat buffers, which have one dtype and no strides. The user's optimizer stays the
-object that it is: its `step` is answered by the sharded one, and its state dicts are whole. Not covered: optimizers whose
-update of one parameter depends on others; they are found by stepping a small copy both ways.
+Uses fairscale's OSS (ZeRO stage 1: Rajbhandari et al. 2020, arXiv:1910.02054), or torch's ZeroRedundancyOptimizer where OSS
+does not work: OSS moves parameters into flat buffers of one dtype, without strides. The user's optimizer object stays. The
+sharded optimizer replaces its `step`, and its state dicts stay full. Not covered: optimizers whose update of one parameter
+depends on others. Stepping a small copy both ways detects them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from memfit.ranks.ranks import Ranks
 
 STEPPING = "an optimizer step"
 ANSWERED = ("step", "state_dict", "load_state_dict", "add_param_group")
-"""Methods of the user's optimizer that are answered here."""
+"""Methods of the user's optimizer that are replaced."""
 TRIED = 64
-"""Elements of each parameter that a small copy of the optimizer steps."""
+"""Elements of each parameter in the small copy that the optimizer steps."""
 
 
 class ShardedOptimizer:
-    """The user's `optimizer` over the processes `ranks`: each steps its own part of the parameters.
+    """Shards the user's `optimizer` over `ranks`: each rank steps its own part of the parameters.
 
-    Attributes: `engine` (whose sharding it is), `local` (the optimizer of this process's part). Raises Refused for an optimizer
-    that cannot be taken apart.
+    Attributes: `engine` (the library that shards), `local` (the optimizer of this rank's part). Raises Refused for an
+    optimizer that cannot be sharded.
     """
 
     def __init__(self, optimizer: Optimizer, ranks: Ranks) -> None:
@@ -50,15 +50,15 @@ class ShardedOptimizer:
 
     @property
     def local(self) -> Optimizer:
-        """The optimizer of this process's part."""
+        """The optimizer of this rank's part."""
         return self._inner.optim
 
     def undo(self) -> None:
-        """Give the optimizer its own step back, with the state of all parameters. Every process does so, or none."""
+        """Restore the optimizer's own step and the full state. All ranks must do so, or none."""
         try:
             whole = self._state_dict()
         except (RankFailed, RuntimeError):
-            whole = None  # the others are gone, and with them what they held
+            whole = None  # the other ranks are gone, and their state with them
         for name, before in self._before.items():
             self._optimizer.__dict__.pop(name, None)
             if before is not None:
@@ -66,28 +66,28 @@ class ShardedOptimizer:
         if whole is not None:
             groups = self._optimizer.param_groups
             self._optimizer.load_state_dict(whole)
-            self._optimizer.param_groups = groups  # the dicts that schedulers know
+            self._optimizer.param_groups = groups  # schedulers refer to these dicts
 
-    # ---- what the user's optimizer answers
+    # ---- replaced methods of the user's optimizer
 
     def _answer(self) -> None:
         optimizer = self._optimizer
 
-        def step(own: Optimizer, *arguments: Any, **named: Any) -> Any:  # a function: schedulers take methods apart again
+        def step(own: Optimizer, *arguments: Any, **named: Any) -> Any:  # a function, because schedulers unwrap methods
             return self._step(own, *arguments, **named)
 
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # no other step is to be watched for
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # keeps schedulers from wrapping it
         optimizer.__dict__["step"] = MethodType(Optimizer.profile_hook_step(step), optimizer)
         optimizer.__dict__["state_dict"] = self._state_dict
         optimizer.__dict__["load_state_dict"] = self._load_state_dict
         optimizer.__dict__["add_param_group"] = self._add_param_group
 
     def _step(self, optimizer: Optimizer, *arguments: Any, **named: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers built before ask for it
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # earlier schedulers check it
         local = self.local
         self._inner.param_groups = optimizer.param_groups
         local.state = optimizer.state
-        for name in ("grad_scale", "found_inf"):  # what a GradScaler leaves for fused steps
+        for name in ("grad_scale", "found_inf"):  # a GradScaler sets these for fused steps
             if hasattr(optimizer, name):
                 setattr(local, name, getattr(optimizer, name))
         try:
@@ -99,7 +99,7 @@ class ShardedOptimizer:
             raise
 
     def _stepped_here(self) -> None:
-        """Before parameters are sent: every process has stepped its part, or all learn that one has not."""
+        """Agree with all ranks, before parameters are broadcast, that every rank has stepped its part or one has failed."""
         self._ranks.agree([], STEPPING)
 
     def _state_dict(self) -> dict[str, Any]:
@@ -128,18 +128,18 @@ class ShardedOptimizer:
         self.local.state = self._optimizer.state
 
     def _own_places(self) -> set[int]:
-        """The numbers of this process's parameters in state dicts."""
+        """Return the indices of this rank's parameters in state dicts."""
         own = {id(p) for group in self.local.param_groups for p in group["params"]}
         return {place for place, p in enumerate(_parameters(self._optimizer)) if id(p) in own}
 
     def _whole_state(self) -> defaultdict[Any, Any]:
-        """The state of all parameters: this process's as it is, the others' copied to the host."""
+        """Return the state of all parameters: this rank's own by reference, the others' copied to the host."""
         self._ranks.ask(self._service, "collecting the optimizer's state")
         found, self._collected = self._collected, defaultdict(dict)
         return found
 
     def _collect(self, asking: Sequence[int]) -> None:
-        """Every process tells those that ask what it holds, one tensor at a time."""
+        """Send this rank's state to the requesting ranks, one tensor at a time."""
         ranks, parameters = self._ranks, _parameters(self._optimizer)
         places = {id(p): place for place, p in enumerate(parameters)}
         own = {places[id(p)]: state for p, state in self._optimizer.state.items() if id(p) in places}
@@ -157,7 +157,7 @@ class ShardedOptimizer:
                     self._collected[parameters[place]][name] = value
 
     def _sent(self, value: Any, owner: int, asking: Sequence[int]) -> Any:
-        """The value that `owner` has, on those that ask."""
+        """Return the value that `owner` holds, on the requesting ranks."""
         ranks = self._ranks
         if ranks.rank == owner:
             for rank in asking if isinstance(value, torch.Tensor) else ():
@@ -171,7 +171,7 @@ class ShardedOptimizer:
 
 
 class _Described:
-    """A tensor's shape and dtype."""
+    """The shape and dtype of a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
@@ -182,7 +182,7 @@ def _described(state: Any) -> dict[str, Any]:
 
 
 def largest_part(optimizer: Optimizer, processes: int) -> float:
-    """What part of all parameters' elements the process has that is given most: OSS gives each to the one that has least."""
+    """Return the largest rank's fraction of all parameter elements. OSS gives each parameter to the rank with the fewest."""
     sizes = [0] * processes
     for p in _parameters(optimizer):
         sizes[sizes.index(min(sizes))] += p.numel() if p.requires_grad else 1
@@ -190,7 +190,7 @@ def largest_part(optimizer: Optimizer, processes: int) -> float:
 
 
 def _sharded(optimizer: Optimizer, ranks: Ranks, stepped: Callable[[], None]) -> tuple[Any, str]:
-    """(the sharded optimizer, whose it is)."""
+    """Return (the sharded optimizer, the library it is from)."""
     make = partial(_over, optimizer)
     if _may_be_flat(optimizer) and (oss := _oss()) is not None:
         kind = _agreeing(oss, "_broadcast_params", stepped)
@@ -201,13 +201,13 @@ def _sharded(optimizer: Optimizer, ranks: Ranks, stepped: Callable[[], None]) ->
 
 
 def _over(optimizer: Optimizer, groups: list[dict[str, Any]], **_: Any) -> Optimizer:
-    """An optimizer of the same kind and settings over these groups: constructors take other arguments than are kept."""
+    """Copy the optimizer's kind and settings over these groups. Constructors take other arguments than are kept."""
     own = {id(p): p for group in groups for p in group["params"]}
     return shadow_optimizer(optimizer, lambda p: own.get(id(p)), lambda t: t)
 
 
 def _agreeing(kind: type[Any], sends: str, stepped: Callable[[], None]) -> type[Any]:
-    """The sharded optimizer, whose processes agree that all have stepped before `sends`."""
+    """Return a subclass of the sharded optimizer whose ranks agree, before `sends`, that all have stepped."""
 
     def send(self: Any) -> None:
         stepped()
@@ -218,8 +218,8 @@ def _agreeing(kind: type[Any], sends: str, stepped: Callable[[], None]) -> type[
 
 
 def _may_be_flat(optimizer: Optimizer) -> bool:
-    """Whether all parameters may become views of flat buffers, as OSS makes them: of one dtype, their elements in one piece,
-    nothing else in their memory."""
+    """Whether all parameters may become views of flat buffers, as OSS makes them: one dtype, contiguous, nothing else in their
+    storage."""
     parameters = _parameters(optimizer)
     alone = all(p.numel() * p.element_size() == p.untyped_storage().nbytes() for p in parameters)
     return alone and len({p.dtype for p in parameters}) == 1 and all(p.is_contiguous() for p in parameters)
@@ -234,14 +234,14 @@ def _oss() -> type[Any] | None:
 
 
 def _zero() -> type[Any]:
-    with warnings.catch_warnings():  # importing torch's own package warns of what is deprecated in it
+    with warnings.catch_warnings():  # importing torch's package warns about its own deprecations
         warnings.simplefilter("ignore")
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer
 
 
 def _check_separable(optimizer: Optimizer) -> None:
-    """Raise Refused where stepping parameters by themselves is not what stepping them together is."""
+    """Raise Refused if stepping parameters one by one differs from stepping them together."""
     if any(p.is_sparse for p in _parameters(optimizer)):
         raise _inseparable(optimizer, "it has sparse parameters")
     together, apart = _small(optimizer), _small(optimizer)
@@ -256,7 +256,7 @@ def _check_separable(optimizer: Optimizer) -> None:
 
 
 def _small(optimizer: Optimizer) -> Optimizer:
-    """The same over a few elements of some parameters, with gradients and without state."""
+    """Return the same optimizer over a few elements of some parameters, with gradients and without state."""
     trained = itertools.islice((p for p in _parameters(optimizer) if p.requires_grad), 8)
     twins = {id(p): _corner(p, number) for number, p in enumerate(trained)}
     found = shadow_optimizer(optimizer, lambda p: twins.get(id(p)), lambda t: t.detach().clone())

@@ -1,1 +1,1 @@
-"""Several processes that train one model together: joining them, agreeing, adding up gradients."""
+"""Runs a training on several ranks: how they meet, what they agree on, how gradients are all-reduced."""

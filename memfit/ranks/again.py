@@ -1,8 +1,8 @@
-"""Meeting again: processes that torchrun restarts find each other, and not what those before them left.
+"""Makes a fresh rendezvous after torchrun restarts the ranks, so that they do not read what earlier ranks left behind.
 
-Since torch 2.5 the store that processes meet in stays the same over restarts, with the addresses of processes that are gone:
-`init_process_group` connects to these, and waits for half an hour. So rank 0 makes up a name for every new meeting, under which
-nothing lies, and tells it to those that are alive. Not covered: scripts that call `init_process_group` themselves (there
+Since torch 2.5 the rendezvous store persists over restarts, with the addresses of ranks that are gone. `init_process_group`
+connects to these and blocks for half an hour. So rank 0 invents a name for every new rendezvous, a prefix with no old keys,
+and tells it to the live ranks. Not covered: scripts that call `init_process_group` themselves (there
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment helps).
 """
 
@@ -22,13 +22,13 @@ from torch.distributed import (
 from memfit.hardware.world import World
 
 PATIENCE = timedelta(minutes=30)
-"""How long a process waits for the others, as `init_process_group` does."""
+"""How long a rank waits for the others; the default of `init_process_group`."""
 PAUSE = 0.02
-"""Seconds between two looks for others."""
+"""Seconds between two polls of the store."""
 
 
 def meeting_place(here: World, environ: Mapping[str, str]) -> Store | None:
-    """Where the processes of this attempt meet; None where torch's own place is new."""
+    """Return the store in which the ranks of this attempt meet, or None if torch's own store is fresh."""
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
@@ -37,8 +37,8 @@ def meeting_place(here: World, environ: Mapping[str, str]) -> Store | None:
 
 
 def agreed_name(store: Store, rank: int, size: int) -> str:
-    """A name that the processes alive agree on, and no other has used. Whatever processes before left in `store` is ignored:
-    a process only believes what answers the word that it has just made up."""
+    """Agree with the live ranks on a name that nobody has used before. Keys of earlier ranks in `store` are ignored: a rank
+    accepts only an answer to the word that it has just invented."""
     if rank:
         word = uuid.uuid4().hex
         store.set(f"memfit/here/{rank}", word)

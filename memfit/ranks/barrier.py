@@ -1,8 +1,8 @@
-"""A script's `dist.barrier()` while something is held in parts: processes help the others before they wait for them.
+"""Patches `dist.barrier()` while state is sharded: a rank helps the others with their requests before it waits for them.
 
-`if rank == 0: torch.save(model.state_dict())` and a barrier behind it is what scripts write; the one that saves needs the
-others, who would wait in the barrier for it. Not covered: barriers imported by name before, and other collectives of the
-script's own.
+Scripts write `if rank == 0: torch.save(model.state_dict())` followed by a barrier. The saving rank needs the other ranks, and
+these would already wait in the barrier. Not covered: a `barrier` imported by name earlier, and the script's other
+collectives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WAITING = "a barrier of the script's"
 
 
 def helping(ranks: Ranks) -> Callable[[], None]:
-    """Let barriers over all `ranks` help; returns what takes that back."""
+    """Make barriers over all `ranks` help the others first. Returns a function that undoes it."""
     plain = dist.barrier
 
     def barrier(group: Any = None, *arguments: Any, **named: Any) -> Any:

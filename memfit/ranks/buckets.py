@@ -1,8 +1,8 @@
-"""Gradients summed over processes in few collectives, in place, with no more memory than two buckets.
+"""All-reduces gradients in few collectives, in place, with at most two buckets of extra memory.
 
-Large gradients are reduced where they lie; small ones, and those whose elements do not lie in one piece, travel in buckets of
-DistributedDataParallel's size (bucket_cap_mb=25). How many collectives that takes depends on the parameters alone. Not covered:
-overlapping them with backward, which `overlapped.py` does through the same memory.
+Large gradients are reduced in place. Small and non-contiguous ones travel in buckets of DistributedDataParallel's size
+(bucket_cap_mb=25). The number of collectives depends on the parameters alone. Not covered: overlap with backward, which
+`overlapped.py` does with the same memory.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from memfit.hardware.exhausted import patiently
 from memfit.ranks.ranks import Ranks
 
 BUCKET = 25 << 20
-"""Bytes of a bucket."""
+"""Bucket size in bytes."""
 ALONE = 4 << 20
-"""Bytes from which on a gradient is reduced by itself: copying it would take longer than another collective."""
+"""Size in bytes from which a gradient is reduced by itself: copying it would take longer than another collective."""
 
 
 class Reducer:
-    """Sums gradients over `ranks`. The buckets are there from the start, so that nothing is allocated between the processes'
-    agreement and the sums. `overlaps`: sums may run beside a backward as well, for which large gradients need room, too.
+    """Sums gradients over `ranks`. Buckets are allocated up front: nothing is allocated between the ranks' agreement and the
+    all-reduce. `overlaps`: collectives may also run during a backward, where large gradients need bucket space too.
 
-    Attributes: `buffer` (the memory of buckets), `collectives` (how many carried gradients so far).
+    Attributes: `buffer` (the bucket memory), `collectives` (how many have carried gradients so far).
     """
 
     def __init__(self, ranks: Ranks, parameters: Sequence[torch.Tensor], *, overlaps: bool = False) -> None:
         self._ranks = ranks
-        # (half precision gathers in float32)
+        # half-precision gradients accumulate in float32
         sizes = [p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad]
         room = sum(size for size in sizes if size < ALONE or overlaps)
         self.buffer = torch.empty(min(BUCKET, room), dtype=torch.uint8, device=ranks.device)
-        self.buffer.zero_()  # memory that was never touched is not held yet, and plans would not count it
+        self.buffer.zero_()  # untouched memory is not resident yet, and plans would not count it
         self.collectives = 0
 
     def sum(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients summed over all processes, in place where they are dense. Every process gives as many, of the same
-        shapes, dtypes and layouts."""
+        """Return the gradients summed over all ranks, in place where they are dense. Every rank passes the same number of
+        gradients, with the same shapes, dtypes and layouts."""
         found = list(gradients)
         small: list[torch.Tensor] = []
         for i, gradient in enumerate(found):
@@ -55,7 +55,7 @@ class Reducer:
         return found
 
     def _buckets(self, gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Neighbours of one dtype, as many as fit into the buffer together; what does not fit at all by itself."""
+        """Group neighbours of one dtype into buckets that fit into the buffer. A larger gradient gets a bucket of its own."""
         found: list[list[torch.Tensor]] = []
         there = 0
         for gradient in gradients:
@@ -71,7 +71,7 @@ class Reducer:
         return self.buffer.numel() // gradient.element_size()
 
     def _through(self, gradients: Sequence[torch.Tensor]) -> None:
-        """One collective for these."""
+        """All-reduce these gradients in one collective."""
         total = sum(gradient.numel() for gradient in gradients)
         if total > self._capacity(gradients[0]):
             make = partial(torch.empty, total, dtype=gradients[0].dtype, device=self._ranks.device)
@@ -85,7 +85,7 @@ class Reducer:
         torch._foreach_copy_(list(gradients), places)  # pyright: ignore[reportPrivateImportUsage]
 
     def _rows(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A sparse gradient: the rows of all processes, those of the same index added up."""
+        """Sum a sparse gradient: concatenate the rows of all ranks, and add up rows with the same index."""
         gradient = gradient.coalesce()
         indices, values = self._ranks.concatenated(gradient.indices().t()), self._ranks.concatenated(gradient.values())
         self.collectives += 2

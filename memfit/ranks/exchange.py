@@ -1,6 +1,6 @@
-"""What processes say to each other: every exchange begins with a frame of one size, whatever it is about.
+"""Exchanges messages between ranks. Every exchange begins with a frame of fixed size, whatever it is about.
 
-So processes that are at different places of a script, or one that has failed, are understood by all instead of waited for.
+So a rank that is elsewhere in the script, or has failed, can tell the others, and nobody hangs in a mismatched collective.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ import torch.distributed as dist
 from memfit.ranks.launched import Launched
 
 FRAME = 64
-"""Numbers in a frame: what models of up to a thousand parameters agree on in a step fits in."""
+"""Numbers in a frame. What the ranks agree on in a step fits, for models of up to a thousand parameters."""
 HEAD = 3
 
 
 @dataclass(frozen=True)
 class Told:
-    """What one process says."""
+    """The message of one rank."""
 
     want: int
-    """What it wants of the others."""
+    """Its request to the others, as a code (`ranks.NOTHING` and the like)."""
     place: int
-    """A number for what it is about to do."""
+    """A checksum of what it is about to do."""
     numbers: list[float]
-    """What goes with that."""
+    """The payload."""
 
 
 class Exchange:
-    """Exchanges over the gloo group `talk` of `size` processes."""
+    """Exchanges messages over the gloo group `talk` of `size` ranks."""
 
     def __init__(self, talk: Any, size: int) -> None:
         self.talk, self.size = talk, size
         self._last: Launched | None = None
 
     def told(self, want: int, doing: str, numbers: Sequence[float] = (), patience: timedelta | None = None) -> list[Told]:
-        """What every process says, by rank. Raises RuntimeError where one cannot be reached (within `patience`)."""
+        """Gather every rank's message, by rank. Raises RuntimeError if a rank cannot be reached (within `patience`)."""
         frame = [float(want), float(zlib.crc32(doing.encode())), float(len(numbers)), *numbers]
         found = self._frames(frame[:FRAME], FRAME, patience)
         most = HEAD + max(int(each[2]) for each in found)
@@ -52,7 +52,7 @@ class Exchange:
         return [Told(int(each[0]), int(each[1]), each[HEAD : HEAD + int(each[2])]) for each in found]
 
     def objects(self, value: Any) -> list[Any]:
-        """What every process gives, by rank; any picklable value."""
+        """Gather a picklable value from every rank, by rank."""
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [int(size) for size in self.gathered(torch.tensor([len(mine)]), None)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -61,14 +61,14 @@ class Exchange:
         return [pickle.loads(each[:size].numpy().tobytes()) for each, size in zip(found, sizes)]
 
     def settle(self) -> None:
-        """Return once the last exchange is over for the threads of the group, too: before Python ends. (Waiting for that in
-        every exchange would take another 60 us.)"""
+        """Wait until the group's threads have finished the last exchange too. Needed before Python exits. (Waiting for this in
+        every exchange would add 60 us.)"""
         last, self._last = self._last, None
         if last is not None:
             last.settle()
 
     def close(self) -> None:
-        """End the threads of the group, which nothing is under way in."""
+        """Shut down the group's threads. Nothing may be in flight."""
         talk, self.talk = self.talk, None
         dist.destroy_process_group(talk)
 
@@ -77,7 +77,7 @@ class Exchange:
         return [each.tolist() for each in self.gathered(sent, patience)]
 
     def gathered(self, sent: torch.Tensor, patience: timedelta | None) -> list[torch.Tensor]:
-        """This tensor of every process, by rank; it is as long everywhere."""
+        """All-gather a tensor, by rank. Its length is the same on every rank."""
         self.settle()
         found = list(torch.empty((self.size, len(sent)), dtype=sent.dtype).unbind())
         launched = Launched(

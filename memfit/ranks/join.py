@@ -1,6 +1,6 @@
-"""Joining the processes that a launcher started: the process group that is there, or one made from the environment.
+"""Joins the ranks that a launcher started, with the existing process group or a new one from the environment.
 
-Not covered: launchers that give no rendezvous, whose processes cannot find each other.
+Not covered: launchers that set no rendezvous address, so that ranks cannot find each other.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def join(device: torch.device, group: Any = None, environ: Mapping[str, str] = os.environ) -> Ranks | None:
-    """The processes this one trains with, or None where it trains alone. `group`: the process group of a model that came in
-    DistributedDataParallel.
+    """Return the ranks this process trains with, or None if it trains alone. `group` is the process group of a model wrapped
+    in DistributedDataParallel.
 
-    Where no group is there yet, one is made from the launcher's environment, as `torchrun` and `accelerate launch` set it (for
-    CUDA over NCCL, else over gloo), and destroyed when the process ends. Raises UsageError where several processes run and
-    cannot find each other.
+    If no process group exists, create one from the environment that `torchrun` and `accelerate launch` set (NCCL for CUDA,
+    else gloo), and destroy it at exit. Raises UsageError if several processes run and cannot find each other.
     """
     here = world(environ)
     if here.size == 1 and group is None:

@@ -1,9 +1,9 @@
-"""Gradients summed over processes while a backward still computes others: buckets of fixed content, launched in a fixed order.
+"""All-reduces gradients while a backward still computes others: buckets of fixed content, launched in a fixed order.
 
-Buckets follow the parameters backwards, about as their gradients become ready. Small gradients travel in lanes that are there
-before; large ones are reduced where they lie, in parts no larger than a lane, so that a process whose backward failed can bring
-zeros in a lane for whatever the others still bring. Not covered: sparse gradients and those of half precision, which are
-reduced after the backward.
+Buckets follow the parameters in reverse, about as their gradients become ready. Small gradients travel in lanes, which are
+allocated up front. Large ones are reduced in place, in parts no larger than a lane, so that a rank whose backward failed can
+contribute zeros in a lane for every remaining bucket. Not covered: sparse and half-precision gradients, which are reduced
+after the backward.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from memfit.ranks import buckets
 from memfit.ranks.ranks import Ranks
 
 LANES = 2
-"""Buckets of small gradients that are under way at once."""
+"""Buckets of small gradients that may be in flight at once."""
 ALIGNED = 64
-"""Bytes that lanes begin at multiples of."""
+"""Alignment of lanes in bytes."""
 DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What one collective carries."""
+    """The gradients that one collective carries."""
 
     places: tuple[int, ...]
-    """The parameters whose gradients, or a part of one, it carries: their places among those of `Buckets`."""
+    """The parameters whose gradients, or a part of one, it carries, as indices into `Buckets.parameters`."""
     dtype: torch.dtype
-    """Of all of them."""
+    """The dtype of all of them."""
     sizes: tuple[int, ...]
-    """Elements of each that it carries."""
+    """Number of elements of each that it carries."""
     start: int | None = None
-    """Where the part of a gradient begins that is reduced where it lies; None: they travel in a lane."""
+    """Offset of the part of a gradient that is reduced in place; None: the gradients travel in a lane."""
 
     @property
     def numel(self) -> int:
-        """Elements in all."""
+        """Number of elements in total."""
         return sum(self.sizes)
 
 
 class Buckets:
-    """Which collectives carry the gradients of which parameters: the same on every process that builds them for the same ones.
+    """Assigns gradients to collectives. The assignment is the same on every rank that builds it for the same parameters.
 
-    Attributes: `parameters` (those whose gradients they carry), `order` (the collectives, as they are launched), `lanes` (the
-    memory of those that are under way at once).
+    Attributes: `parameters` (those whose gradients travel), `order` (the collectives in launch order), `lanes` (the memory of
+    those in flight at once).
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
@@ -59,12 +59,12 @@ class Buckets:
             self._add(place, self.parameters[place], size)
 
     def lies_alone(self, place: int) -> bool:
-        """Whether this gradient is reduced where it lies."""
+        """Whether this gradient is reduced in place."""
         return _lies_alone(self.parameters[place], self._capacity)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all of them carry."""
+        """Number of bytes that all collectives carry."""
         return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.order)
 
     @property
@@ -79,7 +79,7 @@ class Buckets:
             return
         last = next((i for i in reversed(range(len(self.order))) if self.order[i].start is None), None)
         if last is not None and self.order[last].dtype is dtype and self.order[last].numel + count <= most:
-            # (a bucket waits for its last gradient, and the collectives behind it with it)
+            # A bucket waits for its last gradient, and so do the collectives behind it.
             before = self.order.pop(last)
             self.order.append(Bucket((*before.places, place), dtype, (*before.sizes, count)))
         else:
@@ -87,7 +87,7 @@ class Buckets:
 
 
 class Flight:
-    """The sums of one backward over all processes, each launched once its gradients are there and those before it are launched.
+    """The all-reduces of one backward. Each is launched once its gradients are ready and those before it are launched.
 
     Attribute: `launched` (collectives so far).
     """
@@ -102,16 +102,16 @@ class Flight:
         self._broken = False
 
     def holds(self, place: int) -> bool:
-        """Whether this gradient is there already."""
+        """Whether this gradient is ready."""
         return place in self._gradients
 
     def arrived(self, place: int, gradient: torch.Tensor) -> None:
-        """This gradient is complete; from now on it is the flight's to change."""
+        """Accept a complete gradient. From now on the flight may overwrite it."""
         self._gradients[place] = gradient
         self._launch(waiting=False)
 
     def finish(self, rest: Callable[[int], torch.Tensor]) -> None:
-        """Launch what is left, of gradients that `rest` gives, and wait for all. Raises RankFailed where a process is gone."""
+        """Launch the rest, with gradients from `rest`, and wait for all. Raises RankFailed if a rank is gone."""
         for place in range(len(self._made.parameters)):
             if place not in self._gradients:
                 self._gradients[place] = rest(place)
@@ -121,8 +121,8 @@ class Flight:
         self._ranks.done(self._in_place)
 
     def abandon(self) -> None:
-        """This process has no gradients to bring: zeros in their places, so that the others come to an end. All sums of this
-        backward are void. Raises RankFailed where a process is gone."""
+        """Contribute zeros for the remaining buckets, because this rank has no gradients, so that the others finish. All sums
+        of this backward are invalid. Raises RankFailed if a rank is gone."""
         if self._broken:
             return
         for bucket in self._made.order[self.launched :]:
@@ -162,7 +162,7 @@ class Flight:
         return work
 
     def _lands(self, lane: int, *, waiting: bool) -> bool:
-        """Whether nothing is under way in this lane any more; what was is back in its gradients."""
+        """Whether this lane is free. Copies a completed result back into its gradients."""
         flying = self._in_lanes[lane]
         if flying is None:
             return True
@@ -186,7 +186,7 @@ class Flight:
 
 
 def _travels(parameter: torch.Tensor, capacity: int) -> bool:
-    """Whether gradients of this parameter can be reduced while others are still computed."""
+    """Whether gradients of this parameter can be reduced during the backward."""
     size = parameter.numel() * parameter.element_size()
     plain = parameter.layout is torch.strided and parameter.dtype in DTYPES
     return plain and 0 < size and (size <= capacity or parameter.is_contiguous()) and parameter.element_size() <= capacity

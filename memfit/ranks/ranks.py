@@ -1,10 +1,10 @@
-"""The processes of one training, seen from one of them: what they tell each other, and sums over all.
+"""The ranks of one training, seen from one of them: messages between them, and sums over all.
 
-What is agreed on goes over a gloo group of its own, apart from gradients: there a process that failed can still tell the
-others, whatever its device is doing. Every exchange says where its sender is and whether it failed or has ended, so that nobody
-waits for a process that has given up or is elsewhere in its script. A process may ask for what takes all of them (a whole state
-dict, on rank 0 alone): the others come to its help at their next exchange, whatever that is about. Not covered: a process that
-hangs without failing; the group's own time limit ends that.
+Messages go over a gloo group of their own, apart from gradients, so that a failed rank can still tell the others, whatever
+its device is doing. Every exchange says where its sender is and whether it failed or ended, so that nobody waits for a rank
+that gave up or is elsewhere in its script. A rank may request something that needs all ranks (a full state dict, on rank 0
+only). The others help at their next exchange, whatever that is about. Not covered: a rank that hangs without failing; the
+process group's timeout ends that.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from memfit.ranks.launched import Launched
 from memfit.ranks.passes import PASSES, Passes
 
 FAREWELL = timedelta(seconds=30)
-"""How long a process that failed waits for the others to hear of it before it raises its own error."""
+"""How long a failed rank waits for the others to learn of it before it raises its own error."""
 BEHIND = 1.0
-"""Seconds that a process which hears of another's error waits: its traceback comes first, and launchers take it for the
-cause."""
+"""Seconds that a rank waits after it learns of another's error. That rank's traceback then comes first, and launchers
+take it for the cause."""
 NOTHING, FAILED, ENDED = 0, -1, -2
-"""What a process wants of the others beside their exchange; a service, where it is above zero."""
+"""What a rank wants from the others beside their exchange. Positive values are services and passes."""
 Service = Callable[[Sequence[int]], None]
-"""What all processes do for those (ranks) that ask for it."""
+"""What all ranks do for the ranks that ask for it."""
 GONE = ("closed by peer", "reset by peer", "Broken pipe", "gloo/transport")
-"""What gloo says where a process at the other end has ended (torch 2.13)."""
+"""Words in gloo's errors if the process at the other end has exited (torch 2.13)."""
 HELPING = "running along with another process"
 RESTING = "going back to the script"
 UNFINISHED = "an error ended a pass over parameters that are held in parts"
@@ -46,11 +46,11 @@ ADDING = "adding up over all processes"
 
 
 class Ranks:
-    """All processes of a training; `rank` is this one, `size` how many there are.
+    """All ranks of a training. `rank` is this one, `size` is the world size.
 
-    Attributes: `group` (the process group that gradients are reduced over), `passing` (whether this process is inside a pass
-    that takes all of them: where an error ended it, the others wait in there, hear nothing, and are released by the end of
-    this process alone). Processes that end help the others until all do.
+    Attributes: `group` (the process group that reduces gradients), `passing` (whether this rank is inside a pass that needs
+    all ranks. If an error ends that pass, the others wait inside it, hear nothing, and only the end of this process releases
+    them). A rank that ends helps the others until all have ended.
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
@@ -66,11 +66,11 @@ class Ranks:
 
     @property
     def talk(self) -> Any:
-        """The process group of what is agreed on."""
+        """The process group for messages."""
         return self._exchange.talk
 
     def gather(self, value: Any, doing: str) -> list[Any]:
-        """What every process gives, by rank; any picklable value. Raises RankFailed where one failed or is gone."""
+        """Gather a picklable value from every rank, by rank. Raises RankFailed if a rank failed or is gone."""
         self.meet(doing)
         try:
             return self._exchange.objects(value)
@@ -78,11 +78,11 @@ class Ranks:
             raise self.lost(doing) from error
 
     def agree(self, numbers: Sequence[float], doing: str) -> list[list[float]]:
-        """As `gather` for the same count of numbers everywhere, in a single small exchange."""
+        """Gather numbers, the same count on every rank, in a single small exchange."""
         return self.meet(doing, numbers=numbers)
 
     def failed(self, error: BaseException) -> None:
-        """Let the others know, at their next exchange, that this process fails."""
+        """Tell the other ranks, at their next exchange, that this rank fails."""
         if getattr(error, "_memfit_said", False) or self._over or self.passing:
             return
         error._memfit_said = True  # type: ignore[attr-defined]
@@ -91,22 +91,22 @@ class Ranks:
             self._exchange.told(FAILED, "", patience=FAREWELL)
             self._exchange.objects(_line_of(error))
         except RuntimeError:
-            return  # the others are gone, too
+            return  # the others are gone too
 
     def serve(self, service: Service) -> int:
-        """From now on a process may `ask` for this method of an object, which it does not keep alive; every process registers
-        the same, in the same order. Returns what to ask by."""
+        """Register a bound method that ranks may `ask` for, by weak reference. Every rank registers the same services in the
+        same order. Returns the code to `ask` with."""
         self._services.append(weakref.WeakMethod(service))  # type: ignore[arg-type]
         return len(self._services)
 
     def ask(self, service: int, doing: str, numbers: Sequence[float] = ()) -> None:
-        """Have all processes do this, once they come to their next exchange; passes are told `numbers`. Raises RankFailed where
-        one failed or is gone."""
+        """Have all ranks run this service at their next exchange; passes receive `numbers`. Raises RankFailed if a rank failed
+        or is gone."""
         self.meet(doing, service, numbers)
 
     def meet(self, doing: str, want: int = NOTHING, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """Come together: do what other processes ask for, until none does; or ask for something oneself. Returns the numbers
-        that each came with."""
+        """Synchronize the ranks: run the services that others ask for until none does, or ask for one. Returns every rank's
+        numbers."""
         while True:
             told = self._told(doing, want, numbers)
             served = self._serve(told)
@@ -114,9 +114,9 @@ class Ranks:
                 return [each.numbers for each in told]
 
     def rest(self, *, alone: bool = False) -> None:
-        """Help the others until none is in a pass any more: before this process goes back to its script, which may come to a
-        collective of its own. Waits until each of them comes to an exchange, or rests as well; one that rests `alone`, after
-        what the others need not do, comes again. Raises RankFailed where one failed or is gone."""
+        """Help the others until no rank is in a pass. Called before returning to the script, which may run its own
+        collectives. Waits until each rank reaches an exchange, or rests too. `alone`: after something the others need not do;
+        resting ranks then wait until this one comes again. Raises RankFailed if a rank failed or is gone."""
         if self._passes is None:
             return
         mine, their = self._resting if alone else self._resting[::-1]
@@ -127,7 +127,7 @@ class Ranks:
             running = any(each.want >= PASSES or (each.want == their and not alone) for each in told)
 
     def _told(self, doing: str, want: int, numbers: Sequence[float] = ()) -> list[Told]:
-        """What every process wants, and the numbers that it came with."""
+        """Gather what every rank wants, with its numbers."""
         if self._over or self.passing:
             raise self._apart(doing, self._over or f"rank {self.rank} failed: {UNFINISHED}")
         try:
@@ -139,7 +139,7 @@ class Ranks:
 
     @contextmanager
     def noticing(self, doing: str) -> Iterator[None]:
-        """What libraries raise inside where another process is gone, as RankFailed."""
+        """Turn errors that libraries raise inside because another rank is gone into RankFailed."""
         try:
             yield
         except RuntimeError as error:
@@ -148,44 +148,43 @@ class Ranks:
             raise
 
     def pass_along(self, passes: Passes) -> None:
-        """From now on passes take all processes."""
+        """Register `passes`: from now on a pass needs all ranks."""
         self._passes, self._resting = passes, (self.serve(self._nothing), self.serve(self._nothing))
 
     def _nothing(self, asking: Sequence[int]) -> None:
-        """Those that ask for this only wait."""
+        """Do nothing: ranks that ask for this service only wait."""
 
     def end(self) -> None:
-        """This process has done all it does, or fails with an error that nobody caught; it helps the others until they have
-        ended, too."""
-        error = getattr(sys, "last_value", None)  # Python sets it before it prints the traceback of its last error
+        """Help the others until all have ended. Called at exit, when this rank is done or fails with an uncaught error."""
+        error = getattr(sys, "last_value", None)  # set before Python prints the traceback of an uncaught error
         try:
             if error is not None and dist.is_initialized():
                 self.failed(error)
             while not self._over and not self.passing and dist.is_initialized():
                 told = self._exchange.told(ENDED, "")
                 self._check(told, "ending", ending=True)
-                if not self._serve(told):  # the others have ended as well, or want another step, and learn that there is none
+                if not self._serve(told):  # the others have ended too, or want another step and learn that there is none
                     self._over = "the script has ended"
                     return self._exchange.close()
         except (RuntimeError, ValueError):
-            return  # the others are gone, or their process group is
+            return  # the others are gone, or the process group is
         finally:
             self._exchange.settle()
 
     def everywhere(self, rank: int) -> int:
-        """The number of one of these processes among all that there are."""
+        """Return the global rank of one of these ranks."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def sum(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor (dense, contiguous) summed over all processes, in place. Raises RankFailed where one is gone."""
+        """All-reduce each tensor (dense, contiguous) in place. Raises RankFailed if a rank is gone."""
         self.done([self.summing(tensor) for tensor in tensors])
 
     def summing(self, tensor: torch.Tensor) -> Launched:
-        """As `sum` of one tensor, under way until `done`."""
+        """Launch the all-reduce of one tensor without waiting. `done` waits for it."""
         return self._launched(lambda own: dist.all_reduce(own[0], group=self.group, async_op=True), [tensor])
 
     def concatenated(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The processes' tensors, alike but for their first dimension, one after the other by rank. Raises RankFailed where one
+        """Concatenate the tensors of all ranks along the first dimension, whose size may differ. Raises RankFailed if a rank
         is gone."""
         counts = [int(length) for (length,) in self.agree([len(tensor)], ADDING)]
         padded = patiently(lambda: tensor.new_zeros((max(counts), *tensor.shape[1:])), self.device)
@@ -198,14 +197,14 @@ class Ranks:
         return torch.cat([part[:count] for part, count in zip(found, counts)])
 
     def from_first(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor as rank 0 has it, in place. Raises RankFailed where one process is gone."""
+        """Broadcast each tensor from rank 0, in place. Raises RankFailed if a rank is gone."""
         first = self.everywhere(0)
         self.done(
             [self._launched(lambda own: dist.broadcast(own[0], first, group=self.group, async_op=True), [t]) for t in tensors]
         )
 
     def done(self, pending: Sequence[Launched]) -> None:
-        """Wait for what is under way. Raises RankFailed where a process is gone."""
+        """Wait for collectives in flight. Raises RankFailed if a rank is gone."""
         try:
             for launched in pending:
                 launched.wait()
@@ -215,16 +214,16 @@ class Ranks:
             launched.settle()
 
     def _launched(self, collective: Callable[[Sequence[torch.Tensor]], Any], tensors: Sequence[torch.Tensor]) -> Launched:
-        """A collective under way."""
+        """Launch a collective."""
         try:
             return Launched(collective, tensors)
         except BaseException as error:
-            # They hear nothing in there: only the end of this process releases them, which therefore is not put off.
+            # Inside the collective the others hear nothing. Only the end of this process releases them: do not delay it.
             self._over = f"rank {self.rank} failed: {_line_of(error)}"
             raise
 
     def _serve(self, told: Sequence[Told]) -> set[int]:
-        """Do what is asked for; returns what was done: all services, and one pass."""
+        """Do what is asked for. Returns what was done: all services, and one pass."""
         wants = [each.want for each in told]
         asked = {want for want in wants if 0 < want < PASSES}
         for code in sorted(asked):
@@ -265,7 +264,7 @@ class Ranks:
         )
 
     def lost(self, doing: str) -> RankFailed:
-        """The error to raise where another process could not be reached."""
+        """Return the error for a rank that could not be reached."""
         self._over = "another process has ended, or cannot be reached"
         return RankFailed(
             f"{doing} over {self.size} processes",
@@ -275,9 +274,9 @@ class Ranks:
 
 
 def _line_of(error: BaseException) -> str:
-    """An error in a line, with the place it was raised at."""
+    """Format an error in one line, with the place that raised it."""
     text = (str(error).splitlines() or [""])[0]
-    if isinstance(error, MemfitError):  # with that process's own numbers
+    if isinstance(error, MemfitError):  # its message has that rank's own numbers
         text = f"{error.asked}: {error.found}"
     place, trace = "", error.__traceback__
     while trace is not None:
