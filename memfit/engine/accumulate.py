@@ -1,6 +1,6 @@
 """Gradient accumulation over an effective batch: forward and backward per micro-batch, weighted by the loss denominator.
 
-Training runs the same function as profiling does on fake tensors and as proofs and verification do on small samples.
+The same function runs in training, on fake tensors in profiling, and on small samples in proofs and verification.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def accumulate(
     `pieces` are micro-batch sizes in samples, `parameters` the staged parameters if already listed, `scale` the loss scale
     while gradients accumulate (float16), `shares` the known corrections of watched means. `before_backward(loss)` is called
     after each forward, `after_micro(i)` after each micro-batch. The last backward runs inside `around_last(total)`, whose
-    total has no gradients. Micro-batches with nothing to count are skipped. If all are (`alone`), they run all the same and
-    give what the full batch would.
+    total has no gradients. Micro-batches with nothing to count are skipped. If all are and no other ranks train (`alone`),
+    they run after all and give what the full batch would.
 
     Raises WeightsChanged or SharesDiffer if the weighting does not hold for this batch. The caller discards the staged
     gradients after an exception.
@@ -241,7 +241,7 @@ class Pass:
             self.micro_batch(start, stop)
 
     def check_rivals(self, pieces: Sequence[int]) -> None:
-        """Raise WeightsChanged if a count that equaled the weights in the proof differs from them in this batch."""
+        """Raise WeightsChanged if a count proportional to the weights in the proof is not so in this batch."""
         _check_rivals(self.rivals, pieces if self._weighting.count is None else self.chosen)
 
     def check_divisors(self) -> None:
@@ -300,14 +300,14 @@ class Pass:
         return whole
 
     def _weight(self) -> Factor:
-        """The weight of all micro-batches among the ranks."""
+        """The weight of all micro-batches relative to other ranks' totals."""
         return _sum(self._counts) if self._counts else float(self._work.samples)
 
     def _share(self, exact: torch.dtype, device: torch.device) -> tuple[Factor, Factor]:
         """The remaining factors for the sum of the losses and for the gradients."""
         count = _sum(self._counts)
         # Without a valid entry the loss is 0/0, as for the full batch, but torch's gradient of it is zero. Sharded gradients
-        # are those of other ranks as well.
+        # are those of other ranks and stay.
         nothing = 0.0 if self._staging.parts is None else 1.0
         if isinstance(count, torch.Tensor):
             share = count.to(exact).reciprocal() * self._unit

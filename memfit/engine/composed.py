@@ -318,7 +318,8 @@ class Composition:
 
     @property
     def in_sequence(self) -> bool:
-        """Whether the state shows the order of samples: rows, items, and values that are right only for one order."""
+        """Whether the state depends on the order of samples: rows, items, and state that is right only if parts run in
+        sequence."""
         any_order = {id(slot.place) for slot in self.slots if isinstance(slot.rule, (Last, Mean, Added))}
         told = [place.value() for place in self.moved if id(place) not in any_order]
         return any(not (is_number(value) or isinstance(value, bool) or value is MISSING) for value in told)
@@ -373,7 +374,7 @@ class Composition:
             yield
             return
         now = [place.value() for place in self.moved]
-        with ExitStack() as versions:  # Graphs that saved a parameter must not see a newer version of it.
+        with ExitStack() as versions:  # graphs that saved a parameter must not see a newer version of it
             for place in self.trained:
                 versions.enter_context(_unsafe_preserve_version_counter(place.tensor))
             try:

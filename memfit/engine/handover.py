@@ -33,7 +33,7 @@ class Total:
     samples: int = 0
     """Samples in the effective batch."""
     weight: Factor = 1.0
-    """Weight among the totals of other ranks."""
+    """Its weight relative to other ranks' totals."""
     rivals: Sequence[Factor] = ()
     """Weights by the other counts that the proof could not tell apart from the weighting."""
     watched: Sequence[Factor] = ()
@@ -121,8 +121,8 @@ def _scale_together(gradients: Sequence[torch.Tensor | None], factor: Factor) ->
 
 
 def _silence(receiver: torch.Tensor) -> None:
-    """Silence the hooks of a tensor that gets no gradient until this backward ends, as without memfit. A gradient that reaches
-    it another way (a penalty on parameters) still calls them."""
+    """Until this backward ends, silence the hooks of a tensor that gets no gradient, as without memfit. A gradient that
+    reaches it another way (a penalty on parameters) still calls them."""
     if id(receiver) in _SILENCED:
         return  # another total in the same backward does not reach it either
     came: list[bool] = []

@@ -23,7 +23,7 @@ Finish = Callable[[list[torch.Tensor | None], Sequence[torch.Tensor]], Total]
 
 def joined(run: Callable[[], Any], staging: Staging, finish: Finish, weight: float = 1.0) -> Any:
     """Return the output of `run` with its tensors connected to the parameters through `finish`. `weight` multiplies gradients
-    that are sharded, as these are reduced while they accumulate."""
+    of sharded parameters, which are reduced across ranks while they accumulate."""
     receivers = staging.parameters()
     with staging.swapped() if staging.parts is None else staging.counting():
         output = run()

@@ -1,5 +1,4 @@
-"""Undoes the side effects of user code on Python objects after planning. Objects keep their identity and get their contents
-back.
+"""Undoes side effects of user code on Python objects after planning. Objects keep their identity; contents are restored.
 
 Planning runs the model, its hooks and the loss on few samples and fake tensors. One walk visits all they can reach:
 attributes, containers of any depth, closure variables, partials, bound methods, and globals and class attributes named in user
@@ -179,7 +178,7 @@ class Kept:
         return next((name for name, own in self._tensors if own.untyped_storage()._cdata == storage), "a tensor")
 
     def holder_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor found with this one's storage, which restores it after `.data` is assigned; else this tensor."""
+        """Return the visited tensor at the same place, which keeps the state if `.data` is assigned; else `tensor`."""
         place = _place(tensor)
         return next((held for held in self._held if _place(held) == place), tensor)
 
@@ -227,7 +226,7 @@ class Kept:
             self._object(value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        """Its data (`p.data = ...`) and its gradient."""
+        """Watch its data (`p.data = ...`) and its gradient."""
         if hasattr(tensor, "to_local") or tensor.layout is not torch.strided or not tensor.is_leaf or tensor.is_nested:
             return
         if type(tensor) not in (torch.Tensor, nn.Parameter):
@@ -245,7 +244,7 @@ class Kept:
         self._undo.append(undo)
 
     def _iterator(self, rewound: Rewound) -> None:
-        """Its position."""
+        """Watch its position."""
         position, rehearsing = position_of(rewound), rewound.rehearsing
         rewound.rehearsing = True
 
@@ -317,7 +316,7 @@ class Kept:
         self._open.append(value)
 
     def _names(self, known: dict[str, Any], names: Iterable[str]) -> None:
-        """Globals that code names, and the data in user modules that it names."""
+        """Visit globals that code names, and the data in user modules that it names."""
         for name in names:
             value = known.get(name)
             if value is None and name not in known:
@@ -356,14 +355,14 @@ class Kept:
             self._attribute(Attribute(value, name, f"{type(value).__name__}.{name}"))
 
     def _attribute(self, place: Attribute) -> None:
-        """An attribute of a class or in a slot."""
+        """Visit an attribute of a class or in a slot."""
         item = self._rewindable(place.put, place.value())
         self._undo.append(functools.partial(_set_again, place, item))
         self._watch(_moved_attribute, place, item)
         self._open.append(item)
 
     def _class(self, kind: type) -> None:
-        """Counters and registries on user classes, and what their methods name."""
+        """Visit counters and registries on user classes, and what their methods name."""
         for base in kind.__mro__:
             if base in self._classes or is_installed(base.__module__) or issubclass(base, enum.Enum):
                 continue
@@ -382,7 +381,7 @@ class Kept:
             self._watch(_added_to, base, names)
 
     def _state(self, value: Any) -> None:
-        """Generators and arrays, which expose their own state."""
+        """Watch generators and arrays, which expose their own state."""
         if isinstance(value, torch.Generator):
             self._undo.append(functools.partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
@@ -416,7 +415,7 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _rewinding(value: Any, found: list[Rewound]) -> Any:
-    """The value with rewindable iterators, which are added to `found`. Tuples are rebuilt."""
+    """Make the iterators in a value rewindable and add them to `found`. Tuples are rebuilt."""
     if _is_iterator(value):
         found.append(rewound_of(value))
         return found[-1]

@@ -92,7 +92,7 @@ class Staging:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Replace the model's parameters by aliases; always restores the originals. Re-entrant."""
+        """Replace the model's parameters by aliases. The originals come back, even after an error. Re-entrant."""
         if self._depth:
             yield
             return

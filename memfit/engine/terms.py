@@ -134,7 +134,7 @@ _ACTIVE = threading.local()
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Call losses as if no `Terms` were active."""
+    """Deactivate the current `Terms` for losses called by name."""
     before, _ACTIVE.terms = getattr(_ACTIVE, "terms", None), None
     try:
         yield

@@ -196,7 +196,7 @@ class Script:
             )
 
     def _combining(self, total: Total, weighting: Weighting) -> Callable[[Factor], Factor]:
-        """Return a function that reduces the total across ranks once, its factor included, which may differ between ranks."""
+        """Return a function that reduces the total across ranks once. Its factor is reduced, too, as ranks may differ in it."""
         first: list[Factor] = []
 
         def combine(factor: Factor) -> Factor:
@@ -315,8 +315,8 @@ class Script:
         return made
 
     def accumulates(self, call: Call, node: Node) -> bool:
-        """Whether the gradients of `node` can be accumulated with its loss: none of its outputs was computed before, else one
-        backward through these would do. Several ranks accumulate all the same, as only some may look at outputs."""
+        """Whether the gradients of `node` can be accumulated with its loss. Not if one of its outputs was computed before, as
+        a backward through it suffices. Several ranks accumulate all the same, as only some may look at outputs."""
         by_number = {each.number: each for each in call.calls}
         if self.alone and any(by_number[number].values is not None for number, _ in leaves_in(node)):
             return False
@@ -329,8 +329,8 @@ class Script:
 
     def defers(self, call: Call) -> bool:
         """Whether losses of calls like this one are deferred until their use is known. They are if there are several, unless
-        the forward has side effects that the script could miss. On several ranks they always are, as ranks add up sums, not
-        quotients by a rank's own counts."""
+        the script could notice that a forward with side effects has not run. On several ranks they always are, as ranks add up
+        sums, not quotients by a rank's own counts."""
         several = self._kinds.of(call).several and not call.composition.moved
         return several or not self.alone
 
@@ -409,7 +409,7 @@ class Script:
         self._ran(call)
 
     def _after_earlier(self, call: Call) -> None:
-        """Forwards with side effects run in the order of their calls."""
+        """Run earlier forwards with side effects first, as these run in the order of their calls."""
         if call.composition.moved:
             self._run_earlier(min(each.number for each in call.calls))
 
@@ -658,7 +658,7 @@ class Script:
     def _worth_keeping(self, call: Call, consumer: Consumer, plan: Plan) -> frozenset[int]:
         """The outputs to keep: those that the script still holds, smallest first, as far as they fit beside the plan's peak.
         Not a loss that is being computed."""
-        numbers = set(map(id, _numbers(call)))  # summed in the pass
+        numbers = set(map(id, _numbers(call)))  # the pass sums these up
         standins = [standin for each in call.calls for standin in each.standins if isinstance(standin, StandIn)]
         leaves = {leaf for standin in standins if id(standin) not in numbers for leaf in standin.leaves}
         held = {call.offsets[number] + leaf for number, leaf in leaves if number in call.offsets}

@@ -1,4 +1,4 @@
-"""Measures the speed of every rank from what each reports, and finds when another division of the work pays.
+"""Load balancing: measures the speed of every rank from what it reports, and finds when another division of the work pays.
 
 All ranks receive the same numbers in the same steps and reach the same result without communication. On a shared machine,
 equal ranks differ by a third for seconds at a time. A difference must therefore last: over intervals of time, not steps, in

@@ -366,7 +366,7 @@ class _Replay(torch.autograd.Function):
 def _given_of_loss(
     owner: Owner, call: Call, by_leaf: list[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None] | None:
-    """Gradients of the model's own loss, used in C++ without notice. It is weighted, unlike outputs, which are joined."""
+    """Gradients of the model's own loss, if C++ code used it unseen. It is weighted, while outputs are joined."""
     own = call.outputs.loss
     if own is None or by_leaf[own] is None or call.whole is not None:
         return None

@@ -63,7 +63,7 @@ class Stated:
 
 
 def packed(answers: Sequence[bool]) -> list[float]:
-    """Pack many booleans into few numbers."""
+    """Pack many booleans into few numbers, as bit masks."""
     parts = (answers[i : i + BITS] for i in range(0, len(answers), BITS))
     return [float(sum(answer << bit for bit, answer in enumerate(part))) for part in parts]
 

@@ -99,7 +99,7 @@ class Stepper:
         self._share = 1
 
     def _begin_anew(self) -> None:
-        """Drop all that is known about the loss, as the model changed."""
+        """Drop all that is known about the loss, as the model was replaced."""
         self._kinds.clear()
         self._look()
 

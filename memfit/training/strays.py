@@ -1,4 +1,4 @@
-"""Averages gradients that bypass the forward across ranks: through `model.logit_scale` in the script's loss, or an unlisted
+"""Averages (all-reduce) gradients that bypass the forward: through `model.logit_scale` in the script's loss, or an unlisted
 method.
 
 Each rank has only its own. At the end of the user's backward they become the mean across ranks, weighted by samples, as in
