@@ -155,7 +155,7 @@ def modes_of(modules: list[nn.Module]) -> list[tuple[nn.Module, bool]]:
 
 
 def restore_tensors(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write each copy back into its original without incrementing its version and without a synchronization."""
+    """Write each copy back into its original without a synchronization. Increments the version only if the shape changed."""
     if not copies:
         return
     with torch.no_grad():
