@@ -1,1 +1,1 @@
-"""The engine: one interception, one staged gradient, one micro-batch at a time. Profiling traces it, training runs it."""
+"""The engine: intercepts calls, stages gradients and runs micro-batches. Profiling traces it and training runs it."""

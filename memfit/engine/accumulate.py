@@ -1,6 +1,6 @@
-"""Accumulating an effective batch: forward and backward per micro-batch, weighted by what its loss divides by.
+"""Gradient accumulation over an effective batch: forward and backward per micro-batch, weighted by the loss denominator.
 
-The same function runs for real, on fake tensors while profiling, and on small samples while proving and verifying.
+The same function runs in training, on fake tensors in profiling, and on small samples in proofs and verification.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from memfit.engine.terms import Term, Terms, is_only_term, standing_in
 
 CountOf = Callable[[Any], Count]
 AroundLast = Callable[[Total], AbstractContextManager[None]]
-"""What the last micro-batch's backward runs in, from a total without gradients."""
+"""Context for the last micro-batch's backward, made from the total without its gradients."""
 _NUMBERS = (torch.float32, torch.float64)
 
 
 class Work(Protocol):
-    """What a micro-batch of an effective batch does. Implemented by step mode, script mode and profiling samples."""
+    """Computes one micro-batch of an effective batch. Implemented by step mode, script mode and profiling samples."""
 
     samples: int
     """Samples in the effective batch."""
     device: torch.device
-    """Where the model computes."""
+    """Device of the model."""
     composition: Composition
-    """How the state that its forwards move is composed."""
+    """How side effects of the forwards are composed across micro-batches."""
 
     def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:
-        """The samples `start:stop` cut or collated, on the device; with `count`, also what it says of them."""
+        """Cut or collate the samples `start:stop` on the device; with `count`, also return their count."""
         ...
 
     def counted(self, start: int, stop: int, count: CountOf) -> Count | None:
-        """What `count` says of the samples `start:stop` where they lie on an accelerator already; else None."""
+        """Count the samples `start:stop` if they are on an accelerator already; else return None."""
         ...
 
     def forward(self, inputs: Any) -> Any:
-        """What the loss is computed from: the model's output where the loss is known apart from it, else the inputs."""
+        """Return what the loss is computed from: the model's output, or the inputs if `loss` runs the model."""
         ...
 
     def loss(self, outputs: Any) -> torch.Tensor:
-        """The loss in the script's own arithmetic, under the script's own autocast; known means are looked for here."""
+        """Compute the loss with the script's own arithmetic and autocast. Means of known losses are looked for in here."""
         ...
 
     def extra_receivers(self) -> Sequence[torch.Tensor]:
@@ -61,40 +61,40 @@ class Work(Protocol):
         ...
 
     def extra_gradients(self) -> list[torch.Tensor | None]:
-        """What they received, in the same order, moved out."""
+        """Move out the gradients that the extra receivers got, in the same order."""
         ...
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """How the losses of micro-batches make the loss of the whole."""
+    """How the losses of micro-batches are weighted to give the loss of the full batch (its reduction)."""
 
     kind: Literal["samples", "sum", "term", "count", "share"]
-    """samples: by their number. sum: each counts 1. term: by the denominator of the one known mean the loss consists of.
-    count: by `count` of the micro-batch. share: each counts 1, and processes weigh by their samples."""
+    """samples: by the number of samples. sum: each weighs 1. term: by the denominator of the one known mean that the loss is.
+    count: by `count` of the micro-batch. share: each weighs 1, and ranks weigh by their samples."""
     label: str
-    """In words, for the report."""
+    """Description for the report."""
     count: CountOf | None = None
-    """For "count": from a micro-batch to its weight."""
+    """For "count": returns the weight of a micro-batch."""
     watch: bool = False
-    """Whether known means stand beside other terms: their denominators then have to be proportional to the samples, which
-    is looked at before the gradients are handed over."""
+    """Whether known means stand beside other terms. Their denominators must then be proportional to the samples, which is
+    checked before the gradients are handed over."""
     by_name: bool = False
-    """Whether its known means are all called as attributes of torch.nn.functional, so that no other call is looked at."""
+    """Whether all its known means are called as attributes of torch.nn.functional; no other call is intercepted then."""
     told: bool = False
-    """Whether the work says itself which known mean it computes (`terms.told`), so that no call is looked at."""
+    """Whether the work reports the known mean it computes (`terms.told`); no call is intercepted then."""
     inferred: bool = False
-    """For "count": whether it was inferred, and not stated by hand."""
+    """For "count": whether the count was inferred, not given by the user."""
     rivals: tuple[CountOf, ...] = ()
-    """For "samples" and "count": counts that could not be told apart from that when it was proven; a batch in which they are
-    not proportional to it has to be proven again."""
+    """For "samples" and "count": other counts that the proof could not tell apart from the weights. A batch where they are not
+    proportional to the weights needs a new proof."""
     sums: bool = False
-    """Whether adding losses up holds as well: parts without any loss tell nothing about that."""
+    """Whether adding the losses is correct, too. Parts with zero loss cannot tell the two apart."""
     divided: tuple[How, ...] | None = None
-    """What each part of the loss divides by was seen to be: what adds up over samples has to stay in proportion to the weights.
-    None: not looked at."""
+    """How each divisor in the loss depends on the samples. Divisors that add up must stay proportional to the weights. None:
+    not checked."""
     doubt: str | None = None
-    """Why it may hold on the samples it was proven on and not on others; None where nothing speaks for that."""
+    """Why it may hold for the proof's samples but not for others. None if nothing suggests that."""
 
 
 BY_SAMPLES = Weighting("samples", "by samples")
@@ -103,12 +103,12 @@ BY_TOLD_TERM = Weighting("term", "by what its mean divides by", told=True)
 
 
 class WeightsChanged(Exception):
-    """The loss no longer has the form its weighting was proven for. Nothing was handed over."""
+    """The loss no longer has the form its weighting was proven for. No gradients were handed over."""
 
 
 class SharesDiffer(Exception):
-    """Known means beside other terms had denominators that are not proportional to the samples; `shares[i][k]` is what
-    mean k of micro-batch i has to be multiplied by for the sample weighting to be exact. Nothing was handed over."""
+    """Known means beside other terms have denominators that are not proportional to the samples. `shares[i][k]` is the factor
+    that makes mean k of micro-batch i exact under sample weighting. No gradients were handed over."""
 
     def __init__(self, shares: list[list[float]]) -> None:
         super().__init__("denominators are not proportional to samples")
@@ -131,13 +131,14 @@ def accumulate(
 ) -> Total:
     """Run all micro-batches and return the loss and gradients of the effective batch.
 
-    `pieces` are the micro-batches' sizes in samples, `parameters` those that are staged where they are listed already,
-    `scale` the loss scale while gathering (float16), `shares` the correction of watched means where known already;
-    `before_backward(loss)` is called after each forward, `after_micro(i)` after each micro-batch; the backward of the last one
-    runs inside `around_last(total)`, which is given what the total will be, without its gradients. Where no micro-batch has
-    anything that counts they run all the same if there are no others (`alone`): what comes is what the whole would give.
-    Raises WeightsChanged or SharesDiffer where the weighting does not hold for this batch. The caller discards what was
-    staged when an exception leaves.
+    `pieces` are micro-batch sizes in samples, `parameters` the staged parameters if already listed, `scale` the loss scale
+    while gradients accumulate (float16), `shares` the known corrections of watched means. `before_backward(loss)` is called
+    after each forward, `after_micro(i)` after each micro-batch. The last backward runs inside `around_last(total)`, whose
+    total has no gradients. Micro-batches with nothing to count are skipped. If all are and no other ranks train (`alone`),
+    they run after all and give what the full batch would.
+
+    Raises WeightsChanged or SharesDiffer if the weighting does not hold for this batch. The caller discards the staged
+    gradients after an exception.
     """
     receivers = [*(staging.parameters() if parameters is None else parameters), *work.extra_receivers()]
     gathered = Pass(work, staging, weighting, scale, before_backward)
@@ -159,13 +160,13 @@ def accumulate(
 
 @contextmanager
 def gathering(staging: Staging, weighting: Weighting) -> Iterator[None]:
-    """Inside, the model holds aliases of its parameters and known means are found: what every `Pass` runs in."""
+    """Swap in parameter aliases and intercept known means: the context of every `Pass`."""
     with staging.swapped(), standing_in() if weighting.by_name else nullcontext():
         yield
 
 
 class Pass:
-    """The running sums of one pass over an effective batch."""
+    """The running sums of one pass (forward and backward of every micro-batch) over an effective batch."""
 
     def __init__(
         self,
@@ -191,13 +192,13 @@ class Pass:
     def micro_batch(
         self, start: int, stop: int, shares: Sequence[float] | None = None, around: AroundLast | None = None
     ) -> None:
-        """Run the samples `start:stop`; with `around`, the last ones."""
+        """Run the samples `start:stop`; pass `around` with the last ones."""
         self._work.composition.before_micro_batch()
         inputs, count = self._work.inputs(start, stop, None if self._ahead else self._counting())
         count = self._ahead.pop(0) if self._ahead else count
         if isinstance(count, (int, float)) and count == 0:
             self._run_nothing(inputs, stop - start)
-            return  # nothing valid in it: its own mean would be 0/0, and 0 * NaN is NaN
+            return  # nothing valid to count: the mean would be 0/0, and 0 * NaN is NaN
         outputs = self._work.forward(inputs)
         del inputs
         loss, weight = self._loss(outputs, stop - start, count, shares)
@@ -209,12 +210,12 @@ class Pass:
             self._before_backward(loss)
         with without_autocast(self._work.device), nullcontext() if around is None else around(self._whole([], [])):
             torch.autograd.backward(loss, self._beginning(loss, weight * self._scale))
-        # (after backward: the script's own checkpoints compute again, and move state again)
+        # After backward, because the script's own checkpoints recompute and repeat side effects.
         self._work.composition.after_micro_batch(stop - start)
 
     def count_ahead(self, pieces: Sequence[int]) -> None:
-        """Read what is counted in micro-batches that lie on an accelerator, all at once and before any runs: one without
-        anything that counts must not, as 0 * NaN is NaN, and what the device knows is not looked at later."""
+        """Count the micro-batches on an accelerator with one synchronization before any runs. A micro-batch with nothing to
+        count must not run, as 0 * NaN is NaN, and counts on the device are not read later."""
         counting = self._counting()
         if counting is None:
             return
@@ -230,34 +231,34 @@ class Pass:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no micro-batch had anything that counts."""
+        """Whether all micro-batches had nothing to count."""
         return not self._losses
 
     def run_all(self, pieces: Sequence[int]) -> None:
-        """Run micro-batches none of which has anything that counts: zeros, or not a number, as their whole gives."""
+        """Run micro-batches that all have nothing to count. They give zeros or NaN, as the full batch does."""
         self._weighting, self.rivals, self.chosen, self._divided = BY_SAMPLES, [], [], Divided(None)
         for start, stop in bounds(pieces):
             self.micro_batch(start, stop)
 
     def check_rivals(self, pieces: Sequence[int]) -> None:
-        """Raise WeightsChanged where a count that could not be told apart from the weights can be in this batch."""
+        """Raise WeightsChanged if a count proportional to the weights in the proof is not so in this batch."""
         _check_rivals(self.rivals, pieces if self._weighting.count is None else self.chosen)
 
     def check_divisors(self) -> None:
-        """Raise WeightsChanged where what the loss divides by is not in proportion to the weights."""
+        """Raise WeightsChanged if a divisor of the loss is not proportional to the weights."""
         changed = self._divided.changed(self._work.device, wide(self._work.device))
         if changed is not None:
             raise WeightsChanged(changed)
 
     @staticmethod
     def _beginning(loss: torch.Tensor, factor: Count | float) -> torch.Tensor:
-        """What backward begins with: the weight, which the loss then does not have to be multiplied by. A new one each time:
-        autograd may take it over as the gradient of a parameter."""
+        """The initial gradient of backward: the weight, which saves a multiplication of the loss. A new tensor each time, as
+        autograd may take it over as a parameter's gradient."""
         return factor.to(loss, copy=True) if isinstance(factor, torch.Tensor) else torch.full_like(loss, factor)
 
     def _run_nothing(self, inputs: Any, samples: int) -> None:
-        """A micro-batch without anything to count: it moves state like the others. Where the weighting was inferred it must
-        have no loss of its own (losses that divide by max(count, 1) have one)."""
+        """Run a micro-batch with nothing to count for its side effects. If the weighting was inferred, its loss must be zero
+        or not finite (a loss that divides by max(count, 1) can be otherwise)."""
         composition, inferred = self._work.composition, self._weighting.inferred
         if not inferred and not composition.moved:
             return
@@ -284,9 +285,9 @@ class Pass:
         return self._whole(receivers, [*self._staging.take(receivers[:parameters]), *self._work.extra_gradients()])
 
     def _whole(self, receivers: Sequence[torch.Tensor], gradients: list[torch.Tensor | None]) -> Total:
-        """The total, as far as micro-batches have run, with these gradients."""
+        """The total of the micro-batches so far, with these gradients."""
         device, exact = self._work.device, wide(self._work.device)
-        if not self._losses:  # no micro-batch had anything valid: the whole would give 0/0 as well
+        if not self._losses:  # nothing valid to count: the full batch would give 0/0 as well
             return Total(torch.full((), float("nan"), device=device), receivers, gradients, 1.0 / self._scale, weight=0.0)
         share, factor = self._share(exact, device) if self._counts else (1.0, 1.0)
         value = _weighted_sum(self._losses, self._weights, exact, device) * share
@@ -299,14 +300,14 @@ class Pass:
         return whole
 
     def _weight(self) -> Factor:
-        """What all micro-batches together weigh beside those of other processes."""
+        """The weight of all micro-batches relative to other ranks' totals."""
         return _sum(self._counts) if self._counts else float(self._work.samples)
 
     def _share(self, exact: torch.dtype, device: torch.device) -> tuple[Factor, Factor]:
-        """What the sums of the losses and of the gradients still have to be multiplied by."""
+        """The remaining factors for the sum of the losses and for the gradients."""
         count = _sum(self._counts)
-        # Without a single valid entry the loss is 0/0, as it would be whole, but torch's gradient of it is zero; in parts it is
-        # that of other processes.
+        # Without a valid entry the loss is 0/0, as for the full batch, but torch's gradient of it is zero. Sharded gradients
+        # are those of other ranks and stay.
         nothing = 0.0 if self._staging.parts is None else 1.0
         if isinstance(count, torch.Tensor):
             share = count.to(exact).reciprocal() * self._unit
@@ -317,7 +318,7 @@ class Pass:
     def _loss(
         self, outputs: Any, samples: int, count: Count | None, shares: Sequence[float] | None
     ) -> tuple[torch.Tensor, Count | float]:
-        """The micro-batch's loss and its weight; weights are of the order of its part of the whole."""
+        """The micro-batch's loss and its weight, about as large as the micro-batch's part of the full batch."""
         part = samples / self._work.samples
         if self._weighting.kind == "term":
             return self._term(outputs, part)
@@ -348,24 +349,24 @@ class Pass:
         return loss, self._deferred(term.count, term.entries, part)
 
     def _deferred(self, count: Count, entries: Count, part: float) -> Count | float:
-        # The true total is known only at the end; until then weights are relative to an estimate, so that float16
-        # gradients keep their usual size.
+        # The true total is known only at the end. Until then weights are relative to an estimate, so that float16 gradients
+        # keep their usual magnitude.
         if not self._counts:
-            # (what several processes add up while they gather is relative to the same on all of them)
+            # Gradients that are reduced while they accumulate need the same unit on all ranks.
             self._unit = entries / part if self._staging.parts is None else 1.0
         self._counts.append(count)
-        # (an integer tensor divided by a number is of the default precision)
+        # An integer tensor divided by a number has the default dtype.
         return (entries.to(wide(self._work.device)) if isinstance(entries, torch.Tensor) else entries) / self._unit
 
 
 def loss_of(work: Work, samples: int) -> torch.Tensor:
-    """The loss of a work's first `samples` samples."""
+    """Compute the loss of a work's first `samples` samples."""
     inputs, _ = work.inputs(0, samples, None)
     return checked_loss(work.loss(work.forward(inputs)))
 
 
 def checked_loss(loss: Any) -> torch.Tensor:
-    """`loss` if it is a scalar with a graph; UsageError naming what it is otherwise."""
+    """Return `loss` as a scalar with a graph. Raises UsageError that says what it is otherwise."""
     if not isinstance(loss, torch.Tensor):
         raise _not_a_loss(
             f"it is of type {type(loss).__name__}", "return a tensor of one element that depends on the model"
@@ -385,7 +386,7 @@ def checked_loss(loss: Any) -> torch.Tensor:
 def _weighted_sum(
     losses: Sequence[torch.Tensor | float], weights: Sequence[Count | float], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | float:
-    """On the host where everything is there already, else on the device, without anything that has to get there first."""
+    """Returns a number if all values are on the host, else a tensor on the device, without a synchronization."""
     by_weight: dict[float, list[torch.Tensor]] = {}
     counted: list[tuple[torch.Tensor, torch.Tensor]] = []
     on_host = 0.0
@@ -406,13 +407,13 @@ def _weighted_sum(
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """The widest floating point type the device has."""
+    """Return the widest floating point dtype of the device."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _value(loss: torch.Tensor) -> torch.Tensor | float:
-    """The loss without its graph, as a number where it is on the host anyway; and without the values it was computed from:
-    mse_loss and others write their mean into the memory of these (aten/src/ATen/native/Loss.cpp)."""
+    """The detached loss, as a number if it is on the CPU. Clones it out of a large storage: mse_loss and others write their
+    mean into the memory of the unreduced values (aten/src/ATen/native/Loss.cpp)."""
     value = loss.detach()
     if type(value) is torch.Tensor and value.device.type == "cpu" and value.dtype in _NUMBERS:
         return float(value.numpy())
@@ -429,7 +430,7 @@ def _sum(counts: Sequence[Count]) -> Count:
 
 
 def _number(count: Count, known: Iterator[float]) -> Count:
-    """A count as the host has it, from the next of those `known` where it lies on a device."""
+    """A count as a number, taken from `known` if it is on a device."""
     number = next(known) if isinstance(count, torch.Tensor) else count
     return int(number) if float(number).is_integer() else number
 
@@ -451,7 +452,7 @@ def _check_shares(terms: list[list[Term]], pieces: Sequence[int], device: torch.
         return
     if len({len(found) for found in terms}) != 1:
         raise WeightsChanged("the number of known means differs between micro-batches")
-    # The one host read of this path; only losses that mix known means with other terms come here.
+    # The only synchronization here. Only losses that mix known means with other terms get this far.
     found = read([term.count for found in terms for term in found], device, wide(device))
     counts = torch.tensor(found, dtype=torch.float64).reshape(len(terms), -1)
     samples = torch.tensor(pieces, dtype=torch.float64)[:, None]

@@ -1,4 +1,4 @@
-"""Running something in the middle of something else that must not see it: what another process asks for meanwhile."""
+"""Runs code in the middle of other code whose modes must not see it: requests of other ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memfit.engine.terms import unseen
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Inside, no mode that follows functions or operations is active, and no losses are looked at."""
+    """Deactivate all torch function and dispatch modes, and the interception of losses."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     try:
         with _disable_current_modes(), unseen():

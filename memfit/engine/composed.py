@@ -1,8 +1,8 @@
-"""State that a forward moves, composed over micro-batches as one forward over the whole batch would have moved it.
+"""Side effects of a forward, composed over micro-batches to what one forward over the full batch would leave.
 
-Before each micro-batch such state has the value that it had at the call; afterwards what the micro-batches made of it is joined
-by the rule that was proven for it on a whole and on unequal parts. Not covered: state outside of the process, and what a
-forward moves later and did not move in the proof.
+Each micro-batch starts with the state at the call. Afterwards the states that the micro-batches left are joined by a rule that
+was proven with a full batch and unequal parts. Not covered: state outside the process, and state that did not change in the
+proof but does later.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from memfit.batches.tree import map_leaves
 from memfit.engine.context import restore_tensors
 
 MISSING: Any = object()
-"""The value of what is not there."""
+"""The value of an absent entry."""
 
 
 class Place(Protocol):
-    """Where code may leave something."""
+    """A place where code may leave state."""
 
     @property
     def label(self) -> str:
-        """Its name for people."""
+        """Name for messages."""
         ...
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What it is told from others by, as long as it exists."""
+        """Identity of the place while it exists."""
         ...
 
     def value(self) -> Any:
-        """What is there now, such that it stays what it is."""
+        """The current value, as a snapshot that later writes do not change."""
         ...
 
     def put(self, value: Any) -> None:
-        """Let this be there."""
+        """Set the value."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """An attribute of an object, a global variable, an entry of a dictionary."""
+    """A dictionary entry: an attribute of an object, a global variable, a dictionary's item."""
 
     holder: dict[Any, Any]
     name: Any
@@ -72,7 +72,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Attribute:
-    """An attribute of a class, or of an object that has a slot for it."""
+    """An attribute of a class, or of an object with a slot for it."""
 
     holder: Any
     name: str
@@ -84,20 +84,20 @@ class Attribute:
 
     def value(self) -> Any:
         if isinstance(self.holder, type):
-            return vars(self.holder).get(self.name, MISSING)  # (not what another class lends it)
+            return vars(self.holder).get(self.name, MISSING)  # not an inherited attribute
         return getattr(self.holder, self.name, MISSING)
 
     def put(self, value: Any) -> None:
-        kind = type if isinstance(self.holder, type) else object  # past what a frozen data class says of it
+        kind = type if isinstance(self.holder, type) else object  # bypasses the checks of frozen dataclasses
         try:
             kind.__delattr__(self.holder, self.name) if value is MISSING else kind.__setattr__(self.holder, self.name, value)
-        except AttributeError:  # it can be set where the object is made only
+        except AttributeError:  # read-only after construction
             return
 
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """A variable that a function closes over."""
+    """A closure variable."""
 
     cell: types.CellType
     label: str
@@ -134,7 +134,7 @@ class Contents:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """What a tensor holds."""
+    """The values of a tensor."""
 
     tensor: torch.Tensor
     label: str
@@ -152,7 +152,7 @@ class Data:
 
 @dataclass(frozen=True, eq=False)
 class Array:
-    """What a NumPy array holds."""
+    """The values of a NumPy array."""
 
     array: Any
     label: str
@@ -170,7 +170,7 @@ class Array:
 
 @dataclass(frozen=True, eq=False)
 class Assigned:
-    """What a tensor holds whose data was assigned (`p.data = ...`): it lies elsewhere now."""
+    """The values of a tensor whose data was assigned (`p.data = ...`) and has another storage now."""
 
     tensor: torch.Tensor
     label: str
@@ -188,7 +188,7 @@ class Assigned:
 
 @dataclass(frozen=True, eq=False)
 class WithoutGraph:
-    """What another place holds, without the graph of the micro-batch that left it, which its backward frees."""
+    """The value of another place, detached from the graph of its micro-batch, which backward frees."""
 
     place: Place
 
@@ -208,21 +208,21 @@ class WithoutGraph:
 
 
 def without_graph(value: Any) -> Any:
-    """The same with every tensor detached."""
+    """Detach every tensor in a tree."""
     return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 class Rule(Protocol):
-    """How the values of parts make the value of the whole."""
+    """How the values that parts leave give the value of the full batch."""
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """The value after a whole batch: from that at the call, and those that micro-batches of these sizes left."""
+        """The value after a full batch, given the value at the call and those after micro-batches of these sizes."""
         ...
 
 
 @dataclass(frozen=True)
 class Last:
-    """Every part leaves what the whole would: a counter of forwards."""
+    """Every part leaves the full batch's value: a counter of forwards."""
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
         return values[-1]
@@ -230,7 +230,7 @@ class Last:
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean over samples: a running centre."""
+    """The mean over samples: a running center."""
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
         total = sum(sizes)
@@ -239,7 +239,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Added:
-    """What parts add to it adds up: a count of samples."""
+    """The sum of what the parts add: a count of samples."""
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
         return before + sum(value - before for value in values)
@@ -247,7 +247,7 @@ class Added:
 
 @dataclass(frozen=True)
 class Rows:
-    """One after the other along a dimension: the outputs of the last forward."""
+    """Concatenation along a dimension: the outputs of the last forward."""
 
     dim: int
 
@@ -261,8 +261,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Appended:
-    """A list to which every part appends as many items as the whole would, each joined by a rule of its own; where a checkpoint
-    of the script's computes them again, they are appended again."""
+    """A list to which every part appends as many items as the full batch, each joined by its own rule. If a checkpoint of the
+    script recomputes them, they are appended again."""
 
     rules: tuple[Rule, ...]
 
@@ -285,7 +285,7 @@ class Inside:
 
 
 def appended(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
-    """What was appended to a list, or to a deque that lets go of its first items."""
+    """Return the items appended to a list, or to a deque that drops its first items."""
     for start in range(len(before) + 1):
         kept = before[start:]
         if len(kept) <= len(after) and all(a is b for a, b in zip(kept, after)):
@@ -295,14 +295,14 @@ def appended(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Slot:
-    """A place whose value is composed, and how."""
+    """A place and the rule that composes its value."""
 
     place: Place
     rule: Rule
 
 
 class Composition:
-    """State over the micro-batches of one pass: `slots` are composed; `moved` is all that a forward moves, those among it."""
+    """State over the micro-batches of one pass: `slots` are composed, `moved` are all places that a forward changes."""
 
     def __init__(self, slots: Sequence[Slot] = (), moved: Sequence[Place] = ()) -> None:
         self.slots, self.moved = tuple(slots), tuple(moved)
@@ -313,28 +313,29 @@ class Composition:
 
     @property
     def keys(self) -> frozenset[tuple[Any, ...]]:
-        """Those of the places that move."""
+        """Keys of the places that change."""
         return frozenset(place.key for place in self.moved)
 
     @property
     def in_sequence(self) -> bool:
-        """Whether the order of samples is to be seen in the state: rows, items, and what is right after one another only."""
+        """Whether the state depends on the order of samples: rows, items, and state that is right only if parts run in
+        sequence."""
         any_order = {id(slot.place) for slot in self.slots if isinstance(slot.rule, (Last, Mean, Added))}
         told = [place.value() for place in self.moved if id(place) not in any_order]
         return any(not (is_number(value) or isinstance(value, bool) or value is MISSING) for value in told)
 
     @property
     def trained(self) -> list[Data]:
-        """Parameters in training that a forward writes."""
+        """Trainable parameters that a forward writes."""
         return [place for place in self.moved if isinstance(place, Data) and place.tensor.requires_grad]
 
     def afresh(self) -> Composition:
-        """The same for another call, which begins with state of its own."""
+        """A copy for another call, without the values of this one."""
         return Composition(self.slots, self.moved)
 
     @contextmanager
     def over_pass(self) -> Iterator[None]:
-        """What a pass runs in; where it fails, the state is as it was."""
+        """Context of a pass over all micro-batches. Restores the state if the pass fails."""
         if not self.moved:
             yield
             return
@@ -355,25 +356,25 @@ class Composition:
         return [slot.rule.joined(before, its, self._sizes) for slot, before, its in zip(self.slots, self._before, values)]
 
     def before_micro_batch(self) -> None:
-        """The state is what it was at the call."""
+        """Reset the state to its value at the call."""
         if self._sizes:
             _put([slot.place for slot in self.slots], self._before)
 
     def after_micro_batch(self, samples: int) -> None:
-        """A forward over so many samples has moved it, and its backward, where that runs parts of it again."""
+        """Record the state after the forward over `samples` samples and its backward, which may recompute parts of it."""
         if self.slots:
             self._after.append([slot.place.value() for slot in self.slots])
             self._sizes.append(samples)
 
     @contextmanager
     def kept(self, wanted: bool = True, *, from_call: bool = True) -> Iterator[None]:
-        """What a pass that repeats another runs in: it begins with the state that the first began with (unless not
-        `from_call`), and moves none."""
+        """Context of a pass that repeats another. It starts with the state that the first one started with (unless not
+        `from_call`) and leaves the state unchanged."""
         if not wanted:
             yield
             return
         now = [place.value() for place in self.moved]
-        with ExitStack() as versions:  # (graphs that saved a parameter meanwhile find what they saved)
+        with ExitStack() as versions:  # graphs that saved a parameter must not see a newer version of it
             for place in self.trained:
                 versions.enter_context(_unsafe_preserve_version_counter(place.tensor))
             try:
@@ -384,17 +385,17 @@ class Composition:
                 _put(self.moved, now)
 
     def undone(self) -> None:
-        """The state is as it was before the latest pass."""
+        """Restore the state before the latest pass."""
         if self._there is not None:
             _put(self.moved, self._there)
 
     def repeated(self) -> Composition:
-        """That of a pass which repeats the first one."""
+        """The composition for a pass that repeats the first one."""
         return _Repeated(self)
 
 
 class _Repeated(Composition):
-    """Begins as another did, and moves nothing."""
+    """Starts with the state of another pass and leaves the state unchanged."""
 
     def __init__(self, first: Composition) -> None:
         super().__init__(first.slots, first.moved)
@@ -413,7 +414,7 @@ class _Repeated(Composition):
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one of Python's or of NumPy's."""
+    """Whether it is a Python or NumPy number (not a bool)."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 

@@ -1,6 +1,7 @@
-"""The circumstances of a call (autocast, train/eval modes, requires_grad, buffers), captured when it is made and restored when
-it is run or run again. Not covered: torch function modes and backend flags that a script switches between
-call and backward.
+"""Captures the context of a call (autocast, train/eval modes, requires_grad, buffers) and restores it to run the call later or
+again.
+
+Not covered: torch function modes, and backend flags that a script changes between call and backward.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from memfit.engine.modules import parameters_in
 
 @dataclass(frozen=True)
 class Autocast:
-    """One device type's autocast state."""
+    """The autocast state of one device type."""
 
     device_type: str
     """"cpu", "cuda", ..."""
     enabled: bool
     """Whether operations are cast."""
     dtype: torch.dtype
-    """To which precision."""
+    """The dtype they are cast to."""
     cache: bool
-    """Whether casts of weights are kept for the length of the region."""
+    """Whether casts of weights are cached within the region."""
 
     def entered(self) -> torch.autocast:
-        """A context in which exactly this state holds."""
+        """Return a context with exactly this state."""
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache)
 
 
 def autocast_now(device_types: Iterable[str]) -> tuple[Autocast, ...]:
-    """The autocast states in force for these device types."""
+    """Return the current autocast states of these device types."""
     cache = torch.is_autocast_cache_enabled()
     return tuple(
         Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cache)
@@ -46,7 +47,7 @@ def autocast_now(device_types: Iterable[str]) -> tuple[Autocast, ...]:
 
 
 def autocasting(states: Iterable[Autocast]) -> AbstractContextManager[object]:
-    """Exactly these autocast states; nothing is entered where they hold already (each entry clears the weight cache)."""
+    """Return a context with these autocast states. Skips those that hold already (each entry clears the weight cache)."""
     differing = [state for state in states if state.enabled or torch.is_autocast_enabled(state.device_type)]
     if not differing:
         return nullcontext()
@@ -58,7 +59,7 @@ def autocasting(states: Iterable[Autocast]) -> AbstractContextManager[object]:
 
 @contextmanager
 def autocast_kept(device_types: Iterable[str]) -> Iterator[None]:
-    """Autocast is afterwards as it was, also where what runs inside enters it and never leaves."""
+    """Restore autocast afterwards, even if the code inside enters it and never exits."""
     before, depth = autocast_now(device_types), _autocast_depth()
     try:
         yield
@@ -76,13 +77,13 @@ def autocast_kept(device_types: Iterable[str]) -> Iterator[None]:
 
 
 def _autocast_depth() -> int:
-    """How many autocast regions this thread is in: torch tells only when it is counted up or down."""
+    """The autocast nesting depth of this thread. torch returns it only when it is changed."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast off for a device and the host, for inner backward passes."""
+    """Disable autocast on a device and the CPU, for inner backward passes."""
     kind = device.type
     if not torch.is_autocast_enabled(kind) and (kind == "cpu" or not torch.is_autocast_enabled("cpu")):
         return nullcontext()
@@ -90,15 +91,15 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def without_inference_mode() -> AbstractContextManager[object]:
-    """Out of inference mode, in which nothing is recorded for backward, whatever the grad mode says."""
+    """Leave inference mode, which records nothing for backward in any grad mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Compiled models run eagerly; nothing is compiled, and what was compiled stays.
+    """Run compiled models eagerly, without compiling anything or dropping compiled code.
 
-    Compiling while dispatch modes of ours are active would trace into them, give up, and run that code eagerly for good.
+    With memfit's dispatch modes active, the compiler would trace into them, give up, and run that code eagerly from then on.
     """
     if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
         yield
@@ -109,7 +110,7 @@ def uncompiled() -> Iterator[None]:
 
 @contextmanager
 def modes_as(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """The modules' train/eval flags as captured by `modes_of`; those in force come back afterwards."""
+    """Set the modules' train/eval flags to those captured by `modes_of`, and restore them afterwards."""
     changed = [(module, module.training, training) for module, training in modes if module.training != training]
     for module, _, training in changed:
         module.training = training
@@ -122,7 +123,7 @@ def modes_as(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
 
 @contextmanager
 def requiring_as(flags: list[tuple[torch.Tensor, bool]]) -> Iterator[None]:
-    """The parameters' `requires_grad` as captured by `requires_of`; what is in force comes back afterwards."""
+    """Set the parameters' `requires_grad` to that captured by `requires_of`, and restore it afterwards."""
     changed = [(p, wanted) for p, wanted in flags if p.requires_grad != wanted]
     for p, wanted in changed:
         p.requires_grad_(wanted)
@@ -134,7 +135,7 @@ def requiring_as(flags: list[tuple[torch.Tensor, bool]]) -> Iterator[None]:
 
 
 def in_functional_call() -> bool:
-    """Whether `torch.func.functional_call` runs, which puts other tensors in the parameters' places for a moment."""
+    """Whether `torch.func.functional_call` is running, which temporarily replaces the parameters."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "_functional_call" and frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
@@ -144,17 +145,17 @@ def in_functional_call() -> bool:
 
 
 def requires_of(modules: list[nn.Module]) -> list[tuple[torch.Tensor, bool]]:
-    """The `requires_grad` of every parameter that these modules hold."""
+    """Capture the `requires_grad` of every parameter of these modules."""
     return [(p, p.requires_grad) for p in parameters_in(modules)]
 
 
 def modes_of(modules: list[nn.Module]) -> list[tuple[nn.Module, bool]]:
-    """Every module's train/eval flag."""
+    """Capture every module's train/eval flag."""
     return [(module, module.training) for module in modules]
 
 
 def restore_tensors(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write each copy back into its original, without counting as a modification and without asking the device anything."""
+    """Write each copy back into its original without a synchronization. Increments the version only if the shape changed."""
     if not copies:
         return
     with torch.no_grad():
@@ -166,13 +167,13 @@ def restore_tensors(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def is_faking() -> bool:
-    """Whether operators compute on fake tensors, so that nothing is written for real."""
+    """Whether operators compute on fake tensors and nothing is really written."""
     return any(type(mode).__name__ == "FakeTensorMode" for mode in _get_current_dispatch_mode_stack())
 
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
-    """Inside, hooks of `torch.autograd.graph.saved_tensors_hooks` and its kind do not see what is saved for backward."""
+    """Disable the hooks of `torch.autograd.graph.saved_tensors_hooks` and similar."""
     autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     found: list[Any] = []
     while hasattr(autograd, "_top_saved_tensors_default_hooks"):
@@ -189,7 +190,7 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Inside, no transform of torch.func (vmap, grad) is in force: what runs is none of what it transforms."""
+    """Disable torch.func transforms (vmap, grad): code inside is not transformed."""
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     stack = getattr(functorch, "peek_interpreter_stack", lambda: None)()
     if stack is None:
@@ -200,8 +201,8 @@ def outside_transforms() -> AbstractContextManager[Any]:
 
 
 def in_checkpoint() -> bool:
-    """Whether what runs now is inside of `torch.utils.checkpoint` (not its reentrant kind), which counts every tensor that it
-    saves, and expects as many when it runs again."""
+    """Whether the code runs inside `torch.utils.checkpoint` (the non-reentrant kind), which counts the tensors saved for
+    backward and expects as many when it recomputes."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore[reportAttributeAccessIssue]
     hooks = None if top is None else top(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -1,8 +1,8 @@
-"""What a loss divides by, read off its autograd graph: what its parts have to weigh.
+"""Reads the denominators of a loss off its autograd graph: they give the weights of its micro-batches.
 
-Seen are divisions by one number, means, and what they are linear in; not compiled code, functions of autograd's own making
-(`autograd.Function`), divisors in half precision, which are rounded, and those whose saved tensors have hooks (reading these
-would run them: checkpoints compute again).
+Finds divisions by one number, means, and linear operations on these. Not covered: compiled code, `autograd.Function`, half
+precision divisors, which are rounded, and divisors whose saved tensors have hooks (reading these runs the hooks: checkpoints
+recompute).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memfit.engine.terms import HALF
 
 Number = float | torch.Tensor
-"""On the host, or on a device."""
+"""A number on the host or on a device."""
 How = str
-"""How a divisor comes of the samples: one of ADDS, SAME, OTHERWISE."""
+"""How a divisor depends on the samples: one of ADDS, SAME, OTHERWISE."""
 ADDS, SAME, OTHERWISE = "adds", "same", "otherwise"
 CLOSE = 1e-5
-"""Relative difference up to which divisors are equal: small numbers are added so as not to divide by zero."""
+"""Relative tolerance for equal divisors: scripts add small numbers to avoid division by zero."""
 _MOST_NODES = 64
 _LINEAR = frozenset(
     "Add Sub Rsub Mul Div Mean Neg Sum Nansum ToCopy Clone Alias View UnsafeView ReshapeAlias Squeeze Unsqueeze Expand Permute "
@@ -32,7 +32,7 @@ _LINEAR = frozenset(
 
 
 class Divided:
-    """What the losses of micro-batches are divided by, as far as a proof saw `how` that comes of their samples."""
+    """The divisors of the micro-batches' losses, if a proof found `how` they depend on the samples."""
 
     def __init__(self, how: Sequence[How] | None) -> None:
         self._how = how or ()
@@ -41,14 +41,14 @@ class Divided:
         self._rows: list[list[Number] | None] = []
 
     def add(self, loss: torch.Tensor, weight: Number, known: Sequence[Any] = ()) -> None:
-        """Look at the loss of the next micro-batch, which weighs `weight`; at what it is made of beside means that end in the
-        nodes `known`."""
+        """Read the divisors of the next micro-batch's loss, whose weight is `weight`, skipping the means whose graphs end in
+        the nodes `known`."""
         if self._how:
             self._weights.append(weight if self._adds else 1.0)
             self._rows.append(divisors_of(loss, known))
 
     def changed(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """What is no longer as it was proven; waits for the device once, if divisors are there."""
+        """Return what differs from the proof, or None. Synchronizes once if divisors are on the device."""
         if not self._how:
             return None
         rows = [row for row in self._rows if row is not None and len(row) == len(self._how)]
@@ -63,21 +63,21 @@ class Divided:
         return "what the loss divides by is no longer in proportion to the weights" if is_off else None
 
     def sums(self) -> list[Number]:
-        """What each divisor comes to over all samples; not a number where they do not add up."""
+        """Return the sum of each divisor over all samples; NaN if it does not add up."""
         adds = [how == ADDS for how in self._how]
         return [sum(column) if each else math.nan for each, column in zip(adds, zip(*(row or () for row in self._rows)))]
 
 
 def read(numbers: Sequence[Number], device: torch.device, dtype: torch.dtype) -> list[float]:
-    """On the host; waits for the device once, if some lie there."""
+    """Return the numbers on the host. Synchronizes once if some are on the device."""
     there = [number.to(device, dtype) for number in numbers if isinstance(number, torch.Tensor)]
     found = iter(torch.stack(there).tolist() if there else ())
     return [next(found) if isinstance(number, torch.Tensor) else float(number) for number in numbers]
 
 
 def divisors_of(loss: torch.Tensor, known: Sequence[Any] = ()) -> list[Number] | None:
-    """What parts of the loss that it is linear in are divided by, in the order of its graph; not looked at beyond the nodes
-    `known`, of means that are weighted apart. None: too much to look at."""
+    """Return the divisors of the terms that the loss is linear in, in graph order. Stops at the nodes `known`, of means that
+    are weighted separately. None: the graph is too large."""
     found: list[Number] = []
     for visited, node in enumerate(_linear_nodes(loss, known)):
         if visited >= _MOST_NODES:
@@ -102,7 +102,7 @@ def _linear_nodes(loss: torch.Tensor, ends: Sequence[Any]) -> Iterator[Any]:
 
 
 def how_divided(whole: Sequence[Number] | None, parts: Sequence[Sequence[Number] | None]) -> tuple[How, ...] | None:
-    """How each of the divisors of a whole comes of its samples, from those of its parts; None where they have not as many."""
+    """Return how each divisor of a full batch depends on its samples, given those of parts. None if numbers differ."""
     if whole is None or any(part is None or len(part) != len(whole) for part in parts):
         return None
     return tuple(_how(*map(float, column)) for column in zip(whole, *parts))  # type: ignore[arg-type]
@@ -111,13 +111,13 @@ def how_divided(whole: Sequence[Number] | None, parts: Sequence[Sequence[Number]
 def _how(whole: float, *parts: float) -> How:
     if all(_are_close(part, whole) for part in parts):
         return SAME
-    excess = sum(parts) - whole  # one for each part in which there is nothing, where scripts divide by one at least
+    excess = sum(parts) - whole  # 1 per empty part if a script clamps the divisor to 1
     return ADDS if -CLOSE * abs(whole) <= excess <= len(parts) else OTHERWISE
 
 
 def off_by(how: Sequence[How], columns: Sequence[Sequence[float]], weights: Sequence[float]) -> float:
-    """By how much the divisors of parts of a batch, one column for each, are not in proportion to the weights of these ([]: one
-    each), where they add up, or not the same."""
+    """Return how far the divisors of parts of a batch, one column each, are from being proportional to the weights ([]: equal
+    weights) if they add up, or from being equal if they are the same."""
     off = 0.0
     for each, column in zip(how, columns):
         numbers = [_snapped(number) for number in column]
@@ -130,7 +130,7 @@ def off_by(how: Sequence[How], columns: Sequence[Sequence[float]], weights: Sequ
 
 
 def _snapped(number: float) -> float:
-    """A number that little was added to, so as not to divide by zero, without that."""
+    """A number without the small addend (eps) that avoids division by zero."""
     return float(round(number)) if math.isfinite(number) and _are_close(number, round(number)) else number
 
 
@@ -147,7 +147,7 @@ def _divisor(node: Any) -> list[Number]:
     side = "self" if node.next_functions[0][0] is None else "other"
     saved = getattr(node, f"_raw_saved_{side}", None)
     if saved is None or getattr(saved, "unpack_hook", None) is not None:
-        return [math.nan]  # of another kind, or with hooks
+        return [math.nan]  # another node, or with hooks
     by: torch.Tensor = getattr(node, f"_saved_{side}")
     if by.dim() or by.is_complex():
         return []
@@ -155,7 +155,7 @@ def _divisor(node: Any) -> list[Number]:
         return [math.nan]
     number: Number = by
     if by.device.type == "cpu" and not isinstance(by, FakeTensor):
-        with _disable_current_modes():  # numbers of Python's are no tensors to them
+        with _disable_current_modes():  # modes do not see Python numbers as tensors
             number = float(by)
     if name == "Div":
         return [number]
@@ -163,7 +163,7 @@ def _divisor(node: Any) -> list[Number]:
 
 
 def _averaged(node: Any) -> int:
-    """How many entries each mean is over."""
+    """The number of entries that a mean node averages."""
     sizes = node._saved_self_sym_sizes
-    along = [d if d < len(sizes) else d - 2**64 for d in getattr(node, "_saved_dim", ())]  # negative ones come unsigned
+    along = [d if d < len(sizes) else d - 2**64 for d in getattr(node, "_saved_dim", ())]  # negative: read as unsigned
     return math.prod(sizes[d] for d in along) if along else math.prod(sizes)

@@ -1,6 +1,6 @@
-"""The state of the random generators that a forward draws from: torch's, Python's and NumPy's.
+"""Captures and restores the random number generators that a forward draws from: torch's, Python's and NumPy's.
 
-Not covered: generators that a script makes for itself (`torch.Generator`, `numpy.random.default_rng`).
+Not covered: generators that a script creates itself (`torch.Generator`, `numpy.random.default_rng`).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 
 @dataclass(frozen=True)
 class HostRandom:
-    """The state of the generators outside torch that a forward may draw from (layers dropped by `random.random()`)."""
+    """The state of the generators outside torch that a forward may draw from (layer drop with `random.random()`)."""
 
     python: Any
-    """State of the module `random`."""
+    """State of Python's `random` module."""
     numpy: Any
-    """State of NumPy's global generator; None where NumPy's was not imported."""
+    """State of NumPy's global generator; None if NumPy is not imported."""
 
     @staticmethod
     def capture() -> HostRandom:
-        """The states now."""
+        """Capture the current states."""
         numpy = sys.modules.get("numpy.random")
         return HostRandom(random.getstate(), None if numpy is None else numpy.get_state(legacy=False))
 
     def restore(self) -> None:
-        """Put the states back."""
+        """Restore these states."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
@@ -43,7 +43,7 @@ class HostRandom:
         return self.python == now.python and pickle.dumps(self.numpy) == pickle.dumps(now.numpy)
 
     def written(self) -> dict[str, Any]:
-        """As tensors and numbers; without NumPy's where its generator is not the one that it comes with."""
+        """Return the states as tensors and numbers. Leaves NumPy out if its generator is not the default MT19937."""
         version, words, gauss = self.python
         python = {"version": version, "words": torch.tensor(words), "gauss": gauss}
         if self.numpy is None or self.numpy["bit_generator"] != "MT19937":
@@ -54,7 +54,7 @@ class HostRandom:
 
     @staticmethod
     def read(written: dict[str, Any]) -> HostRandom:
-        """What `written` made. Raises an exception of Python's for what it did not make."""
+        """Read what `written` returned. Raises a built-in Python exception for anything else."""
         told = written["python"]
         python = (told["version"], tuple(told["words"].tolist()), told["gauss"])
         random.Random().setstate(python)
@@ -72,18 +72,18 @@ class HostRandom:
 
 @dataclass(frozen=True)
 class RandomState:
-    """The state of the random generators a forward on one device draws from."""
+    """The state of the random number generators that a forward on one device draws from."""
 
     cpu: torch.Tensor
-    """The CPU generator's state."""
+    """State of the CPU generator."""
     device: torch.Tensor | None
-    """The accelerator generator's state, or None on the CPU."""
+    """State of the accelerator's generator; None on the CPU."""
     host: HostRandom | None
-    """The states of Python's and NumPy's generators; None where they were left alone."""
+    """States of Python's and NumPy's generators; None if not captured."""
 
     @staticmethod
     def capture(device: torch.device, *, host: bool = True) -> RandomState:
-        """The states now; without `host` those of torch's generators alone, which takes a tenth of the time."""
+        """Capture the current states; without `host` only those of torch, which takes a tenth of the time."""
         outside = HostRandom.capture() if host else None
         if device.type == "cpu":
             return RandomState(torch.default_generator.get_state(), None, outside)
@@ -92,7 +92,7 @@ class RandomState:
         return RandomState(torch.get_rng_state(), state, outside)
 
     def restore(self, device: torch.device) -> None:
-        """Put the states back."""
+        """Restore these states."""
         if self.host is not None:
             self.host.restore()
         torch.set_rng_state(self.cpu)
@@ -101,13 +101,13 @@ class RandomState:
             module.set_rng_state(self.device) if device.type == "mps" else module.set_rng_state(self.device, device)
 
     def written(self) -> dict[str, Any]:
-        """As tensors and numbers."""
+        """Return the states as tensors and numbers."""
         host = HostRandom.capture() if self.host is None else self.host
         return {"cpu": self.cpu, "device": self.device, **host.written()}
 
     @staticmethod
     def read(written: dict[str, Any]) -> RandomState:
-        """What `written` made. Raises an exception of Python's for what it did not make."""
+        """Read what `written` returned. Raises a built-in Python exception for anything else."""
         torch.Generator().set_state(written["cpu"])
         device = written["device"]
         if device is not None and not (isinstance(device, torch.Tensor) and device.dtype is torch.uint8):
@@ -116,14 +116,15 @@ class RandomState:
 
 
 LOOKS = 100
-"""Passes in which draws from Python's and NumPy's generators are looked for."""
+"""Number of passes that are checked for draws from Python's and NumPy's generators."""
 
 
 class HostDraws:
-    """Whether passes draw from Python's and NumPy's generators, whose states take a hundred times as long to keep as torch's.
+    """Detects whether passes draw from Python's and NumPy's generators. Capturing these takes a hundred times as long as
+    torch's.
 
-    That is looked at in the first passes. Where none draws, these states are not kept from then on; what begins to draw later
-    is noticed where a pass is repeated, and `missed` told of the first time.
+    Checks the first passes; if none draws, later ones do not capture these states. Repeated passes show draws that start
+    later; `missed` is called for the first.
     """
 
     def __init__(self, missed: Callable[[], None]) -> None:
@@ -131,18 +132,18 @@ class HostDraws:
 
     @property
     def kept(self) -> bool:
-        """Whether passes have to keep their states."""
+        """Whether passes have to capture the states of Python and NumPy."""
         return self._drew or self._left > 0
 
     def ran(self, before: HostRandom | None) -> None:
-        """A pass is done that began like this."""
+        """Check a finished pass for draws, given the states before it."""
         if before is not None and not self._drew:
             self._left -= 1
             self._drew = not before.is_in_force()
 
     @contextmanager
     def repeated(self, device: torch.device, states: Sequence[RandomState]) -> Iterator[None]:
-        """`random_state_kept` for a pass that repeats another, which kept these."""
+        """Enter `random_state_kept` for a pass that repeats one with these captured states."""
         with random_state_kept(device) as before:
             yield
             unknown = any(state.host is None for state in states)
@@ -153,7 +154,7 @@ class HostDraws:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[RandomState]:
-    """The random state after the block is the one before it, which it is given."""
+    """Restore the random state afterwards. Yields the state before."""
     before = RandomState.capture(device)
     try:
         yield before

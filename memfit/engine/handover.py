@@ -1,6 +1,5 @@
-"""Handing a finished total over to autograd: the user's backward receives the staged gradients, times whatever factor
-arrives (a division, a GradScaler's scale, a sum of losses), moved and not copied.
-"""
+"""Hands a finished total over to autograd. The user's backward receives the staged gradients, moved and not copied, times the
+incoming gradient (a division, a GradScaler's scale, a sum of losses)."""
 
 from __future__ import annotations
 
@@ -14,44 +13,44 @@ from memfit._errors import Refused
 
 Factor = float | torch.Tensor
 ALMOST = 2.0**-50
-"""A factor this close to one is one: what two orders of adding up the same counts differ by."""
+"""Distance from 1 up to which a factor counts as 1: the rounding error of adding the same counts in another order."""
 
 
 @dataclass
 class Total:
-    """The loss and gradients of an effective batch, on their way to the user's backward."""
+    """The loss and gradients of an effective batch, for the user's backward."""
 
     value: torch.Tensor
     """The loss, 0-dim, detached."""
     receivers: Sequence[torch.Tensor]
-    """The parameters (and differentiable inputs) the gradients belong to."""
+    """The parameters (and differentiable inputs) that the gradients belong to."""
     gradients: list[torch.Tensor | None]
-    """One per receiver; None where no micro-batch reached it. Emptied when handed over."""
+    """One per receiver; None if no micro-batch reached it. Emptied at handover."""
     factor: Factor = 1.0
-    """What every gradient still has to be multiplied by (one over the total weight, one over the loss scale)."""
+    """Remaining factor of every gradient (one over the total weight, one over the loss scale)."""
     on_handover: Callable[[torch.Tensor], None] = field(default=lambda incoming: None)
-    """Called with the incoming gradient of the loss before anything is handed over."""
+    """Called with the loss's incoming gradient before the handover."""
     samples: int = 0
-    """Samples in it."""
+    """Samples in the effective batch."""
     weight: Factor = 1.0
-    """What it weighs beside the totals of other processes."""
+    """Its weight relative to other ranks' totals."""
     rivals: Sequence[Factor] = ()
-    """What it would weigh by the counts that could not be told apart from that."""
+    """Weights by the other counts that the proof could not tell apart from the weighting."""
     watched: Sequence[Factor] = ()
-    """What its known means beside other terms divide by."""
+    """Denominators of its known means beside other terms."""
     incoming: Factor = 1.0
-    """The gradient of the loss that backward came with."""
+    """The loss's incoming gradient."""
     unseen: bool = False
-    """Whether what the loss computes from the outputs was not seen: then it is weighed by samples."""
+    """Whether memfit did not see what the loss computes from the outputs. It is then weighted by samples."""
     combine: Callable[[Factor], Factor] = field(default=lambda factor: factor)
-    """Called with what every gradient has to be multiplied by, the user's own factor included, to make the total that of all
-    processes; returns what is left to multiply by."""
+    """Reduces the total across ranks. Called with the factor of every gradient, the user's included. Returns the remaining
+    factor."""
 
 
 def hand_over(total: Total) -> torch.Tensor:
-    """The loss as a tensor whose backward gives the staged gradients to the receivers."""
+    """Return the loss as a tensor whose backward gives the staged gradients to the receivers."""
     if torch._C._current_graph_task_id() == -1:
-        _end_all()  # of a backward that raised, which calls no callbacks
+        _end_all()  # left by a backward that raised, which runs no callbacks
     with torch.enable_grad():
         return _HandOver.apply(total, total.value, *total.receivers)  # type: ignore[no-any-return]
 
@@ -60,9 +59,9 @@ class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Total, value: torch.Tensor, *receivers: torch.Tensor) -> torch.Tensor:
         ctx.total = total
-        # A saved tensor makes autograd itself raise its own error on a second backward through a freed graph.
+        # With a saved tensor, autograd raises its own error on a second backward through a freed graph.
         ctx.save_for_backward(value)
-        return value.clone()  # (no view: autograd forbids in-place operations on views made in here, as in `loss /= 4`)
+        return value.clone()  # not a view: autograd forbids in-place operations such as `loss /= 4` on views made here
 
     @staticmethod
     def backward(ctx: Any, incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -80,7 +79,7 @@ class _HandOver(torch.autograd.Function):
 def given_within(
     loss: torch.Tensor, receivers: Sequence[torch.Tensor], incoming: torch.Tensor
 ) -> Sequence[torch.Tensor | None]:
-    """What a loss gives its receivers, within a backward that hands it on to them: their hooks are called then, not here."""
+    """Return a loss's gradients inside a backward that passes them on to the receivers, where their hooks are called."""
     if getattr(loss.grad_fn, "_forward_cls", None) is _HandOver:
         return loss.grad_fn.apply(incoming)[2:]  # type: ignore[union-attr]
     hooks = [(receiver._backward_hooks, dict(receiver._backward_hooks)) for receiver in receivers if receiver._backward_hooks]
@@ -94,13 +93,13 @@ def given_within(
 
 
 def give(total: Total, factor: Factor, *, keep: bool) -> list[torch.Tensor | None]:
-    """The gradients times `factor`, in the receivers' precision; copies if they are to be kept, else moved out."""
+    """Return the gradients times `factor`, in the receivers' dtypes; copies with `keep`, else moved out."""
     given: list[torch.Tensor | None] = []
     pending, total.gradients = total.gradients, list(total.gradients) if keep else []
     scaled = () if keep else _scale_together(pending, factor)
     pending.reverse()
     for index, receiver in enumerate(total.receivers):
-        # One at a time and popped, so that nothing else holds a gradient when autograd takes it: then it is not copied.
+        # Popped one at a time, so that autograd holds the only reference and takes the gradient over without a copy.
         gradient = pending.pop()
         if gradient is None:
             _silence(receiver)
@@ -110,7 +109,7 @@ def give(total: Total, factor: Factor, *, keep: bool) -> list[torch.Tensor | Non
 
 
 def _scale_together(gradients: Sequence[torch.Tensor | None], factor: Factor) -> Container[int]:
-    """Multiply those gradients in place that one kernel can take at once; their indices."""
+    """Scale in place, in one foreach call, the gradients that allow it. Returns their indices."""
     if isinstance(factor, float) and factor == 1.0:
         return ()
     device = factor.device if isinstance(factor, torch.Tensor) else None
@@ -122,10 +121,10 @@ def _scale_together(gradients: Sequence[torch.Tensor | None], factor: Factor) ->
 
 
 def _silence(receiver: torch.Tensor) -> None:
-    """Let hooks of a tensor that no gradient reaches not be called in this backward, as they are not without memfit. One may
-    still come to it another way (a penalty on parameters)."""
+    """Until this backward ends, silence the hooks of a tensor that gets no gradient, as without memfit. A gradient that
+    reaches it another way (a penalty on parameters) still calls them."""
     if id(receiver) in _SILENCED:
-        return  # another total of the same backward does not reach it either
+        return  # another total in the same backward does not reach it either
     came: list[bool] = []
     before, after = receiver._backward_hooks, getattr(receiver, "_post_accumulate_grad_hooks", None)
     if before:
@@ -140,18 +139,18 @@ def _silence(receiver: torch.Tensor) -> None:
 
 
 _SILENCED: set[int] = set()
-"""Tensors whose hooks are silent until the backward that is running ends."""
+"""Ids of tensors whose hooks are silent until the running backward ends."""
 
 
 def _instead(hooks: dict[int, Any], change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Other hooks until this backward ends."""
+    """Replace hooks until the running backward ends."""
     kept = dict(hooks)
     hooks.update({key: change(hook) for key, hook in kept.items()})
     _at_the_end(lambda: hooks.update(kept))
 
 
 def _at_the_end(undo: Callable[[], Any]) -> None:
-    """Call this when the backward that is running ends."""
+    """Call `undo` when the running backward ends."""
     _UNDONE_AT_THE_END[undo] = None
     torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(undo))
 
@@ -171,7 +170,7 @@ def _end_all() -> None:
 
 
 def refuse_create_graph() -> None:
-    """Raise Refused when backward runs with create_graph=True: staged gradients have no graph of their own."""
+    """Raise Refused for a backward with create_graph=True: staged gradients have no graph."""
     if torch.is_grad_enabled():
         raise Refused(
             "backward with create_graph=True through a batch that memfit cuts",
@@ -181,9 +180,9 @@ def refuse_create_graph() -> None:
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward that is running was called with retain_graph=True."""
+    """Whether the running backward was called with retain_graph=True."""
     query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # pyright: ignore[reportAttributeAccessIssue]
-    return True if query is None else bool(query())  # older torch cannot tell: copy, to be right
+    return True if query is None else bool(query())  # older torch cannot tell: copy, to be safe
 
 
 def _scaled(gradient: torch.Tensor, factor: Factor, dtype: torch.dtype, keep: bool) -> torch.Tensor:
@@ -205,7 +204,7 @@ def _times(factor: Factor, incoming: torch.Tensor) -> Factor:
 
 
 def _on_host(factor: Factor) -> Factor:
-    """A factor as a number where it is on the host anyway: multiplying by one then costs no pass over the gradients."""
+    """The factor as a number if it is on the CPU: a factor of 1 then costs no pass over the gradients."""
     if isinstance(factor, float) or type(factor) is not torch.Tensor or factor.device.type != "cpu":
         return factor
     return float(factor.detach().numpy()) if factor.dtype in (torch.float32, torch.float64) else factor

@@ -1,7 +1,7 @@
-"""What modules keep from a forward in inference mode (masks, positions), made fit for training.
+"""Converts tensors that modules cache in inference mode (masks, positions) to ordinary tensors for training.
 
-Autograd refuses to save inference tensors. A plain script makes a cache for so many samples anew, as its batches have another
-size; micro-batches and proofs may have just that one. Not covered: caches outside of modules.
+Autograd refuses to save inference tensors. A plain script rebuilds such a cache because its training batches have another
+size, but micro-batches and proofs may have the same size. Not covered: caches outside modules.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from torch import nn
 from memfit.engine.modules import modules_of
 
 _SKIPPED = frozenset(vars(nn.Module())) - {"_buffers"}
-"""Attributes that every module has: parameters, other modules, hooks."""
+"""Attributes of every module: parameters, submodules, hooks."""
 
 
 class Caches:
-    """Those of one model."""
+    """The cached tensors of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._from_inference = model, False
 
     def evaluated(self) -> None:
-        """A forward without gradients has just ended."""
+        """Note the end of a forward without gradients."""
         self._from_inference = self._from_inference or torch.is_inference_mode_enabled()
 
     def trains(self) -> None:
-        """A training forward comes. Not after each evaluation: generation makes a cache of keys for every token."""
+        """Convert caches before a training forward (not after each evaluation: generation makes a key cache per token)."""
         if self._from_inference:
             self._from_inference = False
             _make_savable(self._model)
 
 
 def _make_savable(model: nn.Module) -> None:
-    """Make inference tensors that attributes of the model's modules hold, in containers too, ordinary ones."""
+    """Convert the inference tensors in the attributes of the model's modules, and in containers there."""
     made = Ordinary()
     with torch.inference_mode(False):
         for module in modules_of(model):
@@ -45,13 +45,13 @@ def _make_savable(model: nn.Module) -> None:
 
 
 class Ordinary:
-    """Ordinary tensors in the place of inference tensors, one for each."""
+    """Maps inference tensors to ordinary ones, each to one tensor."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, value: Any) -> Any:
-        """The value; lists and dictionaries are changed in place."""
+        """Return the converted value. Lists and dictionaries are changed in place."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, (dict, list)):
@@ -71,7 +71,7 @@ class Ordinary:
 
 
 def _counts_versions(tensor: torch.Tensor) -> bool:
-    """Whether it was made outside of inference mode, and given data inside."""
+    """Whether it was created outside inference mode and got its data inside."""
     try:
         return tensor._version >= 0
     except RuntimeError:

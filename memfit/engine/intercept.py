@@ -1,8 +1,8 @@
-"""Standing in for a module's `forward`, or another method, without changing what the module is.
+"""Intercepts a module's `forward` or another method without changing the module.
 
-The stand-in is an instance attribute, so type, state_dict, submodules and attributes stay as they were; copying or pickling
-the module gives the plain one. Calls under functorch, torch.jit and torch.export go straight through.
-Not covered: compiled methods other than `forward`.
+The interception is an instance attribute. Type, state_dict, submodules and other attributes stay the same, and a copied or
+pickled module is not intercepted. Calls under functorch, torch.jit and torch.export are not intercepted. Not covered: compiled
+methods other than `forward`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import nn
 
 
 class Interception:
-    """An instance's method `name`, answered by `handler(plain, args, kwargs)`; `plain` runs it as it was.
+    """Replaces an instance's method `name` by `handler(plain, args, kwargs)`; `plain` runs the original method.
 
-    `owner` is whoever has to be asked before the module is intercepted again.
+    `owner` must be asked before the module is intercepted again.
     """
 
     def __init__(self, module: nn.Module, handler: Callable[..., Any], owner: Any = None, name: str = "forward") -> None:
@@ -35,20 +35,20 @@ class Interception:
 
     @property
     def plain(self) -> Callable[..., Any]:
-        """The method without the interception (compiled, where the module was compiled in place)."""
+        """The original method (compiled, if the module was compiled in place)."""
         if self._compiled_call is not None:
             return self._run_compiled
         return self._own if self._had_own else self._of_class()  # type: ignore[return-value]
 
     def install(self) -> None:
-        """Put the stand-in into its place."""
+        """Start to intercept."""
         setattr(self._module, self._name, self)
         if self._compiled_call is not None:
-            # A compiled call would trace through the stand-in; the compiled code is kept and called from inside.
+            # A compiled call would trace through the interception. The compiled code is kept and called from inside.
             self._module._compiled_call_impl = None  # type: ignore[assignment]
 
     def remove(self) -> None:
-        """Give the module its own method back; does nothing if somebody replaced the stand-in meanwhile."""
+        """Restore the original method, unless something else has replaced the interception."""
         if self._module.__dict__.get(self._name) is not self:
             return
         if self._had_own:
@@ -60,7 +60,7 @@ class Interception:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._opaque is None and "torch._dynamo" in sys.modules:
-            # Compiled callers break their graph here. Importing dynamo costs a second: only once somebody else has.
+            # Compiled callers get a graph break here. Importing dynamo takes a second, so this waits until it is imported.
             self._opaque = torch._dynamo.disable(self._answer)
         return (self._opaque or self._answer)(args, kwargs)  # pyright: ignore[reportCallIssue]
 
@@ -70,7 +70,7 @@ class Interception:
         return self._handler(self.plain, args, kwargs)
 
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        # The compiled code looks `forward` up on the module, so the stand-in steps aside while it runs.
+        # The compiled code looks up `forward` on the module, so the interception is removed while it runs.
         self.remove()
         try:
             return self._compiled_call(*args, **kwargs)  # type: ignore[misc]
@@ -87,7 +87,7 @@ class Interception:
 
 
 def interception_of(module: nn.Module) -> Interception | None:
-    """The interception in force on `module`, if there is one."""
+    """Return the interception of `module`, if any."""
     found = module.__dict__.get("forward")
     return found if isinstance(found, Interception) else None
 

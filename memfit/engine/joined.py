@@ -1,8 +1,8 @@
-"""A forward that runs as it is, whose backward hands a staged total over: for processes that have to add their gradients up.
+"""Runs a forward unchanged and hands over a staged total in its backward, for ranks that must add up their gradients.
 
-The forward runs with aliases in the parameters' places, so that its graph ends in them; what the user's backward sends to the
-outputs goes through that graph first, and parameters receive the total afterwards. Not covered: outputs without gradients, and
-tensors that leave the forward by other ways than its output.
+Aliases replace the parameters during the forward and end its graph. Backward first runs through that graph from the gradients
+of the outputs; the parameters then receive the total. Not covered: outputs without gradients, and tensors that leave the
+forward in another way than its output.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from memfit.engine.handover import Total, give, graph_is_kept, refuse_create_gra
 from memfit.engine.staged import Staging
 
 Finish = Callable[[list[torch.Tensor | None], Sequence[torch.Tensor]], Total]
-"""From the staged gradients of these parameters to the total that is handed over."""
+"""Makes the total from the staged gradients of these parameters."""
 
 
 def joined(run: Callable[[], Any], staging: Staging, finish: Finish, weight: float = 1.0) -> Any:
-    """What `run` returns, its tensors connected to the parameters through `finish`. `weight`: what gradients are multiplied by
-    where other processes add theirs while they gather."""
+    """Return the output of `run` with its tensors connected to the parameters through `finish`. `weight` multiplies gradients
+    of sharded parameters, which are reduced across ranks while they accumulate."""
     receivers = staging.parameters()
     with staging.swapped() if staging.parts is None else staging.counting():
         output = run()
@@ -57,7 +57,7 @@ class _Joined(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.staging, (ctx.finish, ctx.weight), ctx.inside, ctx.receivers = staging, then, inside, receivers
         outputs = tuple(tensor.detach() for tensor in inside)
-        ctx.save_for_backward(torch.empty(0))  # autograd itself then raises its own error on a second backward
+        ctx.save_for_backward(torch.empty(0))  # autograd then raises its own error on a second backward
         return outputs
 
     @staticmethod

@@ -1,10 +1,9 @@
-"""What the user's code leaves in Python objects is put back after planning: objects keep their identities, contents come back.
+"""Undoes side effects of user code on Python objects after planning. Objects keep their identity; contents are restored.
 
-Planning runs the model, its hooks and the loss on few samples and on tensors that stand for data. Whatever these can reach is
-walked through once: attributes, containers of any depth, variables of functions, partials, bound methods, and the globals and
-class attributes that the user's own code names. What tensors hold is the write guard's, and what was drawn from iterators is
-drawn again (`engine/rewound.py`). Not covered: files, other processes, data sets, what extensions keep, and objects of
-installed packages that hold more than data (loggers, trackers).
+Planning runs the model, its hooks and the loss on few samples and fake tensors. One walk visits all they can reach:
+attributes, containers of any depth, closure variables, partials, bound methods, and globals and class attributes named in user
+code. The write guard restores the values of tensors, and iterators are rewound (`engine/rewound.py`). Not covered: files,
+other processes, datasets, state in extensions, and objects of installed packages that hold more than data (loggers, trackers).
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from memfit.engine.composed import MISSING, Array, Assigned, Attribute, Contents
 from memfit.engine.rewound import Drawn, Position, Rewound, go_back, position_of, rewound_of, untouched
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Where modules keep their hooks; with "_global" in front, where torch keeps those of all modules."""
+"""Where modules keep their hooks. Prefixed with "_global": where torch keeps the hooks of all modules."""
 _PLANNING: ContextVar[bool] = ContextVar("planning", default=False)
 _REACHED: ContextVar[tuple[Any, ...]] = ContextVar("reached", default=())
-"""What planning calls beside the model: the loss function, what cuts and weighs batches."""
+"""What planning calls besides the model: the loss function, and functions that cut and weight batches."""
 MOST = 200_000
-"""Objects that are walked through at most."""
+"""Maximum number of objects visited."""
 LONG = 10_000
-"""Entries of a container up to which they are walked through as well."""
+"""Maximum number of entries of a container that is visited."""
 LARGE = 64 << 20
-"""Bytes of a NumPy array up to which it is copied."""
+"""Maximum bytes of a NumPy array that is copied."""
 _SIMPLE = frozenset((type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice))
 _SHARED: tuple[type, ...] = (
     type, types.CodeType, types.GeneratorType, types.CoroutineType, types.FrameType, torch.dtype, torch.device, torch.layout,
@@ -53,13 +52,13 @@ _CONTAINERS = (dict, list, set, deque)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OF_MODULES = frozenset((*KINDS, "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
 _OURS = ("forward", "training", *_OF_MODULES)
-"""Attributes of modules that are no state of a forward."""
+"""Attributes of modules that are not state of a forward."""
 Undo = Callable[[], object]
 
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[Kept]:
-    """Inside, whatever the model and what it says it reaches lead to may be changed."""
+    """Undo afterwards all changes to what the model and the `reaching` roots reach."""
     token = _PLANNING.set(True)
     found = Kept({id(module.__dict__): name for name, module in model.named_modules()})
     hooks = [hook for kind in KINDS for hook in getattr(nn.modules.module, "_global" + kind, {}).values()]
@@ -72,13 +71,13 @@ def kept(model: nn.Module) -> Iterator[Kept]:
 
 
 def is_planning() -> bool:
-    """Whether what runs now is undone afterwards."""
+    """Whether side effects of the running code are undone afterwards."""
     return _PLANNING.get()
 
 
 @contextmanager
 def reaching(*roots: Any) -> Iterator[None]:
-    """Inside, planning calls these beside the model."""
+    """Declare that planning calls these besides the model."""
     token = _REACHED.set((*_REACHED.get(), *roots))
     try:
         yield
@@ -87,14 +86,14 @@ def reaching(*roots: Any) -> Iterator[None]:
 
 
 def refilled(container: Any, items: Any) -> None:
-    """Give the container the contents that it had, if they changed."""
+    """Restore the contents of a container if they changed."""
     if isinstance(container, (list, deque)):
         if len(container) != len(items) or any(a is not b for a, b in zip(container, items)):
             container.clear()
             container.extend(items)
     elif isinstance(container, dict):
         if list(container) != list(items) or any(container[key] is not items[key] for key in items):
-            kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # it keeps an order of its own
+            kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # it keeps its own order
             kind.clear(container)
             kind.update(container, items)
     elif container != items:
@@ -103,15 +102,15 @@ def refilled(container: Any, items: Any) -> None:
 
 
 def put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    """Give an object the attributes that it had; at no moment is one missing."""
+    """Restore the attributes of an object. None of them is missing at any moment."""
     for name in attributes.keys() - before.keys():
         del attributes[name]
     attributes.update(before)
 
 
 class Snapshot:
-    """All that `roots` reach, as it is now. `copy_of` gives a copy of a tensor, or None to leave it out, as parameters are.
-    Iterators are made to go back, and stay so."""
+    """A snapshot of all that `roots` reach. `copy_of` returns a copy of a tensor, or None to leave it out, as for parameters.
+    Iterators become rewindable for good."""
 
     def __init__(self, roots: Iterable[Any], copy_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         found = Kept({})
@@ -122,19 +121,19 @@ class Snapshot:
         found.undo(iterators=False)
 
     def moved(self) -> list[tuple[Place, Any]]:
-        """(a place, the value it had) of what is not as it was."""
-        # (by what they hold: writes to `.data` leave the version)
+        """Return (place, old value) of all that changed."""
+        # compares values, as writes to `.data` do not change the version
         written = [(Data(tensor, "a tensor"), copy) for tensor, copy in self._tensors if not holds(tensor, copy)]
         return [*(move for watch in self._watches for move in watch()), *written]
 
 
 def holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether a tensor holds what a copy of it does, which may lie elsewhere."""
+    """Whether a tensor has the values of a copy, which may be on another device."""
     return torch.equal(tensor.detach().to(copy.device), copy)
 
 
 class Kept:
-    """Everything reached, and how to put it back. `names` are those of modules, by the ids of their attributes."""
+    """All objects reached, and how to restore them. `names` maps ids of attribute dictionaries to module names."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names_of = names
@@ -146,12 +145,12 @@ class Kept:
         self._undo: list[Undo] = []
         self._unwrap: list[Undo] = []
         self._open: deque[Any] = deque()
-        # Partials, not the objects themselves: whoever looks for what holds a container must not find this.
+        # Partials hold the objects, so that a search for whatever refers to a container does not find this list.
         self._alive: list[Undo] = []
         self._watches: list[Callable[[], list[tuple[Place, Any]]]] = []
 
     def look(self, roots: Iterable[Any]) -> None:
-        """Walk through all that these reach."""
+        """Visit everything these roots reach."""
         self._open.extend(roots)
         while self._open and len(self._seen) < MOST:
             value = self._open.popleft()
@@ -162,7 +161,7 @@ class Kept:
         self._open.clear()
 
     def undo(self, *, iterators: bool = True) -> None:
-        """Put everything back; what fails does not keep the rest from it. `iterators`: those never drawn from, too."""
+        """Restore everything; raises the first error at the end. `iterators`: also unwrap those never drawn from."""
         failed: BaseException | None = None
         for undo in (*reversed(self._undo), *(reversed(self._unwrap) if iterators else ())):
             try:
@@ -174,17 +173,17 @@ class Kept:
             raise failed
 
     def name_of(self, tensor: torch.Tensor) -> str:
-        """The name of a buffer or a parameter of the model."""
+        """Return the name of a buffer or parameter of the model."""
         storage = tensor.untyped_storage()._cdata
         return next((name for name, own in self._tensors if own.untyped_storage()._cdata == storage), "a tensor")
 
     def holder_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that was found where this one lies: it holds that also after `.data` was assigned; itself, if none."""
+        """Return the visited tensor at the same place, which keeps the state if `.data` is assigned; else `tensor`."""
         place = _place(tensor)
         return next((held for held in self._held if _place(held) == place), tensor)
 
     def moved(self) -> list[tuple[Place, Any]]:
-        """(a place, the value it had) of what is not as it was."""
+        """Return (place, old value) of all that changed."""
         return [move for watch in self._watches for move in watch()]
 
     def _watch(self, moved: Callable[..., list[tuple[Place, Any]]], *given: Any) -> None:
@@ -227,7 +226,7 @@ class Kept:
             self._object(value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        """Which data it has (`p.data = ...`), and which gradient."""
+        """Watch its data (`p.data = ...`) and its gradient."""
         if hasattr(tensor, "to_local") or tensor.layout is not torch.strided or not tensor.is_leaf or tensor.is_nested:
             return
         if type(tensor) not in (torch.Tensor, nn.Parameter):
@@ -245,7 +244,7 @@ class Kept:
         self._undo.append(undo)
 
     def _iterator(self, rewound: Rewound) -> None:
-        """How much was drawn from it."""
+        """Watch its position."""
         position, rehearsing = position_of(rewound), rewound.rehearsing
         rewound.rehearsing = True
 
@@ -257,8 +256,8 @@ class Kept:
         self._watch(_moved_position, rewound, position)
 
     def _rewindable(self, put: Callable[[Any], object], value: Any) -> Any:
-        """The value at a place where `put` puts another; iterators in it are made to go back, for as long as something was
-        drawn from them."""
+        """Make the iterators in a value rewindable and store the result with `put`. Iterators that were never drawn from are
+        unwrapped at the end."""
         found: list[Rewound] = []
         made = _rewinding(value, found)
         if not found:
@@ -304,7 +303,7 @@ class Kept:
     def _cell(self, cell: types.CellType) -> None:
         try:
             value = cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError:  # unassigned
             return
 
         value = self._rewindable(Variable(cell, "a variable").put, value)
@@ -317,7 +316,7 @@ class Kept:
         self._open.append(value)
 
     def _names(self, known: dict[str, Any], names: Iterable[str]) -> None:
-        """Globals that code names, and the data of the user's modules that it names."""
+        """Visit globals that code names, and the data in user modules that it names."""
         for name in names:
             value = known.get(name)
             if value is None and name not in known:
@@ -356,14 +355,14 @@ class Kept:
             self._attribute(Attribute(value, name, f"{type(value).__name__}.{name}"))
 
     def _attribute(self, place: Attribute) -> None:
-        """One of a class, or one that has a slot."""
+        """Visit an attribute of a class or in a slot."""
         item = self._rewindable(place.put, place.value())
         self._undo.append(functools.partial(_set_again, place, item))
         self._watch(_moved_attribute, place, item)
         self._open.append(item)
 
     def _class(self, kind: type) -> None:
-        """Counters and registries on the user's classes, and what their methods name."""
+        """Visit counters and registries on user classes, and what their methods name."""
         for base in kind.__mro__:
             if base in self._classes or is_installed(base.__module__) or issubclass(base, enum.Enum):
                 continue
@@ -382,7 +381,7 @@ class Kept:
             self._watch(_added_to, base, names)
 
     def _state(self, value: Any) -> None:
-        """Generators and arrays, which know themselves what they hold."""
+        """Watch generators and arrays, which expose their own state."""
         if isinstance(value, torch.Generator):
             self._undo.append(functools.partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
@@ -398,9 +397,9 @@ class Kept:
 
 
 def is_installed(module: str | None) -> bool:
-    """Whether a module is not the user's: built in, of the standard library, of an installed package, or memfit's own."""
+    """Whether a module is not the user's: built-in, of the standard library, of an installed package, or of memfit."""
     found = sys.modules.get(module or "")
-    if module in (None, "__main__") or found is None:  # (code that was given to exec() has no module)
+    if module in (None, "__main__") or found is None:  # code run by exec() has no module
         return False
     file = getattr(found, "__file__", None)
     if file is None:
@@ -409,14 +408,14 @@ def is_installed(module: str | None) -> bool:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Whether it is an iterator of Python's or of a library's, which does not show what it will give."""
+    """Whether it is an iterator of Python or of a library, whose future items cannot be inspected."""
     kind = type(value)
     draws = hasattr(kind, "__next__") and hasattr(kind, "__iter__") and not isinstance(value, (Rewound, io.IOBase))
     return draws and is_installed(kind.__module__)
 
 
 def _rewinding(value: Any, found: list[Rewound]) -> Any:
-    """The value with iterators that go back for those in it; tuples are made anew for that. `found` receives them."""
+    """Make the iterators in a value rewindable and add them to `found`. Tuples are rebuilt."""
     if _is_iterator(value):
         found.append(rewound_of(value))
         return found[-1]
@@ -436,13 +435,13 @@ def _set_arguments(partial: functools.partial[Any], arguments: tuple[Any, ...]) 
 
 
 def _only_draws(value: Any) -> bool:
-    """Whether it has a next item and is not an iterator of the script's own, whose state is in its attributes."""
+    """Whether it has `__next__` and is not an iterator of the script, whose state is in its attributes."""
     kind = type(value)
     return hasattr(kind, "__next__") and (not hasattr(kind, "__iter__") or is_installed(kind.__module__))
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names that code, and the functions within it, look up: globals and attributes alike."""
+    """Yield the names that code and its inner functions look up, globals and attributes alike."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -521,7 +520,7 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def _holds_data(value: Any, depth: int = 3) -> bool:
-    """Whether an object has nothing in it but numbers, words, tensors, and containers and objects of such."""
+    """Whether an object holds only numbers, strings, tensors, and containers and objects of these."""
     own = getattr(value, "__dict__", None)
     return own is not None and depth > 0 and all(_is_plain(item, depth) for item in own.values())
 

@@ -1,5 +1,5 @@
-"""A model's modules and parameters without the names that torch makes up for them: looked through at every call, and three
-times as fast."""
+"""Lists a model's modules and parameters without building their names, as torch does. Called at every call; three times as
+fast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """`model.modules()`, in its order."""
+    """Return `model.modules()` as a list, in the same order."""
     found: dict[nn.Module, None] = {}
     pending: list[nn.Module | None] = [model]
     while pending:
@@ -20,11 +20,11 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_in(modules: list[nn.Module]) -> list[torch.Tensor]:
-    """The parameters that these modules hold themselves, each once."""
+    """Return the parameters that these modules own, without duplicates."""
     found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     return list(found.values())
 
 
 def normalises_batches(model: nn.Module) -> bool:
-    """Whether a module normalises by the statistics of its batch."""
+    """Whether a module in training mode normalizes by batch statistics (batch norm)."""
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules())

@@ -1,9 +1,8 @@
-"""Iterators that code draws from, made to go back: what planning draws is drawn again by training, and all micro-batches of a
-batch draw what the whole would.
+"""Makes iterators rewindable: training draws again what planning drew, and every micro-batch draws what the full batch would.
 
-A generator or a loader's iterator cannot be copied nor set back. One that was drawn from stays, in the places where it was
-found, in a `Rewound` that remembers items as long as somebody may go back to them. Not covered: iterators within other
-iterators, those that a local variable of the loop holds as well, and `send` and `throw`, which go to the generator.
+A generator or a loader's iterator can be neither copied nor reset. Once drawn from, it is replaced where it was found by a
+`Rewound`, which buffers items as long as a `Position` before them is held. Not covered: iterators inside other iterators,
+iterators also held by a local variable of the loop, and `send` and `throw`, which go to the generator.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @dataclass(eq=True)
 class Position:
-    """How many items were drawn."""
+    """The number of items drawn."""
 
     number: int
     __hash__ = object.__hash__
 
 
 class Rewound:
-    """An iterator that goes back to any `Position` that somebody still holds."""
+    """An iterator that can go back to any `Position` that is still referenced."""
 
     of: weakref.WeakValueDictionary[int, Rewound] = weakref.WeakValueDictionary()
-    """By the ids of the iterators, which they keep."""
+    """By the ids of the wrapped iterators, which they keep alive."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -38,7 +37,7 @@ class Rewound:
         self._first = self._next = 0
         self._held: weakref.WeakSet[Position] = weakref.WeakSet()
         self.rehearsing = False
-        """Whether what is drawn is drawn again: more may be drawn then than there is."""
+        """Whether the items will be drawn again. Past the end, the last item repeats."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -60,12 +59,12 @@ class Rewound:
         return getattr(self._iterator, name)
 
     def _another(self) -> Any:
-        """The next item, for real: while rehearsing, tensors may be fake."""
+        """Draws a real item: tensors may be fake while rehearsing."""
         with _disable_current_modes() if self.rehearsing else nullcontext():
             return next(self._iterator)
 
     def _let_go(self) -> None:
-        """Forget items that nobody can go back to."""
+        """Drop items that no position needs."""
         needed = min((position.number for position in self._held), default=self._next)
         while self._first < min(needed, self._next):
             self._drawn.popleft()
@@ -73,19 +72,19 @@ class Rewound:
 
 
 def position_of(rewound: Rewound) -> Position:
-    """Where it stands; it can go back there as long as this is held."""
+    """Return the current position. The iterator can go back to it while it is referenced."""
     position = Position(rewound._next)
     rewound._held.add(position)
     return position
 
 
 def go_back(rewound: Rewound, position: Position) -> None:
-    """Let it stand there."""
+    """Rewind to a position."""
     rewound._next = position.number
 
 
 def rewound_of(iterator: Iterator[Any]) -> Rewound:
-    """The one that stands for an iterator wherever it is found."""
+    """Return the one `Rewound` of an iterator."""
     found = Rewound.of.get(id(iterator))
     if found is None:
         Rewound.of[id(iterator)] = found = Rewound(iterator)
@@ -93,13 +92,13 @@ def rewound_of(iterator: Iterator[Any]) -> Rewound:
 
 
 def untouched(rewound: Rewound) -> Iterator[Any] | None:
-    """The iterator itself, which may take its place again where nothing was ever drawn from it."""
+    """Return the wrapped iterator if it was never drawn from, so that it can be unwrapped."""
     return None if rewound._first or rewound._drawn else rewound._iterator
 
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """What was drawn from an iterator: a place where state lies."""
+    """The position of an iterator, as a place with state."""
 
     rewound: Rewound
     label: str

@@ -1,4 +1,4 @@
-"""An optimizer's double over twins of its parameters: it steps as the original would, and the original stays as it is."""
+"""A copy of an optimizer over copies (twins) of its parameters. It steps like the original, which stays unchanged."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from memfit.hardware.exhausted import is_out_of_memory
 
 STEPPED_BY_LISTS = ("cuda", "xpu")
-"""Devices on which optimizers step all parameters at once where they are not told otherwise; torch decides that by the type of
-tensors, and what stands for them while tracing is of another (`_default_to_fused_or_foreach` in torch/optim/optimizer.py)."""
+"""Devices where optimizers use foreach by default. torch decides that by the type of the tensors, which differs while tracing
+(`_default_to_fused_or_foreach` in torch/optim/optimizer.py)."""
 
 
 def shadow_optimizer(
@@ -23,7 +23,7 @@ def shadow_optimizer(
     parameter: Callable[[torch.Tensor], torch.Tensor | None],
     twin: Callable[[torch.Tensor], torch.Tensor],
 ) -> Optimizer:
-    """An optimizer with the same settings over the twins of the parameters; hooks and patched methods are left behind."""
+    """Build an optimizer with the same settings over the twins of the parameters, without hooks and patched methods."""
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update({k: v.copy() if type(v) in (list, dict, set) else v for k, v in optimizer.__dict__.items()})
     shadow.__dict__.pop("step", None)  # schedulers put their counting step on the instance
@@ -43,8 +43,8 @@ def shadow_optimizer(
 
 
 def step(shadow: Optimizer) -> None:
-    """Step as the original would. Where its own step refuses to (a mode that the script sets later, a closure that it needs),
-    as the optimizer of torch that it is derived from, or as one with two numbers for each of its parameters."""
+    """Step like the original. If its own code raises (a mode the script sets later, a closure it needs), step like its
+    torch.optim base class, or else allocate two state tensors per parameter."""
     try:
         shadow.step()
         return
@@ -63,13 +63,13 @@ def step(shadow: Optimizer) -> None:
 
 
 def _is_own(error: Exception) -> bool:
-    """Whether no line of torch raised it."""
+    """Whether the error was raised outside torch."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return not frame.filename.startswith(str(Path(torch.__file__).parent))
 
 
 def step_by_lists(optimizer: Optimizer) -> None:
-    """Let the optimizer step all parameters of a group at once where it would do so on CUDA (`_default_to_fused_or_foreach` in
+    """Enable foreach for parameter groups that would use it on CUDA (`_default_to_fused_or_foreach` in
     torch/optim/optimizer.py)."""
     for group in optimizer.param_groups:
         plain = not group.get("fused") and not group.get("differentiable")
@@ -78,7 +78,7 @@ def step_by_lists(optimizer: Optimizer) -> None:
 
 
 def states(optimizer: Optimizer) -> Iterator[tuple[Any, list[torch.Tensor]]]:
-    """(parameter, or what else it is kept under; tensors of its state)."""
+    """Yield each key of the optimizer's state (mostly a parameter) with its state tensors."""
     for parameter, state in optimizer.state.items():
         values = state.values() if isinstance(state, dict) else ()
         yield parameter, [value for value in values if isinstance(value, torch.Tensor)]

@@ -1,9 +1,8 @@
-"""Handing the random draws of a whole batch out to its parts by slice, so that parts and whole differ by mixing alone.
+"""Gives each part of a batch its slice of the full batch's random draws, so that results differ only if samples are mixed.
 
-A whole run records every draw in order; each part then receives, for its k-th draw, the rows of the whole's k-th. Draws
-outside torch (a layer dropped by `random.random()`) have no rows: each part makes those that the whole made.
-Not covered: operators that draw inside a fused kernel (attention with dropout on accelerators, RNN dropout inside cuDNN);
-`unsliced` names those that were met.
+A run over the full batch records every draw in order. The k-th draw of a part gets its rows of the k-th record. Draws outside
+torch (layer drop with `random.random()`) have no rows; each part repeats them. Not covered: operators that draw inside a fused
+kernel (attention with dropout on accelerators, RNN dropout in cuDNN); `unsliced` lists those that ran.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from memfit.engine.generators import HostRandom
 
 
 class Draws:
-    """The random draws of one whole run.
+    """The random draws of one run over a full batch.
 
-    With `by_operations`, attention runs as single operations, whose dropout can be sliced; without, as it would run.
+    With `by_operations`, attention runs as single operations, whose dropout can be sliced; else it runs as usual.
     """
 
     def __init__(self, *, by_operations: bool = False) -> None:
@@ -32,21 +31,21 @@ class Draws:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Run the whole: draws are real, and remembered."""
+        """Record the draws of a run over the full batch."""
         self._host = HostRandom.capture()
         with self._attention(), _Recording(self):
             yield
 
     @contextmanager
     def sliced(self, start: int, stop: int, whole: int) -> Iterator[None]:
-        """Run the part `start:stop` of `whole` samples with the rows of the whole's draws."""
+        """Run the part `start:stop` of `whole` samples with its rows of the recorded draws."""
         self._host.restore()
         with self._attention(), _Slicing(self, start, stop, whole):
             yield
 
     @contextmanager
     def reversed(self, whole: int) -> Iterator[None]:
-        """Run the same `whole` samples in the opposite order, with their draws in the opposite order too."""
+        """Run the same `whole` samples in reverse order, with their draws in reverse order."""
         self._host.restore()
         with self._attention(), _Slicing(self, 0, whole, whole, backwards=True):
             yield
@@ -64,7 +63,7 @@ class _Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch imports dynamo, which takes a second, to keep it away from this class
+        return False  # else torch imports dynamo (a second) to skip this class
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -109,7 +108,7 @@ class _Slicing(TorchDispatchMode):
         return out
 
     def _take(self, shape: torch.Size) -> torch.Tensor | None:
-        """The rows of the next recorded draw that belong to a tensor of this shape; None where they cannot be told."""
+        """The rows of the next recorded draw for a tensor of this shape; None if unknown."""
         if self._next >= len(self._draws.recorded):
             return None
         whole = self._draws.recorded[self._next]
@@ -125,7 +124,7 @@ class _Slicing(TorchDispatchMode):
         return None
 
     def _cropped(self, rows: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor | None:
-        """`rows` without the padding that a part collated by itself lacks (at the end of the other dimensions)."""
+        """`rows` without padding at the end of the other dimensions, which a part collated on its own lacks."""
         if rows.dim() != len(shape) or any(have < want for have, want in zip(rows.shape, shape)):
             self._draws.unsliced.append(f"a draw of shape {tuple(rows.shape)}")
             return None
@@ -145,7 +144,7 @@ _DROPOUT = torch.ops.aten.native_dropout.default
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    # Attention kernels carry the tag whether or not they drop anything.
+    # Attention kernels carry the tag with or without dropout.
     return "attention" not in str(func) or _dropout_of(func, args, kwargs or {}) > 0.0
 
 

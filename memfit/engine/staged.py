@@ -1,9 +1,9 @@
 """Staged gradients: the gradients of an effective batch before the user's backward receives them.
 
-For the duration of an effective batch the module holds *aliases* of its parameters (same storage, own `.grad`), so that
-micro-batches accumulate layer by layer without a second set of gradients and without any hook of the user's firing.
-Autograd then receives the total through `hand_over`. Not covered: parameters that a forward reads from anywhere but the
-module that owns them (closures, plain lists); `check_nothing_escaped` finds them.
+During an effective batch, *aliases* replace the module's parameters (same storage, own `.grad`). Micro-batches accumulate
+layer by layer, without a second set of gradients and without calling the user's hooks. Autograd then receives the total
+through `hand_over`. Not covered: parameters that a forward reads from outside their module (closures, plain lists);
+`check_nothing_escaped` finds them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Slot:
 
 
 class Staging:
-    """The aliases of one model's parameters and the gradients that gather in them.
+    """The aliases of a model's parameters, and the gradients that accumulate in them.
 
-    `outside` are parameters the optimizer trains that live in no module of the model (a loss's own weights); they are
-    staged by setting their `.grad` aside meanwhile. `leaves` are those of the batch at hand.
+    `outside` lists trained parameters that belong to no module of the model (a loss's own weights). Their own `.grad` is set
+    aside while gradients are staged in it. `leaves` are those of the current batch.
     """
 
     def __init__(self, model: nn.Module, outside: Iterable[torch.Tensor] = ()) -> None:
@@ -44,13 +44,13 @@ class Staging:
         self.outside = list(outside)
         self.leaves: list[torch.Tensor] = []
         self.parts: Parts | None = None
-        """What holds the parameters in parts over several processes; None where they are whole."""
+        """The sharded parameters (FSDP2); None if parameters are not sharded."""
         self._aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._wide: dict[int, torch.Tensor] = {}
         self._depth = 0
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that receive gradients now, each once: the model's, then the outside ones."""
+        """Return the parameters that receive gradients, without duplicates: the model's, then the outside ones."""
         if self.parts is not None:
             return [p for p in (*self.parts.parameters, *self.outside) if p.requires_grad]
         found = parameters_in(modules_of(self.model))
@@ -59,12 +59,12 @@ class Staging:
         return [p for p in found if p.requires_grad]
 
     def stage_also(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Stage these parameters too: they live in no module of the model and receive gradients through it."""
+        """Stage these parameters too, which belong to no module but receive gradients through the model."""
         self.outside += [p for p in parameters if not self._is_outside(p)]
 
     @contextmanager
     def also(self, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, these are staged as well: what of a batch requires gradients."""
+        """Also stage these tensors of a batch that require gradients."""
         if not leaves:
             yield
             return
@@ -77,22 +77,22 @@ class Staging:
 
     @property
     def versions(self) -> int:
-        """What grows when a parameter of the model is written in place."""
+        """A number that grows when a parameter is written in place."""
         return sum(p._version for p in self.model.parameters() if not p.is_inference())
 
     def holds_only(self, known: dict[int, Any]) -> bool:
-        """Whether every parameter in the model is one of `known` (ids): False inside `functional_call`."""
+        """Whether every parameter in the model is in `known` (by id). False inside `functional_call`."""
         if self.parts is not None:
-            return True  # they take turns there with what is gathered from all processes
+            return True  # sharded and unsharded parameters take turns there
         return all(id(p) in known for p in parameters_in(modules_of(self.model)))
 
     def is_swapped(self) -> bool:
-        """Whether a pass is under way: no code of the script runs between a forward and its backward."""
+        """Whether a pass is running. No code of the script runs between a forward and its backward."""
         return self._depth > 0
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The model with aliases in the places of its parameters; re-entrant; the originals come back in any case."""
+        """Replace the model's parameters by aliases. The originals come back, even after an error. Re-entrant."""
         if self._depth:
             yield
             return
@@ -122,8 +122,8 @@ class Staging:
 
     @contextmanager
     def _in_parts(self, parts: Parts) -> Iterator[None]:
-        """Parameters in parts gather gradients themselves; what was in them is put aside meanwhile. What counts for the
-        training is kept apart until `take_parts`, as other processes may still add to it."""
+        """Accumulate in the sharded parameters' own `.grad`, whose previous values are set aside. Training gradients stay in
+        `gathered` until `take_parts`, as other ranks may still add to them."""
         before = [p.grad for p in parts.parameters]
         known = parts.gathered if parts.counting else None
         _set_gradients(parts.parameters, known or [None] * len(before))
@@ -139,7 +139,7 @@ class Staging:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Inside, gradients of parameters in parts are the training's own, and not a proof's."""
+        """Mark gradients of sharded parameters as training gradients, not those of a proof."""
         if self.parts is None:
             yield
             return
@@ -150,22 +150,22 @@ class Staging:
             self.parts.counting = before
 
     def relative_to(self, weight: float) -> float:
-        """What a total still has to be multiplied by, where its gradients were multiplied by its weight as they gathered
-        because other processes add theirs."""
+        """Return the remaining factor of a total with this weight: its inverse for sharded gradients, which are weighted
+        before their reduce-scatter."""
         return 1.0 if self.parts is None or not weight else 1.0 / weight
 
     def take_parts(self) -> list[torch.Tensor | None]:
-        """What has gathered in parameters in parts, once all processes have added to it; moved out."""
+        """Move out the gradients of sharded parameters, after all ranks have added theirs."""
         assert self.parts is not None
         gathered, self.parts.gathered = self.parts.gathered or [], None
         return [grad for p, grad in zip(self.parts.parameters, gathered) if p.requires_grad]
 
     def alias(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The tensor that stands for `parameter` in the module: same storage, own gradient."""
+        """Return the tensor that replaces `parameter` in the module: same storage, own gradient."""
         known = self._alias_of(parameter)
         if known is not None and _still_stands_for(known, parameter):
             return known
-        if known is not None and _may_stand_for(known, parameter):  # its data was replaced: graphs may know this alias
+        if known is not None and _may_stand_for(known, parameter):  # its data was replaced; graphs may refer to this alias
             known.data = parameter.detach()
             return known
         alias = _make_alias(parameter)
@@ -173,8 +173,7 @@ class Staging:
         return alias
 
     def accumulate_in_float32(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        """From now until `take`, gradients of half precision parameters (None: of all) gather in float32 buffers beside
-        them."""
+        """Until `take`, accumulate gradients of half precision parameters (None: all) in separate float32 buffers."""
         for p in () if self.parts is not None else self.parameters() if parameters is None else parameters:
             if p.dtype in (torch.float16, torch.bfloat16) and not self._is_outside(p):
                 alias = self.alias(p)
@@ -182,14 +181,14 @@ class Staging:
                     alias._memfit_widens = alias.register_post_accumulate_grad_hook(self._widen)  # type: ignore[attr-defined]
 
     def take(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gathered gradients in the order of `parameters`, moved out of here; None where no micro-batch reached, and where
-        other processes may still add to them."""
+        """Move out the gradients in the order of `parameters`. None if no micro-batch reached the parameter, or if other ranks
+        may still add to its gradient."""
         if self.parts is not None:
             return [None] * len(parameters) if self.parts.counting else [p.grad for p in parameters]
         return [self._take_one(p) for p in parameters]
 
     def fill(self) -> None:
-        """Zeros for the parameters in the model that no micro-batch has reached so far."""
+        """Add zero gradients for parameters in the model that no micro-batch has reached."""
         for p in () if self.parts is None else self.parts.parameters:
             p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
         for parameter, alias in self._aliases.values():
@@ -197,17 +196,17 @@ class Staging:
                 alias.grad = torch.zeros_like(parameter)
 
     def discard(self) -> None:
-        """Drop everything gathered so far."""
+        """Drop all staged gradients."""
         if self.parts is not None and self._depth:
             _set_gradients(self.parts.parameters, [None] * len(self.parts.parameters))
         for _p, alias in self._aliases.values():
             alias.grad = None
-        for p in self.outside if self._depth else ():  # (what they had before is set aside meanwhile)
+        for p in self.outside if self._depth else ():  # their own gradients are set aside
             p.grad = None
         self._wide.clear()
 
     def staged_bytes(self) -> int:
-        """Bytes the gathered gradients hold now."""
+        """Return the bytes of the staged gradients."""
         grads = [alias.grad for _, alias in self._aliases.values() if alias.grad is not None]
         if self.parts is not None:
             grads = [p.grad.to_local() for p in self.parts.parameters if p.grad is not None]  # type: ignore[attr-defined]
@@ -223,7 +222,7 @@ class Staging:
                     if sparse and not hasattr(alias, "_memfit_merges"):
                         alias._memfit_merges = alias.register_post_accumulate_grad_hook(_merge_rows)  # type: ignore[attr-defined]
         refresh_flat_weights(modules)
-        if len(self._aliases) > len(changed):  # parameters that were replaced since: do not keep the old ones alive
+        if len(self._aliases) > len(changed):  # parameters were replaced: drop references to the old ones
             used = {id(original) for _, _, original in changed}
             self._aliases = {key: pair for key, pair in self._aliases.items() if key in used}
 
@@ -259,21 +258,21 @@ class Staging:
 
 
 class Parts(Protocol):
-    """What holds a model's parameters in parts over several processes."""
+    """The sharded parameters of a model (FSDP2)."""
 
     parameters: list[Any]
-    """This process's parts, in the model's order."""
+    """This rank's shards, in the model's order."""
     counting: bool
-    """Whether passes are the training's own."""
+    """Whether passes compute training gradients."""
     live: bool
-    """Whether the training's gradients gather in the parameters now."""
+    """Whether training gradients accumulate in the parameters now."""
     gathered: list[torch.Tensor | None] | None
-    """Those that have, until all processes have added to them."""
+    """Training gradients so far, until all ranks have added theirs."""
 
 
 def gradients_of(loss: torch.Tensor, parameters: Sequence[torch.Tensor], model: nn.Module) -> list[torch.Tensor | None]:
-    """As `torch.autograd.grad`, None where a parameter is not used; of parameters that several processes hold in parts, this
-    process's part of each, as it gathers only in a backward that goes all the way."""
+    """Return what `torch.autograd.grad` does, None for unused parameters. Of sharded parameters, returns this rank's shards,
+    whose gradients accumulate only in a full `backward`."""
     if gathers_in_parts(model):
         torch.autograd.backward(loss)
         found = [None if p.grad is None else p.grad.to_local() for p in parameters]  # type: ignore[attr-defined]
@@ -291,7 +290,7 @@ def _holds_reentrant_checkpoint(loss: torch.Tensor) -> bool:
 def _gradients_by_backward(
     loss: torch.Tensor, parameters: Sequence[torch.Tensor], model: nn.Module
 ) -> list[torch.Tensor | None]:
-    """For what `torch.autograd.grad` does not serve: reentrant checkpoints run a backward of their own, into `.grad`."""
+    """For reentrant checkpoints, which `torch.autograd.grad` does not support: they run their own backward into `.grad`."""
     receivers = list({id(t): t for t in (*leaves_of([loss]), *model.parameters(), *parameters)}.values())
     before = [receiver.grad for receiver in receivers]
     _set_gradients(receivers, [None] * len(receivers))
@@ -303,25 +302,25 @@ def _gradients_by_backward(
 
 
 AS_GIVEN = "_memfit_as_given"
-"""Attribute of a model that is held in parts: a context in which its modules are as they were given."""
+"""Attribute of a sharded model: returns a context in which its modules are unsharded, as the user gave them."""
 
 
 LET_GO = "_memfit_let_go"
-"""Attribute of a model that is held in parts: lets go of what is gathered."""
+"""Attribute of a sharded model: frees the all-gathered parameters (reshard)."""
 
 
 def let_go(model: nn.Module) -> None:
-    """Where parameters are held in parts, let the modules hold nothing else."""
+    """Reshard the model if its parameters are sharded."""
     model.__dict__.get(LET_GO, lambda: None)()
 
 
 def gathers_in_parts(model: nn.Module) -> bool:
-    """Whether several processes hold the model's parameters in parts."""
+    """Whether the model's parameters are sharded (FSDP2)."""
     return bool(getattr(model, "_is_fsdp_managed_module", False))
 
 
 def bytes_here(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor that lie on this process: of one that several hold in parts, its own part's."""
+    """Return the bytes of a tensor on this rank: those of the local shard if it is sharded."""
     held = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
     return held.numel() * held.element_size()
 
@@ -334,7 +333,7 @@ def _set_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch
 def check_nothing_escaped(
     parameters: Sequence[torch.Tensor], before: Sequence[torch.Tensor | None], model: nn.Module
 ) -> None:
-    """Raise Refused if a real parameter received a gradient while its alias stood in the module."""
+    """Raise Refused if an original parameter got a gradient while its alias replaced it in the module."""
     for p, grad in zip(parameters, before):
         if p.grad is not grad:
             name = next((name for name, q in model.named_parameters() if q is p), "a parameter")
@@ -353,13 +352,13 @@ def _make_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _merge_rows(alias: torch.Tensor) -> None:
-    """Add up what a sparse gradient holds of the same row: torch appends those of one micro-batch to those of the others."""
+    """Sum duplicate rows of a sparse gradient: torch appends the rows of each micro-batch."""
     if alias.grad is not None and alias.grad.is_sparse:
         alias.grad = alias.grad.coalesce()
 
 
 def sparse_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """The parameters whose gradients hold only the rows that a batch names."""
+    """Return the parameters with sparse gradients, which hold only the rows that a batch uses."""
     return [p for module in modules_of(model) if _is_sparse(module) for p in module.parameters(recurse=False)]
 
 
@@ -387,14 +386,14 @@ def _may_stand_for(alias: torch.Tensor, parameter: torch.Tensor) -> bool:
 
 
 def _follow(parameter: torch.Tensor, alias: torch.Tensor) -> None:
-    """Give the parameter the data that a forward gave its alias (`self.weight.data = renorm(...)`)."""
+    """Give the parameter the data that a forward assigned to its alias (`self.weight.data = renorm(...)`)."""
     if not _still_stands_for(alias, parameter):
         parameter.data = alias.detach()
 
 
 def refresh_flat_weights(modules: Iterable[nn.Module]) -> None:
-    """Let RNN modules, which keep lists of their parameters beside them, see those now in place; else a forward makes these
-    lists anew, which then look like state that it moves."""
+    """Update the lists of parameters that RNN modules keep (`_flat_weights`). Otherwise a forward rebuilds them, which looks
+    like a side effect."""
     for module in modules:
         names = module.__dict__.get("_flat_weights_names")
         if names is None:

@@ -1,8 +1,8 @@
-"""Means of known losses inside a micro-batch: made safe for parts without valid entries, their denominators remembered.
+"""Intercepts means of known losses, makes them safe for micro-batches without valid entries, and records denominators.
 
-They are found in two ways: a torch function mode sees every call, but makes every operation of the region slower; standing
-in for the functions in `torch.nn.functional` costs nothing, but misses references taken before (`from
-torch.nn.functional import cross_entropy`). Proofs look both ways and tell which is needed.
+A torch function mode sees every call but slows down all operations inside. Replacing the functions in `torch.nn.functional`
+costs nothing but misses earlier references (`from torch.nn.functional import cross_entropy`). Proofs do both and find out
+which is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.batches.weights import KNOWN_LOSSES, Bound, Count, all_arguments, entries_mean, known_loss, valid_mean
 
-# Operations between a mean and the returned loss that keep it proportional to the mean.
+# Operations after a mean that keep the loss proportional to it.
 _LINEAR = ("Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "Mean", "Sum")
 
 
@@ -29,38 +29,37 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Term:
-    """One known mean met in a micro-batch."""
+    """One known mean in a micro-batch."""
 
     mean: torch.Tensor
-    """Its value, 0-dim: `entries_mean`, or `valid_mean` where it stands beside other terms."""
+    """Its value, 0-dim: `entries_mean`, or `valid_mean` if it stands beside other terms."""
     entries: int
-    """All its entries, valid or not."""
+    """Number of entries, valid or not."""
     count: Count
-    """What the true mean divides by."""
+    """Denominator of the true mean."""
     node: Any = field(init=False)
-    """Where its graph ends: the mean itself may be written in place (`loss += penalty`)."""
+    """End of its graph, as the mean may be written in place (`loss += penalty`)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "node", self.mean.grad_fn)
 
 
 class Terms:
-    """While active, means of known losses are computed so that parts can be weighted, and listed in `found`.
+    """Computes the means of known losses so that parts can be weighted, and lists them in `found`.
 
-    `alone`: the loss is expected to consist of one mean, which is then taken over all entries. Otherwise means stay true
-    means, and `shares[k]` multiplies the k-th of them where the true weight of each is known already. `by_name`: True finds
-    those called as attributes of torch.nn.functional (inside `standing_in()`), False sees every call through a mode, None
-    does both.
+    `alone`: expects a loss that is one mean, and averages it over all entries. Otherwise the means are the true ones, and
+    `shares[k]` multiplies the k-th if its true weight is known. `by_name`: True intercepts calls through attributes of
+    torch.nn.functional (inside `standing_in()`), False intercepts every call with a mode, None does both.
     """
 
     def __init__(self, *, alone: bool, shares: Sequence[float] | None = None, by_name: bool | None = False) -> None:
         self.found: list[Term] = []
         self.given: list[Any] = []
-        """Where the graphs of what was given for them end."""
+        """Ends of the graphs of the returned means."""
         self.only_by_name = True
-        """Whether everything found so far was called as an attribute of torch.nn.functional."""
+        """Whether all means so far were called as attributes of torch.nn.functional."""
         self.lowest: torch.dtype | None = None
-        """The half precision that anything was computed in, where every call is looked at."""
+        """The half precision dtype of any result, if every call is intercepted."""
         self._alone, self._shares, self._by_name = alone, shares, by_name
         self._modes = ExitStack() if not by_name else None
         self._outer: Terms | None = None
@@ -82,12 +81,12 @@ class Terms:
             self._modes.close()
 
     def answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call of a function of torch.nn.functional gives."""
+        """Return the result of a function of torch.nn.functional."""
         known = None if self._answering else known_loss(function)
         bound = None if known is None else known.bind(args, kwargs)
         if bound is None or bound["reduction"] != "mean":
             return function(*args, **kwargs)
-        self._answering = True  # the mode sees what a stand-in calls
+        self._answering = True  # the mode sees the calls of a replaced function, too
         try:
             term = self._term(function, bound)
         finally:
@@ -105,13 +104,13 @@ class Terms:
 
 
 def told(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call of a function of torch.nn.functional gives, answered by the `Terms` that is active, if one is."""
+    """Call a function of torch.nn.functional through the active `Terms`, if any."""
     terms: Terms | None = getattr(_ACTIVE, "terms", None)
     return function(*args, **kwargs) if terms is None else terms.answer(function, args, kwargs)
 
 
 class _Seen(TorchFunctionMode):
-    """Every torch function that is called."""
+    """Sees every torch function call."""
 
     def __init__(self, terms: Terms) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ _ACTIVE = threading.local()
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Inside, losses are called by name as if no `Terms` were active."""
+    """Deactivate the current `Terms` for losses called by name."""
     before, _ACTIVE.terms = getattr(_ACTIVE, "terms", None), None
     try:
         yield
@@ -144,7 +143,7 @@ def unseen() -> Iterator[None]:
 
 
 def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in torch.nn.functional for `function` meanwhile; other threads call straight through."""
+    """The replacement of `function` in torch.nn.functional. In other threads it calls `function`."""
 
     @wraps(function)
     def answered(*args: Any, **kwargs: Any) -> Any:
@@ -158,8 +157,8 @@ _STAND_INS = {function: _stand_in(function) for function in KNOWN_LOSSES}
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """Inside, calls of known losses as attributes of torch.nn.functional are answered by the `Terms` that is active."""
-    # What others have put there (fused kernels) is theirs and not known.
+    """Replace the known losses in torch.nn.functional, so that the active `Terms` answers calls of these attributes."""
+    # Functions that others put there (fused kernels) are unknown and stay.
     replaced = [(f, s) for f, s in _STAND_INS.items() if getattr(F, f.__name__) is f]
     try:
         for function, stand_in in replaced:
@@ -171,7 +170,7 @@ def standing_in() -> Iterator[None]:
 
 
 def is_only_term(loss: torch.Tensor, term: Term) -> bool:
-    """Whether `loss` depends on the parameters through `term` alone and linearly, read off the autograd graph."""
+    """Whether `loss` depends on the parameters through `term` alone and linearly, according to its graph."""
     node, goal = loss.grad_fn, term.node
     for _ in range(16):
         if node is goal:
@@ -184,7 +183,7 @@ def is_only_term(loss: torch.Tensor, term: Term) -> bool:
 
 
 def nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.autograd.graph.Node]:
-    """The nodes of the graph that a backward from `outputs` would run through."""
+    """Yield the nodes of the graph that a backward from `outputs` visits."""
     open_, seen = [t.grad_fn for t in outputs if t.grad_fn is not None], set()
     while open_:
         node = open_.pop()
@@ -196,5 +195,5 @@ def nodes_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.autograd.graph.N
 
 
 def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that a backward from `outputs` would leave gradients in."""
+    """Return the leaves that a backward from `outputs` accumulates gradients in."""
     return [node.variable for node in nodes_of(outputs) if hasattr(node, "variable")]  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Whether tensors are what they were when a call was made that runs later.
+"""Detects writes to tensors between a call and its deferred run.
 
-Operations in place count versions; writes through `.data` do not, so that a few values of each tensor are remembered as well.
-Not covered: writes through `.data` to few values, or on an accelerator, where looking would wait for it.
+In-place operations increment the version counter. Writes through `.data` do not, so that a few values of each tensor are
+compared, too. Not covered: writes through `.data` to other values, or on an accelerator, where a comparison would synchronize.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 Keys = Set[tuple[Any, ...]]
-"""Keys of places where state lies (`composed.Place`)."""
+"""Keys of places with state (`composed.Place`)."""
 VALUES = 16
-"""Values of each tensor that are looked at."""
+"""Number of values compared per tensor."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Modified(RuntimeError):
-    """A tensor changed before what was to be computed from it ran: torch's own error."""
+    """A tensor was modified before the computation that needs it ran. Has the message of torch's own error."""
 
     def __init__(self, tensor: torch.Tensor, version: str, when: str) -> None:
         super().__init__(
@@ -33,15 +33,15 @@ class Modified(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What one tensor was."""
+    """The state of one tensor."""
 
     tensor: torch.Tensor
     version: int
     data: torch.Tensor
-    """Where it lies; shares memory."""
+    """Its data then; shares its storage."""
     lies_at: int
     few: Callable[[], bytes] | None
-    """Reads a few of its values; None where that would take long."""
+    """Reads a few of its values; None if that could synchronize."""
     values: bytes
 
     @classmethod
@@ -52,17 +52,17 @@ class _Held:
 
     @property
     def moved(self) -> bool:
-        """Whether data was assigned."""
+        """Whether its data was assigned."""
         return _lies_at(self.tensor) != self.lies_at
 
     @property
     def reads_alike(self) -> bool:
-        """Whether its few values are what they were where it lay: what a graph had saved, whatever it was given since."""
+        """Whether the old storage has its old values, which is what a graph saved, even if other data was assigned."""
         return self.few is None or self.few() == self.values
 
 
 class Unchanged:
-    """What tensors were. Where they were `copied`, writes that count versions do no harm."""
+    """The state of tensors at a call. If they were `copied`, writes that increment versions are harmless."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False) -> None:
         self._tensors, self.copied = [t for t in tensors if not t.is_inference()], copied
@@ -73,13 +73,13 @@ class Unchanged:
 
     @property
     def written(self) -> Keys:
-        """Where an operation in place wrote, or data was assigned."""
+        """Places where an in-place operation wrote or data was assigned."""
         found = [held for held in self._held if held.tensor._version != held.version or held.moved]
         return frozenset(key for held in found for key in _keys_of(held.tensor, held.data))
 
     @contextmanager
     def where_they_lay(self) -> Iterator[None]:
-        """Inside, those that were given other data through `.data` hold what they held."""
+        """Give tensors whose `.data` was assigned their old data."""
         given = [(held.tensor, held.tensor.data, held.data) for held in self._held if held.moved]
         for tensor, _, before in given:
             tensor.data = before
@@ -90,12 +90,12 @@ class Unchanged:
                 tensor.data = now
 
     def accept(self, moved: Keys) -> None:
-        """What is at these places may be what it is now."""
+        """Accept the current state at these places."""
         if moved:
             self._held = [_Held.of(held.tensor) if _is_at(moved, held.tensor, held.data) else held for held in self._held]
 
     def check(self, when: str, moved: Keys = frozenset()) -> None:
-        """Raise Modified where one changed that is at none of these places; `when` says why that matters."""
+        """Raise Modified if a tensor changed outside these places; `when` says why that matters."""
         for held in () if self.copied else self._held:
             tensor = held.tensor
             if moved and _is_at(moved, tensor, held.data):
@@ -107,7 +107,7 @@ class Unchanged:
         self.check_data(when, moved)
 
     def check_data(self, when: str, moved: Keys = frozenset()) -> None:
-        """Raise Modified where one was written over without counting a version."""
+        """Raise Modified if a tensor was written without a version increment."""
         for held in self._held:
             same = held.reads_alike or held.tensor._version != held.version
             if not same and not _is_at(moved, held.tensor, held.tensor):
@@ -132,8 +132,8 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _few(tensor: torch.Tensor) -> Callable[[], bytes]:
-    """Reads a few values of what the tensor holds, bit for bit: NaN is equal to itself."""
-    # Through NumPy, as torch's own reading would count as a wait; as integers, as it has no bfloat16.
+    """Returns a function that reads a few values bit for bit, so that NaN equals itself."""
+    # NumPy, as a read by torch would count as a synchronization. Integers, as NumPy has no bfloat16.
     values = tensor.view(_INTEGERS[tensor.itemsize]).numpy()
     step = max(1, tensor.numel() // VALUES)
     if tensor.is_contiguous():

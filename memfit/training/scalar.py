@@ -1,6 +1,6 @@
-"""Scalars of a whole batch that are not computed yet: losses that wait for each other, added up and multiplied by constants.
+"""Lazy scalars of a full batch: deferred losses, their sums and their products with constants.
 
-Functions are told apart by their objects, never by their names: `div_` writes, `div` does not.
+Functions are identified by object, not by name: `div_` writes in place, `div` does not.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from memfit.training.expression import Term
 from memfit.training.route import named
 
 Constant = int | float | torch.Tensor
-"""What does not depend on the call: a number, or a tensor with a single entry."""
+"""A value that does not depend on the call: a number, or a tensor with one entry."""
 ScalarOf = Callable[[Any], "Scalar | None"]
-"""What a value is the stand-in of, where it is that of a scalar."""
+"""Returns the scalar that a value stands for, or None."""
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """Terms of a call, and constants that are added to them."""
+    """The sum of a call's terms and of constants."""
 
     terms: tuple[Term, ...]
     others: tuple[Constant, ...] = ()
@@ -34,32 +34,32 @@ class Scalar:
 
     @property
     def constants(self) -> list[torch.Tensor]:
-        """The tensors among what is added."""
+        """The tensors among the constants."""
         return [other for other in self.others if isinstance(other, torch.Tensor)]
 
     def and_others(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, which the terms come to, with what does not depend on the call."""
+        """Add the constants to `value`, the value of the terms."""
         for other in self.others:
             value = value + other
         return value
 
     def plus(self, other: Scalar) -> Scalar:
-        """Both added up."""
+        """Return the sum of both."""
         return Scalar((*self.terms, *other.terms), (*self.others, *other.others))
 
     def times(self, factor: float) -> Scalar:
-        """The same, that many times."""
+        """Return the product with a number."""
         if factor == 1:
             return self
         return Scalar(tuple(t.times(factor) for t in self.terms), tuple(other * factor for other in self.others))
 
     def over(self, divisor: torch.Tensor) -> Scalar:
-        """The same, divided by that."""
+        """Return the quotient by a tensor."""
         return Scalar(tuple(t.over(divisor) for t in self.terms), tuple(other / divisor for other in self.others))
 
 
 def combined(func: Any, args: Sequence[Any], kwargs: dict[str, Any], scalar_of: ScalarOf) -> Scalar | None:
-    """The scalar that a sum, a difference or a multiple of scalars is; None where it is anything else."""
+    """Return the scalar of a sum, difference or multiple of scalars; None for any other operation."""
     if kwargs:
         return None
     if func in _NEGATING and len(args) == 1:
@@ -83,7 +83,7 @@ def _sum(first: Any, second: Any, factor: float, scalar_of: ScalarOf) -> Scalar 
 
 def _scaled(func: Any, first: Any, second: Any, scalar_of: ScalarOf) -> Scalar | None:
     ours = scalar_of(first)
-    if ours is None:  # a number times a scalar, in this order
+    if ours is None:  # number times scalar, in this order
         return _scaled(func, second, first, scalar_of) if func in _MULTIPLYING and scalar_of(second) is not None else None
     if scalar_of(second) is not None:
         return None
@@ -120,4 +120,4 @@ OUT_OF_PLACE = {
     }.items()
     for function in named(*writing)
 }  # fmt: skip
-"""Functions that write into their first argument, and the same without writing."""
+"""Maps functions that write into their first argument to their out-of-place versions."""

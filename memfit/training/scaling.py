@@ -1,8 +1,8 @@
-"""The loss scale while gathering float16 gradients: the script's own factor arrives only at its backward.
+"""Loss scale for gradient accumulation in float16: the script's own factor (GradScaler) arrives only in its backward.
 
-Gathering starts at the last factor seen; where gradients overflow the batch runs again at a lower one, below 1 too. So an
-overflow is handed over only if the gradient itself, times the script's factor, overflows. Not covered: gradients that would
-overflow on the way at any scale that leaves something of them; those are handed over as plain PyTorch would have them.
+Starts at the last factor. If gradients overflow, the batch runs again at a lower scale, even below 1, so that an overflow is
+handed over only if the gradient times the script's factor overflows. Not covered: intermediate gradients that overflow at any
+scale that does not flush the rest to zero; they are handed over as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from memfit.engine.terms import nodes_of
 from memfit.training.recover import Again
 
 START = 2.0**16
-"""Where torch.amp.GradScaler starts, too."""
+"""Initial scale, as in torch.amp.GradScaler."""
 GROWTH_INTERVAL = 2000
-"""Batches without overflow after which the scale is doubled again, as GradScaler does."""
+"""Batches without overflow until the scale doubles, as in GradScaler."""
 SMALLEST = 2.0**-16
-"""The scale at which nothing lower is tried: what still is not finite is so for another reason."""
+"""Minimum scale. Gradients that are not finite at it have another cause."""
 
 
 class LossScale:
-    """The scale in use while gathering in float16."""
+    """The loss scale for gradient accumulation in float16."""
 
     def __init__(self) -> None:
         self.scale = START
         self._good = 0
         self._before: float | None = None
         self._incoming: torch.Tensor | None = None
-        """The factor that the script's latest backward came with; read together with what the next batch says."""
+        """The factor of the script's latest backward. Read from the device together with the next batch's result."""
 
     @property
     def state(self) -> tuple[float, int]:
-        """The scale, and the batches since it changed."""
+        """The scale, and the number of batches since it changed."""
         self._are_finite([])
         return self.scale, self._good
 
@@ -47,12 +47,12 @@ class LossScale:
         self.scale, self._good = state
 
     def accept(self, total: Total) -> Total:
-        """`total` if it is finite, or cannot be made so. Raises Again, with a lower scale set, if it overflowed."""
+        """Return `total` if it is finite or cannot be made so. If it overflowed, set a lower scale and raise Again."""
         if not self._are_finite(total.gradients):
             if self.scale > SMALLEST and bool(torch.isfinite(total.value)):
                 self._lower()
                 raise Again
-            # No scale helped: the next batch begins where this one did.
+            # No scale helped: the next batch starts with this one's first scale.
             self.scale = self._before or self.scale
         self._before = None
         self._good += 1
@@ -61,7 +61,7 @@ class LossScale:
         return total
 
     def _are_finite(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether gradients are; takes the script's latest factor in, as waiting for the device once is enough."""
+        """Whether the gradients are finite. Also reads the script's latest factor, so that one synchronization is enough."""
         numbers = [_largest(gradients)] if any(gradient is not None for gradient in gradients) else []
         if self._incoming is not None:
             own = self._incoming.abs()
@@ -82,15 +82,15 @@ class LossScale:
         self._good = 0
 
     def seen(self, incoming: torch.Tensor) -> None:
-        """The factor with which the script's backward arrived."""
+        """Record the factor of the script's backward."""
         self._incoming = incoming.detach().reshape(())
 
 
 def computes_in_half(
     tensors: Sequence[torch.Tensor], device_type: str, precision: str, autocast: Sequence[Autocast] = ()
 ) -> bool:
-    """Whether gradients may be float16 on the way: by the lever, the script's autocast now or where it called the model, or its
-    parameters."""
+    """Return whether gradients may be float16: due to the precision lever, the script's autocast (now or at the call), or the
+    dtype of the tensors."""
     if precision == "float16":
         return True
     if any(state.enabled and state.dtype is torch.float16 for state in (*autocast, *autocast_now((device_type,)))):
@@ -99,10 +99,10 @@ def computes_in_half(
 
 
 class HalfGraphs:
-    """Whether gradients are float16 on the way of a loss, read off its graph: models and losses may enter autocast themselves.
+    """Detects float16 gradients in a loss's graph, as models and losses may enter autocast themselves.
 
-    Looked at in batches 1, 2, 4, 8, ..., and no longer once it was seen. Not covered: graphs of compiled code and of reentrant
-    checkpoints, which do not show what is inside, where what they take and give is float32.
+    Checks batches 1, 2, 4, 8, ... until some are seen. Not covered: compiled code and reentrant checkpoints with float32
+    inputs and outputs, whose graphs hide what is inside.
     """
 
     def __init__(self) -> None:
@@ -110,19 +110,19 @@ class HalfGraphs:
         self._batches = 0
 
     def looks(self) -> bool:
-        """Whether the batch that begins is looked at."""
+        """Whether the batch that starts is checked."""
         self._batches += 1
         return not self.seen and self._batches & (self._batches - 1) == 0
 
     def look(self, loss: torch.Tensor) -> None:
-        """Look at the graph of a loss. Raises Again where it is seen for the first time, as that loss has to be scaled."""
+        """Check the graph of a loss. Raises Again the first time it has float16 gradients, as the loss must then be scaled."""
         if any(meta.dtype is torch.float16 for node in nodes_of([loss]) for meta in node._input_metadata):
             self.seen = True
             raise Again
 
 
 def _largest(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """The largest magnitude in them, on their device; not finite where one is not."""
+    """The largest magnitude, on the device; not finite if any value is not."""
     dense = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients if g is not None]
     norms = torch._foreach_norm([g for g in dense if g.numel()], math.inf)  # pyright: ignore[reportPrivateImportUsage]
     device = dense[0].device

@@ -1,7 +1,7 @@
-"""Script mode: the loop stays as it was; training calls of the model are cut into micro-batches behind stand-ins.
+"""Script mode: keeps the user's training loop and cuts the model's training calls into micro-batches behind stand-in outputs.
 
-Not covered: methods called from outside that are not listed as `methods=` (said, where `forward` is not called), and tensors
-that leave the forward by other ways than its output (found and refused).
+Not covered: methods called from outside and not listed in `methods=` (reported if `forward` is not called), and tensors that
+leave the forward in another way than its output (detected and refused).
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from memfit.training.works import ExpressionWork
 
 DIVISORS = "what the losses of a step divide by"
 KEPT_VALUES = 16 << 20
-"""Bytes of outputs' values that are kept from the accumulate pass at least, for metrics read after the loss."""
+"""Minimum bytes of output values kept from the accumulation pass, for metrics read after the loss."""
 LOOKS = 512
-"""Results of operations that are remembered by what the operations look like."""
+"""Maximum number of operations whose result shape is cached."""
 
 
 class Script:
-    """Answers the model's training calls, and what happens to their outputs."""
+    """Handles the model's intercepted calls and the operations on their stand-in outputs."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Script:
             self._strays = Strays(core.together, core.model, said, batch_samples, lambda: self._busy)
 
     def answer(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the intercepted method returns."""
+        """Return the result of an intercepted method."""
         if self._busy:
             return plain(*args, **kwargs)
         self.outside.called()
@@ -99,7 +99,7 @@ class Script:
         self.calls += 1
         core = self._core
         core.caches.trains()
-        args, kwargs = _all_computed((args, kwargs))  # the output of another call may be this one's input
+        args, kwargs = _all_computed((args, kwargs))  # inputs may be outputs of another call
         with self.aside(), self._core.announcing():
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples())
             self.samples_seen += samples or 0
@@ -108,18 +108,18 @@ class Script:
                 if call is None:
                     self._guard_whole(output)
                     if core.together is not None:
-                        core.together.ranks.rest()  # (its graph needs what is gathered)
+                        core.together.ranks.rest()  # its graph needs the all-gathered parameters
                     return output
             self._rest()
         self._waiting.add(call)
-        for place in call.composition.trained[:1]:  # as the script goes on, all samples have written it
+        for place in call.composition.trained[:1]:  # the script may read it, so all samples must have written it
             core.tell(f"the forward writes {place.label}, which trains: it runs at the call, and once more for gradients")
             with self.aside():
                 self._compute_values(call)
         return through(call.plain, stand_ins(self, call))
 
     def evaluate(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the intercepted method returns where that takes no gradients of the model."""
+        """Return the result of an intercepted method that computes no gradients of the model."""
         if self._busy:
             return plain(*args, **kwargs)
         args, kwargs = _all_computed((args, kwargs))
@@ -130,14 +130,14 @@ class Script:
         return output
 
     def _rest(self, *, alone: bool = False) -> None:
-        """Before going back to the script; `alone`: from what the other processes need not do. What parameters look like there
-        is the same on all: parts, whichever passes a process ran last."""
+        """Return control to the script; `alone`: after work that other ranks need not do. Reshards the parameters, so that
+        they look the same on all ranks."""
         if self._core.together is not None:
             self._core.together.ranks.rest(alone=alone)
             let_go(self._core.model)
 
     def _whole_or_cut(self, name: str, plain: Callable[..., Any], tree: Tree) -> tuple[Any, Call | None]:
-        """(what a call returns that runs as it is, None), or (None, the call to be cut) where memory ran out in that."""
+        """Return (output of a call that runs whole, None), or (None, call to cut) if it runs out of memory."""
         core, (args, kwargs) = self._core, tree
         self._run_earlier()
         UNDERWAY.make_room(None)
@@ -158,7 +158,7 @@ class Script:
         return None, call
 
     def _whole_of_all(self, run: Callable[[], Any]) -> Any:
-        """A call that runs as it is, beside other processes; its gradients are those of all."""
+        """Run a call whole on several ranks. Its gradients are reduced across all ranks."""
         core = self._core
 
         def finish(gradients: list[torch.Tensor | None], receivers: Sequence[torch.Tensor]) -> Total:
@@ -173,7 +173,7 @@ class Script:
         return joined(run, core.staging, finish, weight)
 
     def _say_how(self, together: Together) -> None:
-        """That the loss of the latest batch is not one which memfit weighs over all processes, or sees but in part."""
+        """Tell the user if memfit does not weight the last batch's loss across ranks, or sees only part of it."""
         if together.part is None:
             self._say_added(together)
         if together.apart:
@@ -185,7 +185,7 @@ class Script:
             )
 
     def _say_added(self, together: Together) -> None:
-        """That sums add up over processes, which memfit cannot tell from means whose divisor it does not see."""
+        """Tell the user that sums add up across ranks. memfit cannot tell them from means whose divisor it does not see."""
         if not together.mean:
             size = together.ranks.size
             self._core.tell(
@@ -196,13 +196,13 @@ class Script:
             )
 
     def _combining(self, total: Total, weighting: Weighting) -> Callable[[Factor], Factor]:
-        """What makes the total that of all processes, once. The factor is part of it: it may differ between them."""
+        """Return a function that reduces the total across ranks once. Its factor is reduced, too, as ranks may differ in it."""
         first: list[Factor] = []
 
         def combine(factor: Factor) -> Factor:
             if first:
-                return factor / first[0]  # backward again through a graph that was kept
-            first.append(total.incoming)  # (combining leaves no other factor)
+                return factor / first[0]  # another backward through a retained graph
+            first.append(total.incoming)  # combine leaves no other factor
             total.factor = factor
             divided = isinstance(factor, float) and abs(factor * total.samples - 1.0) < ALMOST
             with self._core.announcing():
@@ -212,7 +212,7 @@ class Script:
         return combine
 
     def _combine(self, total: Total, weighting: Weighting, *, divided: bool = False) -> None:
-        """Make a call's total that of all processes. Raises Refused where they weigh differently."""
+        """Reduce a call's total across ranks. Raises Refused if they weight it differently."""
         if self._core.combine(total, weighting, divided=divided) is not None:
             raise Refused(
                 "one loss over all processes",
@@ -225,13 +225,13 @@ class Script:
             self._strays.combined()
 
     def _own_weight(self, samples: int) -> float:
-        """What a call of so many samples weighs beside those of other processes: nothing where its batch is a stand-in for
-        none."""
+        """The weight of a call among the ranks: 0 if its batch is a placeholder for an empty one."""
         told = self._batch_samples()
         return float(samples if told is None else min(told, samples) if samples > 1 else told)
 
     def _guard_whole(self, output: Any) -> None:
-        """What runs whole may be added up by the script as well as what is cut; its activations are there until backward."""
+        """Guard a call that runs whole: the script may accumulate its gradients, too. Its activations stay allocated until
+        backward."""
         found = list(tensors(output))
         UNDERWAY.ran_whole(self, found)
         for tensor in found:
@@ -239,14 +239,14 @@ class Script:
                 tensor.register_hook(lambda _: self._about_to_hand_over(list(self._core.known.values())))
 
     def watch_strays(self) -> Callable[[], None]:
-        """Level gradients that no forward hands over, from the first backward on. Returns what ends that."""
+        """Average gradients that bypass the forward, from the first backward on. Returns a function that stops this."""
         if self._strays is None or self._core.staging.parts is not None:
             return lambda: None
         self._strays.watch()
         return self._strays.undo
 
     def stepping(self, *_: object) -> None:
-        """The optimizer begins a step: outputs that nothing was computed from yet are computed by the parameters before it."""
+        """Handle the start of an optimizer step: compute unused outputs with the parameters before the step."""
         for call in list(self._waiting):
             if not call.pieces and call.values is None and any(isinstance(s, StandIn) for s in call.standins):
                 self.values(call)
@@ -255,12 +255,12 @@ class Script:
             self._strays.level_before_step()
 
     def stepped(self) -> None:
-        """The optimizer took a step."""
+        """Handle the end of an optimizer step."""
         self._kinds.ended()
         UNDERWAY.stepped(self)
 
     def _is_training_call(self, tree: Any) -> bool:
-        """Whether gradients flow into its parameters, or through it into what it is given."""
+        """Whether gradients flow into its parameters or through it into its inputs."""
         if not torch.is_grad_enabled():
             return False
         if not self._core.knows_parameters():
@@ -271,15 +271,15 @@ class Script:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, calls of the model are our own and go straight through."""
+        """Do not intercept calls of the model, as memfit makes them itself."""
         # A script may read an output, which runs the model, in either of these.
         with self._going_through(), outside_transforms(), without_inference_mode():
             yield
 
     @contextmanager
     def _in_pass(self, call: Call) -> Iterator[None]:
-        """Inside, micro-batches of the call run. What they save for backward is no part of the script's own graph, and its
-        hooks for saved tensors (a checkpoint around a loss counts them) do not see it."""
+        """Context for micro-batches of a call. The script's hooks for saved tensors (a checkpoint around a loss counts them)
+        do not see theirs, which are not part of the script's graph."""
         with self.aside(), call.as_called(), without_saved_tensors_hooks():
             yield
 
@@ -294,19 +294,19 @@ class Script:
     # ---- what stand-ins ask for
 
     def receivers(self, call: Call) -> list[torch.Tensor]:
-        """What gradients of the call's outputs flow into."""
+        """Return the tensors that gradients of the call's outputs flow into."""
         if call.receivers is None:
             call.receivers = [*self._core.staging.parameters(), *call.inputs.wanted]
         return list(call.receivers)
 
     def joint(self, calls: tuple[Call, ...]) -> Call | None:
-        """These calls as one, or None where they do not run together."""
+        """Return these calls joined to one, or None if they do not run together."""
         if len({call.samples for call in calls}) > 1 or any(call.gathered or call.split for call in calls):
             return None
         if self.alone and any(call.values is not None for call in calls):
-            return None  # as in `accumulates`
+            return None  # see `accumulates`
         if sum(bool(call.composition.moved) for call in calls) > 1:
-            return None  # the second forward begins with the state that the whole of the first one leaves
+            return None  # the second forward starts with the state after the first one's full batch
         made = self._joint()
         if made is None or [call.number for call in made.calls] != [call.number for call in calls]:
             made = joint(calls)
@@ -315,8 +315,8 @@ class Script:
         return made
 
     def accumulates(self, call: Call, node: Node) -> bool:
-        """Whether what `node` comes to can be gathered by accumulate: nothing of it was made whole before, and a backward of
-        that would do. Several processes gather it all the same, as one of them may look at outputs and the others not."""
+        """Whether the gradients of `node` can be accumulated with its loss. Not if one of its outputs was computed before, as
+        a backward through it suffices. Several ranks accumulate all the same, as only some may look at outputs."""
         by_number = {each.number: each for each in call.calls}
         if self.alone and any(by_number[number].values is not None for number, _ in leaves_in(node)):
             return False
@@ -324,25 +324,25 @@ class Script:
 
     @property
     def alone(self) -> bool:
-        """Whether no other process trains with this one."""
+        """Whether this process trains alone, without other ranks."""
         return self._core.together is None
 
     def defers(self, call: Call) -> bool:
-        """Whether losses of calls like this one wait for what becomes of them: where there are several, unless a script may see
-        meanwhile that a forward which moves state has not run; and among several processes, which add up sums and not what a
-        script divides by counts of its own."""
+        """Whether losses of calls like this one are deferred until their use is known. They are if there are several, unless
+        the script could notice that a forward with side effects has not run. On several ranks they always are, as ranks add up
+        sums, not quotients by a rank's own counts."""
         several = self._kinds.of(call).several and not call.composition.moved
         return several or not self.alone
 
     def accumulate_known_loss(self, call: Call, loss: Step) -> torch.Tensor:
-        """A known loss by accumulate."""
+        """Accumulate a known loss."""
         reduction = loss.keywords["reduction"]
         weighting = BY_SUM if reduction == "sum" else BY_TOLD_TERM
         with self._core.announcing():
             return self._accumulated(call, Expression(f"{name_of(loss)} {reduction}", loss, call.offsets), weighting)
 
     def accumulate_terms(self, call: Call, terms: Sequence[Term]) -> torch.Tensor:
-        """The sum of terms by accumulate."""
+        """Accumulate the sum of terms."""
         if len(terms) == 1 and terms[0].known is not None:
             loss = self.accumulate_known_loss(call, terms[0].known)
             call.note(terms[0].node, loss if terms[0].count is None else loss * terms[0].count)
@@ -354,7 +354,7 @@ class Script:
             return self._accumulated(call, Expression(name_of(node), node, call.offsets), BY_SHARE)
 
     def _accumulate_term(self, call: Call, term: Term) -> torch.Tensor:
-        """The only term of a loss, which weighs beside those of other processes what it divides by."""
+        """Accumulate the only term of a loss. Its weight among the ranks is its denominator."""
         made = term.without_coefficient()
         with self._core.announcing():
             consumer = Expression(name_of(made), made, call.offsets)
@@ -364,8 +364,8 @@ class Script:
             return self._accumulated(call, consumer, BY_SHARE, weight=as_factor(count))
 
     def over_all(self, call: Call, terms: Sequence[Term]) -> tuple[Term, ...]:
-        """The terms such that what processes come to, weighed by their samples, is what one process would over all samples:
-        sums add up, and the others are divided by counts over all."""
+        """Rescale the terms so that the ranks' values, weighted by samples, give the value over all samples: sums add up, and
+        other terms are divided by counts over all ranks."""
         together = self._core.together
         if together is None:
             return tuple(terms)
@@ -384,17 +384,17 @@ class Script:
         )
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
-        """The model's own loss by accumulate."""
+        """Accumulate the model's own loss."""
         with self._core.announcing():
             while True:
                 try:
                     return self._accumulated(call, OWN_LOSS, self._kinds.weighting(call))
                 except WeightsChanged:
                     with self.aside():
-                        self._kinds.prove_again(call)  # raises where it comes to the same
+                        self._kinds.prove_again(call)  # raises if the result is the same
 
     def values(self, call: Call) -> list[Any]:
-        """The joined outputs' leaves, computed on first use."""
+        """Return the joined output leaves, computed on first use."""
         if call.values is None:
             self._say_where(call)
             self._compute_values(call)
@@ -409,25 +409,25 @@ class Script:
         self._ran(call)
 
     def _after_earlier(self, call: Call) -> None:
-        """Forwards that move state run in the order of their calls: those before this one first."""
+        """Run earlier forwards with side effects first, as these run in the order of their calls."""
         if call.composition.moved:
             self._run_earlier(min(each.number for each in call.calls))
 
     def _run_earlier(self, first: float = math.inf) -> None:
-        """Forwards of calls before this one that move state run now."""
+        """Run the forwards of calls before `first` that have side effects."""
         for earlier in sorted(self._waiting, key=lambda each: each.number):
             waits = not earlier.pieces and earlier.values is None and earlier.whole is None
             if earlier.number < first and waits and earlier.composition.moved:
                 self.values(earlier)
 
     def _ran(self, call: Call) -> None:
-        """A pass over a call is done, whose forwards may have written inputs and parameters themselves."""
+        """Note the end of a pass. Its forwards may have written inputs and parameters."""
         if written := call.ran():
             for other in list(self._waiting):
                 other.accept(written)
 
     def _say_where(self, call: Call) -> None:
-        """That the forward runs once more, and for which line."""
+        """Tell the user which line makes the forward run once more."""
         line = line_of_script()
         if not call.samples or line in self._lines or self._core.settings.rank:
             return
@@ -443,11 +443,11 @@ class Script:
         def attempt(largest: int) -> None:
             call.kept.clear()
             if next(tries):
-                self._ran(call)  # (as far as it came before memory ran out)
+                self._ran(call)  # up to where memory ran out
             if not repeated:
                 call.forget_pass()
-            # Passes over parts go in one order on all processes; and a forward that writes parameters, as state, spoils graphs
-            # that are kept of those before it.
+            # Passes over sharded parameters need the same order on all ranks. A forward that writes parameters invalidates the
+            # graphs kept of earlier micro-batches.
             keep = 0 if core.staging.parts is not None or call.composition.moved else planned.plan.keep
             pieces = core.pieces(call.samples, largest)
             cut = partial(sizes, largest=largest, least=core.least)
@@ -466,10 +466,10 @@ class Script:
                 raise
 
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
-        """The gradients of the receivers for these gradients of the outputs."""
+        """Return the gradients of the receivers, given those of the outputs, by running the call again."""
         if call.whole is not None:
             return self._backward_of_whole(call, gradients)
-        if call.values is None:  # (what it computes would be taken for a reader's)
+        if call.values is None:  # else this would be reported as a read by the script
             self._lines.add(line_of_script())
         self.values(call)
         UNDERWAY.make_room(call)
@@ -482,9 +482,9 @@ class Script:
         tries = itertools.count()
 
         def attempt(largest: int) -> Total:
-            if next(tries):  # memory ran out: what is kept goes, and can be cut further like the rest
+            if next(tries):  # after out of memory: free what is kept, so that it can be cut further, too
                 call.kept.clear()
-                self._ran(call)  # (as far as it came)
+                self._ran(call)  # up to where memory ran out
             core.prepare(len(call.pieces))
             weight = self._own_weight(call.samples)
             factor = core.staging.relative_to(weight)
@@ -507,7 +507,7 @@ class Script:
         return total
 
     def _backward_of_whole(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
-        """As `replayed` for a call that ran whole after all: its own graph leads to the parameters."""
+        """Like `replayed`, for a call that ran whole after all: backward through its own graph."""
         assert call.whole is not None
         found = [(leaf, gradient) for leaf, gradient in zip(call.whole, gradients) if gradient is not None]
         with self.aside():
@@ -516,7 +516,7 @@ class Script:
         return Total(torch.zeros((), device=self._core.device), receivers, [None] * len(receivers))
 
     def like_after(self, call: Call, following: Node, parents: Sequence[StandIn]) -> torch.Tensor | None:
-        """A fake tensor like the result of an operation on stand-ins; None where it cannot be told."""
+        """Return a fake tensor like the result of an operation on stand-ins, or None if unknown."""
         key = look_of(following, {id(p._node): (tuple(p.shape), p.dtype, p.device) for p in parents}, call.samples)
         if key not in self._shapes:
             if len(self._shapes) >= LOOKS:
@@ -537,12 +537,12 @@ class Script:
                         part.put(node, torch.empty(tuple(like.shape), dtype=like.dtype, device=like.device))
                 return part.value(following)
         except (RuntimeError, TypeError, ValueError, IndexError):
-            return None  # run for real, the operation says itself what is wrong
+            return None  # the real operation raises its own error
 
     # ---- passes
 
     def _gathers(self, call: Call) -> None:
-        """Gradients of a call are about to gather: where some have before, losses of such calls wait for each other from now
+        """Note that a call's gradients start to accumulate. If some did before, losses of such calls are deferred from now
         on."""
         if call.gathered or any(each.gathered for each in call.calls):
             self._kinds.of(call).several = True
@@ -552,12 +552,12 @@ class Script:
     def _accumulated(
         self, call: Call, consumer: Consumer, weighting: Weighting, weight: Factor | None = None
     ) -> torch.Tensor:
-        """The loss of the whole call, its gradients gathered, as a tensor whose backward hands them over. `weight`: what it
-        weighs as a mean beside those of other processes."""
+        """Accumulate the call's gradients and return its loss as a tensor whose backward hands them over. `weight`: its weight
+        as a mean among the ranks."""
         first, total = not call.pieces, None
         if first:
             self._after_earlier(call)
-        call.kept.clear()  # what is gathered runs forwards of its own
+        call.kept.clear()  # accumulation runs its own forwards
         self._gathers(call)
         try:
             with self._in_pass(call), nullcontext() if first else call.drawing_again():
@@ -565,7 +565,7 @@ class Script:
                 self._rest()
                 if self._batch_samples() == 0:
                     total.weight = 0.0
-                then, receivers = total.on_handover, total.receivers  # (the total itself would close a cycle)
+                then, receivers = total.on_handover, total.receivers  # the total itself would create a reference cycle
 
                 def handing_over(incoming: torch.Tensor) -> None:
                     then(incoming)
@@ -594,9 +594,9 @@ class Script:
         return consumer.of_whole(call)
 
     def _runs_whole_after(self, call: Call, error: BaseException, begun: Sequence[RandomState], ran: bool) -> bool:
-        """Whether a call runs whole, as the script wrote it, because its first pass in pieces failed before anything was handed
-        over; what the model raises then as well is the script's own. `begun`: the random state that it began with, if it did;
-        `ran`: whether its micro-batches were done, so that nothing has put state back."""
+        """Whether a call runs whole, as the script wrote it, because its first pass in micro-batches failed before the
+        handover. If the model raises then, too, the error is the script's own. `begun`: the random state at the start, if it
+        started; `ran`: whether its micro-batches finished, so that no state was restored."""
         core = self._core
         if not self._kinds.runs_whole_after(call, error) or (ran and (call.composition.moved or core.buffers.written)):
             return False
@@ -656,15 +656,15 @@ class Script:
         return planned
 
     def _worth_keeping(self, call: Call, consumer: Consumer, plan: Plan) -> frozenset[int]:
-        """The outputs that the script still holds, the smallest first, as far as there is room beside the plan's peak; a loss
-        that is being computed is none."""
-        numbers = set(map(id, _numbers(call)))  # which are added up in the pass
+        """The outputs to keep: those that the script still holds, smallest first, as far as they fit beside the plan's peak.
+        Not a loss that is being computed."""
+        numbers = set(map(id, _numbers(call)))  # the pass sums these up
         standins = [standin for each in call.calls for standin in each.standins if isinstance(standin, StandIn)]
         leaves = {leaf for standin in standins if id(standin) not in numbers for leaf in standin.leaves}
         held = {call.offsets[number] + leaf for number, leaf in leaves if number in call.offsets}
         held -= {call.outputs.loss} if consumer is OWN_LOSS else set()
         size = {i: call.outputs.leaves[i].bytes_for(call.samples) for i in held}
-        left, kept = max(KEPT_VALUES, plan.room // 2), set()  # (parts and whole are there together)
+        left, kept = max(KEPT_VALUES, plan.room // 2), set()  # parts and joined outputs are allocated together
         for i in sorted(held, key=size.__getitem__):
             left -= size[i]
             kept |= {i} if left >= 0 else set()
@@ -677,7 +677,7 @@ class Script:
 
 
 def _numbers(call: Call) -> list[StandIn]:
-    """Losses of the call that wait, or parts of some, and may be read after the pass that computes the gradients."""
+    """Deferred losses of the call, or parts of them, that may be read after the pass that computes the gradients."""
     found = [standin for each in call.calls for standin in each.standins if isinstance(standin, StandIn)]
     numbers = [standin for standin in dict.fromkeys(found) if standin.is_loss_that_waits]
     return [each for each in numbers if all(leaf[0] in call.offsets for term in each.terms for leaf in leaves_in(term.node))]
@@ -696,7 +696,7 @@ BY_SHARE = Weighting("share", "as what they add to the whole")
 
 
 def _reference(call: Call, consumer: Consumer, weighting: Weighting) -> MadeReference:
-    """A few samples of this call, copied, to verify with."""
+    """Copy a few samples of this call for verification."""
     samples = min(KEPT_SAMPLES, call.samples)
     kept, its, composition = call.first(samples), consumer.first(samples, backwards=False), call.composition.afresh()
 

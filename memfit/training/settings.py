@@ -1,4 +1,4 @@
-"""What the user asked for, checked once at the door."""
+"""The user's settings, checked once at the entry point."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ class Settings:
     """The arguments of `wrap`, as given."""
 
     target_batch: int | None = None
-    """Samples per optimizer step over all processes; None: the script's own batches."""
+    """Samples per optimizer step across all ranks (the effective batch); None: the script's own batches."""
     micro_batch: int | None = None
-    """Samples per forward, if prescribed."""
+    """Samples per forward, if fixed by the user."""
     whole: bool = False
-    """Whether micro_batch="off" asked for the whole share at once."""
+    """Whether micro_batch="off" asks for this rank's whole batch at once."""
     precision: str = "auto"
     """auto, off, fast, or a precision to compute in."""
     checkpoint: tuple[str, ...] | None = None
-    """Blocks to checkpoint, if prescribed; None: to be chosen."""
+    """Blocks to checkpoint, if fixed by the user; None: memfit chooses."""
     all_blocks: bool = False
-    """Whether checkpoint="all" asked for every block."""
+    """Whether checkpoint="all" asks for every block."""
     script_accumulation: int = 1
-    """Loader batches that the script adds up per optimizer step."""
+    """Gradient accumulation of the script: its loader batches per optimizer step."""
     accumulate_in: str = "float32"
-    """float32: gradients of half precision parameters gather in float32; param: in their own precision."""
+    """dtype in which gradients of half precision parameters accumulate. float32, or param: the parameter's own."""
     allow_inexact: tuple[str, ...] = ()
     """Names of modules that may mix samples."""
     batchnorm: str = "micro"
-    """Whose statistics batch norm's running ones are: each micro-batch's ("micro"), or the effective batch's ("whole")."""
+    """Batch norm's running statistics: of each micro-batch ("micro"), or of the effective batch ("whole")."""
     methods: tuple[str, ...] = ()
-    """Methods of the model beside its forward whose calls are cut."""
+    """Methods of the model besides forward whose calls are cut."""
     weight: Callable[[Any], float] | None = None
-    """The weight of a micro-batch, if stated by hand."""
+    """Weight of a micro-batch, if given by the user."""
     split: Callable[[Any, Any], Any] | None = None
-    """How to cut a batch, if stated by hand."""
+    """How to cut a batch, if given by the user."""
     leftover: int | None = None
-    """Samples in the last, smaller effective batch of an epoch, as the loader tells (0: none; None: unknown)."""
+    """Samples in an epoch's last, smaller effective batch, according to the loader (0: none; None: unknown)."""
     card: Card | None = None
-    """The GPU to plan for, where it is not the one that is here."""
+    """The GPU to plan for, if it is not the local one."""
     counted: bool = False
-    """Whether profiles count arithmetic and name operations; without it only those for a card that is not here do."""
+    """Whether profiles count FLOPs and name operations. Profiles for a GPU that is not local always do."""
 
     shard: str = "auto"
-    """auto, or what is held in parts: off, optimizer, gradients, parameters."""
+    """auto, or what is sharded: off, optimizer, gradients, parameters."""
     rank: int = 0
-    """This process's number among those that train together."""
+    """Rank of this process."""
     ranks: int = 1
-    """How many train together."""
+    """World size: number of ranks that train together."""
     loop: Loop = MEMFITS
-    """What the script's own loop does around forward and backward, as far as `profile` was told."""
+    """What the script's loop does around forward and backward, as far as `profile` knows."""
 
     def asked(self) -> dict[str, str]:
-        """What was asked of each lever, in words."""
+        """Return the requested setting of each lever, in words."""
         found = {
             "target_batch": "the script's own" if self.target_batch is None else str(self.target_batch),
             "micro_batch": "off" if self.whole else "auto" if self.micro_batch is None else str(self.micro_batch),
@@ -80,12 +80,12 @@ class Settings:
 
     @property
     def share(self) -> int | None:
-        """Samples of each loader batch on this process; None: as the script's loader yields them."""
+        """Samples per loader batch on this rank; None: as the script's loader yields them."""
         return None if self.target_batch is None else part_of(self.together or 0, self.rank, self.ranks)
 
     @property
     def together(self) -> int | None:
-        """Samples of each loader batch over all processes; None: as the scripts' loaders yield them."""
+        """Samples per loader batch across all ranks; None: as the scripts' loaders yield them."""
         return None if self.target_batch is None else self.target_batch // self.script_accumulation
 
 

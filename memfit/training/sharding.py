@@ -1,4 +1,4 @@
-"""Holding what a training needs in parts: which level, agreed on by all processes, and what it changes in a run."""
+"""Chooses with all ranks what to shard (optimizer state, gradients, parameters) and applies it to a run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SHARDING = "choosing what to hold in parts"
 
 
 class Sharding:
-    """What of a run is held in parts by the processes `ranks`; `asked` is the argument of `wrap`.
+    """What of a run is sharded across `ranks`; `asked` is the argument of `wrap`.
 
-    Attribute `level`: what is held in parts now.
+    Attribute `level`: what is sharded now.
     """
 
     def __init__(self, core: Core, ranks: Ranks, asked: str) -> None:
@@ -30,8 +30,8 @@ class Sharding:
         self._plain_barrier: Callable[[], None] = lambda: None
 
     def begin(self, prepare: Callable[[], None], again: Callable[[], None]) -> None:
-        """Take the first level by which every process can `prepare`; `again` is called before the next is tried. Raises
-        DoesNotFit where none does."""
+        """Apply the first level at which every rank can `prepare`; calls `again` before the next one. Raises DoesNotFit if
+        none fits."""
         levels = levels_from(self._first(), self._asked)
         failed: DoesNotFit | None = None
         for level in levels:
@@ -46,11 +46,11 @@ class Sharding:
             raise failed
 
     def failed(self, error: BaseException) -> None:
-        """This process gives up; the others hear of it."""
+        """Tell the other ranks that this one gives up."""
         self._ranks.failed(error)
 
     def undo(self) -> None:
-        """Every process holds everything again."""
+        """Stop sharding: every rank holds everything again."""
         if self._held is not None:
             self._held.undo()
             self._held = None
@@ -59,7 +59,7 @@ class Sharding:
         self.level = "off"
 
     def _first(self) -> str:
-        """The first level that leaves room on every process."""
+        """The first level that leaves room on every rank."""
         if self._asked != "auto":
             return self._asked
         found = least_shard(_standing(self._core, self._ranks), self._core.memory.budget().room)

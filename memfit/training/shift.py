@@ -1,6 +1,6 @@
-"""How far a lower precision moves the gradient, measured on one sample: the price that goes with the lever.
+"""Measures on one sample how far a lower precision moves the gradient: the price of that lever.
 
-The same random draws go to both. Not covered: how the difference adds up over training.
+Both runs use the same random draws. Not covered: how the difference accumulates over training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memfit.training.weigh import probes_of
 
 
 def gradient_shift(own: Work, lowered: Work, samples: int, staging: Staging, device: torch.device) -> float:
-    """The relative L2 difference between the gradients of both works for their first `samples`; no trace is left."""
+    """Return the relative L2 difference between the gradients of both works for the first `samples`, without side effects."""
     draws = Draws()
     with comparable(staging.model, device), staging.swapped():
         probes = probes_of(staging.parameters())

@@ -1,9 +1,9 @@
-"""Finding what goes in and out of a forward by other ways than its arguments and its output.
+"""Finds what enters or leaves a forward in another way than its arguments and its output.
 
-Tensors with a graph that stay behind in attributes or in forward hooks' lists are joined as the output is: cut into
-micro-batches, only the last one's would be seen, and gradients through them would be lost. Parameters of other modules that
-the forward uses are found, so that their gradients are staged too. Not covered: values kept detached, and what happens only
-under conditions the looked-at samples do not meet.
+Tensors with a graph that stay in attributes or in lists filled by forward hooks are joined like outputs. Otherwise only the
+last micro-batch's tensor would remain, and gradients would be lost. Parameters of other modules that the forward uses are
+found so that their gradients are staged, too. Not covered: detached values, and behavior that the checked samples do not
+trigger.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from memfit.training.doors import Door, Doorway, Variable
 
 @dataclass(frozen=True)
 class SideEntrances:
-    """What a forward uses and changes beside its module's own state."""
+    """What a forward uses and changes besides its module's own state."""
 
     parameters: tuple[torch.Tensor, ...]
-    """Parameters that the module does not hold and that receive gradients through it."""
+    """Parameters outside the module that receive gradients through it."""
     writes_input: bool
-    """Whether it writes into the tensors it is given."""
+    """Whether it writes into its input tensors."""
 
 
 class FoundDoors(Exception):
@@ -50,15 +50,15 @@ class FoundDoors(Exception):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor was found; without a door where none can be made."""
+    """Where a tensor was found. `door` is None if it cannot be joined there."""
 
     name: str
     door: Door | None = None
 
 
 def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
-    """Raise FoundDoors if a tensor with a graph survives the call's forward without being part of its output; Refused where
-    it cannot be joined there."""
+    """Find the side entrances of a call's forward. Raises FoundDoors if a tensor with a graph outlives it outside its output,
+    Refused if that cannot be joined."""
     named = _computed_by_hooks(call.model)
     looked_at = copy.copy(call)
     looked_at.copies = True
@@ -92,7 +92,7 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
 
 
 class _Made(TorchFunctionMode):
-    """Weak references to all tensors with a graph that are made meanwhile."""
+    """Collects weak references to all new tensors with a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class _Made(TorchFunctionMode):
 
 
 def _holders(alive: list[torch.Tensor], model: nn.Module, inside: set[int]) -> list[_Place]:
-    """What holds on to these tensors, other than the graph itself and the objects `inside` the output."""
+    """Places that refer to these tensors, other than the graph and the objects `inside` the output."""
     if not alive:
         return []
     wanted = {id(t) for t in alive}
@@ -137,7 +137,7 @@ def _place(name: str, owner: Any, key: str) -> _Place:
 
 
 def _variables(model: nn.Module) -> dict[int, str]:
-    """The variables of functions around the model's forward hooks, by their id."""
+    """Closure variables of the model's forward hooks, by id."""
     found = {}
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
@@ -167,7 +167,7 @@ def _container(holder: Any, modules: dict[int, tuple[str, dict[str, Any]]], want
 
 
 def _belongs_to_ours(holder: Any) -> bool:
-    """Whether the container is, or lies in one that is, no place of the script's."""
+    """Whether the container is, or lies in, an object that is not the script's."""
     open_, seen = [holder], {id(holder)}
     for _ in range(3):
         owners = [o for o in gc.get_referrers(*open_) if o is not open_ and id(o) not in seen and not _is_looking(o)]
@@ -181,12 +181,12 @@ def _belongs_to_ours(holder: Any) -> bool:
 
 
 def _is_looking(owner: Any) -> bool:
-    """Whether it holds a place only to look at it, or to serve it for another model."""
+    """Whether it refers to a place only to search it, or to serve another model."""
     return isinstance(owner, Door) or (isinstance(owner, types.FrameType) and owner.f_code.co_filename == __file__)
 
 
 def _is_ours(owner: Any) -> bool:
-    """Whether it is what a custom autograd function keeps for its backward, or belongs to torch or memfit."""
+    """Whether it is state of a custom autograd function, or belongs to torch or memfit."""
     if isinstance(owner, types.FrameType):
         return "memfit" in owner.f_code.co_filename
     kind = type(owner).__module__.split(".")[0]
@@ -194,7 +194,7 @@ def _is_ours(owner: Any) -> bool:
 
 
 def _reachable(roots: Iterable[Any]) -> set[int]:
-    """The ids of objects that belong to the output without being its leaves: caches and the like."""
+    """Ids of objects in the output other than its leaves, such as caches."""
     found: set[int] = set()
     open_ = [root for root in roots if not isinstance(root, (torch.Tensor, nn.Module, type, types.FunctionType))]
     for _ in range(6):
@@ -206,7 +206,7 @@ def _reachable(roots: Iterable[Any]) -> set[int]:
 
 
 def _computed_by_hooks(model: nn.Module) -> set[str]:
-    """Attributes that a hook computes anew before every forward (weight norm, spectral norm)."""
+    """Attributes that a hook recomputes before every forward (weight norm, spectral norm)."""
     return {
         f"{name}.{hook.name}" if name else hook.name  # type: ignore[attr-defined]
         for name, module in model.named_modules()

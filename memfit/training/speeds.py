@@ -1,9 +1,8 @@
-"""How fast the processes of a training are, from what each says of itself, and when it pays to divide the work anew.
+"""Load balancing: measures the speed of every rank from what it reports, and finds when another division of the work pays.
 
-Every process hears the same numbers in the same steps, so all come to the same answer without another word. Equal processes
-differ by a third for seconds at a time where a machine is shared, so a difference has to last: over stretches of time rather
-than steps, in both halves of what was seen, and longer after every change. Not covered: speeds that change for one kind of
-batch alone.
+All ranks receive the same numbers in the same steps and reach the same result without communication. On a shared machine,
+equal ranks differ by a third for seconds at a time. A difference must therefore last: over intervals of time, not steps, in
+both halves of the intervals, and longer after every change. Not covered: speeds that change for one kind of batch only.
 """
 
 from __future__ import annotations
@@ -15,22 +14,22 @@ from statistics import median
 from memfit.planning.balance import balanced, slowest
 
 STRETCH = 0.25
-"""Seconds of the slowest process's work that are taken together."""
+"""Seconds of the slowest rank's work per interval."""
 WORTH, ENOUGH = 1.08, 12
-"""How many times faster steps have to become for another division, once so many stretches were seen. (Of two processes, one is
-then 17 % slower than the other.)"""
+"""Minimum speedup of steps for another division, after that many intervals. (Of two ranks, one is then 17 % slower than the
+other.)"""
 LARGE, SOON = 1.25, 4
-"""The same, where few were seen, or sizes of micro-batches are still being measured."""
+"""The same for few intervals, or while micro-batch sizes are still being tuned."""
 MOST = 384
-"""Stretches that are remembered."""
+"""Maximum number of intervals kept."""
 UNUSUAL = 2
-"""Steps that are left out at first: kernels are loaded, buffers made."""
+"""Warm-up steps that are skipped: kernels are loaded and buffers allocated."""
 PATIENT = 32
-"""How many times as many stretches have to be seen at most, after several changes."""
+"""Maximum factor by which earlier changes raise the number of intervals needed."""
 
 
 class Speeds:
-    """Seconds per sample of each process, in stretches since the division of the work last changed."""
+    """Seconds per sample of each rank, per interval since the division of the work last changed."""
 
     def __init__(self) -> None:
         self._stretches: deque[tuple[float, ...]] = deque(maxlen=MOST)
@@ -39,8 +38,8 @@ class Speeds:
         self._begin()
 
     def heard(self, samples: Sequence[float], seconds: Sequence[float], *, steady: bool) -> bool:
-        """What each process says of its latest work; 0 seconds where it cannot say yet. `steady`: the work is done in the way
-        it will be done on. Returns whether there is more to go by now."""
+        """Add what each rank reports of its latest work; 0 seconds if unknown. `steady`: the work runs in its final form.
+        Returns whether an interval is complete."""
         self._steady = steady
         if not all(samples) or not all(seconds):
             return False
@@ -56,7 +55,7 @@ class Speeds:
         return True
 
     def better(self, shares: Sequence[int]) -> tuple[float, ...] | None:
-        """Seconds per sample of each process, where dividing by them instead of into `shares` pays; else None."""
+        """Return the seconds per sample of each rank if dividing by them beats `shares`, else None."""
         enough = self._steady and len(self._stretches) >= ENOUGH * self._patience
         if not enough and len(self._stretches) < SOON * self._patience:
             return None
@@ -69,7 +68,7 @@ class Speeds:
         return now if pays else None
 
     def changed(self) -> None:
-        """The work is divided in another way from now on, or could not be."""
+        """Start over after a change, or a failed change, of the division."""
         self._stretches.clear()
         self._patience = min(2 * self._patience, PATIENT)
         self._begin()

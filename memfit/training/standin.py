@@ -1,9 +1,9 @@
-"""Stand-ins: tensors that stand for outputs of micro-batches that have not run yet.
+"""Stand-ins: lazy tensors for the outputs of micro-batches that have not run yet.
 
-A stand-in knows its shape, dtype and device. A loss with a known reduction, a sum or a mean that consumes it, directly or
-through the operations of `route.py`, runs in accumulate; where one call's output goes into several, these are stand-ins
-themselves, until their sum is wanted. Any other use materialises it, differentiably: the stand-in is an output of an autograd
-node whose backward replays the call, so no gradient is ever lost, whichever way the tensor is used.
+A stand-in knows its shape, dtype and device. A known loss, a sum or a mean of it, direct or through the operations in
+`route.py`, runs as gradient accumulation. If several use one call's output, these are stand-ins themselves until their sum is
+needed. Any other use materializes the stand-in as an output of an autograd node whose backward replays the call, so that no
+gradient is lost.
 """
 
 from __future__ import annotations
@@ -28,60 +28,60 @@ from memfit.training.scalar import OUT_OF_PLACE, Scalar, combined
 
 
 class Owner(Protocol):
-    """What stand-ins ask of the script mode that made them."""
+    """What stand-ins need from script mode, which creates them."""
 
     def joint(self, calls: tuple[Call, ...]) -> Call | None:
-        """These calls as one, or None where they do not run together."""
+        """Return these calls joined to one, or None if they do not run together."""
         ...
 
     def accumulates(self, call: Call, node: Node) -> bool:
-        """Whether what `node` comes to can be gathered by accumulate."""
+        """Whether the gradients of `node` can be accumulated with its loss."""
         ...
 
     def defers(self, call: Call) -> bool:
-        """Whether the output of calls like this one goes into several losses, which therefore wait for each other."""
+        """Whether losses of calls like this one are deferred until all of them are known."""
         ...
 
     def accumulate_known_loss(self, call: Call, loss: Step) -> torch.Tensor:
-        """A known loss by accumulate."""
+        """Accumulate a known loss."""
         ...
 
     def accumulate_terms(self, call: Call, terms: Sequence[Term]) -> torch.Tensor:
-        """The sum of terms by accumulate."""
+        """Accumulate the sum of terms."""
         ...
 
     def over_all(self, call: Call, terms: Sequence[Term]) -> tuple[Term, ...]:
-        """The terms as this process's part of what all come to; an exchange, where there are several."""
+        """Rescale the terms to this rank's part of their value over all ranks. Communicates if there are several."""
         ...
 
     @property
     def alone(self) -> bool:
-        """Whether no other process trains with this one."""
+        """Whether this process trains alone, without other ranks."""
         ...
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
-        """The model's own loss by accumulate."""
+        """Accumulate the model's own loss."""
         ...
 
     def values(self, call: Call) -> list[Any]:
-        """The joined outputs' leaves, computed on first use."""
+        """Return the joined output leaves, computed on first use."""
         ...
 
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Any:
-        """A Total with the gradients of the receivers for these gradients of the outputs."""
+        """Return a Total with the gradients of the receivers, given those of the outputs."""
         ...
 
     def receivers(self, call: Call) -> list[torch.Tensor]:
-        """What gradients of the outputs flow into."""
+        """Return the tensors that gradients of the outputs flow into."""
         ...
 
     def like_after(self, call: Call, following: Node, parents: Sequence[StandIn]) -> torch.Tensor | None:
-        """A tensor without data like the result of an operation on stand-ins; None where it cannot be told."""
+        """Return a tensor without data like the result of an operation on stand-ins, or None if unknown."""
         ...
 
 
 class StandIn(torch.Tensor):
-    """A tensor that has not been computed yet."""
+    """A lazy tensor: its values are computed on first use."""
 
     _call: Call
     _owner: Owner
@@ -105,8 +105,8 @@ class StandIn(torch.Tensor):
         scalar: Scalar | None = None,
         looks: bool = False,
     ) -> StandIn:
-        """A stand-in for `node`, of this shape, with the dtype and device of `like`; `looks`: made to be looked at, without a
-        graph. (A function of the script's own that returns it gives it one.)"""
+        """Create a stand-in for `node` with this shape and the dtype and device of `like`. `looks`: for reading only, without
+        a graph, unless a custom autograd function of the script returns it."""
         standin = torch.Tensor._make_wrapper_subclass(StandIn, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
         standin._owner, standin._call, standin._node, standin._axis = owner, call, node, axis
         standin._parents, standin._computed, standin._scalar, standin._looks = parents, None, scalar, looks
@@ -126,24 +126,24 @@ class StandIn(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Reached from C++ alone (custom autograd functions, scripted ones); autograd has recorded its edge to the stand-in
-        # already. What computes it is called from here, where autograd is off for C++, too.
+        # Called only from C++ (custom autograd functions, scripted functions). Autograd has already recorded the edge to the
+        # stand-in. Its values are computed from here, where C++ has autograd disabled, too.
         with torch.overrides.enable_reentrant_dispatch():
             given, named = _map_standins(StandIn.detached, args), _map_standins(StandIn.detached, kwargs or {})
         return func(*given, **named)
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """What a number consists of."""
+        """The terms of a scalar."""
         return () if self._scalar is None else self._scalar.terms
 
     @property
     def is_loss_that_waits(self) -> bool:
-        """Whether it is a number that gradients may flow through."""
+        """Whether it is a deferred scalar that gradients may flow through."""
         return bool(self.terms) and not self._looks
 
     def noted(self) -> torch.Tensor | None:
-        """What it came to in a pass, where it is a number that was added up beside a loss; without a graph."""
+        """Return the detached value of a scalar that was summed in a pass for another loss, or None."""
         terms = self.terms if self.is_loss_that_waits else ()
         known = {key: value for call in self._call.calls for key, (_, value) in call.noted.items()}
         if not terms or any(id(term.node) not in known for term in terms):
@@ -153,27 +153,27 @@ class StandIn(torch.Tensor):
             return self._scalar.and_others(value.to(self.dtype)).detach()  # type: ignore[union-attr]
 
     def detached(self) -> torch.Tensor:
-        """What it stands for, without a graph."""
+        """Return the values without a graph."""
         if self._computed is not None:
             return self._computed.detach()
         if (noted := self.noted()) is not None:
             return noted
         if self._parents:
-            # (where nothing has run yet, this plans, which takes graphs)
+            # if nothing has run yet, this plans, which needs graphs
             values = [parent.detached() for parent in self._parents]
             with torch.no_grad():
                 value = self.from_parents(values)
                 return value if self._scalar is None else self._scalar.and_others(value)
         if self._is_loss:
-            return self.computed().detach()  # (its parts are weighted, and its gradients gather at the same time)
+            return self.computed().detach()  # micro-batches are weighted, and gradients accumulate along the way
         return self._owner.values(self._call)[self._leaf]
 
     def read(self) -> torch.Tensor:
-        """What it stands for, to be looked at."""
+        """Return the values for reading only."""
         if self._computed is None and (noted := self.noted()) is not None:
             return noted
         if self._scalar is not None and not self._looks:
-            # (other processes may not look, so that nothing is agreed on by looking)
+            # only some ranks may read it, so this must not communicate
             return self.computed() if self._owner.alone or self._scalar.is_known else self.detached()
         return self.detached()
 
@@ -184,45 +184,45 @@ class StandIn(torch.Tensor):
 
     @property
     def is_there(self) -> bool:
-        """Whether the values that it is computed from have been made."""
+        """Whether the values that it depends on are computed."""
         calls = {call.number: call for call in self._call.calls}
         made = {number: call.values for number, call in calls.items()}
         return all((values := made[number]) is not None and values[leaf] is not None for number, leaf in self.leaves)
 
     @property
     def is_in_graph(self) -> bool:
-        """Whether all gradients of it come to itself: also those of what C++ computed from it."""
+        """Whether all its gradients arrive at the stand-in itself, also those of results computed in C++."""
         return isinstance(self._node, Output) and self._call.whole is None and not self._parents and not self._is_loss
 
     @property
     def _leaf(self) -> int:
-        """The output leaf that it is, where it is one."""
+        """Index of its output leaf, or -1."""
         return self._node.leaf[1] if isinstance(self._node, Output) else -1
 
     @property
     def _is_loss(self) -> bool:
-        """Whether it is what the model returns as its loss."""
+        """Whether it is the loss that the model returns."""
         return self._call.outputs.loss == self._leaf
 
     def from_parents(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The last operation on the whole batch, from what its parents are."""
+        """Apply the last operation to the full batch, given its parents' values."""
         return _last(self._node, self._parents, values, self._call.samples)
 
     def computed(self) -> torch.Tensor:
-        """What it stands for, differentiable; the same tensor at every call."""
+        """Return the differentiable values; the same tensor each time."""
         if self._computed is None:
             with without_inference_mode(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
                 self._computed = self._materialise()
         return self._computed
 
     def settle(self) -> None:
-        """Before it is written to: compute what was derived from it while it had its old values."""
+        """Before an in-place write, compute the stand-ins that depend on the old values."""
         for other in [standin for call in self._call.calls for standin in call.standins]:
             if isinstance(other, StandIn) and other.leaves & self.leaves:
                 other.computed()
 
     def without_data(self) -> torch.Tensor:
-        """A tensor of its shape, dtype and device, for questions that no value matters to."""
+        """Return a tensor of its shape, dtype and device, for operations that ignore the values."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
     def _materialise(self) -> torch.Tensor:
@@ -233,7 +233,7 @@ class StandIn(torch.Tensor):
             return self._call.whole[self._leaf]
         if self._scalar is not None:
             noted = self.noted()
-            if noted is not None and not self._call.is_unchanged:  # it is only looked at, or torch's own error follows
+            if noted is not None and not self._call.is_unchanged:  # for reading only; backward raises torch's own error
                 return _Unwrap.apply(self, noted)  # type: ignore[no-any-return]
             return self._scalar.and_others(self._gathered(self._scalar.terms))
         if self._parents:
@@ -245,7 +245,7 @@ class StandIn(torch.Tensor):
         return _Unwrap.apply(self, value) if about.differentiable else value  # type: ignore[no-any-return]
 
     def _gathered(self, terms: tuple[Term, ...]) -> torch.Tensor:
-        """What terms of the call add up to, with all gradients of the call gathered at once."""
+        """The sum of terms, with all gradients of the call accumulated at once."""
         if self._owner.accumulates(self._call, Sum(terms)):
             return self._owner.accumulate_terms(self._call, terms)
         node = Sum(self._owner.over_all(self._call, terms))
@@ -259,7 +259,7 @@ class StandIn(torch.Tensor):
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a torch function gives for arguments among which there are stand-ins."""
+    """Return the result of a torch function with stand-ins as arguments."""
     args, kwargs = _map_standins(_looked_at, args), _map_standins(_looked_at, kwargs)
     if any(type(argument).__name__ == "DTensor" for argument in args):
         _refuse_part(func)
@@ -267,7 +267,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if func in _DETACHING and isinstance(args[0], StandIn) and (args[0]._axis is None or args[0].is_there):
-        return args[0].read().detach()  # (of losses: kept in lists, stand-ins would keep their batches)
+        return args[0].read().detach()  # a list of losses kept as stand-ins would keep their batches
     if func in _LIKE and isinstance(args[0], StandIn):
         with torch._C.DisableTorchFunctionSubclass():
             return func(args[0].without_data(), *args[1:], **kwargs)
@@ -292,7 +292,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def _opaque() -> Callable[..., Any]:
-    """`_answer` for scripts that compile: compiled callers break their graph here instead of tracing into it."""
+    """`_answer` for scripts that compile: compiled callers get a graph break instead of tracing into it."""
     from torch._dynamo import config
 
     getattr(config, "nontraceable_tensor_subclasses", set()).add(StandIn)
@@ -300,7 +300,7 @@ def _opaque() -> Callable[..., Any]:
 
 
 def stand_ins(owner: Owner, call: Call) -> Any:
-    """The call's output with stand-ins for its tensors, connected to what gradients flow into."""
+    """Return the call's output with stand-ins as its tensors, connected to the receivers of gradients."""
     wanted = call.outputs.tensors
     made = _Replay.apply(owner, call, wanted, *owner.receivers(call))
     outputs = zip(wanted, made if isinstance(made, tuple) else (made,))
@@ -310,8 +310,8 @@ def stand_ins(owner: Owner, call: Call) -> Any:
 
 
 def _one_of_several(standin: StandIn) -> StandIn:
-    """A loss that a model returns beside others, proven to be the mean or the sum of those of parts, as a number that can be
-    added to others."""
+    """A loss returned among other outputs, proven to be the mean or sum of its parts, as a scalar that can be added to
+    others."""
     call, leaf = standin._call, standin._call.outputs.leaves[standin._leaf]
     if leaf.kind != "loss" or standin._is_loss or not standin.requires_grad:
         return standin
@@ -322,8 +322,8 @@ def _one_of_several(standin: StandIn) -> StandIn:
 
 
 def settle_looks(calls: Sequence[Call]) -> None:
-    """Compute what will be looked at while the values that a pass kept are there, and let go of the batch that it is computed
-    from: scripts keep predictions and counts in lists."""
+    """Compute predictions and scalars for reading while the pass's values are there, and drop their references to the batch:
+    scripts collect them in lists."""
     alive = {id(s): s for call in calls for s in call.standins if isinstance(s, StandIn) and s._parents}
     looks = [standin for standin in alive.values() if standin._looks and not standin.requires_grad]
     for standin in looks:
@@ -338,7 +338,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, owner: Owner, call: Call, wanted: tuple[int, ...], *receivers: torch.Tensor) -> Any:
         ctx.owner, ctx.call, ctx.wanted = owner, call, wanted
         ctx.set_materialize_grads(False)
-        # A saved tensor makes autograd itself raise its own error on a second backward through a freed graph.
+        # With a saved tensor, autograd raises its own error on a second backward through a freed graph.
         ctx.save_for_backward(torch.empty(0))
         made = []
         for i in wanted:
@@ -366,7 +366,7 @@ class _Replay(torch.autograd.Function):
 def _given_of_loss(
     owner: Owner, call: Call, by_leaf: list[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None] | None:
-    """What a model's own loss gives, which C++ took without saying so: it is weighted otherwise than outputs are joined."""
+    """Gradients of the model's own loss, if C++ code used it unseen. It is weighted, while outputs are joined."""
     own = call.outputs.loss
     if own is None or by_leaf[own] is None or call.whole is not None:
         return None
@@ -386,11 +386,11 @@ def _both(
 
 
 class _Unwrap(torch.autograd.Function):
-    """From a stand-in to its value; the gradient goes on to the replay."""
+    """Returns a stand-in's values. The gradient goes on to the replay."""
 
     @staticmethod
     def forward(ctx: Any, standin: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        # The same storage but no view: autograd forbids in-place operations on views made in here.
+        # Same storage, but not a view: autograd forbids in-place operations on views made here.
         return value.new_empty(0).set_(value) if value.layout is torch.strided else value.clone()  # pyright: ignore[reportArgumentType]
 
     @staticmethod
@@ -399,7 +399,7 @@ class _Unwrap(torch.autograd.Function):
 
 
 class _Rewritten(torch.autograd.Function):
-    """Lets a stand-in, which an operation in place writes, go on as another one."""
+    """Replaces a stand-in by another one after an in-place operation."""
 
     @staticmethod
     def forward(ctx: Any, standin: StandIn, made: StandIn) -> StandIn:
@@ -413,8 +413,8 @@ class _Rewritten(torch.autograd.Function):
 
 
 class _Then(torch.autograd.Function):
-    """One operation as an autograd node, for stand-ins that are consumed from C++; inputs are what `make` gives it as parents,
-    and others that are added to what it gives."""
+    """One operation as an autograd node, for stand-ins used in C++. Inputs are the parents of what `make` returns, then other
+    tensors added to it."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], StandIn], *inputs: torch.Tensor) -> StandIn:
@@ -435,7 +435,7 @@ class _Then(torch.autograd.Function):
 
 
 def _last(node: Node, parents: Mapping[StandIn, Node], values: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
-    """The last operation of a way on the whole batch, where its parents have these values."""
+    """Apply the last operation of a route to the full batch, given its parents' values."""
     part = Part({}, 0, samples)
     for place, value in zip(parents.values(), values):
         part.put(place, value)
@@ -444,12 +444,12 @@ def _last(node: Node, parents: Mapping[StandIn, Node], values: Sequence[torch.Te
 
 
 def _free(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """What is told without running the whole batch; None where only replay is right."""
+    """A result without running the full batch; None if only a replay is right."""
     standins = _standins((args, kwargs))
     if not standins or any(s._computed is not None or s._owner is not standins[0]._owner for s in standins):
         return None
     if any(s._looks and s.requires_grad for s in standins):
-        return None  # with a backward of the script's own
+        return None  # has a backward of the script's own
     call = _common(standins)
     if call is None:
         return None
@@ -464,7 +464,7 @@ def _free(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
 
 
 def _free_pair(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As `_free` for a function that returns values and indices."""
+    """Like `_free`, for a function that returns values and indices."""
     values, indices = (_free(part, args, kwargs) for part in PAIRED[func])
     if values is None or indices is None:
         return None
@@ -473,12 +473,12 @@ def _free_pair(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _looked_at(standin: StandIn) -> torch.Tensor:
-    """A number or a prediction that no gradient flows through is a tensor like any other once it was computed."""
+    """The computed tensor of a stand-in for reading only, else the stand-in."""
     return standin if standin._computed is None or not standin._looks else standin._computed
 
 
 def _common(standins: Sequence[StandIn]) -> Call | None:
-    """The call whose micro-batches make all of these; None where there is none."""
+    """The call whose micro-batches compute all of these; None if there is none."""
     call = standins[0]._call
     calls = tuple({each.number: each for standin in standins for each in standin._call.calls}.values())
     return call if len(calls) == len(call.calls) else standins[0]._owner.joint(calls)
@@ -544,7 +544,7 @@ def _next_step(
 
 
 def _gathered(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
-    """A sum or a mean over all samples: gathered, where gradients flow through it, or to be looked at later."""
+    """A sum or mean over all samples: accumulated if gradients flow through it, else for reading later."""
     first = standins[0]
     if not _flows(standins):
         return None if all(standin.is_there for standin in standins) else _scalar(call, term, standins)
@@ -554,7 +554,7 @@ def _gathered(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tens
 
 
 def _nodes_of(standins: Sequence[StandIn]) -> dict[StandIn, Node]:
-    """What they stand for by now: one that is only looked at may be another once it was computed."""
+    """Their current nodes: a stand-in for reading only may have changed after it was computed."""
     return {standin: standin._node for standin in standins}
 
 
@@ -576,7 +576,7 @@ def _scalar(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor
 def _added(
     call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]
 ) -> torch.Tensor | None:
-    """Numbers added up, or multiplied by one that does not depend on the batch."""
+    """Sums of scalars, and products with a number that does not depend on the batch."""
     found, first = combined(func, args, kwargs, _scalar_of), standins[0]
     if found is None or any(tensor.dtype != first.dtype for tensor in (*standins, *found.constants)):
         return None
@@ -591,8 +591,8 @@ def _added(
 
 
 def _rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation in place on a scalar that waits could be put off as well. What was made from the scalar before goes
-    on with its terms, and is not changed by that."""
+    """Whether an in-place operation on a deferred scalar could be deferred, too. Stand-ins derived from the scalar before keep
+    its old terms."""
     standin = args[0]
     if not isinstance(standin, StandIn) or standin._scalar is None or (standin.requires_grad and not torch.is_grad_enabled()):
         return False
@@ -608,7 +608,7 @@ def _rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     standin._call, standin._node, standin._scalar = made._call, made._node, made._scalar
     standin._parents, standin._looks = made._parents, made._looks
     for each in made._call.calls:
-        if each not in before:  # (a set of references would ask whether the stand-in is equal to itself)
+        if each not in before:  # `in` on a set of references would call the stand-in's `__eq__`
             each.standins.add(standin)
     return True
 
@@ -618,7 +618,7 @@ def _scalar_of(value: Any) -> Scalar | None:
 
 
 def _flows(standins: Sequence[torch.Tensor]) -> bool:
-    """Whether gradients flow through what is computed from these."""
+    """Whether gradients flow through results computed from these."""
     return torch.is_grad_enabled() and any(standin.requires_grad for standin in standins)
 
 
@@ -641,18 +641,18 @@ def _standins(tree: Any) -> list[StandIn]:
 
 
 def _requires(value: Any) -> bool:
-    """Whether gradients flow into a tensor that is there already."""
+    """Whether it is an ordinary tensor that requires gradients."""
     return isinstance(value, torch.Tensor) and not isinstance(value, StandIn) and value.requires_grad
 
 
 def _gathers() -> bool:
-    """Whether gradients may be gathered now."""
+    """Whether gradients may accumulate now."""
     return torch.is_grad_enabled() and not _watching_saved_tensors()
 
 
 def _watching_saved_tensors() -> bool:
-    """Whether the script has hooks on what is saved for backward (a checkpointed loss counts it): then only the loss itself
-    may save anything here."""
+    """Whether the script has saved tensors hooks (a checkpointed loss counts saved tensors). Then only the loss itself may
+    save tensors here."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore[reportAttributeAccessIssue]
     return top is not None and top(False) is not None
 
@@ -683,7 +683,7 @@ def _refuse_as_goal(goals: Any) -> None:
 
 
 def _refuse_part(func: Any) -> None:
-    """Of a parameter, in an operation with what the model returns: torch has no gradients for that either."""
+    """An operation on an output and a sharded parameter. torch has no gradients for it either."""
     raise Refused(
         f"{func.__name__} of what the model returns and of a parameter that is held in parts",
         found='shard="parameters" makes parameters torch.distributed.tensor.DTensor outside of the forward, which do not mix '
@@ -694,7 +694,7 @@ def _refuse_part(func: Any) -> None:
 
 
 def _refuse_watching(output: Any) -> None:
-    """A model that returns its loss computes it from its outputs inside, where no gradient of theirs is to be had."""
+    """A model that returns its loss computes it from its outputs inside, where their gradients are not available."""
     cut = isinstance(output, StandIn) and output._call.whole is None
     if cut and output._call.outputs.loss is not None and not output._is_loss:
         raise Refused(
@@ -705,7 +705,7 @@ def _refuse_watching(output: Any) -> None:
 
 
 def _refuse_late(output: Any) -> None:
-    """A loss that was computed from it already has gathered its gradients past what would look at them."""
+    """A loss computed from it before has already accumulated its gradients, past any hook."""
     if isinstance(output, StandIn) and output._call.pending and output._computed is None:
         raise Refused(
             "looking at the gradient of the model's output",

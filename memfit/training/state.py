@@ -1,8 +1,8 @@
-"""The state of a run, as tensors, numbers, texts, lists and dictionaries: saved by one process, loaded by any number of them.
+"""Saves and loads the state of a run, made of tensors, numbers, strings, lists and dictionaries. Any number of ranks can load
+it.
 
-What is loaded is read and checked whole before anything changes. Not covered: what the script keeps itself (schedulers, a
-GradScaler, samplers that draw from generators of their own), draws made in loader workers, and the draws of processes whose
-own are not in the state.
+A loaded state is read and checked in full before anything changes. Not covered: what the script owns (schedulers, a
+GradScaler, samplers with their own generators), random draws in loader workers, and the draws of ranks missing from the state.
 """
 
 from __future__ import annotations
@@ -28,59 +28,59 @@ from memfit.reporting.stderr import tell
 from memfit.training.core import Core
 
 VERSION = 1
-"""Version of the states that this code makes; later ones are refused."""
+"""Version of the states that this code writes. Later versions are refused."""
 LOADING = "loading the state of a run"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a state is taken from, and loaded into."""
+    """What a state is taken from and loaded into."""
 
     model: nn.Module
-    """What is trained, without what it came in."""
+    """The trained model without its wrapper."""
     optimizer: Optimizer
     loader: Any
     core: Core | None
-    """None where memfit is switched off."""
+    """None if memfit is switched off."""
 
     @property
     def ranks(self) -> Ranks | None:
-        """The processes that train together, if there are several."""
+        """The ranks that train together; None if there is only one."""
         return None if self.core is None or self.core.together is None else self.core.together.ranks
 
     @property
     def rank(self) -> int:
-        """This one."""
+        """The current rank."""
         return 0 if self.ranks is None else self.ranks.rank
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     def tell(self, message: str) -> None:
-        """Something is otherwise than it was."""
+        """Tell the user about a difference to the saved run."""
         (tell if self.core is None else self.core.tell)(message)
 
 
 @dataclass(frozen=True)
 class Read:
-    """A state that was read and checked."""
+    """A state after reading and checks."""
 
     steps: int
     scale: tuple[float, int]
-    """The loss scale, and the batches since it changed."""
+    """The loss scale, and the number of batches since it changed."""
     position: Position | None
     model: dict[str, Any] | None
-    """None, as for the two below, where the script loads it itself."""
+    """None, like the two below, if the script loads it itself."""
     optimizer: dict[str, Any] | None
     random: dict[int, RandomState] | None
-    """The states of processes' generators, by rank."""
+    """States of the random number generators, by rank."""
 
 
 def written(held: Held, steps: int, position: Position | None, *, whole: bool) -> dict[str, Any]:
-    """The state now; without `whole`, only what no script saves by itself."""
+    """Return the current state; without `whole`, only what no script saves itself."""
     core = held.core
     scale = (1.0, 0) if core is None else core.scale.state
     found: dict[str, Any] = {
@@ -99,14 +99,14 @@ def written(held: Held, steps: int, position: Position | None, *, whole: bool) -
 
 
 def fingerprint(model: nn.Module) -> str:
-    """What tells the model from others: names, shapes and dtypes of its parameters."""
+    """Return a hash of the names, shapes and dtypes of the model's parameters, which identifies the model."""
     told = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
 
 
 def load(held: Held, state: Any) -> int:
-    """Load a state on every process, or on none; the steps that were done. Raises UsageError; RankFailed where it could not be
-    loaded on another process."""
+    """Load a state on every rank or on none, and return the number of steps done. Raises UsageError, or RankFailed if another
+    rank could not load it."""
     try:
         found = read(held, state)
     except BaseException as error:
@@ -128,7 +128,7 @@ def load(held: Held, state: Any) -> int:
 
 
 def read(held: Held, state: Any) -> Read:
-    """`state`, checked against what it is to be loaded into. Raises UsageError; nothing is changed."""
+    """Read `state` and check that it fits. Changes nothing. Raises UsageError."""
     _check_kind(state)
     whole = "model" in state or "optimizer" in state or "random" in state
     names = ("fingerprint", "target_batch", "steps", "scale", "loader", *(("model", "optimizer", "random") if whole else ()))
@@ -185,7 +185,7 @@ def _check_model(held: Held, told: Any, model: Any) -> None:
 
 
 def _difference(model: nn.Module, state: Any) -> str | None:
-    """The first thing by which a model's state is not this one's."""
+    """The first difference between a model's state and this model."""
     if not isinstance(state, Mapping):
         return None if state is None else f"'model' is a {type(state).__name__}"
     own = model.state_dict()
@@ -228,13 +228,13 @@ def _check_position(held: Held, position: Position | None) -> None:
 
 
 def _checked(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's state. Raises UsageError for another one's."""
+    """The optimizer's state. Raises UsageError if it is another optimizer's."""
     groups, own = state["param_groups"], optimizer.param_groups
     sizes, here = [len(group["params"]) for group in groups], [len(group["params"]) for group in own]
     if sizes != here:
         raise _others(f"groups of {sizes} parameters there, of {here} here")
     unknown = set(groups[0]) - set(own[0]), set(optimizer.defaults) - set(groups[0])
-    if all(unknown):  # schedulers add options, and later versions of torch have more, but not both
+    if all(unknown):  # schedulers and later versions of torch add options, but not both
         raise _others(f"it has {min(unknown[0])!r} and no {min(unknown[1])!r}, which {type(optimizer).__name__} has")
     places = {place for group in groups for place in group["params"]}
     strange = [place for place in state["state"] if place not in places]
@@ -252,7 +252,7 @@ def _others(what: str) -> UsageError:
 
 
 def _check_alike(ranks: Ranks, found: Read) -> None:
-    """Raise UsageError, on every process, where they are loading different states."""
+    """Raise UsageError on every rank if they load different states."""
     place = None if found.position is None else (found.position.epoch, found.position.index, found.position.seed)
     told = ranks.gather((found.steps, place, found.model is None), LOADING)
     if len(set(told)) > 1:
@@ -277,7 +277,7 @@ def _go_to(held: Held, position: Position | None) -> None:
 
 
 def _draw_on(held: Held, states: dict[int, RandomState], steps: int) -> None:
-    """Draws go on where they were; where this process's own are not known, from a seed that no other process has."""
+    """Continue the random draws; without a saved state of this rank, from a seed that no other rank has."""
     own = states.get(held.rank)
     if own is not None:
         own.restore(held.device)
@@ -297,7 +297,7 @@ def _draw_on(held: Held, states: dict[int, RandomState], steps: int) -> None:
 
 
 def _part(name: str, read: Callable[[], T]) -> T:
-    """What `read` gives; what goes wrong in it is damage."""
+    """The result of `read`. Errors in it mean that the state is damaged."""
     try:
         return read()
     except UsageError:

@@ -1,4 +1,4 @@
-"""Step mode: the optimizer step is memfit's. Micro-batches are collated by themselves, longest samples first.
+"""Step mode: memfit runs the optimizer step. Each micro-batch is collated by itself, longest samples first.
 
 Not covered: optimizers that need a closure. Losses that need all samples together run through script mode's replay.
 """
@@ -40,29 +40,29 @@ from memfit.training.works import LossFn, moved
 
 @dataclass
 class PlannedBatch(Planned):
-    """A plan and the batches it is good for."""
+    """A plan and the batches it covers."""
 
     shapes: Shapes | None
-    """Shapes per sample of an ordinary batch; None where samples are collated."""
+    """Shapes per sample of an ordinary batch; None if samples are collated."""
     scale: Scale
-    """Sizes of samples, in terms of those that were planned with."""
+    """Sizes of samples relative to those used for planning."""
     samples: int
     """Samples in a batch."""
 
     def covers(self, batch: Ordered) -> bool:
-        """Whether the batch needs no more room than was planned for."""
+        """Whether the batch needs no more memory than planned."""
         if batch.samples > self.samples and self.plan.accumulation == 1:
-            return False  # planned to run whole, without gradients of other micro-batches beside it
+            return False  # planned to run whole, without accumulated gradients beside it
         if batch.shapes is None or self.shapes is None:
             return batch.shapes is self.shapes and all(self.scale.covers(extent) for extent in batch.extents[:1])
         return len(batch.shapes) == len(self.shapes) and no_larger(batch.shapes, self.shapes)
 
 
 class Stepper:
-    """Runs effective batches through `loss_fn`, planning when it meets samples it has no plan for.
+    """Runs effective batches through `loss_fn` and plans for samples that no plan covers.
 
-    `whole_loss(batch)` is the loss through the intercepted model, for losses that need all samples together. `samples` is
-    how many there are in the latest batch.
+    `whole_loss(batch)` computes the loss with the intercepted model, for losses that need all samples together. `samples` is
+    the size of the latest batch.
     """
 
     def __init__(self, core: Core, loss_fn: LossFn, whole_loss: Callable[[Any], torch.Tensor]) -> None:
@@ -70,41 +70,41 @@ class Stepper:
         self._core, self._whole_loss = core, whole_loss
         self._tasks = Tasks(core, loss_fn)
         core.reached = (loss_fn, core.settings.weight, core.settings.split)
-        core.split = None  # it cuts batches here, and not what the model is called with
+        core.split = None  # split= cuts batches here, not the model's arguments
         self._kinds: dict[Hashable, tuple[Weigher, list[PlannedBatch]]] = {}
         self._share = 1
         self._look()
         core.on_forget.append(self.plan_again)
         core.on_parameters.append(self._begin_anew)
         self._shared: dict[int, tuple[int, ...]] = {}
-        """By leaf of a batch, the shape of what is the same for all samples."""
+        """By leaf of a batch: the shape if all samples share that tensor."""
         self._latest: tuple[Hashable, tuple[Layout, Shapes]] = (None, (Layout((), 0), ()))
 
     def ordered(self, batch: Any) -> Ordered:
-        """The batch as it will be cut."""
+        """Order the batch for cutting."""
         if isinstance(batch, SampleBatch):
             return Ordered.of_samples(batch, by_size=not self._weights.composition.in_sequence)
         return self._cut_from(batch)
 
     def prepare(self, like: Ordered, share: int | None) -> None:
-        """Plan for effective batches of `share` samples (None: as many) like those in `like`, without running any."""
+        """Plan for effective batches of `share` samples (None: as many as `like` has) without running any."""
         self._look()
         with reaching(*self._core.reached):
             self._decide(like, share or like.samples)
 
     def plan_again(self) -> None:
-        """Forget the plans: what they rest on has changed."""
+        """Drop the plans after a change of what they are based on."""
         for _, plans in self._kinds.values():
             plans.clear()
         self._share = 1
 
     def _begin_anew(self) -> None:
-        """The model is another one: nothing is known of its loss."""
+        """Drop all that is known about the loss, as the model was replaced."""
         self._kinds.clear()
         self._look()
 
     def _look(self) -> None:
-        """What is known of the loss while the model's flags are what they are."""
+        """Select what is known about the loss under the model's current flags."""
         flags = self._core.flags.now()
         if flags not in self._kinds:
             self._kinds[flags] = Weigher(self._core, self._tasks), []
@@ -113,12 +113,12 @@ class Stepper:
             self._core.together.whole = self._weights.together
 
     def task(self, batch: Any) -> Task:
-        """What there is to profile in a batch like this one."""
+        """Return the task to profile for a batch like this one."""
         ordered = self.ordered(batch)
         return self._tasks.task(ordered, 0, Demand(ordered.samples), self._weights.weighting or BY_SAMPLES)
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """The loss of an effective batch, its gradients gathered, as a tensor whose backward hands them over."""
+        """Accumulate an effective batch and return its loss as a tensor whose backward hands the gradients over."""
         with self._core.announcing(), reaching(*self._core.reached):
             return self._loss(batch)
 
@@ -159,7 +159,7 @@ class Stepper:
             if batch.is_whole:
                 weighting = without_idle_rivals(weighting, lambda: batch.piece(0, batch.samples))
             load = batch.load if self._weights.known else None
-            repeats = not batch.is_whole  # what is not there as a whole is collated again, in the same pieces
+            repeats = not batch.is_whole  # a batch given as samples is collated again, in the same pieces
             return core.accumulated(work, weighting, pieces_for, largest=core.limit(plan), load=load, repeats=repeats)
 
         def combined(total: Total, weighting: Weighting) -> Weighting | None:
@@ -191,7 +191,7 @@ class Stepper:
         return checked_loss(self._whole_loss(moved(whole, self._core.device)))
 
     def _pieces(self, batch: Ordered, largest: int, plan: Plan, tuner: Tuner | None) -> tuple[int, ...]:
-        """Sizes of the micro-batches; where samples differ in size, each as large as planned for its first sample."""
+        """Micro-batch sizes. If samples differ in size, the first sample of each determines its planned size."""
         if not plan.by_size:
             return self._core.tuned_pieces(batch.samples, largest, tuner)
         choice = None if tuner is None else tuner.next_choice()
@@ -210,7 +210,7 @@ class Stepper:
     # ---- what a batch is
 
     def _cut_from(self, batch: Any) -> Ordered:
-        """An ordinary batch handed to `step`: cut along its samples."""
+        """Cut an ordinary batch passed to `step` along its samples."""
         settings = self._core.settings
         _check_tensors(tensors(batch))
         if settings.split is not None:
@@ -222,15 +222,15 @@ class Stepper:
         return Ordered.of_tree(batch, *self._recognised(batch))
 
     def _recognised(self, batch: Any) -> tuple[Layout, Shapes]:
-        """How an ordinary batch is cut, and its shapes per sample; that of the latest is remembered."""
+        """How an ordinary batch is cut, and its shapes per sample. Cached for the latest one."""
         looks = look_of(batch)
         if looks is None or looks != self._latest[0]:
             self._latest = looks, self._layout_of(batch)
         return self._latest[1]
 
     def _layout_of(self, batch: Any) -> tuple[Layout, Shapes]:
-        """How a batch is cut that was not met yet. What was the same for all samples in another one stays so, however many
-        samples there are now."""
+        """How a new kind of batch is cut. A tensor that all samples shared in another batch stays shared for any number of
+        samples."""
         found = _likeliest_layout(batch)
         shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in flat(batch)]
         kept = [self._shared.get(i) != shape or shape is None for i, shape in enumerate(shapes)]
@@ -241,14 +241,14 @@ class Stepper:
     # ---- deciding
 
     def _decide(self, batch: Ordered, share: int) -> None:
-        """Have a weighting, and a plan in force that covers the batch."""
+        """Ensure a weighting and an active plan that covers the batch."""
         self._share = max(share, self._share)
         profile = self._weights.decide(batch, self._share)
         doubted = False
         while not self._weights.together and self._core.fixed is None:
             try:
                 return self._plan(batch, profile)
-            except WeightsChanged:  # (of samples that it was timed on)
+            except WeightsChanged:  # from samples used for timing
                 self._weights.weigh_again(batch, doubted)
                 doubted = True
 
@@ -267,7 +267,7 @@ class Stepper:
 
 
 def _outdone(planned: PlannedBatch, batch: Ordered) -> bool:
-    """Whether every batch that `planned` is good for is no larger than this one."""
+    """Whether no batch that `planned` covers is larger than this one."""
     if batch.shapes is None or planned.shapes is None:
         return batch.shapes is planned.shapes and planned.scale.within(batch.extents[0])
     return len(batch.shapes) == len(planned.shapes) and no_larger(planned.shapes, batch.shapes)
@@ -284,7 +284,7 @@ def _likeliest_layout(batch: Any) -> Layout:
 
 
 def _check_tensors(found: Sequence[torch.Tensor]) -> None:
-    """Raise Refused for what cannot be cut, whoever cuts it."""
+    """Raise Refused or UsageError for tensors that nothing can cut."""
     if any(not tensor.is_leaf for tensor in found):
         raise Refused(
             "cutting a batch that was computed with gradients",

@@ -1,4 +1,4 @@
-"""How step mode's micro-batches are weighted: stated by hand, or inferred and proven on a few samples, again and again."""
+"""How step mode weights its micro-batches: given by the user, or inferred and proven repeatedly on a few samples."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from memfit.training.ways import ways_of
 from memfit.training.weigh import DECIDES, PROBED, infer_weighting
 
 LOOSE = 1e-2
-"""Deviation that a proof allows from which on that is said."""
+"""Minimum tolerance of a proof that is reported to the user."""
 PROVE_AGAIN = 4
-"""An inferred weighting is proven again at the next batch, and then whenever this many times as many steps were done."""
+"""An inferred weighting is proven again at the next batch, then whenever the number of steps has grown by this factor."""
 IN_TWO = "the model runs in two passes, or in one where the loss is made of sums and means that memfit follows"
 PROVE_WITHIN = 256
-"""It is proven again after this many more steps at the latest: for a step or two of computation."""
+"""Maximum number of steps between proofs, each of which costs a step or two of computation."""
 
 
 class Weigher:
-    """Attributes: `weighting` (None: not known yet), `mute` (whether that is so as its samples had no loss), `together`
-    (whether the loss needs all samples together instead), `composition` (how the state that the loss moves is composed).
-    """
+    """Finds the weighting of a loss. Attributes: `weighting` (None: unknown), `mute` (whether it is unknown because the
+    samples had zero loss), `together` (whether the loss needs all samples together instead), `composition` (how side effects
+    of the loss are composed)."""
 
     def __init__(self, core: Core, tasks: Tasks) -> None:
         self.weighting: Weighting | None = None
@@ -65,30 +65,30 @@ class Weigher:
 
     @property
     def known(self) -> bool:
-        """Whether it was stated, or proven."""
+        """Whether the weighting is given or proven."""
         return self.weighting is not None or self._stated is not None
 
     def of(self, batch: Ordered) -> Weighting:
-        """How this batch's micro-batches are weighted."""
+        """Return the weighting of this batch's micro-batches."""
         return self.weighting or self._stated or (self._alone if batch.samples < 2 else None) or BY_SAMPLES
 
     def decide(self, batch: Ordered, share: int) -> Profile | None:
-        """Have a weighting for effective batches of `share` samples like these; returns the profile made for that, if any."""
+        """Ensure a weighting for effective batches of `share` samples like these. Returns the profile made for that, if any."""
         if self.together:
             return None
         if self.weighting is None or (batch.ragged and not self._proven_ragged):
-            return self._weigh_or_whole(batch, share)  # padding differs between parts only where samples differ in size
+            return self._weigh_or_whole(batch, share)  # only samples of different sizes get different padding in parts
         if self._core.steps >= self._prove_at and self._inferred:
             self._prove_again(batch)
         return None
 
     @property
     def _inferred(self) -> bool:
-        """Whether the weighting rests on a proof alone: that of one known mean is looked at in every micro-batch."""
+        """Whether the weighting rests on a proof alone. That of one known mean is checked in every micro-batch."""
         return self._stated is None and self.weighting is not None and self.weighting.kind != "term"
 
     def _weigh_or_whole(self, batch: Ordered, share: int) -> Profile | None:
-        """As `_weigh`; a loss that fails on a few samples and not on all of them needs them together."""
+        """Like `_weigh`. A loss that fails on a few samples but not on all needs them together."""
         try:
             return self._weigh(batch, share)
         except Exception as error:
@@ -96,7 +96,7 @@ class Weigher:
                 raise
             failed = self._failure(batch, share)
             if failed is not None and type(failed.__cause__) is type(error):
-                raise  # no matter how many samples there are
+                raise  # fails for any number of samples
             if self._core.together is not None:
                 _say_on_few(error)
                 raise
@@ -105,7 +105,7 @@ class Weigher:
         return None
 
     def _failure(self, batch: Ordered, samples: int) -> TraceFailed | None:
-        """What stands in the way of the loss of so many samples like these, told on fake tensors."""
+        """The error of the loss of this many samples on fake tensors, or None."""
         try:
             with self._on_twins(batch, samples) as work, ZeroArrays():
                 loss_of(work, samples)
@@ -114,15 +114,15 @@ class Weigher:
         return None
 
     def _weigh(self, batch: Ordered, share: int, before: Weighting | None = None) -> Profile | None:
-        """How micro-batches are weighted, proven on a few samples, such as tell `before` from its rivals; returns the
-        profile made to know how many fit."""
+        """Prove a weighting on a few samples, chosen to tell `before` from its rivals. Returns the profile made to know how
+        many fit."""
         core = self._core
         self._proven_ragged = self._proven_ragged or batch.ragged
         self._look_alone(batch)
         if batch.samples < 2 * core.least:
             if self._stated is None and core.together is not None and batch.samples and self._is_one_mean(batch):
-                self._alone = BY_TERM  # what it weighs beside other processes' shares is seen without a proof
-            return None  # one micro-batch weighs what it weighs; the next batch decides
+                self._alone = BY_TERM  # its weight among the ranks is seen without a proof
+            return None  # one micro-batch needs no weighting; the next batch decides
         profile = self._tasks.profile(batch, share)
         few, blocks = self._provable(batch, profile)
         if few < 2 * core.least:
@@ -137,19 +137,19 @@ class Weigher:
         return profile
 
     def _look_alone(self, batch: Ordered) -> None:
-        """Know whether the loss of a single sample can be computed. Raises Refused where single samples were prescribed."""
+        """Check whether the loss of a single sample can be computed. Raises Refused if not and the user fixed micro_batch=1."""
         core = self._core
         if core.least > 1 or batch.samples < 2:
             return
         work = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
-        with core.staging.swapped():  # no hook of the user's fires
+        with core.staging.swapped():  # does not call the user's hooks
             why = loss_alone(work, core.model, partial(self._on_twins, batch))
         self._tasks.watch(work)
         if why is not None:
             core.need_company(why)
 
     def _prove_again(self, batch: Ordered) -> None:
-        """An inferred weighting looked at on a later batch, on samples of its own."""
+        """Prove an inferred weighting again on samples of a later batch."""
         core = self._core
         if core.plan is None:
             return
@@ -179,7 +179,7 @@ class Weigher:
     def _weigh_on(
         self, batch: Ordered, few: int, before: Weighting | None, *, again: Weighting | None = None
     ) -> None:
-        """`again`: what was proven on an earlier batch. A loss that is not finite says nothing against it."""
+        """`again`: the weighting proven on an earlier batch. A loss that is not finite does not contradict it."""
         core = self._core
         parts = parts_of(few, core.least)
         pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
@@ -193,7 +193,7 @@ class Weigher:
         self.composition = with_written(moves.composition, self.composition, core.model)
         self._tasks.watch(work)
         if self._stated is not None:
-            self.weighting = self._stated  # taken as it is; what is proven is how state moves
+            self.weighting = self._stated  # taken as given; only the composition of state is proven
         elif self.weighting is not None and again is None and deviation.limit >= LOOSE:
             close = f"{deviation.limit:.0%}"
             core.note("note", f"the loss computes in half precision: that samples do not mix is proven to {close} only")
@@ -210,14 +210,14 @@ class Weigher:
         elif self.weighting is not None and again is not None and not _agree(again, self.weighting):
             self.run_together(f"its parts weigh {self.weighting.label}, and those of an earlier batch {again.label}")
         elif self.weighting is None and deviation.agrees:
-            self.weighting, self.mute = again, again is None  # a mask left nothing of them
+            self.weighting, self.mute = again, again is None  # a mask removed all of them
         elif self.weighting is None:
             if again is not None and not math.isfinite(deviation.relative):
                 self.weighting = again
                 return
             if math.isnan(deviation.relative):
                 self._refuse_not_finite(work, few)
-            unsure = again is not None and not again.watch  # (known means are looked at in every batch)
+            unsure = again is not None and not again.watch  # known means are checked in every batch
             late = "; steps since the last proof may have trained on gradients that are off by as much" if unsure else ""
             self.run_together(f"its parts differ from the whole by {deviation.relative:.2g}{late}")
 
@@ -225,7 +225,7 @@ class Weigher:
         return deviation.where in self._core.settings.allow_inexact
 
     def _weigh_unproven(self, batch: Ordered) -> None:
-        """Two samples do not fit at once: only a loss that is one known mean needs no proof of its weighting."""
+        """Two samples do not fit at once. Only a loss that is one known mean needs no proof."""
         if self._stated is None and not self._is_one_mean(batch):
             self.run_together("two samples do not fit at once, so another way could not be proven")
             return
@@ -233,7 +233,7 @@ class Weigher:
         self._core.note("note", "two samples do not fit at once: not proven that the model keeps samples apart")
 
     def _is_one_mean(self, batch: Ordered) -> bool:
-        """Whether the loss is one known mean, of what keeps samples apart as far as calls tell, on fake tensors."""
+        """Whether the loss is one known mean and no call seems to mix samples, according to fake tensors."""
         looks: list[tuple[int, Decides]] = []
         for samples in (PROOF_SAMPLES, *parts_of(PROOF_SAMPLES, self._core.least)):
             try:
@@ -247,7 +247,7 @@ class Weigher:
         return told_by(looks) is None
 
     def _size_that_decides(self, batch: Ordered, samples: int) -> int | None:
-        """`samples`, or those of all processes together, where the loss does something else with so many than with few."""
+        """`samples`, or those of all ranks together, if the loss behaves differently with that many than with few."""
         core = self._core
         sizes: Sequence[int] = (samples, core.samples_of_all(samples))
         if batch.in_order:
@@ -268,14 +268,14 @@ class Weigher:
 
     @contextmanager
     def _on_twins(self, batch: Ordered, samples: int) -> Iterator[Work]:
-        """Inside, the loss of so many samples can be computed on fake tensors. Raises TraceFailed."""
+        """Context in which the loss of this many samples can be computed on fake tensors. Raises TraceFailed."""
         with on_twins(self._core.model, self._core.device) as world:
             work = self._tasks.task(batch, 0, Demand(samples), BY_SAMPLES).make_work("off")(world.twin, samples)
             with world.entered():
                 yield work
 
     def weigh_again(self, batch: Ordered, doubted: bool) -> None:
-        """The weighting did not hold: prove it anew on samples that tell its rivals apart."""
+        """Prove a failed weighting again, on samples that tell its rivals apart."""
         before = self.weighting
         if before is None and self._alone is not None:
             self._alone = None
@@ -287,7 +287,7 @@ class Weigher:
 
     def run_together(self, why: str) -> None:
         self.weighting, self.together = None, True
-        self._core.reference = None  # what there was to compare with does not hold; the two passes leave their own
+        self._core.reference = None  # the old reference does not hold; both passes record their own
         if self._core.together is None:
             self._core.note("note", f"the loss needs all samples together ({why}): {IN_TWO}")
         else:
@@ -309,9 +309,9 @@ class Weigher:
             )
 
     def _provable(self, batch: Ordered, profile: Profile | None) -> tuple[int, tuple[str, ...]]:
-        """(samples to prove with that fit at once, blocks to checkpoint for that)."""
+        """Return (number of samples for a proof that fit at once, blocks to checkpoint for it)."""
         most = min(PROOF_SAMPLES, batch.samples)
-        if profile is None:  # a plan made elsewhere says what fits
+        if profile is None:  # a plan made elsewhere knows what fits
             plan = self._core.plan
             return (most if plan is None else min(most, max(2 * self._core.least, plan.micro_batch))), ()
         kept = 2 * min(PROBED, profile.model.gradient_bytes)
@@ -324,7 +324,7 @@ class Weigher:
         return 0, ()
 
     def _remember(self, batch: Ordered) -> None:
-        """Keep a few samples to verify with."""
+        """Keep a few samples for verification."""
         few = batch.few(KEPT_SAMPLES)
 
         def make(samples: int, backwards: bool) -> Work:
@@ -338,7 +338,7 @@ class Weigher:
 
 
 def _agree(one: Weighting, other: Weighting) -> bool:
-    """Whether two proofs on different samples have a way in common; else what they found held by chance."""
+    """Whether two proofs on different samples share a way of weighting. Otherwise their results held by chance."""
     return bool({way.code for way in ways_of(one, unproven=False)} & {way.code for way in ways_of(other, unproven=False)})
 
 
@@ -355,7 +355,7 @@ def _given(tree: Any) -> Callable[[int, int], Any]:
 
 
 def _by_hand(weight: Callable[[Any], float], device: torch.device) -> CountOf:
-    """`weight=` as a count."""
+    """The user's `weight=` as a count."""
 
     def count(piece: Any) -> Count:
         value = weight(piece)

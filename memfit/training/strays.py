@@ -1,11 +1,11 @@
-"""Gradients that parameters receive around the model, of a script in several processes: through `model.logit_scale` in its own
-loss, or an own method that is not listed.
+"""Averages (all-reduce) gradients that bypass the forward: through `model.logit_scale` in the script's loss, or an unlisted
+method.
 
-Each process has only its own of them. At the end of the user's backward they are made the mean over processes, weighed by
-samples, as under DistributedDataParallel. Whatever else is in a parameter's gradient by then is the same on every process, and
-a mean leaves it as it is. Which parameters are concerned is looked for in backwards 1, 2, 4, 8, 16, 32, 48, ...: those whose
-gradients differ between processes. Not covered: sparse gradients, and what begins between two looks; parameters then differ
-between processes, which is found at the next and refused.
+Each rank has only its own. At the end of the user's backward they become the mean across ranks, weighted by samples, as in
+DistributedDataParallel. The rest of a parameter's gradient is the same on every rank, and the mean does not change it.
+Backwards 1, 2, 4, 8, 16, 32, 48, ... search for the parameters concerned: those whose gradients differ between ranks. Not
+covered: sparse gradients, and gradients that start to bypass between two searches. Parameters then differ between ranks, which
+the next search finds and refuses.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from memfit.training.together import Together
 
 LEVELLING = "gradients that parameters receive outside of the forward"
 APART = 1e-9
-"""Relative difference of what two processes' gradients add up to from which on they are taken to differ: what two kinds of
-processor make of the same sum is smaller, one rounding of a single element in float32 larger."""
+"""Relative difference from which two ranks' gradient sums are different. Two kinds of processor differ by less in the same
+sum; one rounding of a single float32 element makes more."""
 OFTEN = 16
-"""Backwards between two looks at most."""
+"""Maximum number of backwards between two searches."""
 NOTHING = (0.0, 0.0, 0.0)
 
 
 class Strays:
-    """Levels the gradients of the parameters that `together` knows, at the end of backwards in which it has combined; `say` is
-    told of those of `model` and others that need it; `samples` gives those of this process's batch, where they are
-    known, and `aside` whether memfit itself is computing."""
+    """Averages gradients of `together`'s parameters at the end of backwards that combined a total across ranks. `say` receives
+    the names of new parameters that need it, taken from `model`; `samples` returns the samples of this rank's batch, if known;
+    `aside` returns whether memfit itself is computing."""
 
     def __init__(
         self,
@@ -53,19 +53,19 @@ class Strays:
         self._hooks: list[Any] = []
 
     def watch(self) -> None:
-        """Until a backward comes through the forward: level at the end of any of the script's that reaches the model."""
+        """Average at the end of any backward of the script that reaches the model, until one goes through the forward."""
         if not self._hooks:
             wanted = [p for p in self._model.parameters() if p.requires_grad]
             self._hooks = [p.register_hook(lambda _: self._reached()) for p in wanted]
 
     def combined(self) -> None:
-        """A total became that of all processes, in the backward that is running."""
+        """Note that the running backward reduced a total across ranks."""
         self._combined = True
         self.undo()
         self.level_later()
 
     def undo(self) -> None:
-        """No longer watch."""
+        """Stop watching."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -75,7 +75,7 @@ class Strays:
             self.level_later()
 
     def level_later(self) -> None:
-        """Level once the backward that is running has come to its end; from inside of one."""
+        """Average at the end of the running backward, from inside it."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
@@ -84,8 +84,8 @@ class Strays:
         engine.queue_callback(self.level)
 
     def level_before_step(self) -> None:
-        """Level now where no backward since the last step has, as none came through the forward, though some did before.
-        Gradients were clipped by then, if they are, each process's by itself; from now on that comes after."""
+        """Average now if no backward since the last step did, as none of them went through the forward. Clipping came before
+        that, on each rank by itself; from now on it comes after."""
         levelled, self._levelled = self._levelled, False
         if not levelled and any(p.grad is not None for p in self._together.parameters):
             self.level()
@@ -93,7 +93,7 @@ class Strays:
             self._levelled = False
 
     def level(self) -> None:
-        """Make the gradients that differ between processes their mean."""
+        """Replace gradients that differ between ranks by their mean."""
         self._task, self._levelled = None, True
         self._backwards += 1
         with self._together.announcing(), torch.no_grad():
@@ -107,12 +107,12 @@ class Strays:
 
     @property
     def _looks(self) -> bool:
-        """Whether it is looked for parameters that are concerned: in backwards 1, 2, 4, 8, 16, 32, 48, ..."""
+        """Whether to search for parameters concerned: in backwards 1, 2, 4, 8, 16, 32, 48, ..."""
         number = self._backwards
         return not number % OFTEN or not number & (number - 1)
 
     def _looked_at(self) -> list[torch.Tensor]:
-        """The parameters whose gradients differ between processes, from now on known as such."""
+        """The parameters with gradients that differ between ranks, which become known ones."""
         parameters = self._together.parameters
         told = self._agreed([number for p in parameters for number in _sums(p.grad)])
         width = len(NOTHING)
@@ -123,7 +123,7 @@ class Strays:
         return [p for p in self._known.values() if id(p) in there]
 
     def _there(self) -> list[torch.Tensor]:
-        """Those of the known that have gradients on any process now."""
+        """Known parameters with a gradient on any rank."""
         known = list(self._known.values())
         if not known:
             return []
@@ -144,8 +144,8 @@ class Strays:
         )
 
     def _part_for(self, parameters: Sequence[torch.Tensor]) -> float:
-        """This process's part of a mean of these. Raises Refused where totals were added up: a mean would change what is in
-        their gradients already."""
+        """This rank's weight in a mean of these. Raises Refused if totals were summed: a mean would change the rest of their
+        gradients."""
         if self._together.part is None:
             raise Refused(
                 "a sum as the loss over all processes",
@@ -170,13 +170,13 @@ class Strays:
 
 
 def _weighed(parameter: torch.Tensor, part: float) -> torch.Tensor:
-    """What this process adds to the mean: nothing where it weighs nothing, whatever its gradient is."""
+    """This rank's summand of the mean: zero if its weight is 0, whatever its gradient."""
     nothing = parameter.grad is None or not part
     return torch.zeros_like(parameter) if nothing else (parameter.grad * part).contiguous()  # type: ignore[operator]
 
 
 def _sums(gradient: torch.Tensor | None) -> tuple[float, float, float]:
-    """Whether there is a gradient, and two numbers that gradients which differ do not share."""
+    """Whether there is a gradient, and two numbers that different gradients do not share."""
     if gradient is None or gradient.layout is not torch.strided:
         return NOTHING
     real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
@@ -186,8 +186,8 @@ def _sums(gradient: torch.Tensor | None) -> tuple[float, float, float]:
 
 
 def _differ(sums: Sequence[Sequence[float]]) -> bool:
-    """Whether these numbers of the same parameter, one row a process, are of different gradients. (What is not finite is so
-    everywhere after a reduction.)"""
+    """Whether these sums of one parameter, a row per rank, are of different gradients. (After a reduction, non-finite values
+    are so on every rank.)"""
     first = sums[0]
     return any(not _same(a, b, first[2]) for other in sums[1:] for a, b in zip(first, other))
 
