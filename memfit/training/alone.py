@@ -1,8 +1,8 @@
-"""Whether a model runs a single sample as it runs several: batch norm over [N, C] cannot, and `squeeze()` loses the batch.
+"""Checks that a model can run a single sample: batch norm over [N, C] cannot, and `squeeze()` drops the batch dimension.
 
-Looked at in the modes of training, batch norm not frozen, on a real sample; leaves no trace. Where several processes hold the
-parameters in parts, on fake tensors: a pass that fails on its way would leave the others waiting. Not covered: models that run
-a single sample to its end and compute another value from it.
+The check uses a real sample and the modules' training modes, with batch norm not frozen. It leaves no side effects. With
+sharded parameters it uses fake tensors: a pass that fails midway would leave the other ranks waiting. Not covered: a model that
+runs a single sample without an error and computes a different value from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memfit.training.outputs import Leaf, name_in
 
 
 def call_alone(call: Call) -> str | None:
-    """Why the call's model cannot run one sample as it runs several; None where it can."""
+    """Return why the call's model cannot run one sample the way it runs several, or None if it can."""
     looked_at = copy.copy(call)
     looked_at.copies = True
 
@@ -51,8 +51,8 @@ def call_alone(call: Call) -> str | None:
 
 
 def loss_alone(work: Work, model: nn.Module, twins: Callable[[int], AbstractContextManager[Work]]) -> str | None:
-    """Why the loss of one sample cannot be computed as that of several; None where it can. `twins(samples)`: as `work`, on fake
-    tensors."""
+    """Return why the loss of one sample cannot be computed like that of several, or None if it can. `twins(samples)` yields
+    `work` on fake tensors."""
 
     def run(samples: int) -> list[Any]:
         _backward([loss_of(work, samples)], model)
@@ -68,14 +68,14 @@ def loss_alone(work: Work, model: nn.Module, twins: Callable[[int], AbstractCont
 
 
 def _backward(values: Sequence[torch.Tensor], model: nn.Module) -> None:
-    """Some losses take a sample without a batch dimension, and fail on their way back."""
+    """Run a backward: some losses accept a sample without a batch dimension and only fail in their backward."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if values and parameters:
         torch.autograd.grad([value.sum() for value in values], parameters, allow_unused=True)
 
 
 def _run_alone(run: Callable[[int], list[Any]], model: nn.Module, device: torch.device) -> list[Any] | str | None:
-    """What one sample gives, or what is said instead; None where two samples fail as well: then it is not about one."""
+    """Return the output for one sample, or the error message. None if two samples fail, too: one sample is not the cause."""
     failed: list[str] = []
     for samples in (1, 2):
         try:

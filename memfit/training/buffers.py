@@ -14,32 +14,32 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def beside_statistics(model: nn.Module, written: Iterable[str]) -> bool:
-    """Whether any of these buffers is none of batch norm's statistics, which no graph holds."""
+    """Return whether any of these buffers is not a batch norm statistic. (No autograd graph saves those.)"""
     modules = dict(model.named_modules())
     owners = (modules.get(name.rpartition(".")[0]) for name in written)
     return any(not isinstance(owner, nn.modules.batchnorm._NormBase) for owner in owners)
 
 
 class WrittenBuffers:
-    """Knows which buffers of a model change in training; until it is told, it takes all of them for written."""
+    """Tracks which buffers of a model training writes. Until `declare` is called, all of them count as written."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._written: frozenset[str] | None = None
 
     def declare(self, names: Iterable[str]) -> None:
-        """These buffers are written, as tracing found."""
+        """Record the buffers that tracing found to be written."""
         self._written = frozenset(names)
 
     @property
     def written(self) -> bool:
-        """Whether any may be written."""
+        """Whether any buffer may be written."""
         names = (name for name, _ in self._model.named_buffers())
         return any(self._written is None or name in self._written for name in names)
 
     def watched(self) -> Callable[[], bool]:
-        """What puts batch norm's statistics back and tells whether all other buffers are as they are now. It copies none of
-        those: a memory bank may be as large as the model."""
+        """Return a function that restores batch norm statistics and tells whether all other buffers are unchanged since this
+        call. The others are not copied: a memory bank may be as large as the model."""
         norms = [module for module in self._model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
         copies = [(b, b.detach().clone()) for norm in norms for b in norm.buffers(recurse=False)]
         copied = {id(b) for b, _ in copies}
@@ -57,7 +57,7 @@ class WrittenBuffers:
         return put_back
 
     def snapshot(self) -> Copies:
-        """Copies of the buffers that may be written."""
+        """Return copies of the buffers that may be written."""
         if self._written is not None and not self._written:
             return []
         named = self._model.named_buffers()
@@ -65,7 +65,7 @@ class WrittenBuffers:
 
     @contextmanager
     def kept(self, wanted: bool) -> Iterator[None]:
-        """With `wanted`, buffers are afterwards as they were before the block."""
+        """Context manager that restores the buffers on exit if `wanted`."""
         copies = self.snapshot() if wanted else []
         try:
             yield

@@ -1,4 +1,4 @@
-"""One training call of the model that has not run yet, or ran in micro-batches without keeping its activations."""
+"""A deferred training call of the model: it has not run yet, or ran in micro-batches without keeping its activations."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ from memfit.training.planned import Planned
 
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
 Split = Callable[[Any, list[int]], Sequence[Any]]
-"""From a batch and sizes in samples to batches of those sizes."""
+"""Maps a batch and sizes in samples to batches of those sizes."""
 Pieces = Callable[[int], Sequence[int]]
-"""From a number of samples to the sizes they are cut into."""
+"""Maps a number of samples to the sizes it is cut into."""
 _NUMBERS = itertools.count()
 
 
 class Call:
-    """The arguments and circumstances of a call, how it is cut, and what is known of its outputs.
+    """Holds the arguments and context of a call, how it is cut, and what is known of its outputs.
 
-    `pieces` and the random state of each are fixed by the first pass over it; later passes repeat them exactly. `receivers`
-    is what gradients of its outputs flow into, once it has outputs; `gathered` tells whether such gradients have been
-    computed, `pending` how many losses have done so whose backward is still to come. `several` are those that it consists of,
-    if of others; `offsets` where, by their `number`, the outputs of its `calls` begin in its own; `begins` the micro-batch of
-    these that it is about to run in. `whole` is what it returned where it ran as it is after all; `planned` is the plan that
-    it ran by; `composition` says how the state that it moves is composed. `host_draws` tells whether calls draw from Python's
-    or NumPy's generators. `noted` holds what sums over its samples came to in passes (by id: the node, its sum). With
-    `copies`, micro-batches are copies: a model that writes into its input then leaves the batch alone.
+    The first pass fixes `pieces`, the micro-batch sizes, and the random state of each; later passes repeat both exactly.
+    `receivers` are what gradients of the outputs flow into, once the call has outputs. `gathered` tells whether such gradients
+    have been computed, `pending` how many losses computed theirs and still wait for their backward. `several` are the calls of
+    a joint call. `offsets` maps the `number` of each of its `calls` to where that call's outputs begin in its own. `begins` is
+    the joint call's micro-batch that this call is about to run in. `whole` is the output if the call ran whole after all,
+    `planned` the plan it ran by. `composition` says how the state that the forward moves is composed. `host_draws` tells
+    whether calls draw from Python's or NumPy's generators. `noted` holds what expression nodes summed to over the samples (by
+    id: the node, its sum). With `copies`, micro-batches are copies: a model that writes into its input then leaves the batch
+    alone.
     """
 
     def __init__(
@@ -103,17 +104,17 @@ class Call:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Its shapes per sample."""
+        """The shapes per sample of its arguments."""
         return shapes_per_sample(self.tree, self.layout)
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """Those that it consists of; where it is one, itself."""
+        """The calls of a joint call, or just this one."""
         return self.several or (self,)
 
     def check_unchanged(self) -> None:
-        """Raise torch's own error if an input or a parameter was modified since the call, and Refused where a parameter was
-        replaced. A pass that repeats another begins with the state that the first one began with, whatever moved it since."""
+        """Raise autograd's own error if an input or a parameter was modified since the call, and Refused if a parameter was
+        replaced. A repeated pass starts from the state of the first one, so places that the forward itself moves may differ."""
         for each in self.calls:
             each._check_places()
             moved = each.composition.keys if each.pieces else frozenset()
@@ -121,7 +122,7 @@ class Call:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether `check_unchanged` has nothing to say."""
+        """Whether `check_unchanged` passes."""
         try:
             self.check_unchanged()
         except (Modified, Refused):
@@ -129,7 +130,7 @@ class Call:
         return True
 
     def _check_places(self) -> None:
-        """Raise Refused where parameters are in the model that were not there: they would get the gradients."""
+        """Raise Refused if the model's parameters were replaced: the new ones would get the gradients."""
         there = () if gathers_in_parts(self.model) else parameters_in(modules_of(self.model))
         if there and [id(p) for p in there] != [id(p) for p, _ in self.requires]:
             raise Refused(
@@ -139,20 +140,20 @@ class Call:
             )
 
     def check_data(self) -> None:
-        """Raise torch's own error if an input or a parameter was written through `.data` since then."""
+        """Raise autograd's own error if an input or a parameter was written through `.data` since `note_now`."""
         for each in self.calls:
             each._unchanged.check_data("has computed the gradients with the loss", each.composition.keys)
 
     def note_now(self) -> None:
-        """From now on inputs and parameters have to be what they are."""
+        """Record the inputs and parameters as they are: they must not change from now on."""
         self._unchanged = Unchanged(self._written)
 
     def accept(self, written: Keys) -> None:
-        """A first pass over another call wrote what is at these places."""
+        """Accept what a first pass over another call wrote at these places."""
         self._unchanged.accept(written)
 
     def ran(self) -> Keys:
-        """A first pass is done, whose forwards may have written inputs and parameters themselves; returns where."""
+        """Mark a first pass as done. Return the places it moved: its forwards may write inputs and parameters themselves."""
         found = self.composition.keys
         for each in (self, *self.several):
             if written := each._unchanged.written:
@@ -161,7 +162,7 @@ class Call:
         return found
 
     def begin(self, pieces: Sequence[int]) -> bool:
-        """Fix how the call is cut; True on the first pass over it, False when an earlier pass is repeated."""
+        """Fix how the call is cut. Return True for the first pass over it, False if an earlier pass is repeated."""
         if self.pieces:
             return False
         for each in (self, *self.several):
@@ -169,19 +170,18 @@ class Call:
         return True
 
     def note(self, node: Any, value: torch.Tensor) -> None:
-        """Remember what a sum over the samples came to."""
+        """Remember the value of a sum over the samples."""
         for each in self.calls:
             each.noted[id(node)] = node, value.detach()
 
     def forget_pass(self) -> None:
-        """Undo `begin`: the pass failed and another will take its place."""
+        """Undo `begin`: the pass failed and another one takes its place."""
         for each in (self, *self.several):
             each.pieces, each.random, each.kept, each.begins, each.values, each.noted = (), [], {}, None, None, {}
 
     @contextmanager
     def as_called(self) -> Iterator[None]:
-        """What a pass runs in: the same parameters require gradients, and the modules are in the same modes, as when the call
-        was made."""
+        """Context manager for a pass: parameters require gradients and modules are in the modes as when the call was made."""
         before, self._as_called = self._as_called, True
         try:
             with requiring_as(self.requires), modes_as(self.modes):
@@ -190,8 +190,8 @@ class Call:
             self._as_called = before
 
     def first(self, samples: int, *, backwards: bool = False) -> Call:
-        """A call on copies of the first `samples` samples, without gradients for them; in the opposite order if `backwards`
-        (not where only `split` knows the samples)."""
+        """Return a call on copies of the first `samples` samples, in reverse order if `backwards` (not if only `split` can cut
+        them). The copies require no gradients, unless `split` makes them."""
         if self.split is not None:
             tree, layout = map_leaves(copied, self.arguments(0, samples)), Layout(self.layout.axes, samples)
             return Call(
@@ -206,7 +206,7 @@ class Call:
         return made
 
     def chosen(self, indices: Sequence[int]) -> Call:
-        """A call on copies of these samples, in the same circumstances; not where only `split` knows them."""
+        """Return a call on copies of these samples, in the same modes and autocast. Not for calls that only `split` can cut."""
         tree = map_leaves(copied, cut_samples(self.tree, self.layout, indices))
         layout = Layout(self.layout.axes, len(indices))
         made = Call(self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast)
@@ -214,25 +214,25 @@ class Call:
         return made
 
     def output(self, tree: Tree | None = None) -> Any:
-        """What the model returns for these arguments (None: all of the call's), in the call's own circumstances and the
-        grad mode in force."""
+        """Run the model on these arguments (None: the call's own) in the call's modes and autocast and the current grad
+        mode."""
         args, kwargs = self.tree if tree is None else tree
         with nullcontext() if self._as_called else modes_as(self.modes), autocasting(self.autocast):
             return self.plain(*args, **kwargs)
 
     def run(self, tree: Tree) -> list[Any]:
-        """The leaves of `output`."""
+        """Return the leaves of `output`."""
         return flat(self.output(tree))
 
     def checked(self, tree: Tree) -> list[Any]:
-        """The leaves of `output`. Raises Otherwise where it is none of those that the call is known to have."""
+        """Return the leaves of `output`. Raises Otherwise if they do not match what is known of the call's output."""
         output = self.output(tree)
         found = flat(output)
         self.outputs.check(output, found)
         return found
 
     def arguments(self, start: int, stop: int) -> Tree:
-        """The arguments of one micro-batch; those that require gradients as leaves of their own."""
+        """Return the arguments of one micro-batch; those that require gradients are leaf tensors of their own."""
         if self.whole_piece:
             return self.tree
         if self.split is not None:
@@ -242,7 +242,7 @@ class Call:
         return self.inputs.own(piece, start) if self.inputs.wanted else piece
 
     def samples_of(self, start: int, stop: int) -> Tree:
-        """Views of these samples, to be looked at."""
+        """Return views of these samples, for inspection."""
         if self.whole_piece:
             return self.tree
         if self.split is not None:
@@ -253,7 +253,7 @@ class Call:
         return self._cut(start, stop)
 
     def _split(self, start: int, stop: int) -> Tree:
-        """As `arguments`: gradients flow through what `split` does into leaves of the whole."""
+        """`arguments` with `split`: gradients flow through the user's function into leaf tensors of the whole batch."""
         assert self.split is not None
         if not self.inputs.wanted or not torch.is_grad_enabled():
             return part_of_split(self.split, self.tree, start, stop, self.samples)
@@ -269,7 +269,7 @@ class Call:
         return piece
 
     def run_whole(self) -> None:
-        """Run as the script wrote it: outputs then are tensors with a graph of their own."""
+        """Run the call as the script wrote it: its outputs are tensors with a graph of their own."""
         for each in self.calls:
             each.check_unchanged()
             if each.whole is None:
@@ -286,8 +286,8 @@ class Call:
         cut: Pieces,
         before_each: Callable[[], None],
     ) -> None:
-        """The first pass of replay: the whole output without its activations, but for the last `keep` micro-batches. Where
-        another pass came before, its micro-batches run again, which `cut` may cut further."""
+        """Run the first pass of replay: compute the whole output and keep the activations of the last `keep` micro-batches
+        only. If another pass came before, its micro-batches run again, and `cut` may cut them further."""
         self.check_unchanged()
         first = self.begin(pieces)
         self.inputs.forget()
@@ -305,7 +305,7 @@ class Call:
                     with torch.set_grad_enabled(kept):
                         found = self._forward_of(start + low, start + high, staging)
                     self.composition.after_micro_batch(high - low)
-                    if kept and staging.versions != written:  # the next forward would spoil the graph
+                    if kept and staging.versions != written:  # the next forward would invalidate the graph
                         keep, kept = 0, False
                         self.kept.clear()
                     if kept:
@@ -316,7 +316,7 @@ class Call:
         self.values = [join.whole() for join in joins]
 
     def joined(self, parts: Sequence[dict[int, torch.Tensor]]) -> list[torch.Tensor | None]:
-        """The leaves of the whole output from those of the micro-batches that were kept; None in the places of others."""
+        """Return the leaves of the whole output, joined from what the micro-batches kept; None for other leaves."""
         whole: list[torch.Tensor | None] = [None] * len(self.outputs.leaves)
         for i in parts[0]:
             leaf, found = self.outputs.leaves[i], [part[i] for part in parts]
@@ -325,7 +325,7 @@ class Call:
         return whole
 
     def draw_from(self, index: int) -> None:
-        """Let the random generators stand where micro-batch `index` began, or remember it on the first pass."""
+        """Restore the random state at the start of micro-batch `index`, or record it on the first pass."""
         if index < len(self.random):
             self.random[index].restore(self.device)
             return
@@ -334,14 +334,13 @@ class Call:
             each.begins = index
 
     def begun(self) -> None:
-        """Called where several calls run together, right before this one's forward: what it draws from is remembered, so that
-        it can also be repeated by itself."""
+        """Record the random state right before this call's forward in a joint call, so that it can also be repeated alone."""
         if self.begins is not None:
             self.draw_from(self.begins)
             self.begins = None
 
     def drawing_again(self) -> AbstractContextManager[None]:
-        """What a pass runs in that repeats the first: afterwards the random generators stand where they stood before."""
+        """Return the context manager for a repeated pass: it restores the current random state on exit."""
         return self.host_draws.repeated(self.device, self.random)
 
     def replay(
@@ -352,18 +351,18 @@ class Call:
         cut: Pieces,
         before_each: Callable[[], None],
     ) -> None:
-        """The second pass: run each micro-batch again and send the gradients of its outputs backward.
+        """Run the second pass of replay: rerun each micro-batch and backpropagate the gradients of its outputs.
 
-        `cut` may cut the first pass's micro-batches further; draws then go on from where each began. `before_each` is called
-        before each of them.
+        `cut` may cut the first pass's micro-batches further; draws then continue from the start of each. `before_each` is
+        called before each of them.
         """
         self.check_unchanged()
         self.inputs.forget()
         kept = sorted(self.kept)
-        # (checkpointed blocks run again within backward)
+        # (backward recomputes checkpointed blocks)
         with buffers.kept(True), self.drawing_again(), staging.swapped():
-            # What was kept goes first: it gives its memory back before anything is run again, and its graph may hold state that
-            # lies where its forward left it.
+            # Kept micro-batches go first: that frees their memory before anything reruns, and their graphs may hold state that
+            # must stay where their forward left it.
             with self.composition.kept(from_call=False):
                 for index in kept:
                     before_each()
@@ -421,12 +420,12 @@ def _copied(leaf: Any, axis: Axis | None, backwards: bool) -> Any:
 
 
 def copied(leaf: Any) -> Any:
-    """A leaf of a batch that may be written into; what is no tensor is as it was."""
+    """Return a copy of a batch leaf that may be written into; non-tensors pass through."""
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def part_of_split(split: Split, batch: Any, start: int, stop: int, samples: int) -> Any:
-    """The samples `start:stop` of a batch that only `split` knows how to cut."""
+    """Return the samples `start:stop` of a batch that only `split` can cut."""
     sizes = [start, stop - start, samples - stop]
     wanted = [size for size in sizes if size]
     parts = split(batch, wanted)
@@ -441,7 +440,7 @@ def part_of_split(split: Split, batch: Any, start: int, stop: int, samples: int)
 
 
 class InputGradients:
-    """Gradients for arguments that require them, gathered from the micro-batches of one pass."""
+    """Gathers the gradients of arguments that require them from the micro-batches of one pass."""
 
     def __init__(self, tree: Tree, layout: Layout) -> None:
         found = [leaf for _, leaf in leaves(tree)]
@@ -456,30 +455,30 @@ class InputGradients:
         self.forget()
 
     def forget(self) -> None:
-        """Another pass begins: what one before it left (a proof, a failed attempt) does not count."""
+        """Begin another pass: drop what an earlier one (a proof, a failed attempt) left."""
         self._own = {i: {} for i in self._axes}
 
     def own(self, piece: Tree, start: int) -> Tree:
-        """`piece`, which begins at sample `start`, with leaves of their own for the arguments that require gradients."""
+        """Give the arguments that require gradients in `piece`, which starts at sample `start`, leaf tensors of their own."""
         found = [leaf for _, leaf in leaves(piece)]
         for i, axis in self._axes.items():
             made = found[i].detach().requires_grad_()
-            if axis is None:  # the same for all micro-batches, and so is its leaf
+            if axis is None:  # not cut: all micro-batches share its leaf
                 made = self._own[i].setdefault(0, made)
             self._own[i][0 if axis is None else start] = found[i] = made
         return rebuild(piece, iter(found))
 
     def at(self, start: int) -> dict[int, torch.Tensor]:
-        """The leaves of the piece that begins at `start`."""
+        """Return the leaf tensors of the piece that starts at `start`."""
         return {i: self._own[i][0 if axis is None else start] for i, axis in self._axes.items()}
 
     def put_back(self, own: dict[int, torch.Tensor], start: int) -> None:
-        """Leaves from an earlier pass whose activations were kept."""
+        """Put back leaf tensors of an earlier pass whose activations were kept."""
         for i, leaf in own.items():
             self._own[i][start if self._axes[i] is not None else -1] = leaf
 
     def take(self) -> list[torch.Tensor | None]:
-        """The gradient of each wanted argument, None where nothing arrived; moved out."""
+        """Return the gradient of each wanted argument, None if none arrived, and forget them."""
         gradients = [self._joined(i, axis) for i, axis in self._axes.items()]
         self.forget()
         return gradients

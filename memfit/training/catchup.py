@@ -1,10 +1,10 @@
-"""Optimizer steps of several processes: none begins before all are about to, none returns before all are done, and who fails
-in its own catches up.
+"""Optimizer steps in sync over ranks: none starts before all are about to, none returns before all are done, and a rank whose
+step fails catches up.
 
-A process whose step ran out of memory takes what a process has whose step did not. The step itself is never tried again: it may
-have changed some parameters and not others. Where every process holds whole parameters and optimizer state, they are the same
-everywhere after a step, so that a copy of another's is what the step would have made. Not covered: steps that fail on all
-processes, and optimizers that keep anything outside their state dicts.
+A rank whose step ran out of memory copies the result of a rank whose step succeeded. The step itself is never retried: it may
+have updated some parameters and not others. If every rank holds whole parameters and optimizer state, they are the same on all
+ranks after a step, so the copy is what the step would have made. Not covered: steps that fail on all ranks, and optimizers that
+keep anything outside their state dicts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CATCHING_UP = "taking over an optimizer step from another process"
 
 
 class CatchUp:
-    """Takes the steps of `optimizer` on all of `ranks`. Every process makes one, or none."""
+    """Takes the steps of `optimizer` in sync on all of `ranks`. Every rank creates one of these, or none does."""
 
     def __init__(self, ranks: Ranks, model: nn.Module, optimizer: Optimizer) -> None:
         self._ranks, self._model, self._optimizer = ranks, model, optimizer
@@ -36,9 +36,9 @@ class CatchUp:
         self._source: int | None = None
 
     def step(self, *, whole: bool) -> int | None:
-        """Step once all processes are about to. `whole`: every process holds all of the state. Returns the rank from which the
-        result was taken because memory ran out here, or None where this process did it itself. Raises RankFailed where one
-        failed since gradients were reduced; the optimizer's own error where it cannot be made good."""
+        """Step once all ranks are about to. `whole`: every rank holds the whole state. Returns the rank that the result was
+        copied from because memory ran out here, or None if this rank stepped itself. Raises RankFailed if a rank failed since
+        the gradient reduction, and the optimizer's own error if it cannot be repaired."""
         self._ranks.agree([], STEPPING)
         failure, source = self._failing(), None
         if failure is not None:
@@ -60,8 +60,7 @@ class CatchUp:
         return None
 
     def _taken(self, failure: BaseException) -> int | None:
-        """Have parameters and optimizer state as a process has them whose step worked. Returns its rank, or None where there is
-        none."""
+        """Copy parameters and optimizer state from a rank whose step succeeded. Return that rank, or None if there is none."""
         drop_frames(failure)
         free_unused(self._ranks.device)
         self._source = None
@@ -72,7 +71,7 @@ class CatchUp:
         return self._source
 
     def _serve(self, asking: Sequence[int]) -> None:
-        """Every process does this: the first that has stepped sends, those that ask receive."""
+        """Run on every rank: the first rank that has stepped sends, those that ask receive."""
         having = [rank for rank in range(self._ranks.size) if rank not in asking]
         if not having:
             return
@@ -104,15 +103,15 @@ class CatchUp:
         self._load(told)
 
     def _load(self, told: dict[str, Any]) -> None:
-        self._optimizer.state.clear()  # what the failed step may have made of it would stand beside the new one
+        self._optimizer.state.clear()  # else entries of the failed step would stay beside the new ones
         groups = self._optimizer.param_groups
         patiently(lambda: self._optimizer.load_state_dict(told["state"]), self._ranks.device)
-        self._optimizer.param_groups = groups  # the dicts that schedulers know
+        self._optimizer.param_groups = groups  # schedulers refer to these dicts
         for group, values in zip(groups, told["groups"]):
             group.update(values)
 
     def _tensors(self) -> list[torch.Tensor]:
-        """The parameters, those included that live in no module of the model."""
+        """Return the parameters, including those that no module of the model holds."""
         trained = [p for group in self._optimizer.param_groups for p in group["params"]]
         return list({id(p): p for p in (*self._model.parameters(), *trained)}.values())
 

@@ -1,4 +1,4 @@
-"""Which few samples a proof runs on: those on which ways of weighting differ most, read off labels, masks and numbers.
+"""Chooses the samples that a proof runs on: those on which loss weightings differ most, by labels, masks and numbers.
 
 The first samples of a batch may be of one class, or all be counted; then every weighting looks right on them.
 """
@@ -14,24 +14,24 @@ import torch
 from memfit.batches.tree import leaves
 
 LOOKED_AT = 48
-"""Samples of a batch that are looked at."""
+"""Samples of a batch that are examined."""
 SMALL = 1 << 16
-"""Entries up to which a leaf of one sample is read; labels and masks are smaller."""
+"""Elements up to which a leaf of one sample is read; labels and masks are smaller."""
 TRIES = 200
-"""Choices that are compared."""
+"""Random choices that are compared."""
 
 Marks = dict[Hashable, float]
-"""What of one sample a loss might count: valid labels, classes, entries of masks, weights."""
+"""What a loss might count in one sample: valid labels, classes, mask entries, weights."""
 
 
 def spaced(samples: int) -> list[int]:
-    """Indices of the samples to look at, spread over the batch."""
+    """Return the indices of the samples to examine, spread over the batch."""
     looked_at = min(samples, LOOKED_AT)
     return [i * samples // looked_at for i in range(looked_at)]
 
 
 def marks_of(sample: Any) -> Marks:
-    """The marks of one sample, a batch of one."""
+    """Return the marks of one sample, which is a batch of one."""
     found: Marks = {}
     for path, leaf in leaves(sample):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and 0 < leaf.numel() <= SMALL:
@@ -42,14 +42,14 @@ def marks_of(sample: Any) -> Marks:
 def _marks(leaf: torch.Tensor) -> dict[str, float]:
     if leaf.is_complex() or (leaf.is_floating_point() and leaf.numel() > 1 and not bool(((leaf == 0) | (leaf == 1)).all())):
         return {}
-    entries = leaf.to("cpu", torch.float64).numpy()  # no scalar is read off a tensor: it would look like waiting for a device
+    entries = leaf.to("cpu", torch.float64).numpy()  # not item(): reading a scalar off a tensor looks like a device sync
     found = {"set": float((entries != 0).sum()), "valid": float((entries != -100).sum())}
     return found | ({"value": float(entries.reshape(-1)[0])} if entries.size == 1 else {})
 
 
 def most_telling(marks: Sequence[Marks], sizes: Sequence[int]) -> list[int]:
-    """Indices of as many samples as two parts of these `sizes` take, in their order, whose parts differ most in their marks;
-    both keep something that counts, as nothing can be told from a part without a loss."""
+    """Return indices of samples for two parts of these `sizes`, in order, chosen so that the marks of the parts differ most.
+    Both parts should keep something that counts: a part without a loss proves nothing."""
     count, first = sum(sizes), sizes[0]
     columns = _columns(marks)
     if not columns or len(marks) <= count or len(sizes) < 2:
@@ -63,7 +63,7 @@ def most_telling(marks: Sequence[Marks], sizes: Sequence[int]) -> list[int]:
 
 
 def _columns(marks: Sequence[Marks]) -> list[list[float]]:
-    """The marks that all samples have and that differ between them, from 0 to 1."""
+    """Return the marks that all samples have and that differ between them, scaled to [0, 1]."""
     names = [name for name in marks[0] if all(name in m for m in marks)] if marks else []
     found = []
     for name in names:

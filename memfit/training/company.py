@@ -1,8 +1,8 @@
-"""What the processes of a training tell each other about themselves: how fast they are, how they planned, what they hold.
+"""What the ranks of a training tell each other about themselves: how fast they are, how they planned, what memory they hold.
 
-A few numbers travel with the exchange that every step makes anyway. The rest is told when something changed on any of them,
-and every now and then; so all know it, in the same step, and rank 0 can report on all without asking. Not covered: time that
-processes spend outside their micro-batches (loading, the script's own work).
+A few numbers travel with the exchange that every step makes anyway. The rest is exchanged when something changed on any rank,
+and from time to time. So all ranks know it in the same step, and rank 0 can report on all without asking. Not covered: time
+that ranks spend outside their micro-batches (data loading, the script's own work).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from memfit.training.core import Core
 
 STATED = 7
-"""Numbers that every process states of itself in each step."""
+"""Numbers that every rank states about itself in each step."""
 OFTEN = 64
-"""Steps after which processes tell all about themselves even where nothing changed; at first after 1, 2, 4, 8, ..."""
+"""Steps between full exchanges when nothing changed; the first ones come after 1, 2, 4, 8, ... steps."""
 NEXT_EPOCH = 1 << 53
-"""No effective batch has so high a number."""
+"""A number that no effective batch reaches: it defers new shares to the next epoch."""
 DOING = "a training step"
 
 
 class Company:
-    """This process (`core`) among all `ranks`. `peak()` is the most it held.
+    """Exchanges facts about this rank (`core`) with all `ranks`. `peak()` returns this rank's peak memory.
 
-    Attributes: `facts` (all of them, by rank, as they last told), `shares` (the division of effective batches, where it is
-    memfit's; None else).
+    Attributes: `facts` (those of all ranks, by rank, as last told), `shares` (how effective batches are divided over ranks;
+    None if memfit does not divide them).
     """
 
     def __init__(self, core: Core, ranks: Ranks, peak: Callable[[], int | None]) -> None:
@@ -57,11 +57,11 @@ class Company:
         self._told: tuple[Plan | None, int, bool] | None = None
         self._seen: tuple[Plan | None, tuple[RankFacts, ...], Plan | None] = (None, (), None)
 
-    # ---- what is timed
+    # ---- timing
 
     @contextmanager
     def computing(self, *, again: bool = False) -> Iterator[None]:
-        """Inside, micro-batches run; `again`: in whatever thread autograd runs them."""
+        """Context manager that times micro-batches. With `again` they run in whatever thread autograd uses."""
         if not again:
             self._thread = threading.get_ident()
         with self._computing.running():
@@ -69,7 +69,7 @@ class Company:
 
     @contextmanager
     def exchanging(self, samples: float) -> Iterator[None]:
-        """Inside, all processes put together what they gathered; this one did on so many samples."""
+        """Context manager that times the reduction over all ranks. This rank contributes that many samples."""
         self._computing.ends(samples)
         with self._exchanging.running():
             yield
@@ -77,21 +77,21 @@ class Company:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, micro-batches that are under way wait for other processes."""
+        """Context manager for waits on other ranks during micro-batches: they count as exchange, not as computing."""
         with self._computing.pausing(), self._exchanging.running():
             yield
 
-    # ---- what is told
+    # ---- exchange
 
     def stated(self) -> list[float]:
-        """What this process says of itself in a step, in numbers."""
+        """Return what this rank states about itself in a step, as STATED numbers."""
         samples, seconds = self._computing.read()
         epoch, number = (0, 0) if self.shares is None else self.shares.position(self._thread)
         most = 0 if self._wanted is None else min(self._wanted[self._ranks.rank], self._most())
         return [samples, seconds, float(epoch), float(number), float(most), float(self._core.tuning), float(self._changed())]
 
     def heard(self, told: Sequence[Sequence[float]], step: int) -> None:
-        """What all said in a step. The same happens on every process."""
+        """Process what all ranks stated in a step. Every rank does the same."""
         samples, seconds, epochs, numbers, most, tuning, changed = zip(*told)
         self._exchanging.read()
         if any(changed) or step & (step - 1) == 0 or step % OFTEN == 0:
@@ -108,7 +108,7 @@ class Company:
             self._wanted, self._seconds = balanced(size, found, [size] * len(found)), found
 
     def meet(self, doing: str) -> None:
-        """Every process tells all about itself."""
+        """Exchange all facts between all ranks."""
         self._told = self._core.plan, len(self._core.events), self._peak() is not None
         before, self.facts = self.facts, tuple(self._ranks.gather(self._about(), doing))
         for old, new in zip(before, self.facts):
@@ -117,14 +117,14 @@ class Company:
         self._agree_on_precision()
 
     def _changed(self) -> bool:
-        """Whether there is more to tell than was told: another plan, events, the first step whose peak could be measured."""
+        """Return whether there is news since the last exchange: another plan, events, the first measured peak."""
         if self._told is None:
             return True
         plan, events, measured = self._told
         return plan is not self._core.plan or events != len(self._core.events) or (not measured and self._peak() is not None)
 
     def in_all(self, plan: Plan | None) -> Plan | None:
-        """The plan of this process, with those of all."""
+        """Return this rank's plan together with the plans of all ranks."""
         seen, facts, found = self._seen
         if plan is None or (seen is plan and facts is self.facts):
             return None if plan is None else found
@@ -155,7 +155,7 @@ class Company:
     # ---- shares
 
     def _most(self) -> int:
-        """The largest share there is room for here. A plan or a micro-batch that was prescribed is not stretched."""
+        """Return the largest share that this rank has memory for. A prescribed plan and micro_batch="off" keep their share."""
         core, plan, profile = self._core, self._core.plan, self._core.profile
         if plan is None:
             return 0
@@ -163,12 +163,12 @@ class Company:
             return plan.share
         timeline = profile.timeline
         batch = timeline.per_sample[timeline.category == CATEGORIES.index("input")].sum()
-        # (a batch lies on the host and on the device, where those are two)
+        # (a batch may take memory on both host and device)
         return most_samples(plan, int(2 * batch) + core.planner.standing_per_sample)
 
     def _divide(self, most: Sequence[int], epochs: Sequence[float], numbers: Sequence[float]) -> None:
-        """Divide the work as wanted, as far as every process has room for its part, from the first effective batch on of which
-        none has drawn its indices."""
+        """Divide the work as wanted, as far as every rank has memory for its share, starting with the first effective batch
+        whose indices no rank has drawn yet."""
         assert self.shares is not None
         before, self._wanted = self.shares.latest, None
         most = [max(new, old) for new, old in zip(most, before)]
@@ -192,8 +192,8 @@ class Company:
     # ---- precision
 
     def _agree_on_precision(self) -> None:
-        """All compute in the lowest precision that any of them needs: else what a sample adds to the gradient would depend on
-        where it is computed."""
+        """Make all ranks compute in the lowest precision that any rank needs. Otherwise the gradient of a sample would depend
+        on its rank."""
         planned = [each.plan for each in self.facts if each.plan is not None]
         found = {plan.precision for plan in planned}
         if len(found) < 2:

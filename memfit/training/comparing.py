@@ -1,4 +1,4 @@
-"""How far two results are apart, and how far they may be."""
+"""How far two results differ, and how far they may."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Literal
 import torch
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
-"""Relative difference up to which whole and parts count as equal: rounding of two summation orders stays an order of
-magnitude below, mixing of samples lies above. float64 models often compute a softmax or a loss in float32 inside."""
+"""Relative difference up to which whole and parts count as equal. Rounding of two summation orders stays an order of magnitude
+below, mixing of samples lies above. float64 models often compute a softmax or a loss in float32 internally."""
 
 SOME = 1 << 17
-"""Entries compared at a time: 1 MiB in float64."""
+"""Elements compared at a time: 1 MiB in float64."""
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far parts are from the whole."""
+    """How far parts deviate from the whole."""
 
     where: str
     """The output or module that deviates most."""
     relative: float
     """Relative L2 difference."""
     limit: float
-    """Difference up to which they count as equal."""
+    """Tolerance: the largest difference that counts as equal."""
     others: tuple[str, ...] = ()
-    """What else deviates by more than its limit."""
+    """Other outputs or modules that deviate by more than their limit."""
     by: Literal["mixing", "moving", "reading", "counting"] = "mixing"
-    """What comes to it: samples that mix, state that parts move otherwise, a line that reads values of the batch and decides by
-    them, or by how many samples there are."""
+    """The cause: samples mix (`mixing`), parts move state differently (`moving`), or code branches on values that it reads off
+    the batch (`reading`) or on the number of samples (`counting`)."""
 
     @property
     def agrees(self) -> bool:
@@ -40,25 +40,25 @@ class Deviation:
 
 
 def relative_difference(wanted: torch.Tensor, made: torch.Tensor) -> float:
-    """Relative L2 difference; infinite where shapes or NaNs differ."""
+    """Return the relative L2 difference: infinity if shapes differ, NaN if NaNs are in different places."""
     if wanted.shape != made.shape:
         return float("inf")
     squares = norm = 0.0
     for a, b in in_double(wanted, made):
         same = (a == b) | (a.isnan() & b.isnan())
-        difference = torch.where(same, torch.zeros_like(a), a - b)  # equal infinities (masks) differ by nothing
+        difference = torch.where(same, torch.zeros_like(a), a - b)  # equal infinities (masks) do not differ
         squares += float(difference.square().sum())
         norm += float(torch.where(a.isfinite(), a, torch.zeros_like(a)).square().sum())
     return math.sqrt(squares) / max(math.sqrt(norm), 1e-30)
 
 
 def in_double(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """The entries of tensors of one shape in float64, some at a time: all at once would take more than what is compared."""
+    """Yield the entries of same-shape tensors in float64, in chunks: all at once would take more memory than the tensors."""
     flat = [tensor.detach().reshape(-1) for tensor in tensors]
     for at in range(0, max(1, flat[0].numel()), SOME):
         yield [tensor[at : at + SOME].double() for tensor in flat]
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Relative difference up to which tensors of this precision count as equal."""
+    """Return the relative difference up to which tensors of this precision count as equal."""
     return TOLERANCE.get(dtype, TOLERANCE[torch.float32])

@@ -1,4 +1,4 @@
-"""What consumes the output of a training call: its own loss, a known loss outside, or something not known."""
+"""Consumers of a training call's output: its own loss, a known loss outside the model, or an unknown one."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ Twin = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Consumer(Protocol):
-    """Turns a call into work."""
+    """Turns a call into the work that computes its loss."""
 
     @property
     def name(self) -> str:
-        """What plans are remembered by."""
+        """The key that plans are stored under."""
         ...
 
     def work(self, call: Call, precision: str, borrowed: Sequence[torch.Tensor] = ()) -> CallWork:
-        """The work of a call; `borrowed` as CallWork has it."""
+        """Return the work of a call; `borrowed` is passed to CallWork."""
         ...
 
     def twin(self, twin: Twin, samples: int) -> tuple[Consumer, Sequence[torch.Tensor]]:
-        """The same for a twin of the call's first `samples` samples, and the twins it made."""
+        """Return this consumer for a twin of the call's first `samples` samples, and the twins (fake tensors) it made."""
         ...
 
     def first(self, samples: int, *, backwards: bool) -> Consumer:
-        """The same for a copy of the call's first samples, in the opposite order if `backwards`."""
+        """Return this consumer for a copy of the call's first samples, in reverse order if `backwards`."""
         ...
 
     def of_whole(self, call: Call) -> torch.Tensor:
-        """What it comes to for a call that ran whole."""
+        """Return the loss of a call that ran whole."""
         ...
 
     @property
     def labels(self) -> Sequence[Unchanged]:
-        """Whether tensors of the script's own that it is computed with are what they were."""
+        """Records that tell whether the script's own tensors in the loss, such as labels, are unchanged."""
         ...
 
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """The model returns its loss; or it returns none, and all its outputs are summed as a bound."""
+    """The loss that the model returns. If it returns none, the sum of all outputs serves as a bound."""
 
     name: str = "own loss"
     labels: Sequence[Unchanged] = ()
@@ -73,7 +73,7 @@ class OwnLoss:
 
 @dataclass(frozen=True)
 class AllOutputs(OwnLoss):
-    """A loss that is not known: gradients arrive for all outputs."""
+    """An unknown loss: gradients arrive for all outputs."""
 
     name: str = "replay"
 
@@ -83,13 +83,13 @@ class AllOutputs(OwnLoss):
 
 @dataclass(frozen=True)
 class Expression:
-    """What the script computes from the output: a loss of torch.nn.functional, or a sum of terms."""
+    """A loss that the script computes from the output: a loss of torch.nn.functional, or a sum of terms."""
 
     name: str
     node: Node
-    """The number it comes to."""
+    """The node that computes the loss."""
     offsets: Mapping[int, int]
-    """Where the outputs of the calls that it is computed from begin, by their numbers."""
+    """Maps the `number` of each call it uses to where that call's outputs begin."""
 
     @property
     def labels(self) -> Sequence[Unchanged]:

@@ -1,4 +1,4 @@
-"""What script mode and step mode share: the model's staging, recovery, loss scale, events and the plan in force."""
+"""State that script mode and step mode share: the staged model, recovery, loss scale, events and the plan in force."""
 
 from __future__ import annotations
 
@@ -55,29 +55,29 @@ from memfit.training.wholenorm import WholeNorms
 NOTICEABLE = 8 << 20
 """Bytes that a new size of micro-batch may keep before it is not worth trying (a ResNet: 4 MiB resident, 40 reserved)."""
 KEPT_SAMPLES = 32
-"""Samples kept for verifying."""
+"""Samples kept for `verify`."""
 
 
 class Reference(Protocol):
-    """A few samples of a run, from which work can be made again: what `verify` compares on."""
+    """A few samples of a run from which work can be made again; `verify` compares on them."""
 
     @property
     def samples(self) -> int:
-        """Samples there are."""
+        """The number of samples."""
         ...
 
     @property
     def weighting(self) -> Weighting:
-        """How they are weighted."""
+        """How the samples are weighted."""
         ...
 
     @property
     def reversible(self) -> bool:
-        """Whether its samples can be put in the opposite order."""
+        """Whether the samples can be put in reverse order."""
         ...
 
     def work(self, samples: int, *, backwards: bool = False) -> Work:
-        """Work on the first `samples` samples, in the opposite order if `backwards`."""
+        """Return work on the first `samples` samples, in reverse order if `backwards`."""
         ...
 
 
@@ -86,21 +86,21 @@ class MadeReference:
     """A Reference made by a function."""
 
     samples: int
-    """Samples there are."""
+    """The number of samples."""
     weighting: Weighting
-    """How they are weighted."""
+    """How the samples are weighted."""
     make: Callable[[int, bool], Work]
-    """From (samples, backwards) to the work."""
+    """Maps (samples, backwards) to the work."""
     reversible: bool = True
-    """Whether its samples can be put in the opposite order."""
+    """Whether the samples can be put in reverse order."""
 
     def work(self, samples: int, *, backwards: bool = False) -> Work:
-        """Work on the first `samples` samples."""
+        """Return work on the first `samples` samples."""
         return self.make(samples, backwards)
 
 
 class Core:
-    """The state of a run that both modes work on."""
+    """Holds the state of a run that both modes operate on."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, device: torch.device, budget: Budget, settings: Settings, compiled: bool
@@ -110,7 +110,7 @@ class Core:
         self._trained = 0
         self._stage_outside()
         self.known = {id(p): p for p in model.parameters()}
-        """The model's own parameters, by their ids."""
+        """The model's own parameters, by id."""
         self.buffers = WrittenBuffers(model)
         self.caches = Caches(model)
         self.events = Events()
@@ -120,12 +120,12 @@ class Core:
         self.host_draws = HostDraws(self._missed_draws)
         self.recovery = Recovery(device, self.staging, self.buffers, self._ran_out, self.host_draws)
         self.active: Planned | None = None
-        """What is in force for the batch that runs."""
+        """What is in force for the batch that runs: plan, profile, tuner."""
         self.least = 1
-        """The fewest samples that the model can run; 2 where a single one fails or loses its dimension."""
+        """The fewest samples that the model can run: 2 if a single one fails or loses its dimension."""
         self.steps = 0
         self.settled = False
-        """Whether a step was seen to take no more memory than was planned."""
+        """Whether a step was seen to take no more memory than planned."""
         self.owner: object = None
         self.on_plan: Callable[[], None] = lambda: None
         self.fixed: Plan | None = None
@@ -133,31 +133,32 @@ class Core:
         self.verification: Verification | None = None
         self.heap = HeapWatch()
         self.together: Together | None = None
-        """The other processes of the training; None where this one is alone."""
+        """Combines gradients with the other ranks; None if this process trains alone."""
         self.catch_up: CatchUp | None = None
-        """What takes optimizer steps together with them; None in script mode."""
+        """Takes optimizer steps in sync with the other ranks; None in script mode."""
         self.company: Company | None = None
-        """What they tell each other about themselves."""
+        """What the ranks tell each other about themselves."""
         self.whole_norms = WholeNorms(model) if settings.batchnorm == "whole" else None
         self.reached: tuple[object, ...] = ()
+        """What planning calls besides the model: loss_fn=, weight= and split= in step mode."""
         self.split = settings.split
-        """What planning calls beside the model."""
+        """The user's split=, if it cuts what the model is called with; None in step mode, where it cuts batches."""
         self.on_forget: list[Callable[[], None]] = []
-        """Called when plans have to be made anew."""
+        """Called when plans have to be made again."""
         self.on_parameters: list[Callable[[], None]] = []
-        """Called when all that is known of the model has to be found anew."""
+        """Called when the parameters changed, so that everything known of the model has to be found again."""
         self.taken: TakenOver | None = None
-        """What the model came in, if in something."""
+        """The wrapper that the model came in (DistributedDataParallel, DataParallel), if any."""
         self.flags = Flags(model)
-        """What tells kinds of calls and of batches apart beside what they are given."""
+        """Tells kinds of calls and batches apart, besides their arguments."""
         self._undo_levers: Callable[[], None] = lambda: None
         self._checked_escapes = False
         self._level = "off"
-        """What is held in parts."""
+        """What is sharded: off, optimizer, gradients or parameters."""
 
     def knows_parameters(self) -> bool:
-        """Whether the parameters in the model are its own. New ones that the optimizer trains (a grown head) are from now on,
-        and everything is planned anew; `functional_call` puts others in their places for a moment."""
+        """Return whether the parameters in the model are its own. New ones that the optimizer trains (a grown head) are
+        adopted, and everything is planned again. `functional_call` swaps in others temporarily: then False."""
         self._stage_outside()
         if self.staging.holds_only(self.known):
             return True
@@ -177,8 +178,8 @@ class Core:
         return True
 
     def _stage_outside(self) -> None:
-        """Parameters that the optimizer trains and the model has not, such as those of a loss, are staged as well, before
-        anything reaches them: what a pass left in them could not be told from what was there, where it begins again."""
+        """Stage parameters that the optimizer trains and the model does not hold, such as a loss's, before any gradient reaches
+        them: a restarted pass could not tell its own gradients from earlier ones."""
         trained = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if trained != self._trained and self.staging.parts is None:
             self._trained, inside = trained, {id(p) for p in self.model.parameters()}
@@ -186,8 +187,8 @@ class Core:
             self.staging.stage_also([p for p in of_groups if id(p) not in inside])
 
     def hold_in_parts(self, level: str, stepped: Optimizer, parts: FullySharded | None = None) -> None:
-        """Plan for `stepped`, which steps this process's part of the parameters, from now on; `parts`: for parameters that
-        are held in parts themselves."""
+        """Plan from now on for `stepped`, the optimizer of this rank's shard of the parameters. `parts` is given if the
+        parameters themselves are sharded."""
         self.staging.parts, self._level = parts, level
         self.planner = Planner(
             self.model, stepped, self.device, self.memory, self.settings, self.staging, shard=level, parts=parts
@@ -200,11 +201,11 @@ class Core:
 
     @property
     def profile(self) -> Profile | None:
-        """What the plan in force rests on."""
+        """The profile that the plan in force rests on."""
         return None if self.active is None else self.active.profile
 
     def adopt(self, planned: Planned) -> None:
-        """Let a new plan be in force, and measure other sizes of micro-batch beside it."""
+        """Put a new plan in force, and measure other micro-batch sizes beside it."""
         plan, before = planned.plan, self.plan
         again = before is not None and plan.micro_batch != before.micro_batch
         planned.tuner = self._tuner_of(planned)
@@ -215,7 +216,7 @@ class Core:
             self.tell(NORMS if self.whole_norms is None else WHOLE_NORMS)
 
     def activate(self, planned: Planned) -> None:
-        """Let the plan of the batch that comes next be in force: its levers are applied, those of the one before taken back."""
+        """Put the plan of the next batch in force: its levers (activation checkpointing) replace those of the one before."""
         if planned is self.active:
             return
         self.release()
@@ -226,7 +227,7 @@ class Core:
             self.buffers.declare(planned.profile.written_buffers)
 
     def _limit_heap(self) -> None:
-        """The process may hold what the plan in force takes, with the largest size that is tried beside it."""
+        """Set the heap ceiling for the plan in force, at the largest micro-batch size that is tried beside it."""
         assert self.active is not None
         plan, tuner = self.active.plan, self.active.tuner
         most = plan if tuner is None else _resized(plan, tuner.largest // plan.unit, {})
@@ -234,7 +235,7 @@ class Core:
 
     @contextmanager
     def without_levers(self) -> Iterator[None]:
-        """Inside, blocks are not checkpointed."""
+        """Context manager without activation checkpointing."""
         self.release()
         try:
             yield
@@ -243,34 +244,34 @@ class Core:
                 self._checkpoint(self.plan.checkpoint)
 
     def _checkpoint(self, blocks: Sequence[str]) -> None:
-        """Computing blocks again fragments the heap, which is therefore looked at before each of them, too."""
+        """Checkpoint these blocks. Recomputing them fragments the heap, so it is checked before each of them, too."""
         if blocks:
             self._undo_levers = checkpoint_blocks(self.model, blocks, self.owner, self.heap.check, self.staging.is_swapped)
 
     @property
     def tuning(self) -> bool:
-        """Whether other sizes of micro-batch than the plan's run as well, because they are measured."""
+        """Whether micro-batches of other sizes than the plan's run as well, to be measured."""
         tuner = None if self.active is None else self.active.tuner
         return tuner is not None and len(tuner.fitting) > 1
 
     def normalises_batches(self) -> bool:
-        """Whether a module normalises by the statistics of its batch."""
+        """Return whether a module normalizes by the statistics of its batch (batch norm)."""
         return normalises_batches(self.model)
 
     def fix(self, plan: Plan) -> None:
-        """Use a plan that was made elsewhere, instead of planning."""
+        """Use a given plan instead of planning."""
         self.fixed = plan
-        if plan.accumulate_in == "param":  # it was made with no more room than that
+        if plan.accumulate_in == "param":  # it has no room for float32 gradients
             self.settings = replace(self.settings, accumulate_in="param")
         self.adopt(Planned(plan, None))
 
     def release(self) -> None:
-        """Take the plan's levers back."""
+        """Undo the plan's levers (activation checkpointing)."""
         self._undo_levers()
         self._undo_levers = lambda: None
 
     def need_company(self, why: str) -> None:
-        """From now on no micro-batch has a single sample. Raises Refused where one was prescribed."""
+        """Run no micro-batch of a single sample from now on. Raises Refused if one was prescribed."""
         if self.prescribed == 1:
             raise Refused(
                 "micro-batches of one sample, as micro_batch=1 asks",
@@ -284,16 +285,16 @@ class Core:
 
     @property
     def prescribed(self) -> int | None:
-        """Samples per micro-batch, where a plan or the user fixed them."""
+        """Samples per micro-batch, if a plan or the user fixed them."""
         return self.fixed.micro_batch if self.fixed is not None else self.settings.micro_batch
 
     def samples_of_all(self, samples: int) -> int:
-        """Samples in a batch of all processes, of which this one has so many; where their number was not asked for, as if all
-        had as many."""
+        """Return the samples in a batch of all ranks: as if each had this many, and at least as many as target_batch
+        implies."""
         return max(samples * self.settings.ranks, self.settings.together or 0)
 
     def tell(self, message: str) -> None:
-        """A note that is also said on stderr, once: something runs otherwise than was asked for."""
+        """Record a note and print it to stderr, once: something runs differently from what was asked."""
         if self.settings.rank == 0 and not any(event.message == message for event in self.events):
             tell(message)
         self.note("note", message)
@@ -303,13 +304,13 @@ class Core:
         self.events.add(self.steps, kind, message)
 
     def limit(self, plan: Plan) -> int:
-        """The most samples per micro-batch: the plan's, or less since memory ran out."""
+        """Return the most samples per micro-batch: the plan's, or fewer since memory ran out."""
         return plan.micro_batch if self.active is None else min(plan.micro_batch, self.active.largest)
 
     def _follow_drift(self) -> None:
-        """Smaller micro-batches once kernels for new shapes have taken half of the margin."""
+        """Shrink micro-batches once kernels for new shapes have taken half of the margin."""
         plan = self.plan
-        prescribed = self.prescribed is not None or self.settings.whole  # kept as asked; a plan made elsewhere held other bytes
+        prescribed = self.prescribed is not None or self.settings.whole  # kept as asked; a given plan counted other held bytes
         drift = 0 if plan is None or plan.mode == "replay" or prescribed else self.memory.drift(plan)
         if self.active is None or plan is None or drift <= plan.margin // 2:
             return
@@ -334,14 +335,14 @@ class Core:
         )
 
     def old_gradient_bytes(self) -> int:
-        """Bytes of gradients that may still be there while the next batch runs. Before the first step the script's order is
-        not known, and all are counted."""
+        """Return the bytes of gradients that may still exist while the next batch runs. Before the first step it is unknown
+        where the script calls zero_grad, so all gradients count."""
         trained = self.staging.parameters()
         there = trained if not self.steps else [p for p in trained if p.grad is not None]
         return sum(map(bytes_here, there))
 
     def pieces(self, samples: int, largest: int) -> tuple[int, ...]:
-        """The micro-batches' sizes for that many samples."""
+        """Return the micro-batch sizes for that many samples."""
         return (equal_sizes if self.compiled else sizes)(samples, largest, self.least)
 
     def accumulated(
@@ -356,11 +357,11 @@ class Core:
         repeats: bool = True,
         autocast: Sequence[Autocast] = (),
     ) -> Total:
-        """The total of an effective batch, through recovery: smaller micro-batches, a lower loss scale or true shares where
-        the first attempt shows that they are needed. `pieces_for(largest, tuner)` says how it is cut; while there is a
-        tuner, it says how large each micro-batch is. `load` says of pieces what they come to; with it, gradients may be reduced
-        beside the last micro-batch. Without `repeats`, SharesDiffer leaves where true shares would take a second attempt.
-        `autocast` is what was in force where the script called the model."""
+        """Accumulate gradients over an effective batch and return the total. Recovery retries with smaller micro-batches, a
+        lower loss scale or true shares where an attempt shows the need. `pieces_for(largest, tuner)` returns the micro-batch
+        sizes; a tuner, if there is one, proposes each. `load` describes these sizes (`overlap.Load`); with it, the gradient
+        all-reduce may overlap the last micro-batch's backward. Without `repeats`, SharesDiffer propagates where true shares
+        would take a second attempt. `autocast` is the autocast state in which the script called the model."""
         self._follow_drift()
         largest = largest if self.plan is None else min(largest, self.limit(self.plan))
         precision = self.plan.precision if self.plan is not None else "off"
@@ -371,7 +372,7 @@ class Core:
         def attempt(limit: int) -> Total:
             nonlocal exact
             if exact is not None and max(exact[0]) > limit:
-                exact = None  # memory ran out since: they are cut anew
+                exact = None  # memory ran out since: cut again
             tuner = self.active.tuner if self.active is not None and limit == largest and exact is None else None
             if tuner is not None:
                 tuner.begin()
@@ -391,7 +392,7 @@ class Core:
             except SharesDiffer as difference:
                 if not repeats:
                     raise
-                exact = pieces, difference.shares  # which are those of these micro-batches
+                exact = pieces, difference.shares  # (valid for these micro-batches only)
                 raise Again from None
             if self.together is not None and self.together.overlap is not None:
                 self.together.overlap.attempted(total)
@@ -406,8 +407,8 @@ class Core:
         return total
 
     def _before_backward(self, *, look: bool) -> Callable[[torch.Tensor], None] | None:
-        """What is called with the loss of each micro-batch. With `look`, the first one's graph says whether it is computed in
-        float16."""
+        """Return what is called with the loss of each micro-batch. With `look`, the graph of the first one tells whether it is
+        computed in float16."""
         losses = itertools.count()
         if self.heap.ceiling is None and not look:
             return None
@@ -423,7 +424,7 @@ class Core:
     def _around_last(
         self, load: Load | None, weighting: Weighting, parameters: Sequence[torch.Tensor]
     ) -> AroundLast | None:
-        """What reduces gradients beside the last micro-batch of an attempt that begins, where all processes may agree to."""
+        """Return what overlaps gradient reduction with the attempt's last micro-batch, if all ranks may agree to that."""
         overlap = None if self.together is None else self.together.overlap
         if overlap is None:
             return None
@@ -433,22 +434,22 @@ class Core:
         return overlap.attempting(load if whole else None, weighting, parameters, room)
 
     def norms_of(self, micro_batches: int) -> AbstractContextManager[None]:
-        """Inside, that many micro-batches run; `apply_norms` then writes the batch statistics of all of them at once, where
-        batchnorm="whole" asks for it."""
+        """Return the context manager that gathers the batch statistics of that many micro-batches if batchnorm="whole";
+        `apply_norms` then writes those of all at once."""
         return nullcontext() if self.whole_norms is None else self.whole_norms.gathered(micro_batches)
 
     def apply_norms(self) -> None:
-        """In several processes, those are of all and written by `combine`."""
+        """Write the gathered batch statistics. With several ranks, `combine` writes those of all ranks instead."""
         if self.whole_norms is not None and self.together is None:
             self.whole_norms.applied()
 
     def announcing(self) -> AbstractContextManager[None]:
-        """What fails inside is told to the other processes, which would wait for this one."""
+        """Return the context manager that announces a failure to the other ranks, which would wait for this one."""
         return nullcontext() if self.together is None else self.together.announcing()
 
     def beginning(self, composition: Composition, *, unsure: bool) -> Callable[[], None]:
-        """A pass begins that other processes may ask for once more, or its result if `unsure`: what puts back all that it is
-        going to move."""
+        """Begin a pass that may have to be repeated: for other ranks or, if `unsure`, for its own result. Returns a function
+        that restores everything the pass moves."""
         put_back = self.recovery.remembered()[0] if unsure or self.together is not None else None
 
         def begin_again() -> None:
@@ -461,7 +462,7 @@ class Core:
     def combine(
         self, total: Total, weighting: Weighting, *, unproven: bool = False, divided: bool = False
     ) -> Weighting | None:
-        """Make this process's total that of all processes, in place; see `Together.combine`."""
+        """Combine this rank's total with those of all ranks, in place; see `Together.combine`."""
         if self.together is None:
             return None
         if self.taken is not None:
@@ -476,26 +477,26 @@ class Core:
         return other
 
     def computing(self, *, again: bool = False) -> AbstractContextManager[None]:
-        """What micro-batches run in, so that processes know how fast they are; see `Company.computing`."""
+        """Return the context manager that times micro-batches, to know each rank's speed; see `Company.computing`."""
         return nullcontext() if self.company is None else self.company.computing(again=again)
 
     def reshare(self, share: int) -> None:
-        """From now on this process has so many samples of every effective batch."""
+        """Give this rank that many samples of every effective batch from now on."""
         plan = self.plan
         if plan is None or self.fixed is not None:
             return
         if plan.accumulation == 1 and share > plan.share:
-            self.forget()  # it has no room for gradients of other micro-batches
+            self.forget()  # it has no room for accumulated gradients
         else:
             self._change(plan.with_share(share))
 
     def forget(self) -> None:
-        """Plan anew for the next batch."""
+        """Plan again for the next batch."""
         for forget in self.on_forget:
             forget()
 
     def compute_in(self, precision: str, why: str) -> None:
-        """Compute in this precision from the next plan on, for the reason said."""
+        """Compute in this precision from the next plan on; `why` is reported."""
         if self.plan is not None and self.plan.precision != precision:
             self.forget()
         self.settings = replace(self.settings, precision=precision)
@@ -518,7 +519,7 @@ class Core:
         return after
 
     def tuned_pieces(self, samples: int, largest: int, tuner: Tuner | None) -> tuple[int, ...]:
-        """The micro-batches' sizes for that many samples of one size; several sizes in turn while they are measured."""
+        """Return the micro-batch sizes for that many samples of one size; several sizes in turn while a tuner measures."""
         if tuner is None:
             return self.pieces(samples, largest)
         found: list[int] = []
@@ -532,7 +533,7 @@ class Core:
         return tuple(found)
 
     def prepare(self, micro_batches: int, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        """Before a pass: gradients of half precision parameters gather in float32 where there are several micro-batches."""
+        """Prepare a pass: with several micro-batches or ranks, gradients of half precision parameters accumulate in float32."""
         if (micro_batches > 1 or self.together is not None) and self.settings.accumulate_in == "float32":
             self.staging.accumulate_in_float32(parameters)
 
@@ -553,17 +554,17 @@ class Core:
         return total
 
     def _tuner_of(self, planned: Planned) -> Tuner | None:
-        """What can be measured while training: sizes that fit with this plan's levers."""
+        """Return what measures other micro-batch sizes while training: those that fit with this plan's levers."""
         plan, profile = planned.plan, planned.profile
         prescribed = self.settings.micro_batch is not None or self.settings.whole
         if self.normalises_batches() or self.settings.allow_inexact:
-            return None  # every size is another training
+            return None  # every size trains differently
         if profile is None or prescribed or self.compiled or plan.mode == "replay":
             return None
         if profile.kept_per_size > NOTICEABLE:
-            return None  # every size tried would keep memory for good
+            return None  # every size tried would hold memory permanently
         fitting = [plan.unit * n for n in plan.sizes_with_same_levers()]
-        alone = None if plan.by_size else plan.share  # priced without gradients of other micro-batches beside it
+        alone = None if plan.by_size else plan.share  # planned without accumulated gradients beside it
         return Tuner(fitting, plan.unit * plan.micro_batch, self.device, alone=alone, whole=bool(plan.by_size))
 
     def _end_tuning(self) -> None:
@@ -573,7 +574,7 @@ class Core:
         before, (best, rates) = active.plan, active.tuner.best()
         active.tuner = None
         if self.device.type == "cpu":
-            give_back_free_heap()  # what larger sizes left there is not what the plan takes
+            give_back_free_heap()  # larger sizes left free pages that the plan does not need
         self._change(_resized(before, best // before.unit, {c // before.unit: rate for c, rate in rates.items()}))
         if active.plan.micro_batch != before.micro_batch:
             self.note("replan", f"measured while training: {active.plan.summary()}")
@@ -591,7 +592,7 @@ class Core:
         )
 
     def _missed_draws(self) -> None:
-        """Say that a repeated pass drew otherwise than the first."""
+        """Report that a repeated pass drew other random numbers than the first."""
         self.tell(
             "the forward began to draw from Python's or NumPy's random generator in a batch that ran in two passes, which drew "
             "differently; from now on they draw the same"
@@ -609,10 +610,10 @@ class Core:
 
 
 def _samples_in(total: Total) -> float:
-    """Samples that a total is of; 0 where its batch is a stand-in for none."""
+    """Return the samples in a total; 0 if its batch only stands in for none."""
     weight = total.weight
     if isinstance(weight, float) and not (weight and total.samples):
-        return weight  # what was not gathered by memfit weighs by its samples
+        return weight  # what memfit did not gather weighs by its samples
     return float(total.samples)
 
 

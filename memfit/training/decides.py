@@ -1,9 +1,10 @@
-"""Whether a loss decides by what the model computed: which samples count, what it divides by, where it stops.
+"""Detects a loss that branches on what the model computed: which samples count, what it divides by, where it stops.
 
-Such a loss may add up from its parts on the samples of a proof and no more once the model has learnt: a threshold that nothing
-reaches yet, a limit that every part is above, a number of samples to take that no part has. It is told by the functions that it
-calls outside the model's forward; what they do to the dimension of the samples shows beside other numbers of samples.
-Not covered: decisions in Python (`if loss.item() > 1`), inside the model, and in custom kernels; masks made of positions.
+Such a loss may add up from its parts on the samples of a proof, and no longer once the model has learned: a threshold that
+nothing reaches yet, a limit that every part exceeds, a number of samples to take that no part has. This module watches the
+functions that the loss calls outside the model's forward, and compares what they do to the sample dimension at other numbers of
+samples. Not covered: decisions in Python (`if loss.item() > 1`), inside the model, and in custom kernels; masks made of
+positions.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from memfit.training.positions import Taken, taken, told_by_positions
 COMPARING = frozenset(
     "gt ge lt le eq ne greater greater_equal less less_equal isclose argmax argmin topk sign sgn signbit heaviside".split()
 )
-"""Functions whose results are decisions where their arguments were computed by the model."""
+"""Functions whose results are decisions if the model computed their arguments."""
 ORDERING = frozenset("topk sort argsort msort kthvalue median nanmedian quantile".split())
-"""Functions that order; along the only dimension of a vector, that is along its samples."""
+"""Functions that sort; on a vector, they sort samples."""
 PICKING = frozenset("nonzero argwhere masked_select".split())
-"""Functions whose results have as many entries as were decided for."""
+"""Functions whose results have one entry per selected element."""
 INDEXING = frozenset("getitem index_select take masked_select index gather".split())
-"""Functions that take entries by an index."""
+"""Functions that select entries by an index."""
 READING = frozenset("item int float bool index tolist".split())
-"""Functions that make a number of Python's of a tensor; what is done with it is not seen."""
+"""Functions that turn a tensor into a Python number; what is done with that is not seen."""
 LIMITING = frozenset(
     "relu relu6 clamp clamp_min clamp_max clip minimum maximum max min where hardtanh threshold abs absolute fabs sign sgn "
     "copysign heaviside fmax fmin amax amin aminmax leaky_relu rrelu prelu elu selu celu softplus hardsigmoid hardswish "
@@ -39,13 +40,13 @@ LIMITING = frozenset(
     "dist l1_loss smooth_l1_loss huber_loss hinge_embedding_loss margin_ranking_loss multi_margin_loss "
     "multilabel_margin_loss".split()
 )
-"""Functions that have no gradient, or another, beyond a limit, and may be straight on either side of it."""
+"""Functions whose gradient vanishes or changes beyond a limit, and that may be linear on either side of it."""
 
 class Decides(TorchFunctionMode):
-    """While active, `how` says the first way in which a result with a gradient hangs on a decision (None: in no way).
+    """Function mode that finds decisions. `how` says the first way in which a result with a gradient depends on one, or None.
 
-    `limited` counts calls of functions with limits, by the shapes that they were given; `taken` has what was taken by position.
-    Both tell something beside looks at other numbers of samples: `told_by`.
+    `limited` counts calls of functions with limits, by their argument shapes; `taken` holds what was taken by position.
+    `told_by` compares both with runs at other numbers of samples.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,7 +90,7 @@ class Decides(TorchFunctionMode):
         return result
 
     def _look_at_limits(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
-        """What comes of parameters alone (penalties, a clamped temperature) is the same in every part."""
+        """Results of parameters alone (penalties, a clamped temperature) are skipped: they are the same in every part."""
         constant = all(isinstance(t, nn.Parameter) or t in self._constant or not (t.requires_grad or t.dim()) for t in given)
         if constant:
             for tensor in made:
@@ -110,7 +111,7 @@ class Decides(TorchFunctionMode):
         self._read |= name in READING and bool(decided)
         if with_gradient:
             self.how = self._way(name, given, decided, picked)
-        if self.how is None and self._used and self._read:  # a metric reads decisions, too, but they weigh nothing
+        if self.how is None and self._used and self._read:  # a metric reads decisions, too, but does not weight the loss
             self.how = "it reads a number off what the model decided"
         ordered = computed and name in ORDERING and given[0].dim() == 1
         for tensor in made:
@@ -133,12 +134,12 @@ class Decides(TorchFunctionMode):
 
 
 def told_by(looks: Sequence[tuple[int, Decides]]) -> str | None:
-    """What the looks at a loss of so many samples each, the first of which has those of the others together, tell beside each
-    other: for losses of any kind."""
+    """Return how a loss of any kind decides, judged from runs at different numbers of samples, or None. The first run has the
+    samples of all others together."""
     (samples, whole), *parts = looks
     if not any(count < samples for count, _ in parts):
         return None
-    for limited, times in whole.limited.items():  # what depends on the samples has other shapes, or is called for each of them
+    for limited, times in whole.limited.items():  # per-sample work changes shapes or number of calls
         if all(part.limited[limited] == times for count, part in parts if count < samples):
             return "it limits what was added up over samples"
     by_position = told_by_positions(samples, whole.taken, [(count, part.taken) for count, part in parts])

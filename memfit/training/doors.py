@@ -1,7 +1,7 @@
-"""Tensors that leave a forward by other ways than its output: taken from where every micro-batch leaves its own, joined like
-the output, and put there for the script.
+"""Side effects: tensors that leave a forward by other ways than its output. They are taken per micro-batch, joined like the
+output, and put in place for the script.
 
-Not covered: places that are made anew by every forward outside of the model's modules.
+Not covered: places outside the model's modules that every forward creates again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MISSING: Any = object()
 
 
 class Variable(dict[str, Any]):
-    """A variable of a function around a forward hook, as a mapping of one item."""
+    """A closure variable of a function around a forward hook, as a one-item mapping."""
 
     def __init__(self, cell: CellType) -> None:
         super().__init__()
@@ -36,19 +36,19 @@ class Variable(dict[str, Any]):
 
 
 class Door:
-    """A place `owner[key]` that a forward leaves tensors in; a list or a dict that stays the same there is filled."""
+    """A place `owner[key]` where a forward leaves a side effect. A list or dict that stays the same object is filled."""
 
     def __init__(self, name: str, owner: MutableMapping[str, Any], key: str) -> None:
         self.name, self._owner, self._key = name, owner, key
         self._fills = False
 
     def before(self) -> tuple[Any, Any]:
-        """What is there before a forward."""
+        """Return what is there before a forward."""
         found = self._owner.get(self._key, _MISSING)
         return found, found.copy() if isinstance(found, (list, dict)) else None
 
     def taken(self, before: tuple[Any, Any]) -> Any:
-        """What a forward has left there, which is put back to what was there before."""
+        """Return what a forward left there, and restore what was there before."""
         old, contents = before
         found = self._owner.get(self._key, _MISSING)
         self._fills = found is old and contents is not None
@@ -66,7 +66,7 @@ class Door:
         return new
 
     def put(self, value: Any) -> None:
-        """Leave this there, as a forward would."""
+        """Leave this value there, as a forward would."""
         if value is None:
             return
         if not self._fills:
@@ -89,7 +89,7 @@ class Door:
 
 
 class Doorway:
-    """A forward whose output is its own and what it leaves behind `doors`."""
+    """Wraps a forward to return its output together with the side effects it leaves at `doors`."""
 
     def __init__(self, plain: Callable[..., Any], doors: Sequence[Door]) -> None:
         self.plain, self.doors = plain, tuple(doors)
@@ -106,7 +106,7 @@ class Doorway:
 
 
 def through(plain: Callable[..., Any], output: Any) -> Any:
-    """The output of a call, with what is beside it put into its places."""
+    """Return the output of a call, with its side effects put in their places."""
     if not isinstance(output, Beside):
         return output
     assert isinstance(plain, Doorway)

@@ -1,4 +1,4 @@
-"""Planning for a GPU that is not here: its memory is what the catalogue says, and seconds are modelled.
+"""Plans for a GPU that is not present: memory comes from the catalogue, seconds are modeled.
 
 Not covered: models that can only be profiled by running them.
 """
@@ -26,17 +26,17 @@ from memfit.training.memory import Memory
 from memfit.training.task import Task
 
 NEAREST = (9, 0)
-"""The compute capability whose choice of kernels is taken for GPUs that have none: AMD's data centre cards run flash attention
-and keep cuBLAS-like workspaces of the size of Hopper's."""
+"""Compute capability whose kernels stand in for GPUs without one: AMD's data center cards run flash attention and keep
+cuBLAS-like workspaces of Hopper's size."""
 
 
 def target_of(card: Card | None) -> Target | None:
-    """What the choice of kernels depends on."""
+    """Return what kernel selection depends on."""
     return None if card is None else Target(card.capability or NEAREST)
 
 
 def on_card(profile: Profile, card: Card) -> Profile:
-    """A profile that was traced for a card, or for another that takes the same kernels, with this one's modelled seconds."""
+    """Return a profile with this card's modeled seconds; it may be traced for another card that selects the same kernels."""
     interval = None if profile.timeline is None else interval_of(profile.timeline)
     found = modelled(replace(profile, capability=card.capability or NEAREST, timings=(), interval=interval), card)
     how = "modelled from operations and data sheets" if found.timings else "unknown"
@@ -46,7 +46,7 @@ def on_card(profile: Profile, card: Card) -> Profile:
 
 
 def _emulated(profile: Profile, card: Card) -> tuple[str, ...]:
-    """What to say of bfloat16 on a GPU of NVIDIA's that has no units for it: torch computes in it all the same."""
+    """Return the note on bfloat16 for an NVIDIA GPU without hardware support: torch computes in it all the same."""
     if profile.precision != "bfloat16" or card.capability is None or card.capability >= (8, 0):
         return ()
     better = "float16 is what the card is made for" if card.capability >= (7, 0) else "float32 is faster"
@@ -58,24 +58,24 @@ _PLANNED_FOR = "planned for"
 
 
 def is_elsewhere(notes: Sequence[str]) -> bool:
-    """Whether a profile or a plan with these notes is for a card that was not there."""
+    """Return whether a profile or a plan with these notes is for a card that is not present."""
     return any(note.startswith(_PLANNED_FOR) and "not here" in note for note in notes)
 
 
 class CardMemory(Memory):
-    """The memory of a card that nobody uses."""
+    """The memory of a card that nothing uses."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device, budget: Budget) -> None:
         super().__init__(model, optimizer, device, budget)
         self.reserved, self._given = False, budget
 
     def budget(self) -> Budget:
-        """The budget, whatever is held here."""
+        """Return the given budget, whatever is held here."""
         return self._given
 
 
 class CardMeasurer(Measurer):
-    """Models instead of measuring."""
+    """Models timings instead of measuring them."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, device: torch.device, memory: Memory, staging: Staging, card: Card
@@ -86,12 +86,12 @@ class CardMeasurer(Measurer):
     def timed(
         self, task: Task, profile: Profile, *, beside: Profile | None = None, thoroughly: bool = False
     ) -> Profile:
-        """The profile with modelled seconds."""
+        """Return the profile with modeled seconds."""
         return on_card(profile, self._card)
 
 
 def not_measurable(card: Card | None, failed: TraceFailed) -> UsageError:
-    """The error for a model that can only be profiled by running it, where it cannot be run."""
+    """Return the error for a model that can only be profiled by running it, but cannot be run."""
     if card is None:
         return UsageError(
             "a profile of a model on the meta device",

@@ -1,8 +1,8 @@
-"""Evaluation: forwards without gradients whose batch would not fit run in pieces, and their outputs are joined.
+"""Evaluation: a forward without gradients whose batch would not fit runs in pieces, and the outputs are joined.
 
-Only a model in eval mode is served, as samples stay apart there and nothing is written; that they do is looked at on a few
-samples before a batch is cut. Not covered: compiled models, models whose parameters are held in parts, and what outputs hold
-that cannot be joined (caches): such a batch runs whole where its tensors fit.
+Only models in eval mode are served: there samples stay independent and nothing is written. This is checked on a few samples
+before a batch is cut. Not covered: compiled models, sharded parameters, and outputs that cannot be joined (caches): such a
+batch runs whole where its tensors fit.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from memfit.training.sidedoors import FoundDoors, look_for_side_doors
 FEW, MANY = 2, 3
 """Samples that an evaluation is traced with."""
 AHEAD = 8
-"""Where this many times what a batch takes fits, batches of up to twice its size in every dimension are not looked at anew
-(attention grows with the square of a length)."""
+"""If this many times a batch's memory fits, batches of up to twice its size in every dimension are not checked again (attention
+grows with the square of a length)."""
 PROVEN = 3
 """Samples that joining is proven on."""
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """How batches like one that was met are cut."""
+    """How batches like an earlier one are cut."""
 
     layout: Layout
     outputs: Outputs
     split: Split | None
     pieces: tuple[int, ...]
     doors: Callable[[Callable[..., Any]], Callable[..., Any]]
-    """From the forward to one whose output has all that leaves it."""
+    """Wraps the forward so that its output includes its side effects."""
 
 
 class Evaluations:
@@ -64,12 +64,12 @@ class Evaluations:
         self._core, self._aside = core, aside
         self._cut: dict[Hashable, Cutting] = {}
         self._whole: dict[Hashable, Shapes | None] = {}
-        """By the look of a call's tensors, the shapes up to which it runs whole; None: always."""
+        """By the number of dimensions of a call's tensors, the shapes up to which it runs whole; None: always."""
         self._serves = core.settings.card is None and not core.settings.whole and not core.compiled
         core.on_forget += [self._cut.clear, self._whole.clear]
 
     def answer(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `plain` returns for these arguments, however it is run."""
+        """Return what `plain` returns for these arguments, run whole or in pieces."""
         tree = args, kwargs
         if not self._is_served(tree):
             return plain(*args, **kwargs)
@@ -79,7 +79,7 @@ class Evaluations:
         if cutting is not None:
             try:
                 return self._in_pieces(plain, tree, cutting)
-            except Refused:  # what it returns now is not what it returned before
+            except Refused:  # it does not return what it returned before
                 cutting = None
         if cutting is None and not self._fits(look, shapes):
             with self._aside(), torch.no_grad():
@@ -87,7 +87,7 @@ class Evaluations:
             if cutting is None:
                 self._whole[look] = most
         if cutting is None and self._core.device.type == "cpu":
-            return plain(*args, **kwargs)  # (where memory runs out, the kernel ends the process)
+            return plain(*args, **kwargs)  # (if memory runs out, the OS kills the process)
         if cutting is None:
             again = partial(self._again, name, plain, tree, shapes)
             return surviving(lambda: plain(*args, **kwargs), self._core.device, lambda said: again())
@@ -95,7 +95,7 @@ class Evaluations:
         return self._in_pieces(plain, tree, cutting)
 
     def _again(self, name: str, plain: Callable[..., Any], tree: Tree, shapes: Shapes) -> Any:
-        """A call that ran out of memory against prediction, in halves."""
+        """Run in halves a call that ran out of memory against prediction."""
         with self._aside(), torch.no_grad():
             cutting = self._cutting(plain, tree, None)
         if cutting is None:
@@ -104,7 +104,7 @@ class Evaluations:
         return self._in_pieces(plain, tree, cutting)
 
     def _fits(self, look: Hashable, shapes: Shapes) -> bool:
-        """Whether such a call is known to run whole."""
+        """Return whether such a call is known to run whole."""
         if look not in self._whole:
             return False
         most = self._whole[look]
@@ -112,14 +112,14 @@ class Evaluations:
 
     def _is_served(self, tree: Tree) -> bool:
         core = self._core
-        if not self._serves or core.model.training or core.staging.parts is not None:  # (cheap, and asked per micro-batch)
+        if not self._serves or core.model.training or core.staging.parts is not None:  # (cheap: this runs per micro-batch)
             return False
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*core.model.parameters(), *tensors(tree))):
             return False
         return _get_current_dispatch_mode() is None
 
     def _decided(self, plain: Callable[..., Any], tree: Tree, shapes: Shapes) -> tuple[Cutting | None, Shapes | None]:
-        """(how to cut the batch, or None where it runs whole; the shapes up to which batches run whole, None for all)."""
+        """Return (how to cut the batch, None to run it whole; the shapes up to which batches run whole, None for all)."""
         growth = self._growth(plain, tree)
         if growth is None:
             return None, None
@@ -141,8 +141,7 @@ class Evaluations:
         return cutting, None
 
     def _growth(self, plain: Callable[..., Any], tree: Tree) -> tuple[int, Timeline, int] | None:
-        """(samples, what a forward allocates for any number of them, bytes of output per sample); None where that cannot be
-        told."""
+        """Return (samples, the timeline of a forward's allocations, output bytes per sample), or None if that is unknown."""
         found = self._learnt(plain, tree)
         if found is None or found.samples <= MANY:
             return None
@@ -152,12 +151,12 @@ class Evaluations:
         except TraceFailed:
             return None
         timeline = fit(small, FEW, large, MANY)
-        if timeline is None:  # the larger, for every sample
+        if timeline is None:  # scale the larger one by samples
             timeline = replace(large, fixed=0 * large.fixed, per_sample=large.fixed / MANY)
         return found.samples, timeline, sum(leaf.bytes_for(1) for leaf in found.outputs.leaves if leaf.axis is not None)
 
     def _learnt(self, plain: Callable[..., Any], tree: Tree) -> Call | None:
-        """The call with what it returns; None where it does not show its samples, or cannot be cut."""
+        """Return the call with its outputs, or None if its samples are unknown or it cannot be cut."""
         split = self._core.split or (None if samples_in_lists(tree, None) is None else cut_lists)
         listed = samples_in_lists(tree, None)
         for samples in dict.fromkeys((listed, shared_samples(tree), common_size(tree))):
@@ -169,13 +168,13 @@ class Evaluations:
                 small, large = fake_outputs(call, few, many)
                 outputs = learn_outputs(small, few, large, many)
             except Exception:
-                continue  # it runs as the script wrote it, and says itself what is wrong
+                continue  # it runs as the script wrote it and raises its own error
             call.outputs = replace(outputs, leaves=tuple(map(_without_graph, outputs.leaves)))
             return call
         return None
 
     def _cutting(self, plain: Callable[..., Any], tree: Tree, largest: int | None) -> Cutting | None:
-        """How to cut into pieces of `largest` samples (None: halves); None where parts are not the whole."""
+        """Return how to cut into pieces of `largest` samples (None: halves), or None if the parts differ from the whole."""
         doorway = Doorways(())
         for _ in range(2):
             call = self._learnt(doorway(plain), tree)
@@ -222,7 +221,7 @@ def _without_graph(leaf: Leaf) -> Leaf:
 
 @dataclass(frozen=True)
 class Doorways:
-    """From a forward to one that also gives what it leaves in `doors`."""
+    """Wraps a forward to return the side effects it leaves at `doors`, too."""
 
     doors: tuple[Any, ...]
 

@@ -1,4 +1,4 @@
-"""What happened on the way: re-planning, recovery, anything that could not be kept equal."""
+"""What happened during a run: re-planning, recovery, anything that could not be kept equal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ LOGGER = logging.getLogger("memfit")
 
 @dataclass(frozen=True)
 class Event:
-    """One thing the user should be able to read about afterwards."""
+    """Something that happened during a run, for the user to read afterwards."""
 
     step: int
-    """Optimizer steps done before it."""
+    """Optimizer steps taken before it."""
     kind: str
     """plan, replan, out of memory, not equal, note."""
     message: str
@@ -24,7 +24,7 @@ class Events(list[Event]):
     """The events of a run, also sent to the logger `memfit`."""
 
     def add(self, step: int, kind: str, message: str) -> None:
-        """Record and log one event; the same note is not recorded twice."""
+        """Record and log one event. A repeated "note" or "not equal" is dropped."""
         if kind in ("note", "not equal") and any(e.message == message for e in self):
             return
         self.append(Event(step, kind, message))

@@ -1,6 +1,6 @@
-"""What a script computes from outputs that have not run yet: kept as operations that run again for any micro-batch.
+"""Deferred expressions: what a script computes from lazy tensors, kept as operations that rerun for any micro-batch.
 
-Every operation knows where the samples lie in its result, so that what goes into it besides can be cut alike.
+Every operation knows the sample dimension of its result, so that its other inputs can be cut alike.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from memfit.engine.unchanged import Unchanged
 from memfit.training.stated import EITHER, NOTHING
 
 Divisor = int | float | torch.Tensor | None
-"""What a sum over the batch is divided by; None: by nothing."""
+"""Denominator of a sum over the batch; None: the sum is not divided."""
 Leaf = tuple[int, int]
 """A call's number, and the index of a leaf of its output."""
 
 
 class Part:
-    """Some samples on their way to the loss: what the model returned for them, by output leaf, and what was computed since."""
+    """Some samples on their way to the loss: the model's outputs for them, by output leaf, and what was computed from those."""
 
     def __init__(self, outputs: Mapping[Leaf, Any], start: int, stop: int, shared: Collection[int] = ()) -> None:
         self.outputs, self.start, self.stop, self._shared = outputs, start, stop, shared
@@ -35,11 +35,11 @@ class Part:
 
     @property
     def samples(self) -> int:
-        """How many there are."""
+        """The number of samples."""
         return self.stop - self.start
 
     def value(self, node: Node) -> Any:
-        """What an operation gives for these samples; computed once for those (ids) that are `shared`, which are kept."""
+        """Return the value of a node for these samples. Nodes whose ids are in `shared` are computed once and kept."""
         found = self._values.get(id(node))
         if found is None:
             found = node.of(self)
@@ -48,7 +48,7 @@ class Part:
         return found
 
     def put(self, node: Node, value: Any) -> None:
-        """Let this be what `node` gives."""
+        """Set the value of `node`."""
         self._values[id(node)] = value
 
 
@@ -56,21 +56,21 @@ class Node(Protocol):
     """Something that has a value for every part of the batch."""
 
     def of(self, part: Part) -> Any:
-        """Its value."""
+        """Return its value for this part."""
         ...
 
     def parts(self) -> Iterator[Node]:
-        """What it is computed from."""
+        """Yield the nodes it is computed from."""
         ...
 
     def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Node:
-        """The same with other tensors of the batch."""
+        """Return the same node with its batch tensors replaced by `change`."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """A leaf of what a call of the model returns."""
+    """A leaf of the output of a model call."""
 
     leaf: Leaf
 
@@ -85,7 +85,7 @@ class Output:
 
 
 SMALL = 1 << 18
-"""Bytes of a tensor that is copied."""
+"""Bytes up to which a tensor is copied."""
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -95,9 +95,9 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A tensor of the script's that has its samples along `axis`; None: the same for all of them. Of a small one
-    there is a copy: the script may write to its own before what it is part of is computed. Where a larger one was written to,
-    or one through `.data` (plain backwards would compute with what is there then), torch's own error says so."""
+    """A tensor of the script with its samples along `axis`; None: the same for all samples. A small one is copied: the script
+    may write to it before the expression runs. If a larger one was written to, or any one through `.data`, autograd's own error
+    is raised (plain backward would compute with the new values)."""
 
     tensor: torch.Tensor
     axis: Axis | None
@@ -144,9 +144,9 @@ class Step:
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     axis: Axis | None
-    """Where the samples lie in the result; None: it adds up over them."""
+    """The sample axis of the result; None: the result adds up over samples."""
     autocast: tuple[Autocast, ...] = ()
-    """The autocast states it was called under."""
+    """The autocast states at the call."""
     records: bool = field(default_factory=torch.is_grad_enabled)
     """Whether gradients flow through it."""
 
@@ -156,13 +156,13 @@ class Step:
             return self.function(*arguments, **keywords)
 
     def told(self, part: Part) -> Any:
-        """`of` for a loss of torch.nn.functional, as whoever looks for known means wants it computed."""
+        """`of` for a loss of torch.nn.functional, computed as an active `terms.Terms` needs it, which looks for known means."""
         arguments, keywords = self._filled(part)
         with autocasting(self.autocast):
             return told(self.function, arguments, keywords)
 
     def _filled(self, part: Part) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for these samples."""
+        """Return the arguments for these samples."""
         places, names = self._varying
         keywords = {**self.keywords, **{name: _of(self.keywords[name], part) for name in names}} if names else self.keywords
         if not places:
@@ -171,7 +171,7 @@ class Step:
 
     @cached_property
     def _varying(self) -> tuple[frozenset[int], tuple[str, ...]]:
-        """Which of its arguments depend on the samples."""
+        """The arguments that depend on the samples: (positions, keywords)."""
         places = frozenset(i for i, argument in enumerate(self.arguments) if any(_nodes((argument,))))
         return places, tuple(name for name, argument in self.keywords.items() if any(_nodes((argument,))))
 
@@ -195,24 +195,24 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """What a micro-batch adds to a number of the whole batch: `coefficient * node / count`."""
+    """What a micro-batch adds to a scalar of the whole batch: `coefficient * node / count`."""
 
     node: Node
     """A sum over samples."""
     count: Divisor = None
-    """What the whole batch's sum is divided by; None: by nothing, which a mean over one sample is not."""
+    """Denominator of the whole batch's sum; None: the sum is not divided, unlike a mean over one sample."""
     coefficient: float = 1.0
     known: Step | None = None
-    """The loss of torch.nn.functional that it is a multiple of, if of one alone."""
+    """The loss of torch.nn.functional that it is a multiple of, if it is a multiple of only one."""
 
     def of(self, part: Part) -> torch.Tensor:
         return self.of_sum(part.value(self.node))
 
     def of_sum(self, value: torch.Tensor) -> torch.Tensor:
-        """What it comes to where the sum of `node` is this."""
+        """Return the term's value, given the sum of `node`."""
         count = 1 if self.count is None else self.count
         if isinstance(count, torch.Tensor):
-            # Neither a count of integers (divided in float32) nor a half precision's range limits it.
+            # At least float32, and float64 for float64: integer counts divide in float32, and half precision may overflow.
             count = count.to(torch.promote_types(value.dtype, torch.float32))
             return value * (self.coefficient / count).to(value.dtype)
         scale = self.coefficient / count if count else float("nan")
@@ -227,8 +227,8 @@ class Term:
         return replace(self, node=mapped(self.node, change, known), count=count)
 
     def counting(self, samples: int) -> tuple[float, Term]:
-        """(what it divides by that depends on the batch of so many samples, the same without that). NOTHING for plain sums,
-        EITHER for one of a single sample, which may be a mean as well."""
+        """Return (the denominator for a batch of that many samples, the term without it). The denominator is NOTHING for plain
+        sums, and EITHER for a plain sum of a single sample, which may be a mean as well."""
         count, coefficient = self.count, self.coefficient
         if count is None:
             if abs(abs(coefficient) * samples - 1.0) >= ALMOST:
@@ -239,24 +239,24 @@ class Term:
         return float(count), replace(self, count=None, coefficient=coefficient)
 
     def without_coefficient(self) -> Term:
-        """The same for a process whose part may have nothing to count, which then comes to nothing."""
+        """Return the term with coefficient 1, and 1 for a zero denominator: a rank with nothing to count contributes zero."""
         count = self.count
         if isinstance(count, torch.Tensor):
             count = torch.where(count == 0, torch.ones_like(count), count)
         return replace(self, coefficient=1.0, count=count or 1 if isinstance(count, (int, float)) else count)
 
     def over(self, count: torch.Tensor) -> Term:
-        """The same, divided by that."""
+        """Return the term divided by `count`."""
         return replace(self, count=count if self.count is None else self.count * count, known=None)
 
     def times(self, factor: float) -> Term:
-        """The same, that many times."""
+        """Return the term multiplied by `factor`."""
         return replace(self, coefficient=self.coefficient * factor)
 
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """Terms added up."""
+    """A sum of terms."""
 
     terms: tuple[Term, ...]
 
@@ -274,7 +274,7 @@ class Sum:
 
 
 def as_factor(count: int | float | torch.Tensor) -> Factor:
-    """A count as what a mean weighs: a number where it is on the host."""
+    """Return a denominator as a weight: a float if it is on the host, else the tensor."""
     return float(count) if not isinstance(count, torch.Tensor) or count.device.type == "cpu" else count
 
 
@@ -282,19 +282,19 @@ _KINDS = {Step, Cut, Output, Sized, Term, Sum}
 
 
 def is_node(value: Any) -> bool:
-    """Whether an argument has a value of its own for every part of the batch."""
+    """Return whether an argument has its own value for every part of the batch."""
     return type(value) in _KINDS
 
 
 def mapped(node: Any, change: Callable[[Cut], Node], known: dict[int, Node]) -> Any:
-    """The same operations on other tensors of the batch; what several of them use stays one."""
+    """Return the same operations on other batch tensors. What several of them share stays shared."""
     if id(node) not in known:
         known[id(node)] = node.mapped(change, known)
     return known[id(node)]
 
 
 def all_nodes(node: Node) -> Iterator[Node]:
-    """The node and all it is computed from, each once."""
+    """Yield the node and all nodes it is computed from, each once."""
     open_, seen = [node], set[int]()
     while open_:
         following = open_.pop()
@@ -305,7 +305,7 @@ def all_nodes(node: Node) -> Iterator[Node]:
 
 
 def used_again(node: Node) -> frozenset[int]:
-    """The ids of what several operations use."""
+    """Return the ids of nodes that several operations use."""
     seen, again = set[int](), set[int]()
     for each in all_nodes(node):
         for part in each.parts():
@@ -314,14 +314,14 @@ def used_again(node: Node) -> frozenset[int]:
 
 
 def leaves_in(node: Node) -> frozenset[Leaf]:
-    """The output leaves that it is computed from."""
+    """Return the output leaves that a node is computed from."""
     if isinstance(node, Step):
         return node.leaves
     return frozenset([node.leaf]) if isinstance(node, Output) else frozenset().union(*map(leaves_in, node.parts()))
 
 
 def name_of(node: Node) -> str:
-    """The operations in words, the same for the same way."""
+    """Return the operations in words; the same computation has the same name."""
     if isinstance(node, Output):
         return f"output {node.leaf[1]}"
     if isinstance(node, Step):
@@ -331,7 +331,7 @@ def name_of(node: Node) -> str:
 
 
 def look_of(node: Node, known: Mapping[int, Any], samples: int) -> Hashable:
-    """What two operations share whose results look alike; `known` are those of (ids of) nodes that were made before."""
+    """Return a key that two operations share if their results look alike. `known` has the keys of earlier nodes, by id."""
     if id(node) in known:
         return known[id(node)]
     if isinstance(node, Cut):
@@ -349,18 +349,18 @@ def _look(argument: Any, known: Mapping[int, Any], samples: int) -> Hashable:
         return look_of(argument, known, samples)
     if type(argument) in (tuple, list):
         return tuple(_look(item, known, samples) for item in argument)
-    return float if type(argument) is float else repr(argument)  # (a scale that changes at every step)
+    return float if type(argument) is float else repr(argument)  # (a scale may change at every step)
 
 
 def _of_function(function: Any) -> Hashable:
-    """Partials are equal to themselves alone."""
+    """Return a key for a function: of a partial its contents, as it equals only itself."""
     if isinstance(function, partial):
         return _of_function(function.func), repr((function.args, function.keywords))
     return function
 
 
 def narrow_firsts(node: Node, samples: int, *, backwards: bool) -> Node:
-    """The same on copies of the first `samples` samples of its tensors, in the opposite order if `backwards`."""
+    """Return the node on copies of its tensors' first `samples` samples, in reverse order if `backwards`."""
 
     def first(cut: Cut) -> Node:
         if cut.axis is None:
@@ -372,7 +372,7 @@ def narrow_firsts(node: Node, samples: int, *, backwards: bool) -> Node:
 
 
 def twinned(node: Node, twin: Callable[[torch.Tensor, Axis | None], torch.Tensor]) -> tuple[Node, Sequence[torch.Tensor]]:
-    """The same on twins of its tensors, and these twins."""
+    """Return the node on twins (fake tensors) of its tensors, and these twins."""
     made: list[torch.Tensor] = []
 
     def twin_of(cut: Cut) -> Node:

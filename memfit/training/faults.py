@@ -1,6 +1,6 @@
-"""Faults of memfit's own: told from what the user's code raises, written into a file that can be attached to an issue.
+"""Faults of memfit itself: told apart from errors of the user's code, and written to a file that can be attached to an issue.
 
-They do not end a script that would run plain; MEMFIT=strict in the environment raises them instead.
+They do not stop a script that would run in plain PyTorch; MEMFIT=strict in the environment raises them instead.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 _OURS = str(Path(__file__).parents[1])
 _CALLING = frozenset(("__torch_function__", "loss", "output", "of", "told", "_value", "answer"))
-"""Functions of ours that call what the user's code is made of: what is raised in them is not theirs."""
+"""Functions of memfit that call user code: what is raised in their frames is not memfit's fault."""
 _NUMBERS = count()
 
 
 def strict() -> bool:
-    """Whether faults are raised."""
+    """Return whether faults are raised."""
     return os.environ.get("MEMFIT", "").lower() == "strict"
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether a line of memfit's raised it, and neither a refusal nor memory running out."""
+    """Return whether memfit's own code raised the error, and it is neither a refusal nor an out-of-memory error."""
     if isinstance(error, MemfitError) or is_out_of_memory(error):
         return False
     frames = traceback.extract_tb(error.__traceback__)
@@ -41,8 +41,8 @@ def is_fault(error: BaseException) -> bool:
 
 
 def report_fault(core: Core, error: BaseException) -> Path | None:
-    """Write what is known of a fault into a file, without any data, and say where; None for what is none. Raises the fault
-    itself where that was asked for."""
+    """Write what is known of a fault to a file, without any data, and return its path. None if the error is no fault, or the
+    file cannot be written. Raises the fault itself in strict mode."""
     if not is_fault(error):
         return None
     if strict():

@@ -1,9 +1,9 @@
-"""What a model says of itself: the words and truth values on modules of the script's own, and which modules it has.
+"""A model's flags: the str and bool attributes of the script's own modules, and which modules the model has.
 
-By these a forward may do something else, so that what was found out about it holds as long as they stay the same.
+A forward may branch on them, so findings about it hold only while they stay the same.
 
-Not covered: numbers, which count more often than they tell kinds of calls apart, hooks, which come and go to look at something,
-and what a model reads elsewhere.
+Not covered: numbers, which count things more often than they tell kinds of calls apart; hooks, which come and go for
+inspection; and what a model reads elsewhere.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from memfit.engine.kept import is_installed
 from memfit.engine.modules import modules_of
 
 MOST = 16
-"""What is told apart; where a model says more, nothing of that kind is looked at any more."""
+"""Variants that are told apart; if a model has more, flags of that kind are no longer watched."""
 
 
 class Flags:
-    """A model's flags, as they are when `now` is called."""
+    """Watches the flags of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -35,7 +35,7 @@ class Flags:
         self._parts: dict[Hashable, int] = {}
 
     def now(self) -> Hashable:
-        """What they are."""
+        """Return the current flags, as a hashable key."""
         words = tuple(value if type(value := held.get(name)) in (bool, str) else None for held, name in self._found)
         if words not in self._words:
             self._words.add(words)

@@ -1,4 +1,4 @@
-"""Noticing a script that accumulates by itself, before its gradients become an update nobody asked for."""
+"""Detects a script that already accumulates gradients, before the extra gradients reach an optimizer step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from memfit._errors import UsageError
 
 
 class AccumulationGuard:
-    """Counts loader batches whose gradients add up without an optimizer step or zero_grad in between.
+    """Counts loader batches whose gradients accumulate without an optimizer step or zero_grad in between.
 
-    Nothing is patched: a gradient that is the same tensor at the same version as when the last backward ended has not
-    been zeroed, clipped or used meanwhile.
+    Nothing is patched: a gradient that is the same tensor at the same version as at the end of the last backward has not been
+    zeroed, clipped or used since.
     """
 
     def __init__(self, target_batch: int, allowed: int) -> None:
@@ -23,12 +23,12 @@ class AccumulationGuard:
         self._seen: tuple[torch.Tensor, torch.Tensor, int] | None = None
 
     def stepped(self) -> None:
-        """The optimizer took a step: what follows is a new effective batch."""
+        """Note that the optimizer took a step: a new effective batch follows."""
         self._batches, self._seen = 0, None
 
     def handing_over(self, batch: int, receivers: Sequence[torch.Tensor]) -> None:
-        """Gradients of loader batch `batch` are about to be added. Raises UsageError if they would be added to those of
-        more batches than were declared."""
+        """Note that gradients of loader batch `batch` are about to be accumulated. Raises UsageError if that makes more batches
+        than were declared."""
         if batch != self._batch:
             self._batches = self._batches + 1 if self._still_there() else 1
             self._batch = batch

@@ -1,6 +1,6 @@
-"""Which names `allow_inexact` may have: modules, buffers, attributes of modules, and the causes that refusals name.
+"""Checks the names in `allow_inexact`: modules, buffers, attributes of modules, and the causes that refusals name.
 
-Not covered: whether what is named mixes samples at all, and attributes of objects outside the model, which are taken as given.
+Not covered: whether what is named mixes samples at all, and attributes of objects outside the model, which are accepted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import nn
 from memfit._errors import UsageError
 
 CAUSES = ("the loss", "the structure of the output", "the state of the model")
-"""What refusals name that is no part of the model."""
+"""Causes in refusals that are no part of the model."""
 OPENINGS = ("output", "a list outside", "a dict outside", "the variable ")
-"""How the names of outputs and of containers outside the model begin."""
+"""Prefixes of the names of outputs and of containers outside the model."""
 
 
 def inexact_from(names: Any, model: nn.Module) -> tuple[str, ...]:
-    """The names, as given. Raises UsageError for what is no list of names, and for names that nothing has."""
+    """Return the names as a tuple. Raises UsageError if `names` is no list of names, or a name matches nothing."""
     if isinstance(names, str):
         raise UsageError(
             f"allow_inexact={names!r}",
@@ -42,7 +42,7 @@ def inexact_from(names: Any, model: nn.Module) -> tuple[str, ...]:
 
 
 def is_known(name: str, model: nn.Module) -> bool:
-    """Whether a refusal may show this name for the model."""
+    """Return whether a refusal may show this name for the model."""
     if name in CAUSES or name.startswith(OPENINGS) or name == type(model).__name__ or name in dict(model.named_buffers()):
         return True
     modules = dict(model.named_modules())
@@ -53,7 +53,7 @@ def is_known(name: str, model: nn.Module) -> bool:
 
 
 def _attributes(module: nn.Module) -> Iterator[str]:
-    """The attributes it has, and those that its class's code names: many are made by the first forward."""
+    """Yield the attributes a module has, and those its class's code names: the first forward makes many of them."""
     yield from dir(module)
     for kind in type(module).__mro__:
         for function in vars(kind).values():

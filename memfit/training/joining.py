@@ -1,6 +1,6 @@
-"""Beginning together: the processes of a training compare what each was given, and start from the same parameters.
+"""Starts a training over several ranks: they compare what each was given, and start from the same parameters.
 
-Not covered: optimizer state that differs between processes (one of them resumed and the others did not).
+Not covered: optimizer state that differs between ranks (one of them resumed and the others did not).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WRAPPING = "memfit.wrap"
 
 @contextmanager
 def beginning(ranks: Ranks | None) -> Iterator[None]:
-    """What fails inside fails on all of `ranks`: those where it worked raise RankFailed at the end."""
+    """Context manager in which a failure on one rank fails all `ranks`: the others raise RankFailed on exit."""
     if ranks is None:
         yield
         return
@@ -40,7 +40,7 @@ def beginning(ranks: Ranks | None) -> Iterator[None]:
 
 
 def check_alike(ranks: Ranks, model: nn.Module, optimizer: Optimizer, loader: Any, **asked: Any) -> None:
-    """Raise UsageError, on every process, where they were not given the same model, loader and arguments."""
+    """Raise UsageError on every rank if they were not given the same model, loader and arguments."""
     facts = model_facts(model, optimizer)
     mine = {
         "model and optimizer": f"{facts.name} with {facts.optimizer} ({facts.parameters} parameters, {facts.fingerprint[:8]})",
@@ -60,7 +60,7 @@ def check_alike(ranks: Ranks, model: nn.Module, optimizer: Optimizer, loader: An
 
 
 def start_alike(ranks: Ranks, model: nn.Module) -> None:
-    """Give parameters and buffers the values that they have on rank 0, as DistributedDataParallel does."""
+    """Broadcast parameters and buffers from rank 0, as DistributedDataParallel does."""
     for tensor in (*model.parameters(), *model.buffers()):
         held = tensor.data
         if held.is_contiguous():
@@ -72,13 +72,13 @@ def start_alike(ranks: Ranks, model: nn.Module) -> None:
 
 
 def beside(ranks: Ranks, device: torch.device) -> int:
-    """How many of the processes train on the device that this one trains on."""
+    """Return how many ranks train on this rank's device, itself included."""
     mine = (socket.gethostname(), _boot(), device.type, identity(device))
     return ranks.gather(mine, WRAPPING).count(mine)
 
 
 def _boot() -> str:
-    """What tells machines of one name apart, where the system has it."""
+    """Return what tells machines of the same name apart, if the system has it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -86,7 +86,7 @@ def _boot() -> str:
 
 
 def check_share(ranks: Ranks, target_batch: int | None) -> None:
-    """Every process has a sample of each effective batch at least. Raises UsageError."""
+    """Raise UsageError unless every rank gets at least one sample of each effective batch."""
     if target_batch is not None and target_batch < ranks.size:
         processes = "one process" if target_batch == 1 else f"{target_batch} processes"
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Several calls that one loss needs, as one: each micro-batch runs its part of all of them.
+"""Joins several calls that one loss needs into one: each micro-batch runs its part of all of them.
 
 Not covered: calls of different numbers of samples, and calls of different models.
 """
@@ -16,7 +16,7 @@ from memfit.training.outputs import Outputs
 
 
 def joint(calls: Sequence[Call]) -> Call:
-    """The call that makes all of these, one after the other; its output is the tuple of theirs."""
+    """Return a call that makes all of these in order; its output is the tuple of theirs."""
 
     def plain(*trees: Tree) -> tuple[Any, ...]:
         found = []

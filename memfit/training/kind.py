@@ -20,57 +20,57 @@ from memfit.training.planned import Planned
 
 @dataclass
 class PlannedCall(Planned):
-    """A plan for one kind of call and what consumes its output."""
+    """A plan for one kind of call and the consumer of its output."""
 
     demand: Demand
-    """What it was made for."""
+    """The demand it was made for."""
     shapes: Shapes
-    """Shapes per sample that it was made for."""
+    """The shapes per sample it was made for."""
 
 
 @dataclass
 class Kind:
-    """One kind of call that was met: same nesting, dtypes and modes of its arguments."""
+    """One kind of call, told apart by call signature: nesting, dtypes and modes of its arguments."""
 
     layout: Layout
-    """Where its samples lie."""
+    """The sample axes of its arguments."""
     shapes: Shapes
-    """Shapes per sample of the largest one planned for."""
+    """The largest shapes per sample that were planned for."""
     outputs: dict[Shapes, Outputs] = field(default_factory=dict)
-    """What it returns, by shapes per sample."""
+    """Its outputs, by shapes per sample."""
     bound: Profile | None = None
-    """Its profile with its own loss, or with one bounded from its output."""
+    """Its profile with its own loss, or with a bound on the loss from its output."""
     whole: int = 0
     """Samples up to which it runs whole."""
     too_many: int = sys.maxsize
-    """Samples from which on it does not, as memory ran out when so many did."""
+    """Samples from which it no longer runs whole, because that many ran out of memory."""
     beside: int = 0
-    """Calls up to which may wait for their backward meanwhile, having run whole themselves."""
+    """Most other whole calls that may wait for their backward while it runs whole."""
     refused: tuple[Any, ...] | None = None
-    """The circumstances in which it was found not to run whole; asked again only in others."""
+    """The circumstances in which it did not run whole; checked again only in others."""
     proven: Outputs | None = None
-    """What it returned where cutting it was proven on real samples."""
+    """Its outputs as the proof on real samples found them."""
     prove_at: int = 0
-    """Optimizer steps after which cutting it is proven again, on the batch that comes then."""
+    """Optimizer steps after which the next batch proves cutting again."""
     alike: int = 0
     """Samples up to which its forward was seen to do the same as with few."""
     composition: Composition = field(default_factory=Composition)
     """How the state that its forward moves is composed over micro-batches."""
     writes_input: bool = False
-    """Whether its forward writes into the tensors it is given."""
+    """Whether its forward writes into its input tensors."""
     weighting: Weighting = BY_SAMPLES
     """How its own loss is weighted, once inferred."""
     mute: bool = False
     """Whether the samples of its latest proof had no loss, so that nothing was inferred."""
     counted: bool = False
-    """Whether the first dimension of its tensors is their samples, where only split= can cut them."""
+    """With split=: whether the first dimension of its tensors counts the samples."""
     several: bool = False
     """Whether its output goes into several losses."""
     planned: dict[str, PlannedCall] = field(default_factory=dict)
-    """Plans by what consumes the output."""
+    """Plans, by consumer of the output."""
 
     def outputs_of(self, call: Call, shapes: Shapes) -> Outputs:
-        """What the call returns, learnt where these shapes are new; joined as was proven for others, if that tells how."""
+        """Return the call's outputs, learned if these shapes are new, and joined as proven for other shapes, if possible."""
         if shapes not in self.outputs:
             learnt = outputs_of(call)
             settled = None if self.proven is None else learnt.settled_like(self.proven)

@@ -1,9 +1,9 @@
-"""Deciding on training calls: whole or cut, proven how, planned how. One entry per kind of call that is met.
+"""Decides on training calls: whole or cut, how proven, how planned. Keeps one entry per kind (call signature).
 
-Calls that wait for one backward hold their activations together, and what a script's loss takes is seen only when it runs. So a
-call runs whole from the first only where that leaves room for what may come; else it is cut, until a step was seen to need no
-more than was planned. Not covered: calls of several models that fit whole one by one, and not together, where the last one
-takes what the first's backward needs.
+Calls that wait for one backward hold their activations together, and a script's loss shows its memory only when it runs. So at
+first a call runs whole only if that leaves room for what may come. Otherwise it is cut, until a step was seen to need no more
+than planned. Not covered: calls of several models that each fit whole but not together, where the last one takes what the first
+one's backward needs.
 """
 
 from __future__ import annotations
@@ -49,36 +49,36 @@ from memfit.training.uncut import UncutCalls
 from memfit.training.underway import UNDERWAY
 
 RESERVE = 5
-"""A call runs whole before a step was seen only if one part in so many of what there is stays free."""
+"""Until a step was seen, a call runs whole only if one part in this many of the available memory stays free."""
 PAIRS = 8
-"""Matrices of float32 with an entry for every two samples that an unseen loss may hold at once (contrastive ones compare all
-pairs: similarities, their logarithms both ways, and the gradients of all these), unless that is half of what there is."""
+"""float32 matrices over all pairs of samples that an unseen loss may hold at once (contrastive losses: similarities, their
+logarithms both ways, and the gradients of all these), capped at half of the available memory."""
 PROVE_AGAIN = 4
-"""A proof is repeated at the next batch, and then whenever this many times as many optimizer steps have been done."""
+"""A proof is repeated at the next batch, and then whenever the optimizer step count has grown by this factor."""
 
 OWN_LOSS = OwnLoss()
 
 
 RECOGNISED = 1000
-"""Looks of calls that are remembered."""
+"""Call signatures that are remembered."""
 
 
 @dataclass(frozen=True)
 class Recognised:
-    """What is seen of a call."""
+    """What the signature of a call tells."""
 
     key: tuple[Any, ...]
-    """What its kind is known by."""
+    """The key of its kind."""
     kind: Kind | None
-    """Its kind, where it was met before."""
+    """Its kind; None if it is new."""
     samples: int | None
-    """How many it has, where that is known."""
+    """Its number of samples; None if unknown."""
     shapes: Shapes
     """Its shapes per sample."""
 
 
 class Kinds:
-    """All kinds of training calls that a model was called with."""
+    """All kinds of training calls of a model."""
 
     def __init__(self, core: Core) -> None:
         self._core, self._prover = core, Prover(core)
@@ -92,31 +92,31 @@ class Kinds:
         self._time_first = any(getattr(module, "batch_first", True) is False for module in core.model.modules())
 
     def forget(self) -> None:
-        """Plans have to be made anew."""
+        """Drop all plans."""
         for kind in self._kinds.values():
             kind.whole, kind.refused, kind.planned = 0, None, {}
 
     def begin_anew(self) -> None:
-        """The model is another one: nothing is known of its calls."""
+        """Drop all that is known of calls: the model has changed."""
         for known in (self._kinds, self._recognised, self._doors, self._unknown, self._untrained):
             known.clear()
 
     def ended(self) -> None:
-        """Backward has come to the calls since the last one, or the optimizer has stepped."""
+        """Note that backward reached the calls since the last one, or that the optimizer stepped."""
         self._open = 0
 
     def to_cut(
         self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
     ) -> tuple[Call | None, int | None]:
-        """(the call of the method `name` if it has to be cut, else None; the samples in it, if they can be told). `hint`:
-        samples in the loader's batch."""
+        """Return (the call of method `name` if it has to be cut, else None; its number of samples, if known). `hint`: samples
+        in the loader's batch."""
         self._open += 1
         self._most_open = max(self._most_open, self._open)
         try:
             with without_saved_tensors_hooks():
                 try:
                     return self._through_doors(name, plain, tree, hint)
-                except Otherwise:  # it is another kind of call
+                except Otherwise:  # the call is of another kind
                     self._kinds.pop(self._recognise(name, tree, hint).key, None)
                     return self._through_doors(name, plain, tree, hint)
         except Exception as error:
@@ -130,8 +130,8 @@ class Kinds:
     def cut_instead(
         self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None, error: BaseException
     ) -> Call | None:
-        """A call that ran out of memory as a whole, to be cut; None where that would train something else: it cannot be cut, or
-        its first run has left its traces."""
+        """Return the call to be cut after it ran out of memory as a whole. None if that would train something else: it cannot
+        be cut, or its first run left side effects."""
         core, found = self._core, self._recognise(name, tree, hint)
         if found.kind is None or found.samples is None or found.samples < 2 or core.settings.whole:
             return None
@@ -150,7 +150,7 @@ class Kinds:
     def _through_doors(
         self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
     ) -> tuple[Call | None, int | None]:
-        """`to_cut`; by what tensors leave the forward beside its output is found on the way."""
+        """`to_cut`, and find what side effects the forward leaves besides its output."""
         doors = self._doors.get(name)
         try:
             return self._to_cut(name, Doorway(plain, doors) if doors else plain, tree, hint)
@@ -177,7 +177,7 @@ class Kinds:
         return call, samples
 
     def _recognise(self, name: str, tree: Tree, hint: int | None) -> Recognised:
-        """Of which kind a call is, and how many samples it has."""
+        """Return a call's kind and its number of samples."""
         core, flags = self._core, self._core.flags.now()
         look = None if core.split is not None else look_of(tree, core.model, core.device, flags)
         before = None if look is None else self._recognised.get((name, look))
@@ -200,7 +200,7 @@ class Kinds:
     def _met(
         self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree, hint: int | None
     ) -> tuple[Call | None, int | None]:
-        """`to_cut` for a call that nothing is known about yet."""
+        """`to_cut` for a call of an unknown kind."""
         told = self._told(tree, hint)
         if not told:
             self._runs_unknown(key, tree, hint)
@@ -221,8 +221,8 @@ class Kinds:
         raise refusal
 
     def _told(self, tree: Tree, hint: int | None) -> tuple[int, ...]:
-        """How many samples a call may have that nothing is known about, the likeliest first: the loader's, where they fit
-        its tensors; their common first dimension; the only size that all of them have; the second where time may be first."""
+        """Return how many samples a call of an unknown kind may have, likeliest first: the loader's, if they fit its tensors;
+        their common first dimension; the only size that all of them have; the second dimension, if time may come first."""
         split = self._split(tree, hint)
         if split is cut_lists:
             hint = samples_in_lists(tree, hint)
@@ -230,18 +230,18 @@ class Kinds:
         found = [hint if fits else shared_samples(tree)]
         if split is not None and split is not cut_lists:
             found.append(shared_samples(tree))
-        if split is None:  # (a script may call the model with a part of its batch, which has features as many as samples)
+        if split is None:  # (a script may pass a part of its batch, with as many features as the loader has samples)
             found += [shared_samples(tree), common_size(tree), second_size(tree) if self._time_first else None]
         return tuple(dict.fromkeys(samples for samples in found if samples is not None))
 
     def _split(self, tree: Tree, hint: int | None) -> Split | None:
-        """What cuts these arguments, where it is not the dimensions of their tensors."""
+        """Return what cuts these arguments, if it is not the dimensions of their tensors."""
         given = self._core.split
         return given if given is not None or samples_in_lists(tree, hint) is None else cut_lists
 
     def _runs_unknown(self, key: Hashable, tree: Tree, hint: int | None) -> None:
-        """A call whose samples cannot be told: raise Refused if a prescribed micro-batch means it to be cut, else say that it
-        runs whole."""
+        """Handle a call whose samples are unknown: raise Refused if a prescribed micro-batch requires a cut, else report that
+        it runs whole."""
         core, kinds = self._core, unread(tree)
         if key in self._unknown or not (tensors(tree) or kinds):
             return
@@ -256,7 +256,7 @@ class Kinds:
         core.tell(f"a call {what} not show how many samples it has runs whole; split= says how to cut it")
 
     def task(self, plain: Callable[..., Any], tree: Tree) -> Task:
-        """What there is to profile in a call with these arguments, whole or cut."""
+        """Return the task to profile for a call with these arguments, whole or cut."""
         core = self._core
         samples = shared_samples(tree)
         if samples is None:
@@ -265,21 +265,21 @@ class Kinds:
         return self._task(call, OWN_LOSS, Demand(samples), BY_SAMPLES)
 
     def of(self, call: Call) -> Kind:
-        """What is known of calls like this one."""
+        """Return what is known of calls like this one."""
         return self._kinds[call.key]
 
     def add(self, call: Call) -> None:
-        """A call that consists of others, each of which is known and proven."""
+        """Add a joint call, whose calls are all known and proven."""
         if call.key not in self._kinds:
             shapes = call.shapes
             self._kinds[call.key] = Kind(call.layout, shapes, {shapes: call.outputs}, proven=call.outputs)
 
     def weighting(self, call: Call) -> Weighting:
-        """How the call's own loss is weighted."""
+        """Return how the call's own loss is weighted."""
         return self._kinds[call.key].weighting
 
     def runs_whole_after(self, call: Call, error: BaseException) -> bool:
-        """Whether a call may run whole whose pass in pieces raised this."""
+        """Return whether a call may run whole after its pass in pieces raised `error`."""
         if isinstance(error, Otherwise):
             self._kinds = {key: kind for key, kind in self._kinds.items() if key not in {c.key for c in call.calls}}
         if not isinstance(error, Exception) or isinstance(error, (MemfitError, Modified, WeightsChanged)):
@@ -295,7 +295,7 @@ class Kinds:
         return sum(needs) <= self._core.memory.budget().room
 
     def say_whole(self, call: Call, error: BaseException) -> None:
-        """That calls like this one run whole from now on, which failed in pieces."""
+        """Report that calls like this one, which failed in pieces, run whole from now on."""
         for each in call.calls:
             kind = self._kinds[each.key]
             kind.whole = kind.beside = sys.maxsize
@@ -304,7 +304,7 @@ class Kinds:
         report_fault(self._core, error)
 
     def prove_again(self, call: Call) -> None:
-        """The weighting of the call's own loss did not hold on this batch: infer it anew. Raises Refused."""
+        """Infer the weighting of the call's own loss again: it did not hold on this batch. Raises Refused."""
         kind = self._kinds[call.key]
         if call.samples < 2:
             kind.weighting = BY_SAMPLES
@@ -329,7 +329,7 @@ class Kinds:
             if whole and core.together is None:
                 self._kinds[key] = kind
                 return None
-            # Among several processes a loss that is known is weighted over all of them: then it is cut, if into one piece.
+            # With several ranks a known loss is weighted over all of them: then the call is cut, even if into one piece.
             deviation = self._prover.prove(kind, call, shapes)
             if deviation is None:
                 kind.whole = 0
@@ -345,8 +345,8 @@ class Kinds:
         raise self._prover.mixes(*worst)
 
     def _single(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree) -> Call | None:
-        """A process's share of one sample, of a kind that is not known yet: in one piece, its loss weighted by what it divides
-        by, where that can be seen without another sample to prove it on."""
+        """Return a rank's one-sample share of an unknown kind, in one piece. Its loss is weighted by its denominator, if that
+        shows without another sample to prove it on."""
         core = self._core
         call = next(ways_to_cut(core.model, plain, tree, 1, core.device, self._split(tree, 1)))
         if not self._trains(call):
@@ -357,8 +357,8 @@ class Kinds:
         return call
 
     def _trains(self, call: Call) -> bool:
-        """Whether a backward can go through what the call returns, as far as memfit sees it. Raises Refused where a prescribed
-        micro-batch means it to be cut."""
+        """Return whether a backward can go through the call's outputs, as far as memfit sees. Raises Refused if a prescribed
+        micro-batch requires a cut."""
         try:
             return call.outputs.trains
         except Refused as refused:
@@ -387,7 +387,7 @@ class Kinds:
         return call
 
     def _prove_known(self, kind: Kind, call: Call, shapes: Shapes) -> None:
-        """The first proof of a kind that ran whole so far, or the second one, on a later batch. Raises Refused."""
+        """Prove a kind that always ran whole, or repeat its proof on a later batch. Raises Refused."""
         core, again = self._core, kind.proven is not None
 
         def unrepeated(text: str) -> Deviation | None:
@@ -402,7 +402,7 @@ class Kinds:
             raise self._prover.mixes(call, deviation)
 
     def _grew(self, kind: Kind, call: Call, shapes: Shapes) -> None:
-        """The inputs are larger than any planned for: everything is planned anew, before they run."""
+        """Plan again, before the call runs: its inputs are larger than any planned for."""
         if self._core.fixed is not None:
             return
         kind.shapes, kind.whole, kind.refused, kind.planned, kind.bound = shapes, 0, None, {}, self._bound(call)
@@ -429,7 +429,7 @@ class Kinds:
         waiting = UNDERWAY.whole
         circumstances = core.settled, call.samples, waiting, self._most_open
         if kind.refused == circumstances or (kind.planned and kind.refused and kind.refused[0] == core.settled):
-            return False  # (what is cut goes on being cut until more is known: looking takes time and memory)
+            return False  # (a cut call stays cut until more is known: checking takes time and memory)
         demand = Demand(call.samples, settings.target_batch, checkpoint=settings.checkpoint or ())
         if call.outputs.loss is None:
             demand = replace(demand, standing_per_sample=LOSS_BOUND * call.outputs.bytes_per_sample)
@@ -449,11 +449,11 @@ class Kinds:
         return True
 
     def _leaves_room(self, call: Call, plan: Plan, profile: Profile) -> bool:
-        """Whether beside this call, running whole, there is room for those that will wait for the same backward, and before a
-        step was seen for what may come."""
+        """Return whether room is left beside this whole call for those that will wait for the same backward and, before a step
+        was seen, for what may come."""
         core, grows = self._core, profile.added_by(call.samples)
         reserve = 0
-        if not core.settled and not core.normalises_batches():  # (whose statistics would be others')
+        if not core.settled and not core.normalises_batches():  # (cutting changes batch norm's statistics)
             there = plan.room + grows
             pairs = 0 if call.outputs.loss is not None else PAIRS * 4 * call.samples**2
             reserve = max(there // RESERVE, min(pairs, there // 2))
@@ -461,7 +461,7 @@ class Kinds:
         unseen = grows // UNSEEN if core.device.type == "cpu" and not ran else 0
         return grows * (self._most_open - self._open) + max(reserve, unseen) <= plan.room
 
-    # ---- planning for what consumes the output
+    # ---- planning for a consumer of the output
 
     def planned(
         self,
@@ -472,8 +472,8 @@ class Kinds:
         mode: str = "accumulate",
         standing_per_sample: int = 0,
     ) -> Planned:
-        """The plan for this consumer of the call's output, now in force: made at its first use, and again where there is more
-        room."""
+        """Return the plan for this consumer of the call's output and put it in force. It is made at the first use, and again if
+        there is more room."""
         if self._core.fixed is not None:
             assert self._core.active is not None
             return self._core.active
@@ -515,8 +515,8 @@ class Kinds:
         return made
 
     def _for_more(self, planned: PlannedCall, demand: Demand) -> PlannedCall | None:
-        """The plan for a call with more samples, each no larger than was planned for: it rests on the same profile, as its own
-        would tell less of larger ones. None where nothing fits."""
+        """Return the plan for a call with more samples, none larger than planned for, or None if nothing fits. It reuses the
+        profile: the call's own would tell less about larger samples."""
         core = self._core
         assert planned.profile is not None
         try:
@@ -527,7 +527,7 @@ class Kinds:
         return self._adopted(plan, planned.profile, demand, planned.shapes)
 
     def _roomier(self, planned: PlannedCall, standing: int) -> PlannedCall:
-        """The plan now that the script zeroes its gradients before the batch runs: their room can be used."""
+        """Return the plan now that the script zeroes its gradients before the batch runs, which frees their memory."""
         core = self._core
         planned.demand = replace(planned.demand, standing=standing)
         demand = replace(planned.demand, micro_batch=core.settings.micro_batch, checkpoint=planned.plan.checkpoint)
@@ -535,13 +535,13 @@ class Kinds:
         try:
             plan = search([planned.profile], core.memory.budget(), demand)
         except DoesNotFit:
-            return planned  # something else came to be held meanwhile; what runs goes on
+            return planned  # less memory is free now; the current plan stays
         if plan.micro_batch > planned.plan.micro_batch == planned.largest:
             return self._adopted(plan, planned.profile, planned.demand, planned.shapes)
         return planned
 
     def _most_kept(self, profile: Profile) -> int | None:
-        """Micro-batches whose activations may be kept at once: one where the next would write what its graph has saved."""
+        """Return how many micro-batches may keep activations at once: one if the next would write what its graph has saved."""
         return 1 if beside_statistics(self._core.model, profile.written_buffers) else None
 
     def _task(self, call: Call, consumer: Consumer, demand: Demand, weighting: Weighting) -> Task:
@@ -564,7 +564,7 @@ def _has_dimension(tree: Tree, size: int) -> bool:
 
 
 def _traceable(call: Call) -> int:
-    """Samples to trace with: more than a small call has, so that what one sample costs can be told from what all do."""
+    """Return the samples to trace with: more than a small call has, to tell the cost per sample from the fixed cost."""
     if call.split is not None or call.samples < 2 or any(t.layout is not torch.strided for t in tensors(call.tree)):
         return call.samples
     return max(call.samples, CHECK)
