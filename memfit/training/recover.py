@@ -44,7 +44,7 @@ class Recovery:
         self.drew = False
 
     def remembered(self) -> tuple[Callable[[], None], RandomState]:
-        """Returns a function that drops accumulated gradients and restores the current random state and buffers, and that state."""
+        """Returns (a function that drops accumulated gradients and restores random state and buffers, the random state)."""
         random = RandomState.capture(self._device, host=self.host_draws.kept)
         copies = self._buffers.snapshot()
 
