@@ -101,7 +101,7 @@ def ways_to_cut(
 
 
 def _can_be_split(call: Call) -> bool:
-    """Whether split= can cut the call by the number of samples assumed here."""
+    """Whether split= accepts the number of samples assumed for the call."""
     try:
         call.arguments(0, call.samples - 1)
     except Exception:
@@ -110,7 +110,7 @@ def _can_be_split(call: Call) -> bool:
 
 
 def outputs_of(call: Call) -> Outputs:
-    """Returns what the model returns for any number of samples of such a call. Raises what the model raises in a real run."""
+    """Infers what the model returns for any number of samples of such a call. Raises what the model raises in a real run."""
     few, many = _few(call)
     if few == 1 and call.split is None:  # many models treat a single sample differently, so copies are used
         call, few, many = call.chosen((0, call.samples - 1, 0)), 2, 3
@@ -135,10 +135,8 @@ def _surface_own_error(call: Call) -> None:
 
 
 def twin_call(call: Call, twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> tuple[Call, list[torch.Tensor]]:
-    """Builds the call with fake tensors (twins) for its first `samples` samples. Returns it and the twins.
-
-    The twins stand for views of existing storage. Samples beyond the batch's own are represented by samples like them.
-    """
+    """Builds the call on fake tensors (twins) of its first `samples` samples. Returns it and the twins, which stand for views
+    of existing storage. Samples beyond the batch's own are represented by samples like them."""
     made: list[torch.Tensor] = []
 
     def convert(leaf: Any) -> Any:
@@ -183,7 +181,7 @@ def _call(
 
 
 def fake_outputs(call: Call, *samples: int) -> list[Any]:
-    """Returns what the model returns for each number of samples, on fake tensors. Raises TraceFailed."""
+    """Runs the call on fake tensors with each number of samples. Returns the outputs. Raises TraceFailed."""
     with on_twins(call.model, call.device) as world:
         twins = [twin_call(call, world.twin, n)[0] for n in samples]
         with world.entered(), uncompiled(), torch.enable_grad():
@@ -206,9 +204,7 @@ def size_that_decides(call: Call, *sizes: int) -> int | None:
 
 def comparable_sizes(first: Callable[[int], Any], most: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns the `sizes` comparable with few samples for a batch that only split= can cut (`first(n)`: its first n samples).
-
-    Returns none if samples differ in shape: that would be mistaken for an effect of their number.
-    """
+    Returns none if samples differ in shape: that would be mistaken for an effect of their number."""
     found = tuple(size for size in sizes if MORE < size <= most)
     alike = not found or all(shared_samples(first(size)) == size for size in (FEW, MORE, *found))
     return found if alike else ()

@@ -82,8 +82,7 @@ class Measurer:
 
         `beside`: a timed profile in another precision. Then only its largest size runs again, since each size may keep kernels
         for good. `thoroughly`: without a trace, or if kernels take much besides the tensors, sizes run up to the largest,
-        however long it takes.
-        """
+        however long it takes."""
         before = self._memory.budget()
         allowed = before.room - task.demand.standing - task.demand.standing_per_sample * task.demand.share
         wanted = self._worth_timing(task)
@@ -143,10 +142,8 @@ class Measurer:
     def _survivors(
         self, task: Task, profile: Profile, sizes: Sequence[int], allowed: int, thoroughly: bool
     ) -> tuple[Timing, ...]:
-        """Run `_timings`. On an out-of-memory error retry with up to half the size, and plan no larger size from then on.
-
-        A prescribed size is not replaced: it returns no timings, and training recovers on its own.
-        """
+        """Run `_timings`. On an out-of-memory error retry with up to half the size, and plan no larger size from then on. A
+        prescribed size is not replaced: it returns no timings, and training recovers on its own."""
 
         def smaller(text: str) -> tuple[Timing, ...]:
             self._most = max(sizes[0], sizes[-1] // 2)
@@ -259,11 +256,8 @@ class Measurer:
         return size <= (self._most or size) and not (self.no_singles and alone)
 
     def _only(self, profile: Profile | None) -> tuple[int, ...]:
-        """Return the sizes that have run if kernels take memory that tensors do not show, since only those are known.
-
-        Return an empty tuple if any size may run. If freed memory is returned at once, a line through the measurements
-        suffices.
-        """
+        """Return the sizes that have run if kernels take memory that tensors do not show, since only those are known. Empty if
+        any size may run: if freed memory is returned at once, a line through the measurements suffices."""
         if profile is None:
             return ()
         hides = self._scatters(profile)
@@ -281,8 +275,7 @@ def excess_beside(own: Excess, lower: Excess) -> Excess:
     """Estimates what micro-batches in a second precision, measured at one size, take beyond their trace at every size.
 
     If it is less than the first precision's excess, it is the same fraction at every size (an LSTM in bfloat16: 0.60, 0.59 and
-    0.55 of float32 at 2, 8 and 32 samples). If it is more, the difference is added. Without the first, it is proportional.
-    """
+    0.55 of float32 at 2, 8 and 32 samples). If it is more, the difference is added. Without the first, it is proportional."""
     if not lower or not own:
         return ((0, 0), *lower) if lower else own
     last, there = lower[-1]

@@ -1,6 +1,6 @@
-"""Tracks the memory that this process holds and may hold while it trains, in the unit of its budget.
+"""Tracks the memory that this process holds and may hold while it trains, by the measure of its budget.
 
-On the CPU the unit is resident memory, or reserved memory under limits like `ulimit -d`. Not covered: memory that other
+On the CPU the measure is resident memory, or reserved memory under limits like `ulimit -d`. Not covered: memory that other
 processes take between two measurements.
 """
 
@@ -80,8 +80,7 @@ class Memory:
         _TRAINING.discard(self)
 
     def lacking(self, beside: Memory) -> int:
-        """Returns the bytes of gradients and optimizer state that the next step creates, excluding those shared with
-        `beside`."""
+        """Returns the bytes of gradients and optimizer state that the next step creates, without those of `beside`."""
         if self._model is beside._model:
             return 0
         others = {id(p) for p in beside._model.parameters()}
@@ -106,7 +105,7 @@ class Memory:
         return replace(self._budget, held=held, limit=limit, margin=margin)
 
     def left(self) -> int:
-        """Returns the bytes still available."""
+        """Returns the bytes still available beyond everything held."""
         return self.budget().room - self._known_bytes()
 
     @property
@@ -152,7 +151,7 @@ class Memory:
         return int(allowed - self._base + self._start - swing - ONE_MORE * kept - between)
 
     def measured_peak(self) -> int | None:
-        """Returns the peak bytes since the last reset, in the budget's unit; None if the platform does not report it."""
+        """Returns the peak bytes since the last reset, by the budget's measure; None if the platform does not report it."""
         if self._resting:
             return self._seen
         peak = self._meter.peak()
@@ -178,8 +177,7 @@ class Memory:
         """Avoids new kernels inside a proof, for micro-batch sizes that may never run again.
 
         oneDNN generates and keeps code for every shape of a convolution. Each of its buffers reserves 256 KiB and touches a
-        tenth of it, which matters only if reserved memory is limited. Parts and whole are then compared with torch's own
-        kernels.
+        tenth, which matters only if reserved memory is limited. Then parts and whole are compared with torch's own kernels.
         """
         if not self.reserved:
             yield

@@ -42,7 +42,7 @@ FRAGMENTS = (
     "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 in the environment for larger micro-batches and a sure fit"
 )
 ODD = 0.01
-"""A single sample is traced on its own if it takes this fraction of its peak more than the trace of several predicts, since
+"""A single sample is traced on its own if it takes over this fraction of its peak more than the trace of several predicts:
 operators treat dimensions of size one differently (a GPT keeps 2 % more then)."""
 KERNELS = 5
 """Assumed bound of a whole batch's memory, in multiples of its tensors' growth. With that much room nothing is measured first
@@ -203,7 +203,7 @@ class Planner:
             raise own_exception(failed) or not_measurable(self.settings.card, failed) from failed.__cause__
 
     def _is_here(self) -> bool:
-        """Whether it can run here: the device exists and the parameters are not on meta."""
+        """Whether it can run here: the device is present and the parameters are not on meta."""
         return self.settings.card is None and not any(p.is_meta for p in self._model.parameters())
 
     def _search(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:

@@ -99,10 +99,8 @@ def decided(
     whole: Reads, parts: Sequence[Reads], run: Callable[[tuple[int, Value]], Any], same: Callable[[Any], bool]
 ) -> str | None:
     """Returns the line whose comparison of batch values decides, or a note for a number; None if whole and parts show none.
-
     `run` reruns the whole with the n-th read replaced. `same` tells whether its result is unchanged. A check that only raises
-    decides nothing.
-    """
+    decides nothing."""
     line = _compared(whole.taken, [part.taken for part in parts])
     reads = [(index, read) for index, read in enumerate(whole.reads) if line is not None or not isinstance(read, bool)]
     for index, read in reads[:MOST]:

@@ -56,8 +56,7 @@ class Recovery:
         return put_back, random
 
     def watched(self) -> Callable[[], bool]:
-        """Like `remembered`, but copies only batch norm's buffers. The function tells whether the other buffers are
-        unchanged."""
+        """Like `remembered`, but copies no buffers except batch norm's: the function tells whether the others are unchanged."""
         random, buffers = RandomState.capture(self._device, host=self.host_draws.kept), self._buffers.watched()
 
         def put_back() -> bool:

@@ -2,8 +2,7 @@
 
 A rule tells where the samples lie in the result and how the arguments change for a micro-batch: views hold whole-batch sizes as
 plain numbers, and tensors of the batch are cut like the output that they meet. An operation without a rule, or one whose result
-no single axis describes, materializes the output by replay. Not covered: indexing along the batch, concatenation, matrix
-products.
+no single axis describes, materializes the output by replay. Not covered: batch indexing, concatenation, matrix products.
 """
 
 from __future__ import annotations
@@ -270,22 +269,22 @@ def _reducing(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> 
 
 
 def max_values(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch.max(value, dim).values"""
+    """Returns `torch.max(value, dim).values`."""
     return torch.max(value, *args, **kwargs)[0]
 
 
 def max_indices(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch.max(value, dim).indices"""
+    """Returns `torch.max(value, dim).indices`."""
     return torch.max(value, *args, **kwargs)[1]
 
 
 def min_values(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch.min(value, dim).values"""
+    """Returns `torch.min(value, dim).values`."""
     return torch.min(value, *args, **kwargs)[0]
 
 
 def min_indices(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch.min(value, dim).indices"""
+    """Returns `torch.min(value, dim).indices`."""
     return torch.min(value, *args, **kwargs)[1]
 
 

@@ -45,9 +45,9 @@ LOOKS = 100
 class Run:
     """A training that memfit fits into memory. Unpacks into (model, optimizer, loader).
 
-    Attributes: `model`, `optimizer` (the objects given to `wrap`), `loader` (yields effective batches), `plan` (None until the
-    first training call without loss_fn), `events`, `script_batch` (samples per optimizer step over all ranks in the unmodified
-    script, which the report compares with the target; None if not known).
+    Attributes: `model`, `optimizer` (the objects given to `wrap`), `loader` (yields effective batches), `plan` (None before
+    the first training call if there is no loss_fn), `events`, `script_batch` (samples per optimizer step over all
+    ranks in the unmodified script, which the report compares with the target; None if not known).
     """
 
     def __init__(self, model: Any, optimizer: Any, loader: Any, *, core: Core | None, off: str = "") -> None:
@@ -377,8 +377,7 @@ class Run:
         return PlainReport(type(self.model).__name__, *found, steps, seconds, happenings(self.events), software(), made)
 
     def measured_peak(self) -> int | None:
-        """Returns the peak bytes in steps of this plan. None before its first full step, or if the platform does not report
-        it."""
+        """Returns the peak bytes in steps of this plan. None before its first full step, or on unsupported platforms."""
         core = self._core
         if core is None or core.tuning or core.steps <= self._peak_from:
             return None

@@ -243,7 +243,7 @@ class Together:
         self.torn = True
 
     def share_buffers(self) -> None:
-        """Broadcasts rank 0's buffers if forwards wrote batch statistics into them, as DistributedDataParallel does."""
+        """Broadcasts rank 0's buffers if the model tracks batch statistics, as DistributedDataParallel does."""
         if not self._shares_buffers:
             return
         written = [b for b in self._model.buffers() if b.is_floating_point() or b.dtype is torch.int64]

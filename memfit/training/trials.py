@@ -19,10 +19,8 @@ GAIN = 0.01
 
 
 class Trials:
-    """Times steps with and without overlap and chooses.
-
-    Attributes: `chosen` (whether it pays; None while undecided), `gain` (the fraction of a step that it saves).
-    """
+    """Chooses by timing steps with and without overlap: `chosen` (whether it pays; None while undecided), `gain` (fraction of a
+    step that it saves)."""
 
     def __init__(self, clock: Clock) -> None:
         self.chosen: bool | None = None

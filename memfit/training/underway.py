@@ -1,4 +1,4 @@
-"""Tracks what training calls hold until backward, in all models: activations of whole calls, kept micro-batches of replayed.
+"""Tracks what calls of all models hold until backward: activations of whole calls, kept micro-batches of two-pass calls.
 
 It is process-wide like memory: a script may wrap a generator and a discriminator separately. Not covered: activations of models
 that are not wrapped.

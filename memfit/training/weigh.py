@@ -323,7 +323,7 @@ class LeafCount:
     path: Path
     """Path to the leaf."""
     rule: str
-    """labels: entries other than -100. shifted: the same without the first position. mask: the sum. nonzero: as named."""
+    """labels: entries other than -100. shifted: likewise without the first position. mask: the sum. nonzero: other than 0."""
     label: str
     """Description."""
 
