@@ -1,4 +1,4 @@
-"""Measures the seconds of a stretch of work without synchronizing: CUDA events in the current stream, or the CPU's clock.
+"""Measures the seconds of a stretch of work without synchronizing: device events in its stream (CUDA), or the CPU's clock.
 
 Not covered: devices without events; their work is not timed.
 """

@@ -86,7 +86,7 @@ class Overlap:
         self._summed: frozenset[int] = frozenset()
         self._begun: Any = None
 
-    # ---- in an attempt at a batch
+    # ---- during an attempt at a batch
 
     def attempting(
         self, load: Load | None, weighting: Weighting, parameters: Sequence[torch.Tensor], room: int
@@ -213,7 +213,7 @@ class Overlap:
     def _alias(self, place: int) -> torch.Tensor:
         return self._staging.alias(self._buckets.parameters[place])
 
-    # ---- when a batch is put together
+    # ---- when a batch is combined
 
     def settled(self) -> list[Stated] | None:
         """Ends the batch. Returns what all ranks stated if gradients are already reduced, else None."""

@@ -128,7 +128,7 @@ class Prover:
         kind.alike = call.samples
         return []
 
-    # ---- which samples
+    # ---- choosing samples
 
     def _provable(self, kind: Kind, call: Call) -> tuple[int, tuple[str, ...]]:
         """Return (number of samples whose proof fits in memory, blocks to checkpoint for it)."""

@@ -74,7 +74,7 @@ class Run:
         self.script_batch: int | None = None
         self._sharding: Sharding | None = None
 
-    # ---- what it is
+    # ---- properties
 
     @property
     def plan(self) -> Plan | None:
@@ -110,7 +110,7 @@ class Run:
     def _repr_html_(self) -> str:
         return f"<div>{escape(repr(self))}</div>" if self.plan is None else self.report()._repr_html_()
 
-    # ---- what it does
+    # ---- methods
 
     def step(self, batch: Any) -> torch.Tensor:
         """Performs one optimizer step over an effective batch. Returns the loss as a detached scalar.
@@ -336,7 +336,7 @@ class Run:
 
         return loss
 
-    # ---- inside
+    # ---- internals
 
     def _take_step(self) -> None:
         core = self._core

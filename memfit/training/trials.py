@@ -1,4 +1,4 @@
-"""Decides whether reducing gradients during the last micro-batch pays: times both ways in turn, then keeps the faster.
+"""Decides whether overlapping gradient reduction with the last micro-batch pays: times both in turn, then keeps the faster.
 
 It takes and returns values only, so every rank gets the same numbers and decides the same.
 """

@@ -17,7 +17,7 @@ from memfit.training.weigh import LeafCount
 
 @dataclass(frozen=True)
 class Way:
-    """A way of weighting that can be exchanged between ranks."""
+    """A way of weighting (a loss reduction) that can be exchanged between ranks."""
 
     kind: str
     """samples, term, sum, count, or "by hand"."""

@@ -48,7 +48,7 @@ def infer_weighting(
     decides: bool = False,
     double: Work | None = None,
 ) -> tuple[Weighting | None, Deviation, Moves]:
-    """Infers the weighting that makes the whole's loss from the losses of parts of these sizes.
+    """Infers the weighting (reduction) that makes the whole's loss from the losses of parts of these sizes.
 
     Returns the weighting, the deviation, and how the state that the loss changes is composed. The weighting is None if none
     holds, or if all do (a mask leaves nothing of these samples), as the deviation tells. Parameters that only the loss uses are
