@@ -1,4 +1,4 @@
-"""Seconds of work, as the device counts them, without waiting for it: the host's clock on the CPU, else events in its stream.
+"""Measures the seconds of a stretch of work without synchronizing: device events in its stream (CUDA), or the CPU's clock.
 
 Not covered: devices without events; their work is not timed.
 """
@@ -15,34 +15,34 @@ from typing import Any
 import torch
 
 REMEMBERED = 50
-"""Steps whose seconds are remembered."""
+"""Number of steps whose seconds are kept."""
 PENDING = 64
-"""Steps whose events may be waited for."""
+"""Number of steps whose events may be pending."""
 
 
 class Clock:
-    """Points in the time of a device."""
+    """Takes timestamps on a device without synchronizing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
 
     def now(self) -> Any:
-        """This moment; None on a device that cannot tell."""
+        """Returns a timestamp: an event, or host seconds on the CPU. None if the device has no events."""
         if self._module is None:
             return time.perf_counter()
         if not (hasattr(self._module, "Event") and hasattr(self._module, "current_stream")):
             return None
         event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))  # (another device may be the current one)
+        event.record(self._module.current_stream(self._device))  # (the current device may be another one)
         return event
 
     def reached(self, moment: Any) -> bool:
-        """Whether the device has come so far; False where it cannot tell."""
+        """Whether the device has reached this timestamp; False if that is not known."""
         return moment is not None and (self._module is None or moment.query())
 
     def between(self, start: Any, stop: Any) -> float | None:
-        """Seconds; None where the device has not come so far yet."""
+        """Returns the seconds between two timestamps, or None if the device has not reached `stop` yet."""
         if start is None or stop is None:
             return None
         if self._module is None:
@@ -51,7 +51,7 @@ class Clock:
 
 
 class Laps:
-    """How long one kind of work took in each of the latest steps; a step may do it several times."""
+    """Collects the seconds of one kind of work in each of the latest steps. A step may do it several times."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -62,17 +62,17 @@ class Laps:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, the work is done."""
+        """Times the work done inside."""
         before, self._since = self._since, self._clock.now()
         try:
-            yield  # what fails is not timed
+            yield  # work that fails is not timed
             self._open.append((self._since, self._clock.now()))
         finally:
             self._since = before
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Inside, what is under way is not done."""
+        """Excludes the code inside from the work being timed."""
         under_way = self._since is not None
         if under_way:
             self._open.append((self._since, self._clock.now()))
@@ -81,12 +81,12 @@ class Laps:
             self._since = self._clock.now()
 
     def ends(self, samples: float = 0.0) -> None:
-        """A step has done this work, on so many samples."""
+        """Ends a step that has done this work on `samples` samples."""
         self._pending.append((samples, self._open))
         self._open = []
 
     def read(self) -> tuple[float, float]:
-        """(samples, seconds) of the steps that the device has finished since this was last asked."""
+        """Returns (samples, seconds) of the steps that the device has finished since the last call."""
         samples = seconds = 0.0
         while self._pending:
             of, laps = self._pending[0]
@@ -100,10 +100,10 @@ class Laps:
         return samples, seconds
 
     def forget(self) -> None:
-        """The steps to come do other work."""
+        """Discards all measurements, because the next steps do other work."""
         self._pending.clear()
         self._seconds.clear()
 
     def typical(self) -> float | None:
-        """Seconds per step, the median of the latest; None where none was timed."""
+        """Returns the median seconds of the latest steps, or None if none was timed."""
         return median(self._seconds) if self._seconds else None

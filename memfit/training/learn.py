@@ -1,6 +1,6 @@
-"""Learning a kind of call: which dimension is the batch and what the model returns, from two small fake runs.
+"""Learns the batch dimension and the outputs of a kind of call from two small runs on fake tensors.
 
-Where the model cannot run on fake tensors, the two small runs are real ones that leave no trace.
+If the model cannot run on fake tensors, the two small runs are real and leave no trace.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from memfit.training.positions import FEW, MORE, first_that_decides
 def structure_of(
     tree: Tree, model: nn.Module, device: torch.device, split: Split | None = None, flags: Hashable = ()
 ) -> Hashable:
-    """What two calls share if they can be cut the same way: nesting, dtypes, plain values, mode, flags and autocast.
+    """Returns a key that calls share if they can be cut alike: nesting, dtypes, plain values, mode, flags, autocast.
 
-    Where only `split` knows how, what it cuts beside tensors (lists of lengths) may differ from call to call.
+    If only `split` can cut them, what it cuts besides tensors (lists of lengths) may differ from call to call.
     """
     if split is cut_lists:
         found = look_of_lists(tree)
@@ -47,7 +47,7 @@ def structure_of(
 
 
 def look_of(tree: Tree, model: nn.Module, device: torch.device, flags: Hashable = ()) -> Hashable:
-    """What two calls share that are of one kind and have the same sizes; None where they are given more than tensors."""
+    """Returns a key that calls of one kind and equal sizes share, or None if a call takes more than plain tensors."""
     args, kwargs = tree
     found = []
     for part in (*args, *kwargs.values()):
@@ -63,9 +63,9 @@ def look_of(tree: Tree, model: nn.Module, device: torch.device, flags: Hashable 
 def ways_to_cut(
     model: nn.Module, plain: Callable[..., Any], tree: Tree, samples: int, device: torch.device, split: Split | None
 ) -> Iterator[Call]:
-    """Calls cut by each layout under which the model runs on a few samples, the likeliest first.
+    """Yields a call for each layout under which the model runs on a few samples, the likeliest first.
 
-    Raises Refused if there is none; it names what the model said of the likeliest.
+    Raises Refused if there is none, with the model's error for the likeliest layout.
     """
     if split is not None:
         layout = Layout(tuple(None for _ in leaves(tree)), samples)
@@ -101,7 +101,7 @@ def ways_to_cut(
 
 
 def _can_be_split(call: Call) -> bool:
-    """Whether split= takes the call for one of as many samples."""
+    """Whether split= accepts the number of samples assumed for the call."""
     try:
         call.arguments(0, call.samples - 1)
     except Exception:
@@ -110,9 +110,9 @@ def _can_be_split(call: Call) -> bool:
 
 
 def outputs_of(call: Call) -> Outputs:
-    """What the model returns for any number of samples of a call like this one; raises what the model raises for real."""
+    """Infers what the model returns for any number of samples of such a call. Raises what the model raises in a real run."""
     few, many = _few(call)
-    if few == 1 and call.split is None:  # single samples are special to many models; copies serve to learn from
+    if few == 1 and call.split is None:  # many models treat a single sample differently, so copies are used
         call, few, many = call.chosen((0, call.samples - 1, 0)), 2, 3
     try:
         small, large = fake_outputs(call, few, many)
@@ -126,7 +126,7 @@ def _few(call: Call) -> tuple[int, int]:
 
 
 def _surface_own_error(call: Call) -> None:
-    """Raise what the model raises whether or not its batch is cut, from its own frames; return if cutting is the reason."""
+    """Raise the model's error from its own frames if the model fails even uncut; return if cutting causes the failure."""
     try:
         with ZeroArrays():
             fake_outputs(call, call.samples)
@@ -135,8 +135,8 @@ def _surface_own_error(call: Call) -> None:
 
 
 def twin_call(call: Call, twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> tuple[Call, list[torch.Tensor]]:
-    """The call on twins of its first `samples` samples, and those twins: they stand for views of what exists already. With
-    more than there are, some stand for samples like them."""
+    """Builds the call on fake tensors (twins) of its first `samples` samples. Returns it and the twins, which stand for views
+    of existing storage. Samples beyond the batch's own are represented by samples like them."""
     made: list[torch.Tensor] = []
 
     def convert(leaf: Any) -> Any:
@@ -154,12 +154,12 @@ def twin_call(call: Call, twin: Callable[[torch.Tensor], torch.Tensor], samples:
 
 
 def twins_of(tree: Any, twin: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A part of a batch with fake tensors for real ones."""
+    """Replaces the real tensors in a part of a batch by fake tensors."""
     return map_leaves(lambda leaf: twin_of_part(leaf, twin) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def twin_of_part(tensor: torch.Tensor, twin: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The twin of a part of a batch with a storage of its own size."""
+    """Returns a fake tensor for part of a batch, with a storage of the part's own size."""
     if tensor.is_floating_point() and not tensor.is_sparse:
         fake = twin(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).new_empty(tensor.shape)
         return fake.requires_grad_(tensor.requires_grad)
@@ -181,7 +181,7 @@ def _call(
 
 
 def fake_outputs(call: Call, *samples: int) -> list[Any]:
-    """What the model returns for so many samples of a call, on fake tensors. Raises TraceFailed."""
+    """Runs the call on fake tensors with each number of samples. Returns the outputs. Raises TraceFailed."""
     with on_twins(call.model, call.device) as world:
         twins = [twin_call(call, world.twin, n)[0] for n in samples]
         with world.entered(), uncompiled(), torch.enable_grad():
@@ -189,8 +189,7 @@ def fake_outputs(call: Call, *samples: int) -> list[Any]:
 
 
 def size_that_decides(call: Call, *sizes: int) -> int | None:
-    """The first of these numbers of samples with which the model does something else than with few, as far as fake tensors
-    tell."""
+    """Returns the first of these numbers of samples for which the model, run on fake tensors, acts differently than for few."""
     if call.split is None and not call.layout.cuts:
         return None
     if call.split is not None:
@@ -204,15 +203,15 @@ def size_that_decides(call: Call, *sizes: int) -> int | None:
 
 
 def comparable_sizes(first: Callable[[int], Any], most: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Those of `sizes` with which what only split= can cut, into its `first` samples, may be compared with few of them; none
-    where samples differ in shape, which would be taken for what their number decides."""
+    """Returns the `sizes` comparable with few samples for a batch that only split= can cut (`first(n)`: its first n samples).
+    Returns none if samples differ in shape: that would be mistaken for an effect of their number."""
     found = tuple(size for size in sizes if MORE < size <= most)
     alike = not found or all(shared_samples(first(size)) == size for size in (FEW, MORE, *found))
     return found if alike else ()
 
 
 def _real_outputs(call: Call, *samples: int) -> list[Any]:
-    world = FakeWorld()  # what has no data still says on which device it would be
+    world = FakeWorld()  # keeps the device of outputs whose data are dropped
     with leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
         found = []
         for n in samples:
@@ -237,6 +236,6 @@ def _kind(leaf: Any, path: Path = ()) -> Hashable:
     if is_column(leaf):
         return "column" if isinstance(leaf[0], (str, bytes)) else tuple(leaf)
     simple = isinstance(leaf, (int, float, str, bool, type(None)))
-    # A number on a batch of the script's own is often counted from it (its tokens), and another one in every batch.
+    # A number on the script's own batch class is often derived from the batch (its token count) and varies with it.
     return leaf if simple and not (path and isinstance(path[-1], Attribute)) else type(leaf).__name__
 

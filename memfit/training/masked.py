@@ -1,8 +1,7 @@
-"""What a masked mean counts in a process's share of which its mask leaves nothing.
+"""Corrects the divisor of a masked mean on a rank whose share has no unmasked entries.
 
-Scripts divide by `mask.sum().clamp(min=1)`, or by `mask.sum() + eps`, so as not to divide by zero: beside other processes such
-a share counts nothing, and not one. Seen where the mask multiplies what is added up. Not covered: other ways to leave entries
-out.
+To avoid dividing by zero, scripts divide by `mask.sum().clamp(min=1)` or `mask.sum() + eps`. Beside other ranks, such a share
+must count 0, not 1. This is detected if the mask multiplies the summed values. Not covered: other ways to mask.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MULTIPLYING = frozenset(named("mul", "multiply", "__mul__", "__rmul__"))
 
 
 def count_of(term: Term) -> Divisor:
-    """What the term divides by, and zero where its mask leaves nothing and it divides by one at most."""
+    """Returns the term's divisor (denominator), or zero if the mask is all zero and the divisor is at most one."""
     count = term.count
     if not isinstance(count, torch.Tensor) or not isinstance(term.node, Step) or term.node.function is not torch.sum:
         return count
@@ -30,7 +29,7 @@ def count_of(term: Term) -> Divisor:
 
 
 def _factors(node: Any) -> Iterator[Cut]:
-    """The tensors of the batch that `node` is a multiple of."""
+    """Yield the batch's tensors that are factors of `node`."""
     if isinstance(node, Cut):
         yield node
     elif isinstance(node, Step) and node.function in _MULTIPLYING:

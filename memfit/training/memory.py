@@ -1,7 +1,7 @@
-"""What this process holds and may hold while it trains, on the scale that its budget is counted on.
+"""Tracks the memory that this process holds and may hold while it trains, by the measure of its budget.
 
-On the CPU there are two scales: resident memory, and reserved memory, which limits of the kind of `ulimit -d` count. Not
-covered: memory that other processes take between two looks.
+On the CPU the measure is resident memory, or reserved memory under limits like `ulimit -d`. Not covered: memory that other
+processes take between two measurements.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from memfit.profiling.build import state_bytes, state_there
 from memfit.profiling.profile import Profile
 
 ONE_MORE = 0.8
-"""How much more of that one micro-batch may add to what the C library keeps already."""
+"""Fraction of its heap peak that one more micro-batch may add to what the C library already keeps."""
 BETWEEN = 4
-"""One part in so many of the room above a plan's peak that free heap pages leave alone: the optimizer's step, proofs and the
-script itself come between micro-batches (354 of 355 MiB were held where the heap could fill up to the next micro-batch)."""
+"""Free heap pages may not use 1/BETWEEN of the room above a plan's peak: the optimizer step, proofs and the script run
+between micro-batches (354 of 355 MiB were held when the heap could fill up to the next micro-batch)."""
 AHEAD = 1.5
-"""A limit on reserved memory may bind first where less than this many times the budget is left (an LSTM's kernels reserve
-1.6 times what they touch)."""
+"""A limit on reserved memory may bind first if less than AHEAD times the budget is left (an LSTM's kernels reserve 1.6 times
+what they touch)."""
 
 
 _TRAINING: weakref.WeakSet[Memory] = weakref.WeakSet()
-"""Of the models that train in this process: a script may wrap its generator and its discriminator one by one."""
+"""The models that train in this process. A script may wrap a generator and a discriminator separately."""
 
 
 class Memory:
-    """The memory of one model, optimizer and budget.
+    """Measures and budgets the memory of one model and optimizer.
 
-    Attributes: `reserved` (whether what binds is a limit on reserved memory), `heap_waste` (what one byte of the C library's
-    heap is taken to cost), `no_new_kernels` (whether steps run without what makes kernels for every shape, and keeps them).
+    Attributes: `reserved` (whether the limit that binds counts reserved memory), `heap_waste` (assumed cost of one byte in the
+    C library's heap), `no_new_kernels` (whether steps run without oneDNN, which makes and keeps kernels for every shape).
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device, budget: Budget) -> None:
@@ -67,20 +67,20 @@ class Memory:
         self._base = 0 if explicit else max(0, budget.held - self._known_bytes())
 
     def expect_states_of(self, optimizers: Sequence[Optimizer]) -> None:
-        """Keep room for the states of other optimizers of the model, whose first steps make them."""
+        """Keeps room for the states of the model's other optimizers, which their first steps create."""
         self._coming = [(optimizer, state_bytes(optimizer)) for optimizer in optimizers]
 
     def train(self) -> None:
-        """From now on other models of this process keep room for this one's gradients and optimizer state."""
+        """Makes other models of this process keep room for this one's gradients and optimizer state from now on."""
         self._state = state_bytes(self._optimizer)
         _TRAINING.add(self)
 
     def end(self) -> None:
-        """It trains no more."""
+        """Marks the end of this model's training."""
         _TRAINING.discard(self)
 
     def lacking(self, beside: Memory) -> int:
-        """Bytes of gradients and optimizer state that its next step makes and are not there yet, unless they are `beside`'s."""
+        """Returns the bytes of gradients and optimizer state that the next step creates, without those of `beside`."""
         if self._model is beside._model:
             return 0
         others = {id(p) for p in beside._model.parameters()}
@@ -91,55 +91,55 @@ class Memory:
         return gradients + own_state
 
     def budget(self) -> Budget:
-        """The budget with what is held now beside the tensors that profiles count, or will be by other models, and with what
-        can still be had now."""
+        """Returns the budget as of now: `held` is what is or will be held besides the tensors that profiles count, and `limit`
+        allows for what is still free."""
         self._give_back()
         known = self._known_bytes()
         coming = sum(max(0, size - state_there(optimizer)) for optimizer, size in self._coming)
         coming += sum(other.lacking(self) for other in _TRAINING)
         held = max(0, self._base + self._meter.in_use() - known - self._start) + coming
-        # Planning itself, libraries and other processes have taken memory since the first look.
+        # Planning, libraries and other processes have taken memory since the first measurement.
         free = photograph(self._device).free
         limit = min(self._budget.limit, held + known + free)
         margin = min(self._budget.margin, margin_for(self._device.type, limit))
         return replace(self._budget, held=held, limit=limit, margin=margin)
 
     def left(self) -> int:
-        """Bytes that can be had now beside all that is held."""
+        """Returns the bytes still available beyond everything held."""
         return self.budget().room - self._known_bytes()
 
     @property
     def allowed(self) -> Budget:
-        """The budget, as it was at first."""
+        """The original budget."""
         return self._budget
 
     @property
     def fast_dtypes(self) -> tuple[str, ...]:
-        """The precisions that the device computes fast in."""
+        """The precisions in which the device computes fast."""
         return self._budget.device.fast_dtypes
 
     def drift(self, plan: Plan) -> int:
-        """Bytes reserved since the plan was made beside what it counts: kernels for shapes that were new. 0 where what is
-        reserved is not limited."""
+        """Returns the bytes reserved since the plan was made that it does not count: kernels for new shapes. 0 if reserved
+        memory is not limited."""
         if not self.reserved:
             return 0
         return max(0, self._base + self._meter.in_use() - free_heap() - self._known_bytes() - self._start - plan.held)
 
     def allowance(self, plan: Plan) -> Budget:
-        """The budget as it was when the plan was made."""
+        """Returns the budget of the time when the plan was made."""
         return replace(self._budget, held=plan.held, limit=plan.limit, margin=plan.margin)
 
     def heap_ceiling(self, plan: Plan, profile: Profile | None) -> int | None:
-        """Bytes of anonymous memory from which on free heap pages are given back; None where they cannot matter.
+        """Returns the bytes of anonymous memory above which free heap pages are released; None if they do not matter.
 
-        However small a micro-batch is, what the heap keeps may grow with every one that runs: glibc leaves pieces between
-        tensors that no later one fits into (320 MiB were held after 120 micro-batches that take 20 MiB each).
+        Even for small micro-batches the heap may grow with every one: glibc leaves gaps between tensors that no later tensor
+        fits into (fragmentation: 320 MiB were held after 120 micro-batches of 20 MiB each).
         """
         if self._device.type != "cpu" or sys.platform != "linux" or thresholds_pinned() or self.reserved:
-            return None  # pages given back still count as reserved
+            return None  # released pages still count as reserved
         allowed = plan.limit - plan.margin
         timeline = None if profile is None else with_blocks(profile, plan.checkpoint).timeline
-        if timeline is None:  # what one micro-batch may add at most, mapped or in the heap
+        if timeline is None:  # an upper bound for one micro-batch, mapped or in the heap
             facts = None if profile is None else profile.model
             fixed = 0 if facts is None else facts.parameter_bytes + facts.gradient_bytes + state_bytes(self._optimizer)
             kept = max(0, plan.predicted.upper - plan.predicted.peak) / self.heap_waste
@@ -151,34 +151,33 @@ class Memory:
         return int(allowed - self._base + self._start - swing - ONE_MORE * kept - between)
 
     def measured_peak(self) -> int | None:
-        """Most bytes held since the meter was reset, on the budget's scale; None where the platform cannot tell."""
+        """Returns the peak bytes since the last reset, by the budget's measure; None if the platform does not report it."""
         if self._resting:
             return self._seen
         peak = self._meter.peak()
         return self._seen if peak is None else max(self._seen or 0, peak - self._start + self._base)
 
     def reset_peak(self) -> None:
-        """Count the measured peak anew."""
+        """Resets the measured peak."""
         self._seen, self._resting = None, False
         self._meter.reset_peak()
 
     def rest(self) -> None:
-        """Until a step is done, what is held does not count as the training's: comparing and drawing take room, too."""
+        """Excludes memory from the measured peak until the next step is done, because comparing and drawing also need room."""
         self._seen, self._resting = self.measured_peak(), True
 
     def stepped(self) -> None:
-        """A step is done, the next one counts again."""
+        """Marks a step as done. The next one counts towards the peak again."""
         if self._resting:
             self._resting = False
             self._meter.reset_peak()
 
     @contextmanager
     def sparing_kernels(self) -> Iterator[None]:
-        """For proofs: inside, no kernels are made for sizes of micro-batches that may never run again.
+        """Avoids new kernels inside a proof, for micro-batch sizes that may never run again.
 
-        oneDNN generates code for every shape of a convolution and keeps it; each of its buffers reserves 256 KiB of which
-        a tenth is touched, which only matters where reserved memory is limited. Parts and whole are compared with torch's
-        own kernels then.
+        oneDNN generates and keeps code for every shape of a convolution. Each of its buffers reserves 256 KiB and touches a
+        tenth, which matters only if reserved memory is limited. Then parts and whole are compared with torch's own kernels.
         """
         if not self.reserved:
             yield
@@ -187,8 +186,8 @@ class Memory:
             yield
 
     def stop_new_kernels(self) -> bool:
-        """From now on micro-batches run without oneDNN; False where they do already, and where torch's own kernels take more
-        than these would (convolutions unfold their inputs) or were not measured to take less (recurrent layers)."""
+        """Runs micro-batches without oneDNN from now on. Returns False if they already do, or if torch's kernels take more
+        (convolutions unfold their inputs) or were not measured to take less (recurrent layers)."""
         kinds = (nn.modules.conv._ConvNd, nn.RNNBase)
         if self.no_new_kernels or any(isinstance(module, kinds) for module in self._model.modules()):
             return False
@@ -196,11 +195,11 @@ class Memory:
         return True
 
     def running(self) -> AbstractContextManager[None]:
-        """What micro-batches run in."""
+        """Returns the context that micro-batches run in."""
         return _without_onednn() if self.no_new_kernels else nullcontext()
 
     def _give_back(self) -> None:
-        """What planning, or a step, has left behind and what comes makes anew is not held."""
+        """Release what planning or a step left behind and what later work recreates, so that it does not count as held."""
         give_back_free_heap()
         release_workspaces(self._device)
 
@@ -222,7 +221,7 @@ class Memory:
 @contextmanager
 def _without_onednn() -> Iterator[None]:
     flags = torch.backends.mkldnn.flags(enabled=False)
-    with warnings.catch_warnings():  # torch warns of a flag for Intel's GPUs whenever any of them is set
+    with warnings.catch_warnings():  # setting any mkldnn flag makes torch warn about a flag for Intel GPUs
         warnings.simplefilter("ignore")
         flags.__enter__()
     try:
@@ -234,9 +233,9 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _limits_what_is_reserved(budget: Budget) -> bool:
-    """Whether a limit that may bind counts what the process has reserved, touched or not."""
+    """Whether a limit that may bind counts reserved memory, touched or not."""
     limits = budget.device.limits
     if not limits or not limits[0].name.startswith("RLIMIT"):
         return False
-    # Reserved memory runs ahead of what is resident, so that it may bind first even under a smaller budget.
+    # Reserved memory exceeds resident memory, so this limit may bind first even under a smaller budget.
     return budget.source.startswith("probed") or limits[0].left < AHEAD * (budget.limit - budget.held)

@@ -1,8 +1,8 @@
-"""State that a forward moves: how micro-batches compose it, found and proven on few samples.
+"""Finds and proves on a few samples how micro-batches compose the state that a forward changes (its side effects).
 
-A forward may count, keep a running centre, append to a list, remember its last output: on the model, on a loss module, in a
-closure, in a global. On a whole and on unequal parts of it a rule is looked for by which parts leave what the whole leaves.
-State that moves rightly when parts run one after the other (a queue of samples) needs none. What has no rule is refused.
+A forward may count, update a running mean, append to a list or keep its last output: on the model, on a loss module, in a
+closure, in a global. A whole batch and unequal parts of it show the rule by which parts leave the same state as the whole.
+State that is right when parts run in turn (a queue of samples) needs no rule. State without a rule is refused.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from memfit.training.comparing import Deviation, relative_difference, tolerance
 from memfit.training.positions import Positions, decides_by_position
 
 Run = Callable[[int, int], object]
-"""Runs the samples `start:stop`, with the draws of the whole."""
+"""Runs the samples `start:stop` with the whole batch's random draws."""
 Values = dict[tuple[Any, ...], tuple[Place, Any, Any]]
-"""(place, value before, value after) by the places' keys."""
+"""Maps a place's key to (place, value before, value after)."""
 
 
 @dataclass(frozen=True)
 class Moves:
-    """What a whole moves, and how parts compose it."""
+    """The state that a whole batch changes, and how parts compose it."""
 
     composition: Composition
     deviation: Deviation | None
-    """The first place that has no rule."""
+    """The first place without a rule."""
     again: tuple[list[Any], list[list[Any]]] | None = None
-    """Where state is composed: what the whole and the parts give when they run once more, from the state that they left."""
+    """If state is composed: what the whole and the parts return in a second run, from the state left by the first."""
     decides: str | None = None
-    """The line that decides by values of the batch which it reads."""
+    """The source line whose control flow depends on values that it reads from the batch."""
 
     def misread(self) -> Deviation:
-        """State that is composed, and that a later forward reads otherwise in parts than as a whole."""
+        """Returns the deviation for composed state that a later forward reads differently in parts than as a whole."""
         return Deviation(self.composition.slots[0].place.label, 1.0, 0.0, by="moving")
 
 
 EXACT = 1e-5
-"""The part of a proof's tolerance within which state is looked at first: what moves a little further with every forward (a
-power iteration that has converged) is near to what it was."""
+"""Fraction of a proof's tolerance at which state is compared first. State that moves a little with every forward (a power
+iteration that has converged) stays close to its old value."""
 STILL = Moves(Composition(), None)
 
 
@@ -77,12 +77,12 @@ class Trial:
 
     run: Run
     sizes: Sequence[int]
-    """Samples in each part."""
+    """Number of samples in each part."""
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one trial moved."""
+    """What one trial changed: by the whole, by its parts in turn, and by each part alone."""
 
     whole: Values
     in_turn: Values
@@ -95,11 +95,11 @@ class _Seen:
         return MISSING if found is None else found[1]
 
     def ends(self, key: tuple[Any, ...]) -> tuple[Any, Any]:
-        """What the whole leaves, and what parts after one another do."""
+        """Return what the whole leaves, and what the parts leave when they run in turn."""
         return _after(self.whole, key, self.before(key)), _after(self.in_turn, key, self.before(key))
 
     def obeys(self, key: tuple[Any, ...], rule: Rule, closely: float) -> bool:
-        """Whether the values of parts make that of the whole by this rule."""
+        """Whether this rule makes the whole's value from the parts' values."""
         wanted, before = self.ends(key)[0], self.before(key)
         parts = [_after(part, key, before) for part in self.apart]
         try:
@@ -116,16 +116,16 @@ def composition_of(
     *,
     graphs: bool = False,
 ) -> Moves:
-    """How parts compose what a whole moves; `aside` gives contexts that leave no trace. `allowed` are names of state that may
-    be composed as it comes. What holds by chance on some samples does not on the same ones twice, which should be a trial.
-    `graphs`: tensors with a graph are state as well; else they are joined as outputs are (`sidedoors.py`)."""
+    """Finds how parts compose the state that a whole batch changes. `aside` gives contexts that leave no trace.
+    `allowed` names state that may stay uncomposed. One trial should repeat the same samples twice, where a rule that holds by
+    chance on some samples fails. `graphs`: tensors with a graph are state too; else they join like outputs (`sidedoors.py`)."""
     seen = [_seen(trial, aside, graphs) for trial in trials]
     moved = {key: found[0] for each in reversed(seen) for key, found in {**each.in_turn, **each.whole}.items()}
     slots, named = [], None
     for key, place in moved.items():
         flag = any(isinstance(each.before(key), (bool, str)) for each in seen)
         if all(same(*each.ends(key), EXACT) for each in seen) and not flag:
-            continue  # (what a forward does for the first time only, it would do in the first micro-batch only)
+            continue  # (a flag may mark what only the first forward does, which only the first micro-batch would do)
         nearly = all(same(*each.ends(key)) for each in seen)
         rule = next(_rules(place, key, seen, EXACT), None) or (None if nearly else next(_rules(place, key, seen), None))
         if rule is not None:
@@ -138,8 +138,8 @@ def composition_of(
 
 
 def with_written(composition: Composition, earlier: Composition, model: nn.Module) -> Composition:
-    """A composition, and the parameters that forwards write on some batches only: those that `earlier` proofs saw move, and
-    those that embeddings with `max_norm` shorten where they have grown."""
+    """Adds the parameters that forwards write on some batches only: those that `earlier` proofs saw change, and the weights of
+    embeddings with `max_norm`, which shortens rows that have grown."""
     there = {p.untyped_storage()._cdata for p in model.parameters() if p.layout is torch.strided}
     shortened = [
         Data(module.weight, f"{name}.weight")
@@ -169,7 +169,7 @@ def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], gra
 
 
 def _rules(place: Place, key: tuple[Any, ...], seen: Sequence[_Seen], closely: float = 1.0) -> Iterator[Rule]:
-    """The rules that hold in all trials."""
+    """Yield the rules that hold in all trials."""
     first = seen[0]
     wanted, before = first.ends(key)[0], first.before(key)
     parts = [_after(part, key, before) for part in first.apart]
@@ -179,14 +179,14 @@ def _rules(place: Place, key: tuple[Any, ...], seen: Sequence[_Seen], closely: f
 
 
 def _after(values: Values, key: tuple[Any, ...], before: Any) -> Any:
-    """What a place holds afterwards; what it held before where it did not move."""
+    """Return a place's value after the run, or its old value if it did not change."""
     return values[key][2] if key in values else before
 
 
 def _values(
     run: Run, pieces: Sequence[tuple[int, int]], aside: Callable[[], AbstractContextManager[Traces]], graphs: bool
 ) -> Values:
-    """What runs over these pieces, one after the other, move."""
+    """Return what runs over these pieces, in turn, change."""
     found: Values = {}
     with aside() as traces:
         for start, stop in pieces:
@@ -219,8 +219,8 @@ def _candidates_for(
 def rule_of(
     before: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float = 1.0
 ) -> Rule | None:
-    """The rule by which the values of parts make that of the whole; None where there is none. `closely`: the part of what is
-    taken for rounding elsewhere."""
+    """Returns the rule that makes the whole's value from the parts' values, or None. `closely`: fraction of the usual rounding
+    tolerance that is allowed."""
     for rule in _candidates(before, whole, parts):
         try:
             alike = parts if isinstance(rule, Last) else [rule.joined(before, parts, sizes)]
@@ -253,7 +253,7 @@ def _candidates(before: Any, whole: Any, parts: Sequence[Any]) -> Iterator[Rule]
 
 @dataclass(frozen=True)
 class _Total:
-    """Numbers of parts add up: the samples of a forward."""
+    """Adds the parts' numbers, such as a forward's sample count."""
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
         return sum(values)
@@ -271,17 +271,17 @@ def _inside(whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: flo
 
 
 def _rounding(number: Any) -> float:
-    """What numbers like this may differ by; Python's own are in double precision, NumPy's say what they are."""
+    """Return the rounding tolerance for such numbers: double precision for Python's, their own dtype for NumPy's."""
     return tolerance(getattr(torch, str(getattr(number, "dtype", "float64")), torch.float32))
 
 
 def _as_tensor(value: Any) -> Any:
-    """A tensor over a NumPy array; anything else as it is."""
+    """Return a tensor over a NumPy array's memory; return anything else unchanged."""
     return torch.from_numpy(value) if type(value).__name__ == "ndarray" and value.dtype.kind in "fciub" else value
 
 
 def same(a: Any, b: Any, closely: float = 1.0) -> bool:
-    """Whether two values are equal but for rounding; objects that cannot be compared are taken to be."""
+    """Whether two values are equal up to rounding. Objects of one type that cannot be compared count as equal."""
     if a is b:
         return True
     a, b = _as_tensor(a), _as_tensor(b)

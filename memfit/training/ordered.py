@@ -1,4 +1,4 @@
-"""An effective batch as step mode cuts it: samples in descending size, collated piece by piece; or an ordinary batch, cut."""
+"""Orders an effective batch for step mode: samples by descending size, collated per piece, or an ordinary batch to be cut."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from memfit.training.choose import marks_of, most_telling, spaced
 from memfit.training.learn import twins_of
 
 RAGGED = 1.05
-"""Samples whose sizes differ by more than this factor are ordered by size."""
+"""Samples are ordered by size if their sizes differ by more than this factor."""
 
 
 class Ordered:
-    """Samples in the order in which micro-batches are made of them.
+    """The samples of an effective batch, in the order in which micro-batches are made from them.
 
-    `extents[i]` is the most that the i-th and those after it have in each tensor, `sizes[i]` the elements of that; all zero
-    where samples cannot be told apart. `shapes` are the shapes per sample of an ordinary batch, None where samples are
-    collated. With `in_order`, pieces can only be made of neighbours;
-    `views(pieces)` makes all of them where that copies nothing. They lie on `devices`, if known.
-    `again` makes of a part of an ordinary batch, and the number of samples in it, a batch of its own. `wanted` are the tensors
-    of an ordinary batch that gradients flow into. `nbytes()` counts the bytes of samples that are not collated yet.
+    `extents[i]` is the maximum over the i-th and later samples for each tensor, `sizes[i]` its elements; all zero if samples
+    cannot be told apart. `shapes` are the shapes per sample of an ordinary batch, None if samples are collated. With
+    `in_order`, pieces must be contiguous. `views(pieces)` makes all pieces if no copy is needed. `devices` hold the samples, if
+    known. `again` makes a new batch from a part of an ordinary batch and its number of samples. `wanted` are an ordinary
+    batch's tensors that receive gradients. `nbytes()` counts the bytes of samples not collated yet.
     """
 
     def __init__(
@@ -66,13 +65,13 @@ class Ordered:
 
     @staticmethod
     def of_samples(batch: SampleBatch, *, by_size: bool = True) -> Ordered:
-        """Samples that are collated piece by piece; without `by_size` in the order that they came in."""
+        """Creates a batch of samples that are collated per piece; without `by_size` in their original order."""
         batch = batch.without_gaps()
         return Ordered(len(batch), batch.extents(), batch.collate, nbytes=batch.nbytes, by_size=by_size)
 
     @staticmethod
     def of_tree(tree: Any, layout: Layout, shapes: Shapes) -> Ordered:
-        """An ordinary batch that is cut."""
+        """Creates a batch from an ordinary batch that is cut."""
 
         views = partial(pieces_of, tree, layout) if all(axis is None or axis.outer == 1 for axis in layout.axes) else None
 
@@ -92,7 +91,7 @@ class Ordered:
 
     @staticmethod
     def of_split(tree: Any, samples: int, split: Split, shapes: Shapes) -> Ordered:
-        """An ordinary batch that only `split` knows how to cut."""
+        """Creates a batch from an ordinary batch that only `split` can cut."""
 
         def piece(indices: Sequence[int]) -> Any:
             return part_of_split(split, tree, indices[0], indices[-1] + 1, samples)
@@ -104,79 +103,79 @@ class Ordered:
         return Ordered(samples, [], piece, shapes=shapes, in_order=True, again=again, wanted=wanted)
 
     def few(self, count: int) -> Ordered:
-        """Some of the samples, of all sizes, in no particular order of size; those of an ordinary batch as copies."""
+        """Returns `count` samples of all sizes, unsorted. Those of an ordinary batch are copied to the host."""
         count = min(count, self.samples)
         step = max(1, self.samples // count) if self.ragged else 1
         chosen = [self._order[i * step] for i in range(count)]
-        if self._again is not None:  # not to keep the whole batch alive
+        if self._again is not None:  # a view would keep the whole batch alive
             return self._again(map_leaves(_on_host, self._make(chosen)), count)
         return self._with_order([chosen[i] for i in _mixed_up(count)])
 
     def backwards(self, count: int) -> Ordered:
-        """The first `count` samples in the opposite order."""
+        """Returns the first `count` samples in reverse order."""
         return self._with_order(self._order[:count][::-1])
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is an ordinary batch, of which all samples together are a view."""
+        """Whether it is an ordinary batch, whose pieces are views of it."""
         return self._views is not None
 
     @property
     def largest(self) -> int:
-        """Elements of the largest sample, as large in each tensor as any."""
+        """Elements of the largest sample, with each tensor at its maximum."""
         return max(self.sizes, default=0)
 
     @property
     def available(self) -> int | None:
-        """How many samples `copies` can make; None: any number."""
+        """Number of samples that `copies` can make; None: any number."""
         return self.samples if self.in_order else None
 
     def load(self, pieces: Sequence[int]) -> tuple[Shapes | None, int]:
-        """(the shapes that samples share, the most that a micro-batch of these sizes holds: elements, or samples)."""
+        """Returns (the shapes that samples share, the maximum load of these micro-batches in elements, or samples)."""
         return self.shapes, max((n * max(1, self.sizes[start]) for n, (start, _) in zip(pieces, bounds(pieces))), default=0)
 
     def cut_at(self, pieces: Sequence[int]) -> None:
-        """Make all pieces of these sizes now where they are views: one after the other that takes a fraction of the time."""
+        """Cuts all pieces at once if they are views, in a fraction of the time that it takes one by one."""
         self._ready = {} if self._views is None else dict(zip(bounds(pieces), self._views(pieces)))
 
     def piece(self, start: int, stop: int) -> Any:
-        """The samples `start:stop` in this order, collated or cut."""
+        """Returns the samples `start:stop` in this order, collated or cut."""
         ready = self._ready.pop((start, stop), None)
         return self._make(self._order[start:stop]) if ready is None else ready
 
     def copies(self, index: int, count: int) -> Any:
-        """`count` samples like the `index`-th: that one again and again where samples are collated, with those after it that
-        are larger in some tensor, else the first ones."""
+        """Returns `count` samples like the `index`-th. Ragged samples repeat it, with later ones that are larger in some
+        tensor; else it is the first samples."""
         if self.ragged:
             chosen = self._largest_from(index)
             return self._make([self._order[chosen[i % len(chosen)]] for i in range(count)])
         return self._make([self._order[i % self.samples] for i in range(count)])
 
     def _largest_from(self, index: int) -> list[int]:
-        """The `index`-th sample, and one after it for each tensor in which another is larger."""
+        """Return the `index`-th sample, and one later sample for each tensor in which another is larger."""
         missing = [k for k, (own, most) in enumerate(zip(self._own[index], self.extents[index])) if own < most]
         after = range(index, self.samples)
         return list(dict.fromkeys((index, *(max(after, key=lambda i: self._own[i][k]) for k in missing))))
 
     def around(self, index: int) -> Callable[[int, int], Any]:
-        """Pieces of samples of about the size of the `index`-th, in turns, for timing."""
+        """Returns a maker of pieces for timing, from samples of about the `index`-th's size in rotation."""
         span = max(1, self.samples // 4) if self.ragged else self.samples
         start = max(0, min(index - span // 2, self.samples - span))
         return lambda low, high: self._make([self._order[start + i % span] for i in range(low, high)])
 
     def twins(self, index: int, count: int, twin: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """`copies`, with fake tensors for real ones."""
+        """Returns `copies` as fake tensors."""
         return twins_of(self.copies(index, count), twin)
 
     def alike(self, count: int) -> Any:
-        """The largest sample as often as that."""
+        """Returns `count` copies of the largest sample."""
         return self._make([self._order[0]] * count)
 
     def spread(
         self, parts: Sequence[int], rivals: Sequence[Callable[[Any], Any]] = (), own: Callable[[Any], Any] | None = None
     ) -> Callable[[int, int], Any]:
-        """Samples for proofs, in two parts of these sizes: as different as there are, in what a loss may count or, with
-        `rivals`, in these counts relative to `own`."""
+        """Returns samples for proofs, in two parts of these sizes. They differ as much as possible in what a loss may count, or
+        with `rivals` in these counts relative to `own`."""
         count = sum(parts)
         if rivals and not self.in_order:
 
@@ -198,12 +197,12 @@ class Ordered:
         return lambda low, high: self._make(chosen[low:high])
 
     def twice(self, count: int) -> Callable[[int, int], Any]:
-        """The first `count` samples, and the same once more."""
+        """Returns the first `count` samples, twice."""
         chosen = [self._order[i % self.samples] for i in range(count)] * 2
         return lambda low, high: self._make(chosen[low:high])
 
     def _with_order(self, order: Sequence[int]) -> Ordered:
-        """The batch's samples in this order."""
+        """Return a view of the samples in this order."""
         view = Ordered(0, [], self._make, shapes=self.shapes, in_order=self.in_order, again=self._again)
         view.samples, view._order, view.ragged = len(order), order, self.ragged
         view.sizes, view._own = [0] * len(order), [()] * len(order)
@@ -212,7 +211,7 @@ class Ordered:
 
 
 def _counted(count: Callable[[Any], Any], sample: Any) -> float:
-    """What is counted in one sample; less than anything where it holds what cannot be counted any more."""
+    """Count one sample; -1 if what it holds can no longer be counted."""
     try:
         return float(count(sample))
     except WeightsChanged:
@@ -224,5 +223,5 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _mixed_up(count: int) -> list[int]:
-    """0..count-1 with neighbours far apart, so that parts of it are alike."""
+    """Return 0..count-1 with neighbours far apart, so that contiguous parts are alike."""
     return [i for start in range(4) for i in range(start, count, 4)]

@@ -1,6 +1,6 @@
-"""What a model returns for any number of samples, learnt from its outputs for two small ones.
+"""Describes what a model returns for any number of samples, learnt from its outputs for two small numbers.
 
-Not covered: outputs with two dimensions that grow with the batch (similarity matrices); they are refused by name.
+Not covered: outputs with two dimensions that grow with the batch (similarity matrices). They are refused by name.
 """
 
 from __future__ import annotations
@@ -21,72 +21,72 @@ _NUMBERS = ("int", "float", "bool", "complex", "str", "NoneType")
 
 
 class Otherwise(Refused):
-    """A model returns another structure, or another value beside its tensors, than it did for calls like this one."""
+    """Raised if a model returns another structure, or another non-tensor value, than it did for calls like this one."""
 
 
 class Named(str):
-    """The name of a place beside the output."""
+    """The name of a value that leaves the forward as a side effect, not in its output."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of an output."""
+    """Describes one leaf of an output."""
 
     kind: Literal["batch", "constant", "loss", "value", "size", "opaque"]
-    """batch: has one entry per sample. constant: a tensor that does not. loss: a differentiable scalar. value: no tensor,
-    the same whatever the batch. size: in a distribution's shape, what grows with the batch. opaque: what cannot be joined (a
-    cache, a number read off a tensor)."""
+    """batch: has one entry per sample. constant: a tensor that does not. loss: a differentiable scalar. value: a non-tensor
+    that is the same for every batch. size: a number in a distribution's shape that grows with the batch. opaque: cannot be
+    joined (a cache, a number read from a tensor)."""
     path: Path
-    """Where it stands in the output."""
+    """Path to the leaf in the output."""
     shape: tuple[int, ...] = ()
-    """Its shape for `few` samples."""
+    """Shape for `few` samples."""
     dtype: torch.dtype = torch.float32
-    """Its precision."""
+    """Data type."""
     device: torch.device | str = "cpu"
-    """Where it lives."""
+    """Device."""
     differentiable: bool = False
     """Whether gradients flow through it."""
     axis: Axis | None = None
-    """For "batch": where the samples lie."""
+    """For "batch": the dimension of the samples."""
     joined: Literal["first", "mean", "sum"] = "first"
-    """For "constant" and "loss": how micro-batches make that of the whole; "mean" is weighted by samples."""
+    """For "constant" and "loss": how micro-batches are reduced to the whole's value. "mean" is weighted by samples."""
     value: Any = None
-    """For "value": what it is. For "size": what it is per sample. For "opaque": its type."""
+    """For "value": the value. For "size": the value per sample. For "opaque": its type."""
 
     @property
     def is_beside(self) -> bool:
-        """Whether it left the forward by another way than its output."""
+        """Whether it left the forward as a side effect instead of in its output."""
         return bool(self.path) and isinstance(self.path[0], Named)
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is one that micro-batches make together."""
+        """Whether it is a tensor that is joined from micro-batches."""
         return self.kind in ("batch", "constant", "loss")
 
     def without_tensor(self, samples: int) -> Any:
-        """What stands in an output of so many samples for a leaf that is no tensor."""
+        """Returns the value of a non-tensor leaf in an output of `samples` samples."""
         if self.kind == "opaque":
             return NotJoined(name_in(self.path), self.value)
         return self.value * samples if self.kind == "size" else self.value
 
     def shape_for(self, samples: int) -> tuple[int, ...]:
-        """Its shape for that many samples."""
+        """Returns the shape for `samples` samples."""
         if self.axis is None:
             return self.shape
         dim = self.axis.dim
         return (*self.shape[:dim], self.axis.size(samples), *self.shape[dim + 1 :])
 
     def check(self, parts: Sequence[Any], sizes: Sequence[int]) -> None:
-        """Raise Refused if what micro-batches of these sizes return has another size than the batch dimension explains."""
+        """Raises Refused if the parts' shapes differ from what the batch dimension predicts for these micro-batches."""
         wanted = [self.shape_for(size) for size in sizes]
         found = [tuple(part.shape) for part in parts if isinstance(part, torch.Tensor)]
         if self.axis is not None and found != wanted:
             raise self.of_other_size(wanted, found)
 
     def of_other_size(self, wanted: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]) -> Refused:
-        """The refusal of an output whose size depends on the values in its batch."""
+        """Returns the refusal of an output whose size depends on the values in its batch."""
         return Refused(
             "joining the outputs of micro-batches",
             found=f"{name_in(self.path)} has the shape {_listed(found)} where {_listed(wanted)} was expected: its "
@@ -96,7 +96,7 @@ class Leaf:
         )
 
     def join(self, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """The leaf of all samples from those of micro-batches of these sizes."""
+        """Joins the parts of micro-batches of these sizes into the leaf of all samples."""
         if self.axis is not None:
             return self.axis.join(parts)
         if self.joined == "first":
@@ -105,7 +105,7 @@ class Leaf:
         return torch.stack([part * weight for part, weight in zip(parts, weights)]).sum(0)
 
     def bytes_for(self, samples: int) -> int:
-        """Bytes it takes for that many samples."""
+        """Returns its bytes for `samples` samples."""
         count = 1
         for size in self.shape_for(samples):
             count *= size
@@ -113,7 +113,7 @@ class Leaf:
 
 
 class Joining:
-    """One leaf of the whole output, written micro-batch by micro-batch: parts and whole are never there together."""
+    """Joins one leaf of the output micro-batch by micro-batch, without holding both the parts and the whole."""
 
     def __init__(self, leaf: Leaf, sizes: Sequence[int]) -> None:
         self._leaf, self._sizes = leaf, sizes
@@ -122,7 +122,7 @@ class Joining:
         self._filled = 0
 
     def add(self, part: Any) -> None:
-        """The leaf of the next micro-batch. Raises Refused if its size is not that of its samples."""
+        """Adds the leaf of the next micro-batch. Raises Refused if its size does not match its samples."""
         size = self._sizes[len(self._parts)]
         self._leaf.check([part], [size])
         axis, stop = self._leaf.axis, self._filled + size
@@ -134,7 +134,7 @@ class Joining:
             place = axis.narrow(self._whole, self._filled, stop)
             if not _is_ordinary(part) or place.shape != part.shape or place.dtype != part.dtype:
                 self._parts = [axis.narrow(self._whole, a, b) for a, b in self._bounds()]
-                self._whole = None  # torch's own rules for joining what differs, and its own errors
+                self._whole = None  # torch joins mixed parts by its own rules, and raises its own errors
             else:
                 place.copy_(part)
                 part = None
@@ -142,7 +142,7 @@ class Joining:
         self._filled = stop
 
     def whole(self) -> Any:
-        """The leaf of all samples."""
+        """Returns the leaf of all samples."""
         return self._leaf.join(self._parts, self._sizes) if self._whole is None else self._whole
 
     def _bounds(self) -> list[tuple[int, int]]:
@@ -155,15 +155,15 @@ def _is_ordinary(part: Any) -> bool:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The nesting of an output and its leaves."""
+    """Describes an output: its nesting and its leaves."""
 
     tree: Any
-    """An output with None in the places of tensors and opaque objects, for its containers."""
+    """An output with None in place of tensors and opaque objects, for its containers."""
     leaves: tuple[Leaf, ...]
-    """In order."""
+    """The leaves, in order."""
 
     def check(self, output: Any, found: Sequence[Any]) -> None:
-        """Raise Otherwise where an output, with these leaves, is none of this structure with these values."""
+        """Raises Otherwise if an output with the leaves `found` differs from this structure or its values."""
         if not self._is_nested_like(output):
             raise _otherwise(f"a {type(output).__name__}")
         self.check_count(found)
@@ -172,7 +172,7 @@ class Outputs:
                 raise _otherwise(f"{found[i]!r} as {name_in(self.leaves[i].path)}, where it was {value!r}")
 
     def check_count(self, found: Sequence[Any]) -> None:
-        """Raise Otherwise where an output has more or fewer leaves."""
+        """Raises Otherwise if an output has more or fewer leaves."""
         if len(found) != len(self.leaves):
             raise _otherwise(f"{len(found)} values")
 
@@ -187,19 +187,19 @@ class Outputs:
 
     @property
     def bytes_per_sample(self) -> int:
-        """Bytes of the differentiable outputs per sample, in float32 as losses compute."""
+        """Bytes of the differentiable outputs per sample, in at least float32, as losses compute."""
         batch = [leaf for leaf in self.leaves if leaf.kind == "batch" and leaf.differentiable]
         return sum(leaf.bytes_for(1) * max(1, 4 // leaf.dtype.itemsize) for leaf in batch)
 
     @property
     def loss(self) -> int | None:
-        """The index of the leaf that is the model's own loss, if its output has exactly one."""
+        """The index of the model's own loss, if its output has exactly one."""
         found = [i for i, leaf in enumerate(self.leaves) if leaf.kind == "loss" and not leaf.is_beside]
         return found[0] if len(found) == 1 else None
 
     @property
     def trains(self) -> bool:
-        """Whether gradients can flow through any of it. Raises Refused where what it returns hides its tensors."""
+        """Whether gradients can flow through any leaf. Raises Refused if an opaque leaf may hide tensors."""
         if any(leaf.differentiable for leaf in self.leaves):
             return True
         hidden = next((leaf for leaf in self.leaves if leaf.kind == "opaque" and leaf.value not in _NUMBERS), None)
@@ -214,15 +214,15 @@ class Outputs:
 
     @property
     def tensors(self) -> tuple[int, ...]:
-        """The indices of leaves that are tensors."""
+        """The indices of tensor leaves."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_tensor)
 
     def filled(self, values: Sequence[Any]) -> Any:
-        """An output with these leaves."""
+        """Returns an output with these leaves."""
         return rebuild(self.tree, iter(values))
 
     def settled_like(self, proven: Outputs) -> Outputs | None:
-        """These outputs, of inputs of another size, joined as `proven` ones are; None if those do not tell how."""
+        """Returns these outputs, for inputs of another size, joined as `proven` ones are, or None if those do not tell how."""
         if [leaf.path for leaf in self.leaves] != [leaf.path for leaf in proven.leaves]:
             return None
         made = [_settled_like(mine, its) for mine, its in zip(self.leaves, proven.leaves)]
@@ -231,19 +231,19 @@ class Outputs:
 
 @dataclass
 class Beside:
-    """An output, and by name what else left the forward."""
+    """An output, and by name the values that left the forward as side effects."""
 
     output: Any
     beside: dict[str, Any]
 
 
 def name_in(path: Path) -> str:
-    """A leaf of an output as it would be typed."""
+    """Returns a leaf's name in the output, as it would be typed."""
     return path_name(path[1:], str(path[0])) if path and isinstance(path[0], Named) else path_name(path, "output")
 
 
 def _paths(output: Any) -> Iterator[tuple[Path, Any]]:
-    """The leaves of an output by what they are called."""
+    """Yield an output's leaves with their paths."""
     if not isinstance(output, Beside):
         yield from leaves(output)
         return
@@ -253,7 +253,7 @@ def _paths(output: Any) -> Iterator[tuple[Path, Any]]:
 
 
 class NotJoined:
-    """Stands in an output for an object that memfit cannot join from micro-batches; using it says so."""
+    """Placeholder for an output object that memfit cannot join from micro-batches. Using it raises Refused."""
 
     def __init__(self, name: str, kind: str) -> None:
         self.__dict__.update(_memfit_name=name, _memfit_kind=kind)
@@ -275,7 +275,7 @@ class NotJoined:
 
 
 def learn_outputs(small: Any, few: int, large: Any, many: int) -> Outputs:
-    """The outputs for any number of samples from those for `few` and for `many`. Raises Refused by name."""
+    """Infers the outputs for any number of samples from those for `few` and for `many`. Raises Refused with the leaf's name."""
     first, second = list(_paths(small)), list(_paths(large))
     if [path for path, _ in first] != [path for path, _ in second]:
         raise Refused(
@@ -288,7 +288,7 @@ def learn_outputs(small: Any, few: int, large: Any, many: int) -> Outputs:
 
 
 def _without_values(leaf: Leaf) -> Any:
-    """What stands for the leaf in `Outputs.tree`: objects of the script's own are known by the tensors they hold."""
+    """Return the leaf's placeholder in `Outputs.tree`. The script's own objects are recognized by the tensors they hold."""
     if leaf.kind in ("value", "size"):
         return leaf.value
     return torch.empty(0, device="meta") if leaf.path and isinstance(leaf.path[-1], Attribute) else None
@@ -333,14 +333,14 @@ def _otherwise(what: str) -> Otherwise:
 
 
 def _is_fixed_transform(value: Any) -> bool:
-    """Whether it transforms a distribution by nothing that the model computed (tanh)."""
+    """Whether it is a transform of a distribution without any computed parameter (tanh)."""
     return isinstance(value, torch.distributions.Transform) and not any(
         isinstance(held, torch.Tensor) for held in vars(value).values()
     )
 
 
 def _is_batch_shape(path: Path) -> bool:
-    """Whether it leads to an entry of a distribution's `batch_shape`."""
+    """Whether the path leads to an entry of a distribution's `batch_shape`."""
     return len(path) > 1 and path[-2] == "_batch_shape" and isinstance(path[-2], Attribute)
 
 
@@ -361,7 +361,7 @@ def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def turned(axis: Axis) -> Axis:
-    """The axis with samples varying fastest instead of slowest (time before batch)."""
+    """Returns the axis with samples varying fastest instead of slowest (time before batch)."""
     return Axis(axis.dim, outer=axis.inner, inner=axis.outer)
 
 

@@ -1,7 +1,7 @@
-"""Noticing training that goes around the model's forward, by submodules or own methods, and so runs whole.
+"""Detects training that bypasses the model's forward through submodules or other methods, and so runs uncut.
 
-Told by what an optimizer step found: gradients, and no call of the forward. Not covered: submodules and own methods called in a
-step in which the forward is called too.
+The sign is an optimizer step with gradients but no call of the forward. Not covered: submodules and methods called in a step
+that also calls the forward.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from torch import nn
 
 
 class OutsideForward:
-    """Whether a model is trained outside its forward; `say` is told so, once per wording."""
+    """Warns through `say` if a model is trained outside its forward, once per wording."""
 
     def __init__(self, model: nn.Module, say: Callable[[str], None]) -> None:
         self._model, self._say, self._called = model, say, False
 
     def called(self) -> None:
-        """The model's forward was called."""
+        """Records a call of the model's forward."""
         self._called = True
 
     def stepped(self) -> None:
-        """The optimizer took a step."""
+        """Checks the gradients at an optimizer step."""
         called, self._called = self._called, False
         if not called and any(p.grad is not None for p in self._model.parameters()):
             self._tell([name for name, child in self._model.named_children() if _has_gradients(child)])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at one computation of a loss."""
+        """Checks one computation of a loss."""
         self._called = False
         yield
         if not self._called:

@@ -1,11 +1,10 @@
-"""Gradients reduced beside the last micro-batch's backward: when all processes agree to, and what becomes of it.
+"""Overlaps the all-reduce of gradients with the last micro-batch's backward, if all ranks agree.
 
-Before that backward the processes meet. Where each has run micro-batches as large before without an error, knows its weight on
-the host and weighs as the others do, gradients are scaled and reduced as they become ready (`ranks/overlapped.py`); else the
-batch ends as any other. One whose backward fails brings zeros, so that the others' end; then all tell how it went, and where
-it failed on any, all gather the batch again without this. What a backward may still be using is not changed: gradients that it
-made anew are copied. Not covered: half precision, parameters that live outside of the model and sparse gradients, which are
-reduced afterwards; parameters that are held in parts.
+The ranks agree before that backward. If each has run micro-batches as large without an error, knows its weight on the host and
+weights like the others, gradients are scaled and reduced as they become ready (`ranks/overlapped.py`). Otherwise the batch ends
+as usual. A rank whose backward fails contributes zeros so that the others finish. Then all report, and if any failed, all
+accumulate the batch again without overlap. Gradients created by the backward are copied, since it may still use their storage.
+Not covered: half precision, sparse gradients and parameters outside the model, reduced afterwards; sharded parameters.
 """
 
 from __future__ import annotations
@@ -30,39 +29,39 @@ from memfit.training.stated import Stated, check_rivals, number_of, share_of
 from memfit.training.trials import Trials
 
 WORTH = 1 << 20
-"""Bytes of gradients from which on it is tried whether that pays: fewer are summed faster than one more exchange takes."""
+"""Bytes of gradients from which overlap is tried. Fewer are reduced faster than an extra exchange takes."""
 EARLY = "the last micro-batch of a training step"
 Load = tuple[Hashable, int]
-"""(what samples are alike in, how much of it the largest micro-batch has)"""
+"""(what samples have in common, the largest micro-batch's load in that)"""
 
 
 class Meeting(Protocol):
-    """Where processes tell each other of a batch."""
+    """Exchanges what ranks tell each other about a batch."""
 
     mean: bool
-    """Whether sums are divided by the number of processes."""
+    """Whether sums are divided by the number of ranks."""
     company: Company | None
-    """What they tell each other about themselves, if they do."""
+    """What ranks tell each other about themselves, if they do."""
 
     def told_early(self, sums: Total, weighting: Weighting, *, willing: bool) -> list[Stated]:
-        """What all say before the backward of the last micro-batch."""
+        """Returns what all ranks state before the backward of the last micro-batch."""
         ...
 
     def told_of_sums(self, total: Total, weighting: Weighting, summed: frozenset[int], *, worked: bool) -> list[Stated]:
-        """What all say of parts whose gradients were reduced beside it."""
+        """Returns what all ranks state about parts whose gradients were reduced during it."""
         ...
 
 
 class Unlike(Again):
-    """A gradient came otherwise than gradients do. Nothing was handed over."""
+    """Raised if a gradient arrived in an unsupported way. Nothing was handed over."""
 
 
 class Overlap:
-    """This process among those that reduce gradients beside their last micro-batches.
+    """Overlaps this rank's gradient reduction with its last micro-batches.
 
-    Attributes: `forced` (True: whenever all can; False: never; None: where it pays), `ready` (whether this process could have
-    in this batch), `reduced` (ids of the parameters whose gradients in the latest total are sums over all processes), `ran`
-    (steps that ended so), `collectives` (that carried gradients), `trials`, `note` (told of what was decided).
+    Attributes: `forced` (True: whenever all can; False: never; None: if it pays), `ready` (whether this rank could have in this
+    batch), `reduced` (ids of parameters whose gradients in the latest total are already reduced), `ran` (steps with overlap),
+    `collectives` (number that carried gradients), `trials`, `note` (callback for decisions).
     """
 
     def __init__(self, ranks: Ranks, staging: Staging, buffer: torch.Tensor, meeting: Meeting) -> None:
@@ -78,8 +77,8 @@ class Overlap:
         self._known: tuple[int, ...] = ()
         self._loads: dict[Hashable, int] = {}
         self._barred = self._said = False
-        # Of the batch at hand: whether all meet in it before it ends; whether sums were launched of which not all told yet how
-        # they ended, what was told then, and which of them had no gradient of this process's.
+        # Of the current batch: whether all ranks meet before it ends; whether sums were launched whose outcome not all have
+        # reported, what was stated then, and which of them had no gradient from this rank.
         self._due = self._launched = False
         self._load: Load | None = None
         self._weighting = BY_SAMPLES
@@ -87,15 +86,15 @@ class Overlap:
         self._summed: frozenset[int] = frozenset()
         self._begun: Any = None
 
-    # ---- in an attempt at a batch
+    # ---- during an attempt at a batch
 
     def attempting(
         self, load: Load | None, weighting: Weighting, parameters: Sequence[torch.Tensor], room: int
     ) -> AroundLast | None:
-        """A batch begins, or begins again: then the others, who wait to hear of their sums, are told that these are void.
+        """Starts or restarts a batch. On a restart, ranks that wait for the outcome of their sums learn that these are void.
 
-        `load` is what the micro-batches come to, None where gradients cannot be reduced beside them; `room` the bytes for
-        gradients that have to be copied. Returns what the last one's backward runs in; None where it runs as the others.
+        `load` describes the micro-batches, None if overlap is impossible. `room` is the bytes for copies of gradients. Returns
+        the context for the last backward, or None if it runs as usual.
         """
         if self._begun is None:
             self._begun = self._clock.now()
@@ -108,7 +107,7 @@ class Overlap:
         return partial(self._around, room)
 
     def attempted(self, total: Total) -> None:
-        """This process has gathered its part. Raises Again where gradients were reduced and it failed on another."""
+        """Ends this rank's attempt. Raises Again if gradients were reduced and another rank failed."""
         self.ready = self._load is not None and not self._barred and _on_host(total)
         if self._load is not None:
             kind, size = self._load
@@ -128,7 +127,7 @@ class Overlap:
 
     @contextmanager
     def _around(self, room: int, sums: Total) -> Iterator[None]:
-        """Inside, the last micro-batch's backward runs; `sums` is the total but for its gradients."""
+        """Runs the last micro-batch's backward inside. `sums` is the total without its gradients."""
         before = self._gathered()
         factor = self._agreed(sums, willing=_on_host(sums) and self._has_room(before, room))
         if factor is None:
@@ -143,23 +142,23 @@ class Overlap:
                 flight.finish(partial(self._rest, factor))
         except BaseException as error:
             if not isinstance(error, RankFailed):
-                with suppress(RankFailed):  # of those that failed, the next exchange tells
+                with suppress(RankFailed):  # the next exchange reports failed ranks
                     flight.abandon()
             raise
         finally:
             self.collectives += flight.launched
 
     def _gathered(self) -> list[torch.Tensor | None]:
-        """The gradients so far."""
+        """Return the gradients accumulated so far."""
         return [self._alias(place).grad for place in range(len(self._buckets.parameters))]
 
     def _has_room(self, before: Sequence[torch.Tensor | None], room: int) -> bool:
-        """Whether the largest gradient that this backward makes anew can be there twice."""
+        """Whether memory suffices for a copy of the largest gradient that this backward creates."""
         new = [p for p, gradient in zip(self._buckets.parameters, before) if gradient is None]
         return max((p.numel() * p.element_size() for p in new), default=0) <= room
 
     def _agreed(self, sums: Total, *, willing: bool) -> float | None:
-        """What this process's gradients are to be multiplied by, once all have agreed; None where they have not."""
+        """Return the factor for this rank's gradients if all ranks agree, else None."""
         self._due = False
         with self._waiting():
             told = self._meeting.told_early(sums, self._weighting, willing=willing)
@@ -170,7 +169,7 @@ class Overlap:
 
     @contextmanager
     def _hooked(self, flight: Flight, factor: float, before: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        """Inside, gradients go into the flight as soon as they are complete."""
+        """Pass gradients to the flight as soon as they are complete."""
         handles = []
         try:
             for place, gradient in enumerate(before):
@@ -187,16 +186,16 @@ class Overlap:
         gradient = alias.grad
         usual = gradient is not None and not gradient.is_sparse and gradient.dtype is alias.dtype
         if gradient is None or not usual or flight.holds(place):
-            self._barred = True  # as where blocks are computed again by backwards of their own
+            self._barred = True  # e.g. checkpointed blocks that are recomputed in backwards of their own
             raise Unlike
-        if gradient is not before:  # the backward may go on computing with what it lies in
+        if gradient is not before:  # the backward may still use its storage
             alias.grad = gradient = gradient * factor
         elif factor != 1.0:
             gradient.mul_(factor)
         flight.arrived(place, self._in_one_piece(place, alias, gradient))
 
     def _rest(self, factor: float, place: int) -> torch.Tensor:
-        """A gradient that the last micro-batch did not reach; zeros where none did."""
+        """Return a gradient that the last micro-batch did not reach; zeros if no micro-batch did."""
         alias = self._alias(place)
         gradient = alias.grad
         if gradient is None:
@@ -214,13 +213,13 @@ class Overlap:
     def _alias(self, place: int) -> torch.Tensor:
         return self._staging.alias(self._buckets.parameters[place])
 
-    # ---- when a batch is put together
+    # ---- when a batch is combined
 
     def settled(self) -> list[Stated] | None:
-        """What all told of this batch, where gradients in it are reduced already; None where they are yet to be."""
+        """Ends the batch. Returns what all ranks stated if gradients are already reduced, else None."""
         if self._launched:
             self._tell_failed()
-        elif self._due:  # this process came by another way: the others have met before their last micro-batches
+        elif self._due:  # this rank took another path, but the others met before their last micro-batches
             self._meeting.told_early(_nothing(), BY_SAMPLES, willing=False)
         self._due = False
         told, self._told = self._told, None
@@ -229,8 +228,8 @@ class Overlap:
         return told
 
     def heard(self, told: Sequence[Stated], reached: Sequence[torch.Tensor]) -> None:
-        """What all told of a batch that is put together now, and which parameters any of them reached, but those with sparse
-        gradients. The same happens on every process."""
+        """Processes, equally on every rank, what all stated about this batch and which parameters any reached (without sparse
+        gradients)."""
         beside = bool(self.reduced)
         self.trials.heard([each.paces for each in told])
         self._carry(reached)
@@ -241,7 +240,7 @@ class Overlap:
         self._due = safe and (self._pays() if self.forced is None else self.forced)
 
     def _pays(self) -> bool:
-        """Whether the next batch is to be reduced so: in turn until it is known whether that pays."""
+        """Whether to overlap in the next batch. Both ways alternate until it is known whether that pays."""
         if self.trials.chosen and not self._said:
             self._said = True
             self.note(f"gradients are reduced beside the last micro-batch: {self.trials.gain:.0%} faster")
@@ -255,7 +254,7 @@ class Overlap:
             self._buckets = found
 
     def _tell_failed(self) -> None:
-        """The sums that were launched are void."""
+        """Declare the launched sums void."""
         self._launched, self._summed = False, frozenset()
         self._meeting.told_of_sums(_nothing(), BY_SAMPLES, frozenset(), worked=False)
 
@@ -265,7 +264,7 @@ class Overlap:
 
 
 def _alike(told: Sequence[Stated]) -> bool:
-    """Whether all can, and weigh their parts in one way. The same on every process."""
+    """Whether all ranks can overlap and weight their parts alike. Equal on every rank."""
     counting = [each for each in told if each.way is not None]
     if not all(each.ready and not each.torn and each.weight == each.weight for each in told):
         return False
@@ -273,13 +272,13 @@ def _alike(told: Sequence[Stated]) -> bool:
         return False
     try:
         check_rivals(counting)
-    except Refused:  # said when the batch is put together
+    except Refused:  # raised when the batch is combined
         return False
     return True
 
 
 def _on_host(total: Total) -> bool:
-    """Whether what a part weighs is known without asking a device."""
+    """Whether a part's weight is known without synchronizing with a device."""
     return all(_lies_on_host(number) for number in (total.weight, total.factor))
 
 

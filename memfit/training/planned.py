@@ -1,4 +1,4 @@
-"""A plan that runs, what it rests on, and how far measuring while training has come with it."""
+"""Holds a plan that runs, the profile behind it, and the state of its tuning during training."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from memfit.training.tune import Tuner
 
 @dataclass
 class Planned:
-    """What is in force while batches of one kind run; `Core.activate` lets it be."""
+    """What is in force while batches of one kind run, after `Core.activate`."""
 
     plan: Plan
-    """The plan; another one once measuring while training found a faster size, or memory ran out."""
+    """The plan. It is replaced if tuning finds a faster size, or after an out-of-memory error."""
     profile: Profile | None
-    """What it rests on; None for a plan that was made elsewhere."""
+    """The profile behind it; None for a plan made elsewhere."""
     largest: int = field(init=False)
-    """The most samples per micro-batch: the plan's, or less since memory ran out."""
+    """Maximum samples per micro-batch: the plan's, or fewer after an out-of-memory error."""
     tuner: Tuner | None = field(init=False, default=None)
-    """What tries other sizes of micro-batch; None once that is over."""
+    """Tries other micro-batch sizes; None once that is over."""
 
     def __post_init__(self) -> None:
         self.largest = self.plan.micro_batch

@@ -1,4 +1,4 @@
-"""From work to plan: profile it, time a little of it, search, trace what was chosen, and apply its levers."""
+"""Turns work into a plan: profiles it, times a little of it, searches, and traces the chosen plan with its levers."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ FRAGMENTS = (
     "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 in the environment for larger micro-batches and a sure fit"
 )
 ODD = 0.01
-"""Share of a single sample's peak by which it may be measured above the trace of several and not be traced by itself: operators
-treat dimensions of size one differently (a GPT's keep 2 % more then)."""
+"""A single sample is traced on its own if it takes over this fraction of its peak more than the trace of several predicts:
+operators treat dimensions of size one differently (a GPT keeps 2 % more then)."""
 KERNELS = 5
-"""How many times what its tensors grow by a whole batch may take beside them; where there is room for that, nothing is
-measured before it runs (an LSTM's kernels were seen to take 4.5 times its tensors, convolutions in float64 twice)."""
+"""Assumed bound of a whole batch's memory, in multiples of its tensors' growth. With that much room nothing is measured first
+(an LSTM's kernels took 4.5 times its tensors, convolutions in float64 twice)."""
 
 
 def doubling(most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and the most."""
+    """Returns 1, 2, 4, ... and `most`."""
     return (*(1 << power for power in range((most - 1).bit_length())), most)
 
 
 class Planner:
-    """Plans for one model, optimizer and budget, and remembers the profiles it made. `shard`: what is held in parts, so that
-    `optimizer` is that of this process's part."""
+    """Plans for one model, optimizer and budget, and keeps the profiles. `shard`: what is sharded; then `optimizer` is the one
+    of this rank's shard."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class Planner:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._memory, self.settings, self._staging = memory, settings, staging
         self.standing_per_sample = 0
-        """Bytes that every sample of the share takes beside its micro-batch, by the latest plan."""
+        """Bytes per sample of the share besides its micro-batch, in the latest plan."""
         self.measurer = Measurer(model, optimizer, device, memory, staging)
         if settings.card is not None:
             self.measurer = CardMeasurer(model, optimizer, device, memory, staging, settings.card)
 
     def plan(self, task: Task, *, timed: bool = True, profile: Profile | None = None) -> tuple[Plan, Profile]:
-        """The plan for a task and the profile it rests on (`profile`: one that is there already). Raises DoesNotFit."""
+        """Returns the plan for a task and its profile. `profile`: an existing one. Raises DoesNotFit."""
         task = replace(task, demand=replace(self.constrained(task.demand), equal=task.compiled))
         self.standing_per_sample = task.demand.standing_per_sample
         lever = self.settings.precision if self.settings.precision in PRECISIONS else "off"
@@ -93,11 +93,11 @@ class Planner:
         except DoesNotFit:
             if not own.excess:
                 raise
-        own = self._timed(task, traced)  # what kernels were seen to take may have been a disturbance
+        own = self._timed(task, traced)  # what kernels seemed to take may have been a disturbance
         return self._decided(self._of_timed(task, own), own)
 
     def _timed(self, task: Task, traced: Profile) -> Profile:
-        """The profile as timed, which says where the size that was prescribed cannot be kept."""
+        """Time the profile. Add a note if the prescribed size cannot be kept."""
         own = self.with_single(task, self.measurer.timed(task, traced))
         if not self.measurer.leaves_one(task.demand):
             return own
@@ -105,7 +105,7 @@ class Planner:
         return replace(own, notes=(*own.notes, f"{alone}: one has 3"))
 
     def with_single(self, task: Task, own: Profile) -> Profile:
-        """The profile as timed. Where a single sample took more than the trace of several tells, it is traced by itself."""
+        """Traces a single sample on its own if it took more than the trace of several samples predicts."""
         smallest, more = own.excess[0] if own.excess else (0, 0)
         if own.timeline is None or smallest != 1 or more <= ODD * own.timeline.peak(1):
             return own
@@ -114,7 +114,7 @@ class Planner:
         return own if single is None else own.with_single(single)
 
     def _decided(self, task: Task, own: Profile, *, lower: bool = True) -> tuple[Plan, Profile]:
-        """The plan by this profile; `lower`: in a lower precision where nothing else fits and that was left to memfit."""
+        """Plan by this profile. `lower`: may use a lower precision if nothing else fits and precision is "auto"."""
         try:
             return self._fast(task, own) if self.settings.precision == "fast" else self._search(task, own)
         except DoesNotFit:
@@ -126,11 +126,11 @@ class Planner:
         return replace(task, demand=self.measurer.possible(task.demand, own))
 
     def whole(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
-        """The plan to run a task's batch as it is, and what it rests on. Where it comes near the room, small micro-batches are
-        measured first: kernels take what no tensor shows. Raises DoesNotFit."""
+        """Plans to run a task's batch uncut. If it comes near the room, small micro-batches are measured first, because kernels
+        take memory that no tensor shows. Raises DoesNotFit."""
         share = task.demand.share
         if self.settings.card is not None:
-            profile = self.measurer.timed(task, profile)  # nothing runs, and nothing else tells the seconds
+            profile = self.measurer.timed(task, profile)  # nothing runs, and only this gives the seconds
         demand = replace(task.demand, micro_batch=share)
         plan = search([profile], self._memory.budget(), demand)
         grows = plan.predicted.upper if profile.timeline is None else profile.timeline.growth(share)
@@ -141,7 +141,7 @@ class Planner:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return plan, profile  # parts of the batch need not run by themselves where it is not cut
+            return plan, profile  # an uncut batch does not need parts that run on their own
         if not self.measurer.may_run(share, measured):
             raise DoesNotFit(
                 f"a batch of {share} as it is within {format_bytes(plan.limit)}",
@@ -158,7 +158,7 @@ class Planner:
         sizes: Sequence[int] | None = None,
         like: Profile | None = None,
     ) -> Profile:
-        """The profile of a task in a precision, traced where that is possible."""
+        """Profiles a task in a precision, by tracing if possible."""
         subject = self._subject(task, lever, checkpoint)
         if self.measurer.no_singles and task.available < CHECK:
             sizes = sizes or tuple(range(2, task.available + 1))
@@ -183,7 +183,7 @@ class Planner:
         )
 
     def traced_whole(self, task: Task) -> Profile:
-        """The profile of a task that has a single size. Raises TraceFailed."""
+        """Profiles a task that has a single size. Raises TraceFailed."""
         profile = self._traced(self._subject(task, "off", ()), task.make_work("off"), 1, (1,), None)
         return replace(profile, heap_waste=self._memory.heap_waste)
 
@@ -195,19 +195,19 @@ class Planner:
         return in_parts(traced_profile(subject, make_work, available, sizes), self._parts.division)
 
     def _check_measurable(self, failed: TraceFailed, checkpoint: tuple[str, ...]) -> None:
-        """Whether what could not be traced can be run. Raises UsageError with what stood in the way, or what the user's code
-        raised; and torch's own word where a block computes another thing when it is run again."""
+        """Check that what could not be traced can run. Raise UsageError with the obstacle, the user code's exception, or
+        torch's CheckpointError if a block computes something else when recomputed."""
         if checkpoint and isinstance(failed.__cause__, CheckpointError):
             raise failed.__cause__
         if not self._is_here():
             raise own_exception(failed) or not_measurable(self.settings.card, failed) from failed.__cause__
 
     def _is_here(self) -> bool:
-        """Whether it can be run: the device is here, and the parameters are."""
+        """Whether it can run here: the device is present and the parameters are not on meta."""
         return self.settings.card is None and not any(p.is_meta for p in self._model.parameters())
 
     def _search(self, task: Task, profile: Profile) -> tuple[Plan, Profile]:
-        """The plan by composition, then traced whole; where the trace needs more, that is learnt and searched again."""
+        """Plan by composition, then trace the plan as a whole. If the trace needs more, lower the limit and search again."""
         demand, budget = task.demand, self._memory.budget()
         whole = less = 0
         for _ in range(4):
@@ -219,7 +219,7 @@ class Planner:
                     raise
                 break
             whole = self._traced_whole(task, plan, profile) or plan.predicted.upper
-            # Looked at anew: searching and tracing have loaded libraries, which take room themselves.
+            # Read again, because searching and tracing have loaded libraries, which take room.
             budget = self._memory.budget()
             if whole <= budget.room:
                 return replace(plan, held=budget.held, limit=budget.limit), profile
@@ -232,14 +232,14 @@ class Planner:
         )
 
     def _traced_whole(self, task: Task, plan: Plan, profile: Profile) -> int | None:
-        """The upper bound of the plan's peak from a trace of exactly this plan; None where it needs no check."""
+        """Return the upper bound of the plan's peak from a trace of exactly this plan, or None if it needs no check."""
         if profile.timeline is None or (not plan.checkpoint and plan.micro_batch >= 2):
-            return None  # the affine timeline was checked to the byte already
+            return None  # the affine timeline was already checked to the byte
         if plan.micro_batch > task.available:
             return None
         try:
             whole = self.profile(task, plan.precision, plan.checkpoint, (plan.micro_batch,), profile)
-        except RuntimeError as error:  # torch.utils.checkpoint's own check: the block computes another thing the second time
+        except RuntimeError as error:  # torch.utils.checkpoint found that the block recomputes something else
             raise DoesNotFit(
                 f"checkpointing {', '.join(plan.checkpoint)}",
                 found=first_line(error),
@@ -252,7 +252,7 @@ class Planner:
         return peak.upper + standing + profile.kept_for((plan.micro_batch,))
 
     def _lower(self, task: Task, own: Profile) -> tuple[Plan, Profile]:
-        """A lower precision, because nothing else fits. Raises the script precision's own DoesNotFit if none helps."""
+        """Use a lower precision because nothing else fits. Raise the script precision's own DoesNotFit if none helps."""
         for lever in self._lower_precisions():
             try:
                 plan, profile = self._search(task, self.with_single(task, self.measurer.timed(task, self.profile(task, lever))))
@@ -263,11 +263,11 @@ class Planner:
         return self._search(task, own)
 
     def _price(self, task: Task, own: Profile, lever: str) -> str:
-        """What a lower precision costs, in words: how far it moves the gradient, measured where that fits."""
+        """Describe the cost of a lower precision: how far it moves the gradient, measured if that fits."""
         if self.settings.card is not None:
             return "how far that moves the gradient is not known before it runs there"
         every = with_blocks(own, own.blocks)
-        # The optimizer's state is part of every peak, and before the first step it is not there yet.
+        # Every peak includes the optimizer state, which does not exist before the first step.
         missing = max(0, state_bytes(self._optimizer) - state_there(self._optimizer))
         if every.peak(1, accumulates=False).upper - missing + own.model.gradient_bytes > self._memory.budget().room:
             return f"how far that moves the gradient was not measured, as one sample in {own.precision} does not fit"
@@ -277,7 +277,7 @@ class Planner:
         return f"it moves the gradient by {shift:.2g} (relative, measured on {'one sample' if samples == 1 else 'two samples'})"
 
     def _fast(self, task: Task, own: Profile) -> tuple[Plan, Profile]:
-        """The fastest over all precisions."""
+        """Return the fastest plan over all precisions."""
         found = []
         for profile in (own, *(lower for lever in self._fast_precisions() for lower in self._beside(task, own, lever))):
             try:
@@ -289,7 +289,7 @@ class Planner:
         return min(found, key=lambda pair: pair[0].predicted.seconds or float("inf"))
 
     def _beside(self, task: Task, own: Profile, lever: str) -> tuple[Profile, ...]:
-        """The profile in another precision, timed; none where memory runs out in it."""
+        """Return the timed profile in another precision, or none if it runs out of memory."""
         profile = self.profile(task, lever)
 
         def timed() -> tuple[Profile, ...]:
@@ -302,13 +302,13 @@ class Planner:
         return tuple(p for p in lower_precisions(self._model.parameters(), self._device) if p in fast)
 
     def _lower_precisions(self) -> tuple[str, ...]:
-        """Those that may be computed in where nothing else fits: on a card that is not here, what its chip is made for."""
+        """Return the precisions to fall back to. For a device that is not here, only those that its chip computes fast."""
         if self.settings.card is not None:
             return self._fast_precisions()
         return lower_precisions(self._model.parameters(), self._device)
 
     def constrained(self, demand: Demand) -> Demand:
-        """The demand with the levers the user prescribed."""
+        """Applies the levers that the user prescribed to the demand."""
         settings = self.settings
         fewest = normalises_batches(self._model) or bool(settings.allow_inexact)
         demand = replace(self.measurer.possible(demand), leftover=settings.leftover, shard=self._shard, fewest=fewest)

@@ -1,7 +1,7 @@
-"""Whether code does something else with many samples than with few: takes the first 64, runs four at a time, asks how many.
+"""Detects code that acts differently on many samples than on few: takes the first 64, runs four at a time, asks how many.
 
-On a few samples it may do the same to the whole as to its parts, and not on all. It is told by the functions and modules that
-it calls, and by what functions are given beside tensors. Not covered: what a size decides without any of these.
+On a few samples such code may treat the whole and its parts alike. The signs are the functions and modules it calls and the
+non-tensor arguments of functions. Not covered: what a size decides without any of these.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from memfit.profiling.fake import ZeroArrays
 from memfit.profiling.twins import on_twins
 
 SPLITTING = frozenset("split unsafe_split".split())
-"""Functions that cut into pieces of a given size."""
+"""Functions that split into pieces of a given size."""
 CHUNKING = frozenset("chunk unsafe_chunk tensor_split".split())
-"""Functions that cut into a given number of pieces."""
+"""Functions that split into a given number of pieces."""
 COMPARING = frozenset("lt le gt ge eq ne less less_equal greater greater_equal not_equal".split())
-"""Functions that compare; a number beside consecutive ones is a position."""
+"""Comparisons. A number compared with consecutive numbers is a position."""
 SHAPING = frozenset("view reshape unsqueeze to long int float double".split())
-"""Functions that leave consecutive numbers what they are."""
+"""Functions that keep consecutive numbers consecutive."""
 STEP = "step"
-"""In the place of a function's name: how far a slice goes from one entry to the next."""
+"""Stands for a slice's step, in place of a function's name."""
 Taken = tuple[str, int, int, int]
-"""Bounds, steps, sizes and numbers of pieces: (function, dimension, its size, number)."""
+"""A bound, step, size or number of pieces: (function, dimension, its size, number)."""
 
 
 SIZE = "the number of samples"
-"""What decides, in a refusal's words."""
+"""The name of what decides, in error messages."""
 FEW, MORE = 2, 3
-"""Samples of which code is taken to do the same as of any other number."""
+"""Numbers of samples that are assumed to be treated like any other number."""
 
 
 class Positions(TorchFunctionMode):
-    """While active, notes in `taken` what is taken by position, in `functions` those called and what they are given beside
-    tensors, and counts `calls` of modules."""
+    """Records indexing by position in `taken`, called functions with their non-tensor arguments in `functions`, and the `calls`
+    of modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class Positions(TorchFunctionMode):
                 self._counting[made] = True
         elif counting:
             long = [(name, axis, size, args[-1]) for axis, size in enumerate(given[0].shape) if size > 1]
-            if name in COMPARING and type(args[-1]) is int and len(long) == 1:  # (else it is not known along which they count)
+            if name in COMPARING and type(args[-1]) is int and len(long) == 1:  # (else the counting dimension is unknown)
                 self.taken.update(long)
         return result
 
     @contextmanager
     def watching(self) -> Iterator[Positions]:
-        """Inside, it looks at everything."""
+        """Records everything that runs inside."""
         hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: self.calls.update((id(module),)))
         try:
             with self:
@@ -83,7 +83,7 @@ class Positions(TorchFunctionMode):
 
 
 def decides_by_position(looks: Sequence[tuple[int, Positions]]) -> bool:
-    """Whether looks at so many samples each, the first at those of the others together, show that positions decide."""
+    """Whether positions decide, by looks at a number of samples each: first the whole, then its parts."""
     (samples, whole), *parts = looks
     if told_by_positions(samples, whole.taken, [(count, part.taken) for count, part in parts]):
         return True
@@ -96,10 +96,10 @@ def first_that_decides(
     prepared: Callable[[Callable[[torch.Tensor], torch.Tensor], int], Callable[[], Any]],
     sizes: Sequence[int],
 ) -> int | None:
-    """The first of `sizes` (numbers of samples) with which code does something else than with few, as far as fake tensors tell.
+    """Returns the first of `sizes` (numbers of samples) for which code, run on fake tensors, acts differently than for few.
 
-    `prepared(twin, samples)` returns the code, to be run on so many copies of one sample, so that values decide nothing. What
-    seems to decide has to do so in a second run as well: in the first, code may make what it keeps for so many samples.
+    `prepared(twin, samples)` returns the code to run on copies of one sample, so that values decide nothing. A finding must
+    recur in a second run, because in the first the code may build a cache for that many samples.
     """
     sizes, state = [size for size in sizes if size > MORE], HostRandom.capture()
 
@@ -139,7 +139,7 @@ def decides_by_size(few: tuple[int, Positions], many: tuple[int, Positions], all
         return True
     found = [look.functions for look in looks.values()]
     if len({len(functions) for functions in found}) > 1:
-        return False  # called for each sample: in any order
+        return False  # called once per sample, so calls cannot be matched
     for given in zip(*found):
         if len({func for func, _ in given}) > 1 or len({len(values) for _, values in given}) > 1:
             return True
@@ -149,8 +149,8 @@ def decides_by_size(few: tuple[int, Positions], many: tuple[int, Positions], all
 
 
 def _is_chosen(values: Mapping[int, Any]) -> bool:
-    """Whether what a function is given is the same for few samples and a few more, and another for all; or a number that grows
-    with them up to a limit."""
+    """Whether an argument is equal for few samples and a few more but differs for all, or is a number that grows with the
+    samples up to a limit."""
     its, more, whole = values.values()
     if type(its) is type(more) and its == more:
         return type(whole) is not type(its) or bool(whole != its)
@@ -160,7 +160,7 @@ def _is_chosen(values: Mapping[int, Any]) -> bool:
 
 
 def _plain(value: Any) -> Iterator[Any]:
-    """Numbers and words, in any nesting."""
+    """Yield the numbers and strings in any nesting."""
     if isinstance(value, (int, float, complex, str, type(None))):
         yield value
     elif isinstance(value, slice):
@@ -175,8 +175,8 @@ def _plain(value: Any) -> Iterator[Any]:
 def told_by_positions(
     samples: int, whole: set[Taken], parts: Sequence[tuple[int, set[Taken]]], *, most: int | None = None
 ) -> bool:
-    """Whether numbers along the samples are the same for the whole as for parts of it. `most`: samples that there will be; a
-    number beyond them decides nothing."""
+    """Whether numbers along the samples are equal for the whole and its parts. `most`: the number of samples that will run;
+    numbers beyond it decide nothing."""
     if not any(count < samples for count, _ in parts):
         return False
     for name, axis, size, number in whole:
@@ -191,8 +191,8 @@ def told_by_positions(
 
 
 def _is_affine(numbers: Mapping[int, int], *, absent: bool = False) -> bool:
-    """Whether numbers for so many samples each are the same for any number of them, or as many for each. Calls of modules that
-    some do not make at all (of an expert) are made as values decide, and tell nothing unless `absent`."""
+    """Whether counts by number of samples are constant or affine. If some are zero, as for a mixture-of-experts module that is
+    not called, values decide, and this returns True unless `absent`."""
     if len(numbers) < 3 or not (absent or all(numbers.values())):
         return True
     (a, its), (b, more), *others = sorted(numbers.items())
@@ -200,8 +200,8 @@ def _is_affine(numbers: Mapping[int, int], *, absent: bool = False) -> bool:
 
 
 def taken(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Taken]:
-    """The places of numbers in a call that another size of the dimension would give another meaning: bounds that it does not
-    reach, steps, pieces that it is smaller than, and numbers of pieces."""
+    """Yields the numbers in a call that would mean something else for another size of the dimension: out-of-range bounds,
+    steps, piece sizes not below the dimension's size, and numbers of pieces."""
     if name in ("getitem", "setitem") and len(args) > 1:
         for axis, index in _sliced(args[0], args[1]):
             size = args[0].shape[axis]
@@ -218,7 +218,7 @@ def taken(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Ta
 
 
 def _sliced(tensor: torch.Tensor, index: Any) -> Iterator[tuple[int, slice]]:
-    """(dimension, slice) for the slices in an index."""
+    """Yield (dimension, slice) for the slices in an index."""
     entries = index if isinstance(index, tuple) else (index,)
     used = [_dimensions(entry) for entry in entries]
     axis = 0
@@ -229,7 +229,7 @@ def _sliced(tensor: torch.Tensor, index: Any) -> Iterator[tuple[int, slice]]:
 
 
 def _dimensions(entry: Any) -> int:
-    """How many dimensions an entry of an index stands for."""
+    """Return the number of dimensions that an index entry consumes."""
     if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
     return entry.dim() if isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1

@@ -1,8 +1,8 @@
-"""Proofs on a few samples: that a batch is cut along its samples, and that outputs are joined right.
+"""Proves on a few samples that a batch is cut along its samples, and that outputs are joined correctly.
 
-Whole and parts run on the same samples with the whole's random draws handed out by slice and batch norm frozen (its batch
-statistics are the one accepted coupling, always reported), so that what differs is real mixing of samples.
-Everything runs on the device and leaves no trace.
+The whole and its parts run on the same samples. Parts get slices of the whole's random draws, and batch norm is frozen: its
+batch statistics are the one accepted coupling, always reported. So any difference is real mixing of samples. Everything runs on
+the device and leaves no trace.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from memfit.training.outputs import Leaf, Outputs, name_in, turned
 from memfit.training.reads import Reads, Value, decided
 
 PROOF_SAMPLES = 5
-"""Samples that proofs run on."""
+"""Number of samples that proofs run on."""
 FLIPPED = 0.2
-"""Share of whole-number entries that may differ: an argmax may flip where two scores are equal but for rounding."""
+"""Fraction of integer entries that may differ: an argmax may flip if two scores are equal up to rounding."""
 
 
 def parts_of(samples: int, least: int = 1) -> tuple[int, ...]:
-    """Unequal parts of a few samples, none below `least`: 5 = 2 + 3, 3 = 1 + 2, 2 = 1 + 1."""
+    """Returns unequal part sizes for a few samples, none below `least`: 5 = 2 + 3, 3 = 1 + 2, 2 = 1 + 1."""
     first = max(least, (samples - 1) // 2)
     return (first, samples - first) if samples >= 2 * least else (samples,)
 
 
 @contextmanager
 def comparable(model: nn.Module, device: torch.device) -> Iterator[Traces]:
-    """No trace left, nothing compiled, and batch norm frozen: the circumstances in which whole and parts are compared."""
+    """Sets up the comparison of whole and parts: leaves no trace, compiles nothing, freezes batch norm."""
     with leave_no_trace(model, device) as traces, uncompiled():
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -53,7 +53,7 @@ def comparable(model: nn.Module, device: torch.device) -> Iterator[Traces]:
 
 
 def frozen_norms(call: Call) -> Call:
-    """The call with batch norm in eval mode and on copies of its samples, for comparing whole and parts."""
+    """Returns the call with batch norm in eval mode, on copies of its samples, for comparing whole and parts."""
     frozen = copy.copy(call)
     frozen.copies = True
     frozen.modes = [
@@ -63,10 +63,10 @@ def frozen_norms(call: Call) -> Call:
 
 
 def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Deviation], Composition]:
-    """The call's outputs with it settled how they are joined; how far joined parts of these sizes are from the whole, the
-    farthest first; and how the state that a forward moves is composed.
+    """Determines how outputs are joined. Returns the outputs, the deviations of joined parts from the whole (the largest
+    first), and the composition of the state that the forward changes.
 
-    What no gradient flows through and cannot be joined is marked so: using it is then refused, training is not.
+    A leaf without gradient that cannot be joined is marked opaque: using it is refused, training is not.
     """
     whole, parts, moves, line = _whole_and_parts(frozen_norms(call), sizes)
     deviations = [] if moves.deviation is None else [moves.deviation]
@@ -77,7 +77,7 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
         return outputs, [Deviation("the structure of the output", float("inf"), 1.0)], moves.composition
     settled = []
     for i, leaf in enumerate(outputs.leaves):
-        if leaf.kind == "opaque" or i == outputs.loss:  # a single own loss has a weighting, proven apart
+        if leaf.kind == "opaque" or i == outputs.loss:  # the weighting of a single own loss is proven separately
             settled.append(leaf)
             continue
         leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], sizes)
@@ -90,7 +90,7 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
 
 
 def _twice(call: Call, sizes: Sequence[int], aside: Callable[[], AbstractContextManager[Traces]]) -> tuple[Trial, ...]:
-    """A trial on the same samples twice; none where only `split` knows the samples."""
+    """Return a trial on the same samples twice, or none if only `split` knows the samples."""
     if call.split is not None or not call.layout.cuts:
         return ()
     each = max(sizes)
@@ -108,7 +108,7 @@ def _twice(call: Call, sizes: Sequence[int], aside: Callable[[], AbstractContext
 def _differs_again(
     settled: Sequence[Leaf], loss: int | None, again: tuple[list[Any], list[list[Any]]], sizes: Sequence[int]
 ) -> bool:
-    """Whether parts differ from the whole once the state has moved; a single own loss is looked at apart."""
+    """Whether parts differ from the whole once the state has changed. A single own loss is checked separately."""
     whole, parts = again
     for i, leaf in enumerate(settled):
         if leaf.differentiable and i != loss and leaf.is_tensor:
@@ -119,11 +119,11 @@ def _differs_again(
 
 
 def _settled(leaf: Leaf, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[Leaf, Deviation]:
-    """The leaf joined in the way that comes nearest to the whole, and how near that is."""
+    """Return the leaf joined in the way closest to the whole, and its deviation."""
     where = name_in(leaf.path)
     if leaf.kind in ("value", "size"):
         made = [leaf.without_tensor(samples) for samples in (sum(sizes), *sizes)]
-        same = [whole, *parts] == made  # while tracing, numbers read off tensors are guessed
+        same = [whole, *parts] == made  # during tracing, numbers read from tensors are guesses
         return leaf if same else _unjoined(leaf, whole), Deviation(where, 0.0, 1.0)
     if not isinstance(whole, torch.Tensor):
         return leaf, Deviation(where, float("inf"), 1.0)
@@ -157,8 +157,8 @@ def _unjoined(leaf: Leaf, value: Any) -> Leaf:
 
 
 def mixing_module(call: Call, sizes: Sequence[int], allowed: Sequence[str]) -> Deviation | None:
-    """The first module, in order of completion, whose output for the whole differs from that of parts of these sizes although
-    its input does not; None if all such modules are allowed to, or hold one that is."""
+    """Returns the first module, in order of completion, whose output differs between whole and parts although its input does
+    not. Returns None if every such module is in `allowed` or contains an allowed one."""
     call, samples = frozen_norms(call), sum(sizes)
     whole, parts = _Recorded(call.model), []
     with comparable(call.model, call.device), torch.enable_grad():
@@ -183,7 +183,7 @@ def mixing_module(call: Call, sizes: Sequence[int], allowed: Sequence[str]) -> D
 
 
 def _module_difference(found: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> Deviation:
-    """How far what a module took or gave for the parts is from that for the whole; it agrees where that cannot be told."""
+    """Compare a module's inputs or outputs for the parts with those for the whole. Unknown ones count as equal."""
     known = [t for t in found if t is not None and t.dim() > 0]
     if len(known) < 1 + len(sizes):
         return Deviation("", 0.0, 1.0)
@@ -192,11 +192,11 @@ def _module_difference(found: Sequence[torch.Tensor | None], sizes: Sequence[int
 
 
 def _whole_and_parts(call: Call, sizes: Sequence[int]) -> tuple[list[Any], list[list[Any]], Moves, str | None]:
-    """What the call returns for the whole and for its parts, how the state that it moves is composed, and the line that decides
-    by values of the batch."""
+    """Run the call on the whole and on its parts. Return both outputs, how changed state is composed, and the line whose
+    control flow depends on batch values."""
     for by_operations in (False, True):
         draws, reads = Draws(by_operations=by_operations), Reads()
-        # Recording a graph, as in training: models look at it, and may register hooks.
+        # With grad enabled as in training, because models check for it and may register hooks.
         with comparable(call.model, call.device) as traces, torch.enable_grad():
             given = call.arguments(0, sum(sizes))
             with draws.recording(), reads.of(tensors(given)):
@@ -210,7 +210,7 @@ def _whole_and_parts(call: Call, sizes: Sequence[int]) -> tuple[list[Any], list[
 def _parts_of(
     call: Call, sizes: Sequence[int], draws: Draws, reads: Reads, whole: list[Any], moved: bool
 ) -> tuple[list[list[Any]], Moves, str | None]:
-    """As `_whole_and_parts`, once the whole has run."""
+    """Do `_whole_and_parts` for the parts, after the whole has run."""
     samples, aside = sum(sizes), partial(comparable, call.model, call.device)
 
     def run(start: int, stop: int, reads: Reads | None = None) -> list[Any]:
@@ -237,7 +237,7 @@ def _parts_of(
     if not moved:
         with aside() as traces:
             parts = in_parts(looks)
-            moved = bool(traces.moved())  # the whole moves nothing where what is kept by size is as large already
+            moved = bool(traces.moved())  # the whole changes nothing if state kept by size already has its size
     if moved:
         moves, looks = composition_of((Trial(run, sizes), *_twice(call, sizes, aside)), aside), []
         with aside():
@@ -260,17 +260,17 @@ def _detached(found: list[Any]) -> list[Any]:
 
 
 def _leaf_difference(leaf: Leaf, whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> float:
-    """How far the parts, joined as `leaf` says, are from the whole: relative L2, or the share of entries that differ."""
+    """Compare the parts, joined as `leaf` says, with the whole: relative L2 error, or the fraction of entries that differ."""
     made = parts if leaf.axis is None and leaf.joined == "first" else [leaf.join(parts, sizes)]
     if tuple(whole.shape) != leaf.shape_for(sum(sizes)) or whole.dtype != leaf.dtype:
-        return float("inf")  # what was learnt on fake tensors depends on values
+        return float("inf")  # what fake tensors showed depends on values
     if whole.is_floating_point():
         return max(relative_difference(whole, m) for m in made)
     return max(float((whole != m).double().mean()) if whole.shape == m.shape else float("inf") for m in made)
 
 
 def _joined_difference(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> float:
-    """The difference along whichever dimension grows with the samples; 0 if none can be told."""
+    """Compare along the dimension that grows with the samples; 0 if there is none."""
     for dim, size in enumerate(whole.shape):
         if all(p.dim() == whole.dim() and p.shape[dim] * sum(sizes) == size * n for p, n in zip(parts, sizes)):
             rest = [p.shape[:dim] == whole.shape[:dim] and p.shape[dim + 1 :] == whole.shape[dim + 1 :] for p in parts]
@@ -281,7 +281,7 @@ def _joined_difference(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes
 
 
 class _Recorded:
-    """The first floating point input and output of all modules, by name, in order of completion."""
+    """Records the first floating-point input and output of every module, by name, in order of completion."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}

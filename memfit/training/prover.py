@@ -1,6 +1,6 @@
-"""Proving on a few samples that a kind of training call may be cut, and refusing by name where it may not.
+"""Proves on a few samples that a kind of training call may be cut, and refuses by name if not.
 
-Not covered: what the few samples do not show; proofs are repeated on later batches.
+Not covered: what the few samples do not show. Proofs are repeated on later batches.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from memfit.training.weigh import PROBED, infer_weighting
 from memfit.training.works import CallWork
 
 OUTPUTS_HELD = 2
-"""Times that outputs are held while parts are compared with the whole: those of the parts, and joined."""
+"""Number of times that outputs are held while parts and whole are compared: the parts' and the joined ones."""
 
 
 class Prover:
-    """Proofs of one model's calls."""
+    """Proves one model's calls."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
 
     def look_alone(self, call: Call) -> None:
-        """Know whether the model can run a single sample. Raises Refused where single samples were prescribed."""
+        """Finds out whether the model can run a single sample. Raises Refused if single samples were prescribed."""
         if self._core.least > 1:
             return
         with self._core.staging.swapped():  # no hook of the user's fires
@@ -54,19 +54,19 @@ class Prover:
             self._core.need_company(why)
 
     def prove(self, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
-        """None if the call may be cut this way; else how far its parts are from the whole."""
+        """Proves that the call may be cut this way. Returns None if so, else the deviation of its parts from the whole."""
         few, blocks = self._provable(kind, call)
         with checkpointed(self._core.model, blocks), self._core.memory.sparing_kernels():
             return self._on_fewer(lambda n: self._prove_on(self._chosen(call, n), kind, call, shapes), few)
 
     def weigh_again(self, kind: Kind, call: Call) -> Deviation | None:
-        """The weighting of the call's own loss, inferred anew; how far its parts are from the whole where none holds."""
+        """Infers the weighting of the call's own loss again. Returns the deviation of its parts if no weighting holds."""
         few, blocks = self._provable(kind, call)
         with checkpointed(self._core.model, blocks), self._core.memory.sparing_kernels():
             return self._on_fewer(lambda n: self._infer(kind, self._chosen(call, n)), few)
 
     def mixes(self, call: Call, deviation: Deviation) -> Refused:
-        """The refusal of a call whose parts are not the whole."""
+        """Returns the error for a call whose parts differ from the whole."""
         core = self._core
         if deviation.by == "moving":
             return self._moves_state(call, deviation)
@@ -116,7 +116,7 @@ class Prover:
         return on_fewer(attempt, few, self._core.device, self._core.proof_ran_out)
 
     def by_size(self, kind: Kind, call: Call) -> list[Deviation]:
-        """That the forward decides by the number of samples, where it does not do with all of these what it does with few."""
+        """Returns a deviation if the forward acts differently on this number of samples than on few."""
         if call.samples <= kind.alike:
             return []
         core, in_all = self._core, self._core.samples_of_all(call.samples)
@@ -128,10 +128,10 @@ class Prover:
         kind.alike = call.samples
         return []
 
-    # ---- which samples
+    # ---- choosing samples
 
     def _provable(self, kind: Kind, call: Call) -> tuple[int, tuple[str, ...]]:
-        """(samples to prove with that fit at once, blocks to checkpoint for that)."""
+        """Return (number of samples whose proof fits in memory, blocks to checkpoint for it)."""
         core, most = self._core, min(PROOF_SAMPLES, call.samples)
         if kind.bound is None:
             return most, ()
@@ -150,7 +150,7 @@ class Prover:
         return parts_of(proof.samples, self._core.least)
 
     def _chosen(self, call: Call, few: int) -> Call:
-        """A call on copies of `few` of the samples (more, where parts need more), such that tell most."""
+        """Return a call on copies of the `few` most telling samples (more if the parts need more)."""
         few = max(few, min(2 * self._core.least, call.samples))
         if call.split is not None or not call.layout.cuts:
             return call.first(few)
@@ -163,7 +163,7 @@ class Prover:
     def _prove_on(self, proof: Call, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
         core, sizes = self._core, self._sizes(proof)
         outputs, deviations, composition = joined_outputs(proof, sizes)
-        kind.composition = with_written(composition, kind.composition, core.model)  # (which keeps nothing of the proof)
+        kind.composition = with_written(composition, kind.composition, core.model)  # (keeps nothing of the proof alive)
         deviations += self.by_size(kind, call)
         apart = [deviation for deviation in deviations if not deviation.agrees]
         refused = [deviation for deviation in apart if not self._is_allowed(deviation, proof)]
@@ -176,7 +176,7 @@ class Prover:
         core.staging.stage_also(entrances.parameters)
         kind.writes_input = call.copies = entrances.writes_input
         if len(sizes) < 2:
-            return None  # it runs as one piece; a larger one is proven
+            return None  # runs as one piece; a larger call is proven
         kind.prove_at, kind.mute = core.steps + 1, False
         if outputs.loss is not None:
             found = self._infer(kind, proof)
@@ -192,13 +192,13 @@ class Prover:
         work = CallWork(frozen_norms(proof), proof.outputs.loss, draws=False)
         weighting, deviation, moves = infer_weighting(work, self._sizes(proof), self._core.staging, self._core.model)
         if weighting is None and deviation.agrees:
-            kind.prove_at, kind.mute = self._core.steps, True  # the next call decides
+            kind.prove_at, kind.mute = self._core.steps, True  # the next call is proven again
             return moves.deviation
         kind.weighting = weighting or BY_SAMPLES
         return deviation if weighting is None else moves.deviation
 
     def _is_allowed(self, deviation: Deviation, proof: Call) -> bool:
-        """Whether the user accepted this deviation by its own name, or by those of the modules it comes from."""
+        """Whether the user accepted this deviation by its own name, or by the names of the modules it comes from."""
         allowed, sizes = self._core.settings.allow_inexact, self._sizes(proof)
         if any(deviation.where == name or deviation.where.startswith(f"{name}.") for name in allowed):
             return True

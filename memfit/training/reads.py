@@ -1,10 +1,9 @@
-"""Values of the batch that decide: a forward or a loss that looks at them on the host, and computes something else by them.
+"""Detects data-dependent control flow: a forward or loss that reads batch values on the host and branches on them.
 
-`if x.abs().max() > c`, `if loss > 1`, `if (y == 2).sum() > 2` may come out alike on the few samples of a proof, and otherwise
-for the parts of a later batch than for the whole. They are told by what is read: a comparison of numbers computed from it.
-Reads for each sample in turn are none, nor is what came out differently for whole and parts while the results agreed. Not
-covered: whole numbers read as such (`int(lengths.max())`), whether any or all entries of a mask or of labels are set, and
-whether entries are equal to a number, which makes masks.
+`if x.abs().max() > c`, `if loss > 1` or `if (y == 2).sum() > 2` may agree on a proof's few samples, and differ between the
+parts and the whole of a later batch. The sign is a read (`.item()`) of a comparison or number computed from the batch. Reads
+once per sample do not count, nor do those that differ between whole and parts while the results agree. Not covered: integers
+read as such (`int(lengths.max())`), `any` or `all` of a mask or of labels, and equality with a number, which makes masks.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ _FINITE = frozenset(getattr(aten, name) for name in ("isnan", "isinf", "isfinite
 _COUNTING = frozenset((aten.sum, aten.count_nonzero))
 _READING = aten._local_scalar_dense
 DECIDING = 2
-"""A comparison of numbers; 1: a count of entries; 0: anything else of the batch."""
+"""Mark of a comparison of numbers. 1 marks a count of entries, 0 anything else computed from the batch."""
 MOST = 4
-"""Reads that are looked at."""
+"""Number of reads that are tried."""
 FAR = 1e30
-"""What is put in the place of a number that is read, either way, to see whether anything hangs on it."""
+"""Replaces a number that is read, with either sign, to see whether the result depends on it."""
 
 
 class Reads(TorchDispatchMode):
-    """Notes what is read of the batch while active: `reads` has comparisons and numbers, `taken` (the comparison, the line
-    that reads it). `put` is given in the place of the n-th of `reads`."""
+    """Records reads of batch values while active: `reads` has comparisons and numbers, `taken` (the comparison, the line that
+    reads it). `put` = (n, value) replaces the n-th of `reads`."""
 
     def __init__(self, put: tuple[int, Value] | None = None) -> None:
         super().__init__()
@@ -46,7 +45,7 @@ class Reads(TorchDispatchMode):
         self._of_batch = WeakTensorKeyDictionary()
 
     def of(self, inputs: Iterable[torch.Tensor]) -> Reads:
-        """Itself, for what is computed from these."""
+        """Marks these tensors as the batch; returns self."""
         for tensor in inputs:
             self._of_batch[tensor] = 0
         return self
@@ -99,9 +98,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def decided(
     whole: Reads, parts: Sequence[Reads], run: Callable[[tuple[int, Value]], Any], same: Callable[[Any], bool]
 ) -> str | None:
-    """The line that decides by a comparison of values of the batch, or that a number does which it reads; None where none does
-    as far as whole and parts tell. `run` gives what comes of the whole where the n-th of these reads is another one, `same`
-    tells whether that is what came of it: a check that only raises decides nothing."""
+    """Returns the line whose comparison of batch values decides, or a note for a number; None if whole and parts show none.
+    `run` reruns the whole with the n-th read replaced. `same` tells whether its result is unchanged. A check that only raises
+    decides nothing."""
     line = _compared(whole.taken, [part.taken for part in parts])
     reads = [(index, read) for index, read in enumerate(whole.reads) if line is not None or not isinstance(read, bool)]
     for index, read in reads[:MOST]:
@@ -112,15 +111,15 @@ def decided(
 
 
 def _compared(mine: Sequence[tuple[bool, str]], theirs: Sequence[Sequence[tuple[bool, str]]]) -> str | None:
-    """The line of a comparison that came out alike for whole and parts, which may be chance."""
+    """Return the line of a comparison with equal results for whole and parts, which may be chance."""
     if not mine or [value for part in theirs for value, _ in part] == [value for value, _ in mine]:
-        return None  # for each sample in turn
+        return None  # one read per sample
     alike = all([value for value, _ in part] == [value for value, _ in mine] for part in theirs)
     return mine[0][1] or "a comparison" if alike else None
 
 
 def _hangs_on(index: int, value: Value, run: Callable[[tuple[int, Value]], Any], same: Callable[[Any], bool]) -> bool:
-    """Whether anything else comes of a run that reads this value; what fails then says nothing."""
+    """Whether the result changes if this value is read instead. A run that fails tells nothing."""
     try:
         with redirect_stdout(None), redirect_stderr(None):
             made = run((index, value))

@@ -1,8 +1,8 @@
-"""Surviving an out-of-memory error that was not foreseen: the effective batch starts again, smaller, and trains once.
+"""Recovers from an unforeseen out-of-memory error by restarting the effective batch with smaller micro-batches.
 
-Nothing irreversible is inside the retried region: no optimizer step, no hand-over. Gradients gathered so far, the random
-state and buffers are put back first. Not covered: failures outside the wrapped forward and backward, and a process that a
-kernel kills instead of raising (oneDNN on the CPU may).
+The retried region contains nothing irreversible: no optimizer step, no hand-over. Accumulated gradients are dropped; random
+state and buffers are restored first. Each batch trains once. Not covered: failures outside the wrapped forward and backward,
+and kernels that kill the process instead of raising (oneDNN on the CPU may).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from memfit.training.buffers import WrittenBuffers
 T = TypeVar("T")
 
 class Again(Exception):
-    """Raised by an attempt that wants to be repeated from the start with what it has learnt (a loss scale, true shares)."""
+    """Raised by an attempt to restart from the beginning with what it has learnt (a loss scale, true shares)."""
 
 
 class Recovery:
-    """Runs an effective batch, again and smaller if memory runs out.
+    """Runs an effective batch, and again with smaller micro-batches after an out-of-memory error.
 
-    Attributes: `drew` (whether any drew from torch's generator on the host, which depends on how it was cut), `host_draws`
-    (whether any draws from Python's or NumPy's).
+    Attributes: `drew` (whether any batch drew from torch's host generator, which depends on how it was cut), `host_draws`
+    (whether any draws from Python's or NumPy's generator).
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Recovery:
         self.drew = False
 
     def remembered(self) -> tuple[Callable[[], None], RandomState]:
-        """What drops gathered gradients and puts random state and buffers back to what they are now; that random state."""
+        """Returns (a function that drops accumulated gradients and restores random state and buffers, the random state)."""
         random = RandomState.capture(self._device, host=self.host_draws.kept)
         copies = self._buffers.snapshot()
 
@@ -56,8 +56,7 @@ class Recovery:
         return put_back, random
 
     def watched(self) -> Callable[[], bool]:
-        """As `remembered`, without copies of buffers other than batch norm's: what puts all else back, and tells whether these
-        are as they are now."""
+        """Like `remembered`, but copies no buffers except batch norm's: the function tells whether the others are unchanged."""
         random, buffers = RandomState.capture(self._device, host=self.host_draws.kept), self._buffers.watched()
 
         def put_back() -> bool:
@@ -68,9 +67,9 @@ class Recovery:
         return put_back
 
     def run(self, attempt: Callable[[int], T], largest: int) -> T:
-        """`attempt(largest)`, with smaller values after each out-of-memory error; at 1 the error is the user's.
+        """Calls `attempt(largest)`, with smaller values after each out-of-memory error. At 1 the error is raised.
 
-        Whatever `attempt` raises, gathered gradients are dropped, and random state and buffers are as they were before.
+        If `attempt` raises, accumulated gradients are dropped, and random state and buffers are restored.
         """
         put_back, random = self.remembered()
         while True:
@@ -87,7 +86,7 @@ class Recovery:
                     raise
                 text = said_by(error)
                 drop_frames(error)
-            # Outside the except block: inside, the traceback would keep the failed frames' tensors alive.
+            # Outside the except block, because inside it the traceback keeps the failed frames' tensors alive.
             smaller = max(1, largest // 2)
             free_unused(self._device)
             self._on_failure(largest, smaller, text)
@@ -95,7 +94,7 @@ class Recovery:
 
 
 def surviving(attempt: Callable[[], T], device: torch.device, otherwise: Callable[[str], T]) -> T:
-    """`attempt()`, or where memory runs out in it `otherwise(what was said)`, once everything it held is free."""
+    """Calls `attempt()`. If it runs out of memory, frees all it held and calls `otherwise(error text)`."""
     try:
         return attempt()
     except BaseException as error:
@@ -110,8 +109,8 @@ def surviving(attempt: Callable[[], T], device: torch.device, otherwise: Callabl
 def on_fewer(
     attempt: Callable[[int], T], samples: int, device: torch.device, on_failure: Callable[[int, int, str], None]
 ) -> T:
-    """`attempt(samples)`, with fewer after each out-of-memory error; with two, the fewest that make a whole and parts of it,
-    what is said three times is the caller's error."""
+    """Calls `attempt(samples)`, with fewer samples after each out-of-memory error. Two are the minimum for a whole and its
+    parts: then the third error is raised."""
 
     def fewer(text: str) -> T:
         smaller = max(2, samples // 2)
@@ -124,5 +123,5 @@ def on_fewer(
 
 
 def _differ(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether two states of the host's generator differ; no device is asked for anything."""
+    """Whether two states of the host generator differ. Does not synchronize with a device."""
     return before.numpy().tobytes() != now.numpy().tobytes()

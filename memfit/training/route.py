@@ -1,9 +1,8 @@
-"""The usual way from a model's output to its loss: views, slices and per-sample arithmetic that need not run yet.
+"""Rules for lazy tensors between a model's output and its loss: views, slices and per-sample arithmetic run later.
 
-Each understood operation says where the samples lie in its result and how its arguments change for a micro-batch (views hold
-whole-batch sizes as plain numbers, and tensors of the batch are cut like the output that they meet). Anything not listed
-here, or that moves samples in a way one axis cannot describe, makes the output materialise by replay. Not covered: indexing
-along the batch, concatenating, matrix products.
+A rule tells where the samples lie in the result and how the arguments change for a micro-batch: views hold whole-batch sizes as
+plain numbers, and tensors of the batch are cut like the output that they meet. An operation without a rule, or one whose result
+no single axis describes, materializes the output by replay. Not covered: batch indexing, concatenation, matrix products.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
 
 @dataclass(frozen=True)
 class Operand:
-    """An argument that has not been computed yet: what makes it, and what is known of it."""
+    """A lazy tensor as an argument: the node that computes it, its shape and its samples' axis."""
 
     node: Node
     shape: tuple[int, ...]
@@ -36,12 +35,12 @@ class Operand:
 
 
 Found = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Axis]
-"""A function, its arguments, and where the samples lie in its result."""
+"""(function, its arguments, its keyword arguments, the samples' axis in its result)."""
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Found | None]
 
 
 def step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Step | None:
-    """`function(*args, **kwargs)`, in which operands stand for what has not been computed; None if it is not understood."""
+    """Records `function(*args, **kwargs)` on lazy operands. Returns None if no rule covers it."""
     rule = _RULES.get(function)
     if rule is None or kwargs.get("inplace") or kwargs.get("out") is not None:
         return None
@@ -53,7 +52,7 @@ def step(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: t
 
 
 def total(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Term | None:
-    """`function(*args, **kwargs)` as a sum over all samples, or a mean; None if it is neither."""
+    """Records a sum or mean over all samples. Returns None for anything else."""
     if function not in _REDUCTIONS or not isinstance(args[0], Operand):
         return None
     dims, keeps, rest = _reduced(args, kwargs)
@@ -64,13 +63,13 @@ def total(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: 
 
 
 def known(function: Any, bound: Bound, operand: Callable[[Any], Operand | None], device: torch.device) -> Step | None:
-    """A known loss whose arguments are cut like its input; None where that has no samples apart from its classes, or where its
-    target is no part of the batch."""
+    """Records a known loss with its arguments cut like its input. Returns None if samples and classes share a dimension, or if
+    the target is not part of the batch."""
     first = operand(bound["input"])
     assert first is not None
     shape, axis = first.shape, first.axis
     if "ignore_index" in bound and axis.dim == (0 if len(shape) == 1 else 1):
-        return None  # samples are the classes of the loss
+        return None  # the samples' dimension is the loss's classes
     cut = KNOWN_LOSSES[function].cut_with_input
     classes = "ignore_index" in bound and not bound["target"].is_floating_point()
     keywords: dict[str, Any] = {**bound, "input": first.node}
@@ -89,26 +88,26 @@ def known(function: Any, bound: Bound, operand: Callable[[Any], Operand | None],
 
 @dataclass(frozen=True)
 class Unreduced:
-    """A loss whose mean is that of a value per entry, or per row, of its input."""
+    """A loss whose mean is over one value per entry, or per row, of its input."""
 
     each: Step
-    """These values."""
+    """The unreduced values."""
     summed: Step
-    """What they add up to."""
+    """Their sum."""
     reduction: str
-    """What was asked for: none, mean, sum or batchmean."""
+    """The requested reduction: none, mean, sum or batchmean."""
     values: int
-    """How many values there are."""
+    """Number of values."""
     rows: int
-    """Entries of the first dimension."""
+    """Size of the first dimension."""
 
     def term(self) -> Term:
-        """The number of the whole batch."""
+        """Returns the reduced loss of the whole batch."""
         return Term(self.summed, {"mean": self.values, "batchmean": self.rows}.get(self.reduction))
 
 
 def unreduced(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Unreduced | None:
-    """A loss of torch.nn.functional that divides by nothing but its entries or rows; None for others."""
+    """Records a loss of torch.nn.functional whose denominator is its entries or rows. Returns None for others."""
     if function is F.ctc_loss:
         return _ctc(args, kwargs, device)
     if function not in _BY_ENTRY and function not in _BY_ROW:
@@ -157,7 +156,7 @@ def _by_row(given: dict[str, Any]) -> tuple[dict[str, Any], Axis, int, int] | No
 
 
 def _ctc(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Unreduced | None:
-    """Connectionist temporal classification of [time, samples, signs]; targets one after the other are padded, to be cut."""
+    """Connectionist temporal classification of [time, samples, classes]. Concatenated targets are padded so they can be cut."""
     bound = _signature(F.ctc_loss).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -179,7 +178,7 @@ def _ctc(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) ->
 
 
 def _ctc_by_length(scores: torch.Tensor, targets: torch.Tensor, times: Any, lengths: Any, **settings: Any) -> torch.Tensor:
-    """The sum over samples of losses per sign: what torch's mean averages."""
+    """Return the sum over samples of the loss per target symbol, which torch's mean averages."""
     found = F.ctc_loss(scores, targets, times, lengths, reduction="none", **settings)
     return (found / lengths.clamp(min=1).to(found)).sum()
 
@@ -190,7 +189,7 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def term_of(loss: Step, bound: Bound) -> Term:
-    """A known loss of the whole batch as what its micro-batches add up to."""
+    """Returns a known loss of the whole batch as a sum over micro-batches."""
     if bound["reduction"] == "sum":
         return Term(loss, known=loss)
     summed = Step(partial(_summed, loss.function), (), loss.keywords, None, loss.autocast)
@@ -200,7 +199,7 @@ def term_of(loss: Step, bound: Bound) -> Term:
 def axis_of_argument(
     argument: torch.Tensor, shape: Sequence[int], axis: Axis, *, classes: bool = False
 ) -> Axis | None:
-    """Where the samples lie in a tensor that meets a value of `shape`; None if it is the same for all."""
+    """Returns the samples' axis in a tensor that meets a value of `shape`, or None if all samples share it."""
     if classes and argument.dim() == len(shape) - 1:
         dim = 0 if axis.dim == 0 else axis.dim - 1  # class indices lack the value's dimension 1
     else:
@@ -211,7 +210,7 @@ def axis_of_argument(
 
 
 def _summed(function: Any, **bound: Any) -> torch.Tensor:
-    """What a micro-batch adds to the numerator of a known mean; zero, not NaN, where it has nothing valid."""
+    """Return a micro-batch's contribution to the numerator of a known mean; zero, not NaN, if it has no valid entry."""
     mean, entries, _ = entries_mean(function, bound)
     return mean * entries
 
@@ -220,7 +219,7 @@ def _summed(function: Any, **bound: Any) -> torch.Tensor:
 
 
 def _alone(rule: Callable[..., Any]) -> Rule:
-    """A rule for an operation on one value, the rest constants."""
+    """Return a rule for an operation on one value with constant arguments."""
 
     def applied(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
         first, rest = args[0], args[1:]
@@ -238,7 +237,7 @@ def _alone(rule: Callable[..., Any]) -> Rule:
 def _cast(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
     allowed = (torch.dtype, bool, type(None))
     if function is torch.Tensor.to and not all(isinstance(a, allowed) for a in (*rest, *kwargs.values())):
-        return None  # to another device: the output is wanted there as a whole
+        return None  # a move to another device needs the whole output there
     return function, rest, kwargs, axis
 
 
@@ -247,7 +246,7 @@ def _detach(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Fo
 
 
 def _along(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
-    """Softmax and its kind: fine along any dimension but the batch."""
+    """Softmax and the like: allowed along any dimension but the batch."""
     dim = kwargs.get("dim", rest[0] if rest else None)
     if not isinstance(dim, int) or dim % len(shape) == axis.dim:
         return None
@@ -261,7 +260,7 @@ def _normalized(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -
 
 
 def _reducing(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
-    """Sums, means and their kind over other dimensions than the samples'."""
+    """Sum, mean and the like over dimensions other than the samples'."""
     dims, keeps, _ = _reduced((Operand(None, shape, axis), *rest), kwargs)  # type: ignore[arg-type]
     if dims is None or axis.dim in dims:
         return None
@@ -270,33 +269,33 @@ def _reducing(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> 
 
 
 def max_values(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch.max(value, dim).values"""
+    """Returns `torch.max(value, dim).values`."""
     return torch.max(value, *args, **kwargs)[0]
 
 
 def max_indices(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch.max(value, dim).indices"""
+    """Returns `torch.max(value, dim).indices`."""
     return torch.max(value, *args, **kwargs)[1]
 
 
 def min_values(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch.min(value, dim).values"""
+    """Returns `torch.min(value, dim).values`."""
     return torch.min(value, *args, **kwargs)[0]
 
 
 def min_indices(value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch.min(value, dim).indices"""
+    """Returns `torch.min(value, dim).indices`."""
     return torch.min(value, *args, **kwargs)[1]
 
 
 def _extreme(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
-    """The largest or the smallest over one other dimension than the samples'."""
+    """Maximum or minimum over one dimension other than the samples'."""
     dim = kwargs.get("dim", kwargs.get("axis", rest[0] if rest else None))
     return _reducing(function, shape, axis, rest, kwargs) if type(dim) is int else None
 
 
 def _norm(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Found | None:
-    """norm(value, p, dim, keepdim) of a vector per sample, or per place in it."""
+    """norm(value, p, dim, keepdim) of a vector per sample, or per position in it."""
     dim = kwargs.get("dim", rest[1] if len(rest) > 1 else None)
     if dim is None:
         return None
@@ -306,7 +305,7 @@ def _norm(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> Foun
 
 
 def _reduced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[int] | None, bool, bool]:
-    """(the dimensions that a sum or a mean goes over, whether they stay with size 1, whether it was told anything else)."""
+    """Return (the reduced dimensions, whether they stay with size 1, whether there are other arguments)."""
     shape, rest = args[0].shape, args[1:]
     dim = kwargs.get("dim", kwargs.get("axis", rest[0] if rest else None))
     keeps = bool(kwargs.get("keepdim", rest[1] if len(rest) > 1 else False))
@@ -341,7 +340,7 @@ def _squeeze(function: Any, shape: Any, axis: Axis, rest: Any, kwargs: Any) -> F
         chosen = {d for d, size in enumerate(shape) if size == 1}
     else:
         chosen = {d % len(shape) for d in (dims if isinstance(dims, (tuple, list)) else (dims,)) if shape[d] == 1}
-    # Named dimensions, so that a micro-batch of one sample does not lose its batch dimension.
+    # By explicit dimensions, so that a micro-batch of one sample keeps its batch dimension.
     if axis.dim in chosen:
         return None
     left = [d for d in range(len(shape)) if d not in chosen]
@@ -400,10 +399,10 @@ def _without_ellipsis(index: tuple[Any, ...], dims: int) -> list[Any]:
 
 
 def _reshaped(function: Any, shape: Any, axis: Axis, sizes: tuple[int, ...]) -> Found | None:
-    """A change of shape in row-major order: find the new dimension that the samples' factor lies in. A single sample's can be
-    in several: it is taken for the one with the fewest entries of each sample."""
+    """Reshape in row-major order: find the new dimension that contains the samples. For a single sample several may qualify,
+    and the one with the fewest entries per sample is taken."""
     samples = axis.samples(shape[axis.dim])
-    below = axis.inner * _product(shape[axis.dim + 1 :])  # how many entries one step from sample to sample skips
+    below = axis.inner * _product(shape[axis.dim + 1 :])  # entries between neighbouring samples
     suffix, least = 1, below + (samples > 1)
     found: list[Axis] = []
     for dim in range(len(sizes) - 1, -1, -1):
@@ -437,7 +436,7 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 def _pointwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
-    """Entry by entry, with broadcasting."""
+    """Elementwise, with broadcasting."""
     met = _met((*args, *kwargs.values()))
     if met is None:
         return None
@@ -447,7 +446,7 @@ def _pointwise(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _beside(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
-    """Distances and similarities along one dimension (by default the second, for similarities; the last, for distances)."""
+    """Distance or similarity along one dimension (default: the second for similarities, the last for distances)."""
     names = dict(zip(("first", "second", "a", "b", "keepdim"), args))
     values = [value for value in (*args, *kwargs.values()) if isinstance(value, (Operand, torch.Tensor))]
     met = _met(values)
@@ -465,7 +464,7 @@ def _beside(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fou
 
 
 def _gathering(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
-    """gather(value, dim, index) along another dimension than the samples'."""
+    """gather(value, dim, index) along a dimension other than the samples'."""
     names = dict(zip(("input", "dim", "index"), args)) | kwargs
     first, dim, index = names.get("input"), names.get("dim"), names.get("index")
     if not isinstance(first, Operand) or not isinstance(dim, int) or not isinstance(index, torch.Tensor):
@@ -478,7 +477,7 @@ def _gathering(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _unreduced(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
-    """A loss with reduction="none": a value per entry, or per class index."""
+    """A loss with reduction="none": one value per entry, or per class index."""
     loss = KNOWN_LOSSES[function]
     bound = {**loss.defaults, **dict(zip(loss.names, args)), **kwargs}
     first, target = bound.get("input"), bound.get("target")
@@ -504,12 +503,12 @@ def _unreduced(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     keywords = {**bound, "input": first.node, "target": Cut(target, along)}
     if isinstance(weight, torch.Tensor):
         keywords["weight"] = Cut(weight, None)
-    dim = axis.dim - (axis.dim > 1)  # (the classes' dimension is gone)
+    dim = axis.dim - (axis.dim > 1)  # (the class dimension is gone)
     return function, (), keywords, Axis(dim, axis.outer, axis.inner)
 
 
 def _met(values: Sequence[Any]) -> tuple[tuple[int, ...], Axis] | None:
-    """(the shape that values broadcast to, where the samples lie in it); None where they do not meet sample by sample."""
+    """Return (the broadcast shape, the samples' axis in it), or None if the values do not meet sample by sample."""
     operands = [value for value in values if isinstance(value, Operand)]
     others = [value for value in values if isinstance(value, torch.Tensor)]
     constants = [value for value in values if not isinstance(value, (Operand, torch.Tensor))]
@@ -518,7 +517,7 @@ def _met(values: Sequence[Any]) -> tuple[tuple[int, ...], Axis] | None:
     try:
         shape = torch.broadcast_shapes(*(value.shape for value in (*operands, *others)))
     except RuntimeError:
-        return None  # run for real, the operation says itself what is wrong
+        return None  # the real operation raises its own error
     places = {
         Axis(each.axis.dim + len(shape) - len(each.shape), each.axis.outer, each.axis.inner) for each in operands
     }
@@ -531,7 +530,7 @@ def _met(values: Sequence[Any]) -> tuple[tuple[int, ...], Axis] | None:
 
 
 def _argument(value: Any, shape: tuple[int, ...], axis: Axis) -> Any:
-    """What an argument is for a micro-batch."""
+    """Return the argument for a micro-batch."""
     if isinstance(value, Operand):
         return value.node
     return Cut(value, axis_of_argument(value, shape, axis)) if isinstance(value, torch.Tensor) else value
@@ -546,7 +545,7 @@ def _holds_tensor(values: tuple[Any, ...]) -> bool:
 
 
 def named(*names: str) -> list[Any]:
-    """These functions, wherever torch has them."""
+    """Returns these functions from every place in torch that has them."""
     places = (torch.Tensor, torch, F)
     return [getattr(place, name) for name in names for place in places if hasattr(place, name)]
 
@@ -569,7 +568,7 @@ PAIRED: dict[Any, tuple[Any, Any]] = {
     **dict.fromkeys(named("max"), (max_values, max_indices)),
     **dict.fromkeys(named("min"), (min_values, min_indices)),
 }
-"""Functions that return (values, indices), by functions that return one of them."""
+"""Functions that return (values, indices), mapped to functions that return one of them."""
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         named(

@@ -1,4 +1,4 @@
-"""The run: what `wrap` returns. The only mutable object that users meet."""
+"""Defines the run that `wrap` returns, the only mutable object that users meet."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from memfit.reporting.verification import Verification
 
 HISTORY = 1000
-"""Steps whose durations are remembered."""
+"""Number of steps whose durations are kept."""
 NAMED = 8
-"""Parameters that are named in a note."""
+"""Number of parameters named in a note."""
 LOOKS = 100
-"""Steps within which one is to be seen that takes what was planned; in the first of them sizes are still measured."""
+"""Number of steps to wait for one whose measured peak stays within the plan. Sizes are still being measured in the first."""
 
 
 class Run:
     """A training that memfit fits into memory. Unpacks into (model, optimizer, loader).
 
-    Attributes: `model`, `optimizer` (the objects that were given), `loader` (yields effective batches), `plan` (None until
-    the first training call where there is no loss_fn), `events`, `script_batch` (samples per optimizer step over all processes
-    that the script asked for by itself, which the report compares with the target; None if not known).
+    Attributes: `model`, `optimizer` (the objects given to `wrap`), `loader` (yields effective batches), `plan` (None before
+    the first training call if there is no loss_fn), `events`, `script_batch` (samples per optimizer step over all
+    ranks in the unmodified script, which the report compares with the target; None if not known).
     """
 
     def __init__(self, model: Any, optimizer: Any, loader: Any, *, core: Core | None, off: str = "") -> None:
@@ -74,11 +74,11 @@ class Run:
         self.script_batch: int | None = None
         self._sharding: Sharding | None = None
 
-    # ---- what it is
+    # ---- properties
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; the last one that was where the run was undone."""
+        """The plan in force, or the last one if the run was undone."""
         core = self._core
         if core is None:
             return self._last_plan
@@ -86,17 +86,17 @@ class Run:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What happened so far."""
+        """The events so far."""
         return () if self._core is None else tuple(self._core.events)
 
     @property
     def enabled(self) -> bool:
-        """False where memfit was switched off or undone: everything runs plain."""
+        """False if memfit is switched off or undone, and everything runs as plain PyTorch."""
         return self._core is not None
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for those that train together."""
+        """Whether this process is rank 0 (or memfit is off)."""
         return self._core is None or self._core.settings.rank == 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -110,14 +110,14 @@ class Run:
     def _repr_html_(self) -> str:
         return f"<div>{escape(repr(self))}</div>" if self.plan is None else self.report()._repr_html_()
 
-    # ---- what it does
+    # ---- methods
 
     def step(self, batch: Any) -> torch.Tensor:
-        """One optimizer step over an effective batch; the loss as a detached scalar.
+        """Performs one optimizer step over an effective batch. Returns the loss as a detached scalar.
 
-        Sets gradients to None, runs micro-batches with recovery from running out of memory, calls `before_step` once on
-        the total gradient, then `optimizer.step()`. `batch` comes from `run.loader`, or is an ordinary batch with samples
-        along the first dimension. Raises UsageError without loss_fn; exceptions of the user's own surface as themselves.
+        Sets gradients to None, runs micro-batches with recovery from out-of-memory errors, calls `before_step` once on the
+        total gradient, then `optimizer.step()`. `batch` comes from `run.loader`, or is an ordinary batch with samples along the
+        first dimension. Raises UsageError without loss_fn. The user's own exceptions are raised unchanged.
         """
         if self._stepper is None or self._core is None:
             return self._plain_step(batch)
@@ -137,7 +137,7 @@ class Run:
         return value
 
     def undo(self) -> None:
-        """Give everything back as it was before `wrap`: the model's own forward and blocks, no hooks, no staging."""
+        """Restores everything to its state before `wrap`: the model's own forward and blocks, no hooks, no staging."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -152,7 +152,7 @@ class Run:
             self._core, self._stepper, self._off = None, None, "run.undo()"
 
     def stats(self) -> dict[str, float | int | None]:
-        """A flat dictionary for any logger: step, seconds, samples_per_second, loader_wait (seconds of the last step),
+        """Returns a flat dictionary for loggers: step, seconds, samples_per_second, loader_wait (seconds, in the last step),
         peak_predicted, peak_measured (bytes), micro_batch, accumulation."""
         plan = self.plan
         return {
@@ -167,14 +167,13 @@ class Run:
         }
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """Everything that the training goes on from: model, optimizer, steps, loss scale, random states, and where the loader
-        stands, in the middle of an epoch too.
+        """Returns the training state: model, optimizer, steps, loss scale, random states and loader position, even mid-epoch.
 
-        It holds tensors, numbers, texts, lists and dictionaries alone (`torch.load(path, weights_only=True)` reads it), is the
-        same by whatever plan and number of processes it was saved, and takes no other process: rank 0 alone may save. Tensors
-        are the run's own, as those of `model.state_dict()`. Schedulers and a GradScaler are the script's to save. Without
-        `whole` it leaves out the model, the optimizer and random states, for scripts that save these themselves. Batches count
-        as done once they were trained on; those that the script accumulates, once the optimizer has stepped.
+        It holds only tensors, numbers, strings, lists and dictionaries (`torch.load(path, weights_only=True)` reads it). It
+        does not depend on the plan or the number of processes and is not collective: rank 0 alone may save. Like those of
+        `model.state_dict()`, its tensors are the run's own. The script saves schedulers and GradScaler. Without `whole` it
+        omits model, optimizer and random states, for scripts that save these. Batches count as done once trained on; those that
+        the script accumulates, once the optimizer has stepped.
         """
         loader = self.loader
         position = loader.position(self.drew(), self._unfinished()) if isinstance(loader, EffectiveLoader) else None
@@ -182,17 +181,16 @@ class Run:
         return written(self._held(), steps, position, whole=whole)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken: the next iteration of the loader yields the rest of the interrupted epoch, the next
-        ones whole epochs.
+        """Resumes from `state`: the loader's next iteration yields the rest of the interrupted epoch, later ones whole epochs.
 
-        To be called on every process, however many there are now. `run.loader.epoch` is the epoch that goes on. Raises
-        UsageError, with nothing changed on any process, where the state is damaged, another model's, or of another target batch
-        or data set; RankFailed where it could not be loaded on another process.
+        Call it on every process; their number may have changed. `run.loader.epoch` is the resumed epoch. Raises UsageError,
+        with nothing changed on any process, if the state is damaged or belongs to another model, target batch or data set;
+        RankFailed if another process could not load it.
         """
         self._plain_steps = load(self._held(), state)
 
     def verify(self) -> Verification:
-        """Compare one effective batch both ways, whole and in micro-batches; the result also goes into the report."""
+        """Compares the gradients of one effective batch run whole and in micro-batches. The report also shows the result."""
         if self._core is not None:
             self._core.memory.rest()
             self._core.caches.trains()
@@ -209,9 +207,9 @@ class Run:
         return self._core.verification
 
     def report(self) -> Report | PlainReport:
-        """What was asked, what was done and what it cost; `.save("report.html" | ".json" | ".md")`, or print it.
+        """Reports what was asked, what was done and what it cost; print it, or `.save("report.html" | ".json" | ".md")`.
 
-        Without a plan (switched off, or everything ran as the script wrote it) it says that. Raises UsageError before the
+        Without a plan (switched off, or everything ran uncut) it says so. Raises UsageError before the first training step.
         first training step.
         """
         core = self._core
@@ -244,14 +242,14 @@ class Run:
     # ---- set up by wrap
 
     def intercept(self, script: Script) -> None:
-        """Script mode: answer the model's forward, and the methods that are to be cut as well."""
+        """Script mode: intercepts the model's forward, and the other methods that are to be cut."""
         assert self._core is not None
         model = self._core.model
         methods = [Interception(model, partial(script.answer, name), name=name) for name in self._core.settings.methods]
         self._install(self._answering(partial(script.answer, "forward")), *methods)
 
     def intercept_evaluation(self, script: Script) -> None:
-        """Step mode: answer the model's forward where the script evaluates with it."""
+        """Step mode: intercepts the model's forward for the script's evaluation."""
         assert self._core is not None
         if self._taken is None and not self._core.compiled:
             self._install(Interception(self.model, partial(script.evaluate, "forward")))
@@ -263,7 +261,7 @@ class Run:
             self._undo.append(interception.remove)
 
     def take_over(self, taken: TakenOver | None, *, in_script: bool) -> None:
-        """What the model came in, if in something, goes on answering."""
+        """Keeps the wrapper that the model came in, if any, working."""
         self._taken = taken
         if taken is None:
             return
@@ -275,7 +273,7 @@ class Run:
             self._undo.append(straight.remove)
 
     def hold_in_parts(self, sharding: Sharding | None) -> None:
-        """What the processes hold in parts is held by each again once this is undone."""
+        """Registers the sharding to be reversed by `undo`, so that each rank holds everything again."""
         self._sharding = sharding
         if sharding is not None:
             self._undo.append(sharding.undo)
@@ -284,16 +282,16 @@ class Run:
         return Interception(self.model, answer) if self._taken is None else self._taken.answering(answer)
 
     def take_steps(self, stepper: Stepper, loss_fn: LossFn, before_step: Callable[[], Any] | None) -> None:
-        """Step mode."""
+        """Enables step mode."""
         self._stepper = stepper
         self.plainly(loss_fn, before_step)
 
     def drew(self) -> bool:
-        """Whether draws on the host differ from those that the script alone would have made by now."""
+        """Whether host random draws differ from those of the unmodified script so far."""
         return self._core is not None and (self._core.recovery.drew or bool(getattr(self.loader, "drew", False)))
 
     def follow(self, guard: AccumulationGuard | None, script: Script | None) -> None:
-        """Count the optimizer's steps."""
+        """Hooks the optimizer's steps to count them."""
         register = getattr(self.optimizer, "register_step_post_hook", None)
         if register is None:
             return
@@ -306,7 +304,7 @@ class Run:
             self._undo.append(self.optimizer.register_step_pre_hook(self._core.together.stepping).remove)
 
     def on_batch(self, info: BatchInfo) -> None:
-        """The loader is about to yield a batch."""
+        """Records a batch that the loader is about to yield."""
         self._batch = info
         self._waits.append(info.waited)
         self._batches += 1
@@ -316,16 +314,16 @@ class Run:
 
     @property
     def batches(self) -> int:
-        """Loader batches so far."""
+        """Number of loader batches so far."""
         return self._batches
 
     @property
     def batch_samples(self) -> int | None:
-        """Samples in the loader's current batch, if known."""
+        """Number of samples in the loader's current batch, if known."""
         return None if self._batch is None else self._batch.samples
 
     def whole_loss(self, loss_fn: LossFn, script: Script) -> Callable[[Any], torch.Tensor]:
-        """`loss_fn` over the intercepted model."""
+        """Returns `loss_fn` with the model's forward intercepted."""
 
         def loss(batch: Any) -> torch.Tensor:
             interception = self._answering(partial(script.answer, "forward"))
@@ -338,7 +336,7 @@ class Run:
 
         return loss
 
-    # ---- inside
+    # ---- internals
 
     def _take_step(self) -> None:
         core = self._core
@@ -355,18 +353,18 @@ class Run:
         return Held(model, self.optimizer, self.loader, self._core)
 
     def _done(self) -> tuple[int, int]:
-        """What has moved on once a batch is trained on."""
+        """Return the counters that advance once a batch is trained on."""
         return (0 if self._core is None else self._core.steps), (0 if self._script is None else self._script.calls)
 
     def _unfinished(self) -> int:
-        """The loader's batches of which no optimizer step has come yet: the latest, while nothing was trained on it, and those
-        that the script is adding up."""
+        """Count the loader's batches that no optimizer step covers yet: the latest if nothing was trained on it, and those that
+        the script is accumulating."""
         untouched = int(self._done() == self._done_before)
         adding = 1 if self._core is None else self._core.settings.script_accumulation
         return untouched + (self._batches - untouched - self._batches_stepped) % adding
 
     def _plain_report(self) -> PlainReport:
-        """The report of a run without a plan."""
+        """Return the report of a run without a plan."""
         from memfit.reporting.plain import PlainReport, what_ran
         from memfit.reporting.report import happenings, made_now, software
 
@@ -379,8 +377,7 @@ class Run:
         return PlainReport(type(self.model).__name__, *found, steps, seconds, happenings(self.events), software(), made)
 
     def measured_peak(self) -> int | None:
-        """Most bytes held in steps by this plan; None before the first whole one that runs by it alone, or where the platform
-        cannot tell."""
+        """Returns the peak bytes in steps of this plan. None before its first full step, or on unsupported platforms."""
         core = self._core
         if core is None or core.tuning or core.steps <= self._peak_from:
             return None
@@ -396,7 +393,7 @@ class Run:
         self._batches_stepped = self._batches
         core.heap.check()
         if core.plan is not self._measured_plan:
-            core.memory.reset_peak()  # neither what planning itself held nor a plan before this one counts
+            core.memory.reset_peak()  # excludes planning and earlier plans
             self._measured_plan, self._peak_from = core.plan, core.steps
         core.memory.stepped()
         if core.steps == 1 and core.together is None:
@@ -411,12 +408,12 @@ class Run:
             if self._stepper is None:
                 self._script.outside.stepped()
             self._compare_with_target(self._script)
-            if self._stepper is None:  # in step mode `step` ends it
+            if self._stepper is None:  # in step mode `step` ends the clock
                 self._clock.end(self._script.samples_seen)
             self._script.samples_seen = 0
 
     def _name_unreached(self, core: Core) -> None:
-        """Which parameters the first step had no gradient for: torch leaves them as they are, and says nothing."""
+        """Note the parameters without gradient in the first step, which torch silently leaves unchanged."""
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         named = self.model.named_parameters()
         names = [name for name, p in named if p.requires_grad and p.grad is None and id(p) in trained]
@@ -462,12 +459,12 @@ class Run:
         return loss.detach()
 
     def plainly(self, loss_fn: LossFn | None, before_step: Callable[[], Any] | None) -> None:
-        """Once switched off or undone, `step` runs the whole batch as plain PyTorch would."""
+        """Sets what `step` runs when memfit is off or undone: the whole batch, as plain PyTorch."""
         self._plain_loss_fn, self._before_step = loss_fn, before_step
 
 
 class _Clock:
-    """Seconds per optimizer step."""
+    """Measures the seconds per optimizer step."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None

@@ -1,8 +1,8 @@
-"""Taking over models that came in DistributedDataParallel or DataParallel: the wrapper goes on answering, the training is ours.
+"""Takes over the training of models in DistributedDataParallel or DataParallel, while the wrapper keeps working for the script.
 
-The wrapper stays the script's object (`.module`, its keys, `isinstance`); its forward leads to the module inside, whose
-gradients are reduced once per backward. Its own reducer is never armed. Not covered: DataParallel over several devices,
-communication hooks, and wrappers that shard the parameters themselves: refused by name.
+The wrapper stays the script's object (`.module`, its keys, `isinstance`). Its forward calls the module inside, whose gradients
+are reduced once per backward; its own reducer is never armed. Not covered, refused by name: DataParallel over several devices,
+communication hooks, wrappers that shard the parameters.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ PREFIX = "module."
 
 @dataclass(frozen=True)
 class TakenOver:
-    """A model and the wrapper that it came in."""
+    """A model and the wrapper it came in."""
 
     outer: nn.Module
-    """What the script calls."""
+    """The wrapper, which the script calls."""
     inner: nn.Module
-    """What is trained."""
+    """The wrapped module, which is trained."""
     group: Any = None
-    """The process group its gradients were to be reduced over."""
+    """The process group of the wrapper's gradient reduction."""
     mean: bool = False
-    """Whether sums are means over processes, as the wrapper makes them."""
+    """Whether sums are averaged over ranks, as the wrapper does."""
     shares_buffers: bool = True
-    """Whether buffers are rank 0's."""
+    """Whether buffers are broadcast from rank 0."""
 
     def called(self, *args: Any, **kwargs: Any) -> Any:
-        """The module inside, called as the wrapper would: with tensors moved to its device."""
+        """Calls the wrapped module as the wrapper would, with tensors moved to its device."""
         args, kwargs = map_leaves(self._moved, (args, kwargs))
         return self.inner(*args, **kwargs)
 
     def answering(self, answer: Callable[..., Any]) -> Interception:
-        """An interception of the wrapper's forward, by `answer(plain, args, kwargs)`."""
+        """Returns an interception of the wrapper's forward by `answer(plain, args, kwargs)`."""
 
         def handler(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             args, kwargs = map_leaves(self._moved, (args, kwargs))
@@ -53,15 +53,15 @@ class TakenOver:
         return Interception(self.outer, handler)
 
     def straight(self) -> Interception:
-        """One that leads straight to the module inside."""
+        """Returns an interception that calls the wrapped module directly."""
         return self.answering(lambda plain, args, kwargs: plain(*args, **kwargs))
 
     def takes_both_keys(self) -> Callable[[], None]:
-        """Let the wrapper load states with and without its prefix; returns what takes that back."""
+        """Lets the wrapper load state dicts with and without its prefix. Returns a function that reverts this."""
         return self.outer.register_load_state_dict_pre_hook(_with_prefix).remove
 
     def check_syncs(self) -> None:
-        """Raise Refused inside the wrapper's no_sync()."""
+        """Raises Refused inside the wrapper's no_sync()."""
         if isinstance(self.outer, DistributedDataParallel) and not self.outer.require_backward_grad_sync:
             raise Refused(
                 "a backward inside no_sync()",
@@ -75,7 +75,7 @@ class TakenOver:
 
 
 def taken_over(model: nn.Module) -> TakenOver | None:
-    """The model inside a wrapper; None where it came as it is. Raises Refused for what cannot be taken over."""
+    """Returns the wrapper and its module, or None for a plain model. Raises Refused for unsupported wrappers."""
     if isinstance(model, DataParallel):
         return _from_data_parallel(model)
     if isinstance(model, DistributedDataParallel):
@@ -91,7 +91,7 @@ def taken_over(model: nn.Module) -> TakenOver | None:
 
 
 def refuse_synchronised_norms(model: nn.Module) -> None:
-    """Raise Refused for layers whose forward waits for other processes, which may run other numbers of micro-batches."""
+    """Raises Refused for layers whose forward waits for other ranks, which may run other numbers of micro-batches."""
     name = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
     if name is not None:
         raise Refused(
@@ -139,7 +139,7 @@ def _with_prefix(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
 
 
 def loss_of_outer(taken: TakenOver | None, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`loss_fn` given the wrapper where it would be given the module inside."""
+    """Makes `loss_fn` receive the wrapper instead of the module inside."""
     return loss_fn if taken is None else partial(_of_outer, taken, loss_fn)
 
 

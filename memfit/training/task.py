@@ -1,4 +1,4 @@
-"""What is planned: one kind of work on one kind of batch."""
+"""Describes what is planned: one kind of work on one kind of batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memfit.planning.search import Demand
 from memfit.profiling.trace import MakeWork
 
 LOSS_BOUND = 3
-"""Copies of a model's output that an unseen loss is taken to need at once: log-probabilities, their gradient, a temporary."""
+"""Copies of a model's output that an unseen loss is assumed to need at once: log-probabilities, their gradient, a temporary."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class Task:
     """Work to profile, time and plan."""
 
     make_work: Callable[[str], MakeWork]
-    """From a precision to what makes twin work for tracing."""
+    """Maps a precision to a factory of work on fake tensors (twins), for tracing."""
     real_work: Callable[[str], Work]
-    """From a precision to the real work, for timing."""
+    """Maps a precision to the real work, for timing."""
     weighting: Weighting
     """How its micro-batches are weighted."""
     available: int
-    """Samples that there are to trace with."""
+    """Number of samples available for tracing."""
     demand: Demand
-    """How much of it."""
+    """How much of it to plan."""
     compiled: bool = False
-    """Whether the model is compiled: then it is measured, not traced."""
+    """Whether the model is compiled. Then it is measured instead of traced."""

@@ -1,9 +1,9 @@
-"""One effective batch over several processes: agreed on, its gradients reduced once, the same total everywhere.
+"""Trains one effective batch over several ranks: the ranks agree on it, and its gradients are reduced once.
 
-Each process gathers its own share, with recovery of its own: nothing collective happens before all of them have. Then they
-agree that all succeeded, what each share weighs and which parameters any of them reached, and only then are gradients
-reduced; in step mode some may have been before, beside the last micro-batch (`overlap.py`). Not covered: losses that need the
-samples of all processes at once; each process computes them of its own.
+Each rank accumulates its own share, with its own recovery, before any collective. Then the ranks agree that all succeeded, what
+each share weighs and which parameters any of them reached, and only then reduce gradients. In step mode some may already be
+reduced during the last micro-batch (`overlap.py`). Not covered: losses that need the samples of all ranks at once. Each rank
+computes them on its own share.
 """
 
 from __future__ import annotations
@@ -45,29 +45,28 @@ from memfit.training.ways import Way, common, way_of, ways_of, weighting_by
 
 STEP = "a training step"
 OF_SHARES = "each process computes it of its own share, as under DistributedDataParallel"
-"""What becomes of what needs all samples of a batch."""
+"""What happens to computations that need all samples of a batch."""
 LOOKED_AT = 256
-"""Elements of each parameter that are compared between processes."""
+"""Number of leading elements of each parameter that ranks compare."""
 APART = 1e-6
-"""Relative difference of what they add up to from which on parameters are taken to be different."""
+"""Relative difference of their sums above which parameters count as different."""
 
 
 BY_SAMPLES_CODE = way_of(BY_SAMPLES).code
 
 
 class WholeShares(Exception):
-    """The loss of another process takes all samples of its share together, and so it has to here; nothing was changed."""
+    """Raised if another rank's loss takes all samples of its share together, so this one must too. Nothing was changed."""
 
 
 class Together:
-    """The gradients of `staging`'s parameters over all `ranks`.
+    """Reduces the gradients of `staging`'s parameters over all `ranks`.
 
-    Attributes: `mean` (whether sums are divided by the number of processes, as plain DistributedDataParallel does), `torn`
-    (whether an optimizer step has begun here and not come to its end), `company` (what processes tell each other about
-    themselves in the same exchange, if they do), `part` (this process's part of the latest batch, as means weigh it; None
-    where totals were added up), `whole` (whether its loss takes all samples of its share together: where that is so on one
-    process it is on all, which then come to the same exchanges), `overlap` (what reduces gradients beside the last
-    micro-batch; None where nothing does, as in script mode).
+    Attributes: `mean` (whether sums are divided by the number of ranks, as in plain DistributedDataParallel), `torn` (whether
+    an optimizer step began here and did not finish), `company` (adds facts about the ranks to the same exchange, if set),
+    `part` (this rank's fraction of the latest batch, as means weigh it; None if totals were summed), `whole` (whether its loss
+    takes all samples of its share together; if so on one rank, then on all, to keep exchanges matched), `overlap` (reduces
+    gradients during the last micro-batch; None if nothing does, as in script mode).
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Together:
         self.whole = self.apart = self.unseen = False
 
     def begin_anew(self) -> None:
-        """Other parameters are in the model, on all processes."""
+        """Rebuilds everything after the model's parameters were replaced, on all ranks."""
         self._look()
         self._sparse = {id(p) for p in sparse_parameters(self._model)}
         self._reducer = Reducer(self.ranks, self._parameters, overlaps=self._overlaps)
@@ -99,21 +98,21 @@ class Together:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those that receive gradients, in the same order everywhere."""
+        """The parameters that receive gradients, in the same order on every rank."""
         return list(self._parameters)
 
     def reduced(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """These, as many and alike on every process, summed over all; in place."""
+        """Sums these gradients over all ranks, in place. Their number and shapes must be equal on every rank."""
         return self._reducer.sum(gradients)
 
     @property
     def collectives(self) -> int:
-        """Collectives that carried gradients so far."""
+        """Number of collectives that carried gradients so far."""
         return self._reducer.collectives + (0 if self.overlap is None else self.overlap.collectives)
 
     @contextmanager
     def announcing(self) -> Iterator[None]:
-        """What fails inside is told to the others, who are about to agree on this step."""
+        """Reports a failure inside to the other ranks, which are about to agree on this step."""
         try:
             with self.ranks.noticing("a step"):
                 yield
@@ -132,12 +131,12 @@ class Together:
         unproven: bool = False,
         divided: bool = False,
     ) -> Weighting | None:
-        """Make a process's own total that of all processes, in place.
+        """Makes a rank's own total the total of all ranks, in place.
 
-        Where processes weigh in different ways nothing is changed, and the way that holds on all of them is returned, by which
-        the total has to be gathered again if it was not. `unproven`: that `weighting` is none that was proven; `divided`: that
-        the script divides a sum by the number of its samples, so that it is meant as a mean. Raises RankFailed where another
-        process failed, Refused where they do different things, WholeShares where another one's share has to run whole.
+        If ranks weight differently, nothing is changed and the way that holds on all of them is returned. A total not
+        accumulated that way must be accumulated again. `unproven`: `weighting` was not proven; `divided`: the script divides a
+        sum by its number of samples, so it is a mean. Raises RankFailed if another rank failed, Refused if the ranks do
+        different things, WholeShares if another rank's share has to run whole.
         """
         self._look()
         gradients = {place: self._laid_out(place, gradient, half) for place, gradient in self._own(total).items()}
@@ -180,7 +179,7 @@ class Together:
             else _scaled(g, share if r.is_leaf else _times(share, upstream))
             for r, g in zip(total.receivers, total.gradients)
         ]
-        # What inputs received is no part of the sum, and still waits for the factor.
+        # Gradients of inputs are not part of the sum, and still need the factor.
         own = [i for i, r in enumerate(total.receivers) if id(r) not in self._places and total.gradients[i] is not None]
         for i in own:
             total.gradients[i] = _scaled(total.gradients[i], total.factor)
@@ -192,8 +191,8 @@ class Together:
         return None
 
     def agree_whole(self) -> None:
-        """Go on once the losses of all processes take all samples of their shares together: who finds that out tells it to the
-        others in the exchange that they come to, and waits. Raises RankFailed where another process failed."""
+        """Waits until the losses of all ranks take all samples of their shares together. The rank that finds this out tells the
+        others in their next exchange. Raises RankFailed if another rank failed."""
         self._look()
         nothing = Total(torch.zeros((), device=self.ranks.device), (), [], weight=0.0)
         there = False
@@ -203,19 +202,19 @@ class Together:
             there = all(each.whole for each in told)
 
     def told_early(self, sums: Total, weighting: Weighting, *, willing: bool) -> list[Stated]:
-        """What every process says before the backward of its last micro-batch; `sums` has no gradients yet."""
+        """Returns what every rank states before its last micro-batch's backward. `sums` has no gradients yet."""
         about = self._about(sums, weighting, ready=willing)
         return [stated(numbers, 0) for numbers in self.ranks.agree(about, EARLY)]
 
     def told_of_sums(self, total: Total, weighting: Weighting, summed: frozenset[int], *, worked: bool) -> list[Stated]:
-        """What every process says of a part whose gradients were reduced beside its last micro-batch. Those of the parameters
-        in `summed` (ids) are of others alone."""
+        """Returns what every rank states about a part whose gradients were reduced during its last micro-batch. `summed`: ids
+        of parameters that only other ranks reached."""
         self._look()
         reached = [place for place in self._own(total) if id(self._parameters[place]) not in summed]
         return self._agreed(total, reached, weighting, False, worked=worked)
 
     def _hand_out_parts(self, total: Total, factor: Factor, upstream: float) -> None:
-        """Parameters in parts were reduced while they gathered; what is left is the factor, the same everywhere."""
+        """Return sharded gradients, already reduced during accumulation. Only the factor remains, equal on every rank."""
         gathered = self._staging.take_parts()
         rest = list(zip(total.receivers, total.gradients))[len(gathered) :]
         total.gradients = [
@@ -227,7 +226,7 @@ class Together:
         self.share_buffers()
 
     def _common(self, ways: tuple[Way, ...]) -> Weighting:
-        """The way that holds on all processes, of those that hold on this one. Raises Refused where there is none."""
+        """Return a weighting of this rank that holds on all ranks. Raise Refused if there is none."""
         told = self.ranks.gather(ways, STEP)
         found = common(told)
         if found is None:
@@ -240,11 +239,11 @@ class Together:
         return weighting_by(found)
 
     def stepping(self, *_: object) -> None:
-        """The optimizer begins a step."""
+        """Records that an optimizer step begins."""
         self.torn = True
 
     def share_buffers(self) -> None:
-        """What forwards wrote into buffers (statistics of batches) is rank 0's everywhere, as under DistributedDataParallel."""
+        """Broadcasts rank 0's buffers if the model tracks batch statistics, as DistributedDataParallel does."""
         if not self._shares_buffers:
             return
         written = [b for b in self._model.buffers() if b.is_floating_point() or b.dtype is torch.int64]
@@ -255,16 +254,16 @@ class Together:
         return any(isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None for m in self._model.modules())
 
     def _look(self) -> None:
-        """Which parameters there are now, in the same order everywhere; what of a batch requires gradients is none of them."""
+        """List the current parameters in the same order everywhere, without inputs that require gradients."""
         if self._staging.parts is not None:
-            return  # they are reduced while they gather
+            return  # they are reduced during accumulation
         leaves = {id(leaf) for leaf in self._staging.leaves}
         outside = [p for p in self._staging.outside if id(p) not in leaves]
         self._parameters = [*self._model.parameters(), *outside]
         self._places = {id(p): i for i, p in enumerate(self._parameters)}
 
     def _own(self, total: Total) -> dict[int, torch.Tensor]:
-        """This process's gradients by their parameter's place."""
+        """Return this rank's gradients by the place of their parameter."""
         found = {}
         for receiver, gradient in zip(total.receivers, total.gradients):
             place = self._places.get(id(receiver))
@@ -275,7 +274,7 @@ class Together:
     def _agreed(
         self, total: Total, places: Collection[int], weighting: Weighting, divided: bool, *, worked: bool = True
     ) -> list[Stated]:
-        """What every process says of its part; it has gradients in these places."""
+        """Exchange what every rank states about its part, which has gradients in these places."""
         about = self._about(total, weighting, divided=divided, digest=self._digest(), worked=worked)
         reached = packed([i in places for i in range(len(self._parameters))])
         of_itself = [] if self.company is None else self.company.stated()
@@ -301,7 +300,7 @@ class Together:
         rivals = [0.0] * (2 * MOST_RIVALS)
         if here:
             codes = [way.code for way in ways_of(weighting, unproven=False)[1:]]
-            watched = enumerate(map(number_of, total.watched), start=1)  # known means, by their place in the loss
+            watched = enumerate(map(number_of, total.watched), start=1)  # known means, by their position in the loss
             known = itertools.chain(*watched, *zip(codes, map(number_of, total.rivals)))
             rivals = [*map(float, known), *rivals][: 2 * MOST_RIVALS]
         overlap, paces = self.overlap, (0.0, 0.0)
@@ -314,7 +313,7 @@ class Together:
 
     @property
     def _looks(self) -> bool:
-        """Whether this is one of the steps 1, 2, 4, 8, ..., in which what may wait for a device is compared."""
+        """Whether this is one of the steps 1, 2, 4, 8, ... that compare what may need to wait for a device."""
         return not self._steps & (self._steps - 1)
 
     def _incoming(self, total: Total) -> float:
@@ -324,7 +323,7 @@ class Together:
         return number_of(incoming.cpu()) if self._looks else math.nan
 
     def _digest(self) -> float:
-        """What the first elements of all parameters add up to, now and then: it is the same everywhere."""
+        """Return the sum of the first elements of all parameters in some steps. It is equal on every rank."""
         if not self._looks or self._staging.parts is not None:
             return 0.0
         with torch.no_grad():
@@ -357,7 +356,7 @@ class Together:
             )
 
     def _weigh(self, total: Total, told: Sequence[Stated], *, summed: bool) -> tuple[Factor, torch.Tensor]:
-        """(what this process's gradients have to be multiplied by, the loss over all processes)."""
+        """Return (the factor for this rank's gradients, the loss over all ranks)."""
         in_parts = self._staging.parts is not None
         share = share_of(told, self.ranks.rank, summed=summed, mean=self.mean, in_parts=in_parts)
         if summed and not is_mean(told):
@@ -388,7 +387,7 @@ class Together:
     def _filled(
         self, reached: Sequence[int], gradients: dict[int, torch.Tensor], half: bool
     ) -> dict[int, torch.Tensor]:
-        """With zeros for what others reached and this process did not. All go on to the sums once all have room for them."""
+        """Add zeros for what only other ranks reached. Reduction starts once all ranks have memory for them."""
         with self.announcing():
             zeros = {i: self._patiently(partial(self._zeros, i, half)) for i in reached if i not in gradients}
         self.ranks.agree([], STEP)
@@ -402,13 +401,13 @@ class Together:
         return torch.zeros_like(parameter, dtype=dtype)
 
     def _laid_out(self, place: int, gradient: torch.Tensor, half: bool) -> torch.Tensor:
-        """This process's part of a gradient, as every process brings it."""
+        """Return this rank's part of a gradient in the layout that every rank uses."""
         parameter = self._parameters[place]
         if half and gradient.dtype in (torch.float16, torch.bfloat16):
             gradient = self._patiently(gradient.float)
         if not gradient.is_sparse and gradient.stride() != parameter.stride():
             made = self._patiently(partial(torch.empty_like, parameter, dtype=gradient.dtype))
-            gradient = made.copy_(gradient)  # laid out alike everywhere
+            gradient = made.copy_(gradient)  # the same layout on every rank
         return gradient
 
     def _scaled(self, gradient: torch.Tensor, factor: Factor) -> torch.Tensor:
@@ -419,7 +418,7 @@ class Together:
 
 
 def _by_samples(told: Stated) -> Stated:
-    """What a process told, weighed by samples."""
+    """Weigh what a rank stated by samples."""
     known = told.way in (None, BY_SAMPLES_CODE)
     return replace(told, way=BY_SAMPLES_CODE, weight=told.weight if known else told.samples, rivals={})
 

@@ -1,6 +1,6 @@
-"""Whether reducing gradients beside the last micro-batch pays: a few steps of each way in turn, then the faster for good.
+"""Decides whether overlapping gradient reduction with the last micro-batch pays: times both in turn, then keeps the faster.
 
-Values in, values out: every process hears the same numbers and decides the same.
+It takes and returns values only, so every rank gets the same numbers and decides the same.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 from memfit.training.laps import PENDING, Clock
 
 TRIED = 8
-"""Steps of each way that are timed."""
+"""Timed steps per way."""
 GAIN = 0.01
-"""Part of a step that has to be saved."""
+"""Fraction of a step that must be saved."""
 
 
 class Trials:
-    """Attributes: `chosen` (whether it pays; None while both ways are tried), `gain` (the part of a step that it saves)."""
+    """Chooses by timing steps with and without overlap: `chosen` (whether it pays; None while undecided), `gain` (fraction of a
+    step that it saves)."""
 
     def __init__(self, clock: Clock) -> None:
         self.chosen: bool | None = None
@@ -30,19 +31,19 @@ class Trials:
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
 
     def next_way(self) -> bool:
-        """Whether gradients are to be reduced beside the last micro-batch of the next step, in which they can be."""
+        """Whether to overlap in the next step that can."""
         if self.chosen is None:
             self._turn = not self._turn
             return self._turn
         return self.chosen
 
     def ran(self, beside: bool, start: Any, stop: Any) -> None:
-        """A step began and ended, by the device's time."""
+        """Records the start and the end of a step on the device."""
         if self.chosen is None:
             self._pending.append((beside, start, stop))
 
     def stated(self) -> tuple[float, float]:
-        """Seconds per step with and without; zeros until enough of both are known here."""
+        """Returns this rank's median seconds per step with and without overlap; zeros until enough of both are known."""
         while self._pending:
             beside, start, stop = self._pending[0]
             took = self._clock.between(start, stop)
@@ -55,7 +56,7 @@ class Trials:
         return median(self._seconds[True]), median(self._seconds[False])
 
     def heard(self, paces: Sequence[tuple[float, float]]) -> None:
-        """What all processes stated; decides once all know."""
+        """Takes what all ranks stated, and decides once all know."""
         if self.chosen is not None or not all(beside and after for beside, after in paces):
             return
         beside, after = (max(seconds) for seconds in zip(*paces))

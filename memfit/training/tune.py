@@ -1,8 +1,7 @@
-"""Measuring micro-batch sizes while training: the first effective batches are cut into several sizes in turn, first far apart,
-then near the fastest.
+"""Tunes the micro-batch size during training: cuts the first effective batches into several sizes, then sizes near the fastest.
 
-The gradient does not depend on the sizes, so measuring them costs nothing but the few micro-batches that are slower than the
-best. Not covered: sizes beyond what the plan's profile says fits, compiled models (each size would be compiled), and replay.
+Gradients do not depend on the sizes, so measuring costs only the few micro-batches that are slower than the best. Not covered:
+sizes that do not fit by the plan's profile, compiled models (each size would be compiled), and replay.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ import torch
 from memfit.training.laps import Clock
 
 ENOUGH, ENOUGH_WHOLE = 3, 2
-"""Measurements of each size in each of the two rounds: by micro-batches, and by whole batches."""
+"""Measurements per size in each of the two rounds: by micro-batch, and by whole batch."""
 PATIENCE = 60
-"""Batches after which what was measured has to do: some sizes never come about where batches are smaller than planned for."""
+"""Number of batches after which tuning ends. Some sizes never occur if batches are smaller than planned for."""
 NEAR = 1.1
-"""Sizes within this factor of the fastest are measured again in the second round."""
+"""The second round measures sizes within this factor of the fastest again."""
 HOPELESS = 1.5
-"""A size this much slower per unit than the best so far is not tried again."""
+"""A size this much slower per unit than the best is not tried again."""
 
 
 class Tuner:
-    """Proposes how an effective batch is cut, and learns from how long its micro-batches took.
+    """Proposes how to cut an effective batch, and learns from the seconds of its micro-batches.
 
-    A choice is a size of micro-batch, in units: samples, or elements where samples differ in size. `fitting` are those that
-    fit, `planned` the one in force; `alone` fits only as the one micro-batch of its batch. With `whole`, a batch is cut by one
-    choice and measured whole: where samples differ in size, so do its micro-batches, and padding counts as well.
+    A choice is a micro-batch size in units: samples, or elements if samples differ in size. `fitting` are the sizes that fit,
+    `planned` is in force, `alone` fits only as its batch's single micro-batch. With `whole`, a batch is cut by one choice and
+    measured whole, because samples, and thus micro-batches, differ in size and padding counts too.
     """
 
     def __init__(
@@ -50,16 +49,16 @@ class Tuner:
 
     @property
     def largest(self) -> int:
-        """The largest choice it may propose."""
+        """The largest choice that may be proposed."""
         return self.choices[-1]
 
     @property
     def done(self) -> bool:
-        """Whether every choice that is not hopeless was measured often enough, and then those near the fastest again."""
+        """Whether every promising choice was measured often enough, and those near the fastest again."""
         return len(self.fitting) < 2 or self._passes > PATIENCE or (self._near_known and self._all_measured())
 
     def next_choice(self, *, beside: bool = False, most: int | None = None) -> int:
-        """The choice for the next micro-batch; `beside`: of a batch that has others already; `most`: units in the batch."""
+        """Returns the choice for the next micro-batch. `beside`: the batch has others already; `most`: units in the batch."""
         alone = not beside and (most is None or self._alone is None or most <= self._alone)
         allowed = [c for c in self.choices if c != self._alone or alone]
         missing = [c for c in allowed if self._is_open(c)]
@@ -69,7 +68,7 @@ class Tuner:
         return choice
 
     def begin(self) -> None:
-        """A pass begins; what was proposed for one that failed is forgotten."""
+        """Starts a pass. Proposals for a failed pass are dropped."""
         self._collect()
         self._passes += 1
         if not self._near_known and self._all_measured():
@@ -77,19 +76,19 @@ class Tuner:
         self._clock.start()
 
     def expect(self, choice: int, units: int) -> None:
-        """The next micro-batch of the pass is of this choice and has that many units; it counts if it is about full."""
+        """Sets the next micro-batch's choice and units. It is measured if it is at least three quarters full."""
         self._running.append((choice, units) if units >= 0.75 * choice else None)
 
     def expect_batch(self, choice: int, units: int, pieces: int) -> None:
-        """The pass is cut by this choice into that many micro-batches and has that many units."""
+        """Sets the choice, units and number of micro-batches for the whole pass."""
         self._running, self._pieces = [(choice, units)], pieces
 
     def micro_batch_done(self, index: int) -> None:
-        """A micro-batch has run."""
+        """Marks the end of a micro-batch."""
         self._clock.mark()
 
     def best(self) -> tuple[int, dict[int, float]]:
-        """(the fastest choice, seconds per unit of every choice measured)."""
+        """Returns (the fastest choice, seconds per unit of every measured choice)."""
         self._collect()
         rates = {c: median(found) for c, found in self._measured.items() if found}
         if not rates:
@@ -97,7 +96,7 @@ class Tuner:
         return min(rates, key=lambda choice: rates[choice]), rates
 
     def _look_near(self) -> None:
-        """The second round: sizes between the fastest and those beside it, and those that were about as fast."""
+        """Start the second round: sizes about as fast as the fastest, and those between it and its neighbours."""
         fastest, rates = self.best()
         measured = sorted(rates)
         at = measured.index(fastest)
@@ -108,7 +107,7 @@ class Tuner:
         self._enough, self._near_known = 2 * self._once, True
 
     def _between(self, low: int, high: int) -> int | None:
-        """The size that fits and lies in the middle of two, by their ratio; None where there is none."""
+        """Return the fitting size closest to the geometric mean of two, or None."""
         inside = [size for size in self.fitting if low < size < high]
         return min(inside, key=lambda size: abs(size * size - low * high), default=None)
 
@@ -137,7 +136,7 @@ class Tuner:
 
 
 def spread(sizes: Sequence[int], factor: int = 2) -> tuple[int, ...]:
-    """Of these sizes (ascending), those next to the smallest, `factor` times it, its square times it, ... and the last."""
+    """Returns the sizes (ascending) nearest to the smallest times 1, `factor`, `factor`**2, ..., and the last."""
     if not sizes:
         return ()
     targets = [sizes[0]]
@@ -147,7 +146,7 @@ def spread(sizes: Sequence[int], factor: int = 2) -> tuple[int, ...]:
 
 
 class _Clock:
-    """Time between marks, without waiting for the device."""
+    """Measures the time between marks without synchronizing."""
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
@@ -161,7 +160,7 @@ class _Clock:
         self._marks.append(self._clock.now())
 
     def read(self) -> list[float]:
-        """Seconds between consecutive marks, as far as the device has reached them."""
+        """Return the seconds between consecutive marks that the device has reached."""
         marks, self._marks = self._marks, []
         between = (self._clock.between(a, b) for a, b in itertools.pairwise(marks))
         return [seconds for seconds in between if seconds is not None]

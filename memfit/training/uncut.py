@@ -1,7 +1,7 @@
-"""Calls that run whole because they cannot be cut: where the whole fits, or where what it takes cannot be told.
+"""Runs calls whole that cannot be cut, if they fit or their memory cannot be predicted.
 
-A batch that fits needs no cutting, so that nothing which stands in the way of that is an error there. Where the whole is
-known not to fit, what stood in the way is raised. Not covered: several processes, which have to agree on how a loss is weighed.
+A batch that fits needs no cutting, so an obstacle to cutting is no error. If the whole is known not to fit, the obstacle is
+raised. Not covered: several ranks, which must agree on a loss's weighting.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Uncut:
     """A kind of call that runs whole."""
 
     sizes: Sizes
-    """Elements of each of its tensors, up to which that was decided."""
+    """Elements per tensor, up to which the decision holds."""
 
     def covers(self, sizes: Sizes) -> bool:
         """Whether a call with tensors of these sizes is no larger."""
@@ -46,7 +46,7 @@ class Uncut:
 
 
 class UncutCalls:
-    """The kinds of calls of one model that run whole because they cannot be cut."""
+    """Tracks one model's kinds of calls that run whole because they cannot be cut."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -59,7 +59,7 @@ class UncutCalls:
         return known is not None and known.covers(_sizes(tree))
 
     def accept(self, key: Hashable, plain: Callable[..., Any], tree: Tree, samples: int | None, error: Exception) -> bool:
-        """Whether a call that `error` kept from being cut runs whole from now on."""
+        """Decides whether a call that could not be cut because of `error` runs whole from now on."""
         if not self._may(error):
             return False
         if self._is_prescribed(samples):
@@ -83,7 +83,7 @@ class UncutCalls:
         return prescribed is not None and (samples is None or prescribed < samples)
 
     def _explain(self, samples: int | None, error: Exception) -> None:
-        """A prescribed micro-batch is kept or refused; what the model raises surfaces as itself."""
+        """Add a note to the model's own error: a prescribed micro-batch is kept or refused."""
         if hasattr(error, "add_note") and not isinstance(error, MemfitError):  # Python 3.11
             error.add_note(  # type: ignore[attr-defined]
                 f"memfit: raised on a few of a batch's {samples or ''} samples, to be cut into micro-batches of "
@@ -91,7 +91,7 @@ class UncutCalls:
             )
 
     def _fits(self, call: Call, samples: int | None) -> tuple[bool, Plan | None]:
-        """(whether the whole may run, its plan where it could be traced)."""
+        """Return (whether the whole may run, its plan if it could be traced)."""
         core = self._core
         if core.fixed is not None:
             return True, None
@@ -101,7 +101,7 @@ class UncutCalls:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return True, None  # as plain PyTorch would, without knowing
+            return True, None  # run it without knowing, like plain PyTorch
         demand = Demand(1, micro_batch=1, standing_per_sample=LOSS_BOUND * output)
         try:
             plan = search([profile], core.memory.budget(), demand)
@@ -112,7 +112,7 @@ class UncutCalls:
         return True, plan
 
     def _adopt(self, plan: Plan, profile: Profile, samples: int) -> None:
-        """A plan of the whole as one piece, in samples."""
+        """Adopt a plan of the whole as one piece, counted in samples."""
         self._core.adopt(Planned(replace(plan, share=samples, micro_batch=samples), None))
 
     def _say(self, error: Exception, plan: Plan | None) -> None:
@@ -124,7 +124,7 @@ class UncutCalls:
 
 
 def _whole_call(core: Core, plain: Callable[..., Any], tree: Tree) -> Call:
-    """The call as one piece, whatever its samples are."""
+    """Return the call as one piece, whatever its samples are."""
     layout = Layout(tuple(None for _ in leaves(tree)), 1)
     call = Call(core.model, plain, tree, layout, Outputs(None, ()), core.device)
     call.whole_piece = True
@@ -152,7 +152,7 @@ def _sizes(tree: Tree) -> Sizes:
 
 
 class WholeWork(CallWork):
-    """A call as one piece; all that gradients flow through in its output counts, as if it were summed."""
+    """Work of a call as one piece. All differentiable outputs count, as if they were summed."""
 
     def loss(self, outputs: Any) -> torch.Tensor:
         arguments, _, _ = outputs

@@ -1,7 +1,6 @@
-"""What training calls hold until their backward comes, over all models of the process: whole ones their activations, those in
-two passes the micro-batches that were kept.
+"""Tracks what calls of all models hold until backward: activations of whole calls, kept micro-batches of two-pass calls.
 
-Process-wide, as memory is: a script may wrap its generator and its discriminator one by one. Not covered: activations of models
+It is process-wide like memory: a script may wrap a generator and a discriminator separately. Not covered: activations of models
 that are not wrapped.
 """
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Underway:
-    """Calls whose backward has not begun yet."""
+    """Calls whose backward has not begun."""
 
     def __init__(self) -> None:
         self._whole: list[tuple[object, weakref.ref[object]]] = []
@@ -26,12 +25,12 @@ class Underway:
 
     @property
     def whole(self) -> int:
-        """How many calls that ran whole wait for their backward."""
+        """Number of calls run whole that wait for their backward."""
         self._whole = [(token, owner) for token, owner in self._whole if owner() is not None]
         return len(self._whole)
 
     def ran_whole(self, owner: object, outputs: list[torch.Tensor]) -> None:
-        """A call of `owner` ran whole and returned this; it waits until a gradient of it arrives, or `owner` has stepped."""
+        """Records the outputs of a call of `owner` run whole. It waits until one gets a gradient or `owner` has stepped."""
         waited_for = [output for output in outputs if output.requires_grad]
         token = object()
         for output in waited_for:
@@ -40,11 +39,11 @@ class Underway:
             self._whole.append((token, weakref.ref(owner)))
 
     def stepped(self, owner: object) -> None:
-        """The optimizer of `owner` stepped: what waited for a backward of its calls does so no longer."""
+        """Drops the waiting calls of `owner`, whose optimizer has stepped."""
         self._whole = [(token, its) for token, its in self._whole if its() not in (None, owner)]
 
     def make_room(self, call: Call | None) -> None:
-        """`call` is to run: activations that another one kept go, as what fits was planned for one at a time."""
+        """Drops activations kept by another call before `call` runs, because the plan allows for one call's at a time."""
         before = self._keeps()
         if before is not None and before is not call:
             before.kept.clear()

@@ -1,7 +1,7 @@
-"""Comparing one effective batch both ways: whole, as plain PyTorch would, and in unequal micro-batches, as memfit does.
+"""Compares the gradient of one effective batch run whole, as in plain PyTorch, and in unequal micro-batches.
 
-Both run on the same samples with the same random draws (the whole's, handed out by slice), batch norm frozen, blocks not
-recomputed, and leave no trace. Not covered: the optimizer's step, and draws inside fused kernels (named in the result).
+Both use the same samples and random draws (the whole's, in slices), with batch norm frozen and no activation checkpointing, and
+leave no trace. Not covered: the optimizer step, and draws inside fused kernels (named in the result).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from memfit.training.core import Core, Reference
 from memfit.training.prove import comparable
 
 MOST = 32
-"""Samples a verification runs on at most."""
+"""Maximum number of samples for a verification."""
 LAW = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Relative gradient error that counts as equal, where the floor of floating point is not higher."""
+"""Relative gradient error that counts as equal, unless the floating-point floor is higher."""
 FLOORS = 4.0
-"""Multiples of the floor that count as rounding: errors of several summation orders add up."""
+"""Multiples of the floor that count as rounding, because errors of several summation orders add up."""
 
 
 def unequal(samples: int, least: int = 1) -> tuple[int, ...]:
-    """At least three micro-batches of different sizes, where there are enough samples, and one as large as another, as most
-    are in training: 24 = 3 + 7 + 11 + 3."""
+    """Returns at least three micro-batch sizes if there are enough samples. They differ, but one repeats, since most are equal
+    in training: 24 = 3 + 7 + 11 + 3."""
     if samples < 3 * least:
         return sizes(samples, least, least)
     if samples >= 10 * least:
@@ -50,7 +50,7 @@ def unequal(samples: int, least: int = 1) -> tuple[int, ...]:
 
 
 def verification_of(core: Core, reference: Reference | None) -> Verification:
-    """The gradient of one effective batch both ways. Raises UsageError where there is nothing to compare yet."""
+    """Verifies the gradient of one effective batch. Raises UsageError if there is nothing to compare yet."""
     if reference is None and core.steps:
         raise UsageError(
             "verifying a run",
@@ -84,8 +84,8 @@ def verification_of(core: Core, reference: Reference | None) -> Verification:
 
 @contextmanager
 def _last_bits_flipped(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Parameters off by their last bit, and exactly as they were afterwards: rounding of that size is what kernels for
-    other numbers of samples do, and where a ReLU stands near its edge the gradient moves by more than the sum's rounding."""
+    """Flip the last bit of parameters inside, and restore them exactly. Kernels for other numbers of samples round as much.
+    Near a ReLU's edge the gradient then moves by more than the sum's rounding."""
     bits = {torch.float32: torch.int32, torch.float64: torch.int64}
     views = [p.data.view(bits[p.dtype]) for p in parameters if p.dtype in bits and p.layout is torch.strided]
     for view in views:
@@ -131,7 +131,7 @@ def _parts(core: Core, reference: Reference, pieces: Sequence[int], samples: int
 
 
 class _Sliced:
-    """A work whose micro-batches receive the whole's draws by slice."""
+    """Work whose micro-batches receive slices of the whole's draws."""
 
     def __init__(self, work: Work, draws: Draws) -> None:
         self._work, self._draws = work, draws
@@ -152,7 +152,7 @@ class _Sliced:
 
 
 def _fitting(core: Core, reference: Reference) -> int:
-    """The most samples that fit whole beside two more sets of gradients."""
+    """Return the maximum number of samples that fit whole beside two more sets of gradients."""
     most = min(MOST, reference.samples)
     profile = core.profile
     if profile is None:
@@ -170,7 +170,7 @@ def _compare(
     samples: int,
     draws: Draws,
 ) -> Verification:
-    """`same` are pairs that differ by rounding alone: the most they differ by is the floor of floating point."""
+    """Compare. `same` are pairs that differ by rounding alone; their largest difference is the floating-point floor."""
     norm = max(_norm(whole.gradients), 1e-30)
     floor = max(_distance(a.gradients, b.gradients) / norm for a, b in same)
     error = _distance(whole.gradients, parts.gradients) / norm
@@ -213,7 +213,7 @@ def _distance(a: Sequence[torch.Tensor | None], b: Sequence[torch.Tensor | None]
     total = 0.0
     for x, y in zip(a, b):
         if (x is None) != (y is None):
-            return float("inf")  # None and zero are different things to an optimizer
+            return float("inf")  # an optimizer treats None and zero differently
         if x is not None and y is not None:
             total += float((x.double() - y.double()).pow(2).sum())
     return total**0.5

@@ -1,8 +1,8 @@
-"""Ways of weighting that processes can tell each other, and the one that holds on all of them.
+"""Encodes ways of weighting losses so that ranks can exchange them, and finds one that holds on all ranks.
 
-Each process proves on samples of its own how its micro-batches weigh; where labels are full on one and have gaps on another,
-they may choose differently. What a process proved, and what it could not tell apart from that, are its ways. Not covered:
-weights stated by hand, which are compared by that alone.
+Each rank proves on its own samples how its micro-batches weigh. If labels are full on one and have gaps on another, the ranks
+may choose differently. A rank's ways are what it proved and the rivals it could not tell apart. Not covered: weights set by
+hand, which are compared only as such.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from memfit.training.weigh import LeafCount
 
 @dataclass(frozen=True)
 class Way:
-    """One way of weighting, as it can be told."""
+    """A way of weighting (a loss reduction) that can be exchanged between ranks."""
 
     kind: str
     """samples, term, sum, count, or "by hand"."""
     count: LeafCount | None = None
-    """What is counted, where that can be told."""
+    """What is counted, if it can be exchanged."""
 
     @property
     def code(self) -> int:
-        """A number that tells it from others."""
+        """A number that identifies it."""
         return zlib.crc32(repr((self.kind, self.count)).encode())
 
 
 def way_of(weighting: Weighting) -> Way:
-    """The way that is used."""
+    """Returns the way in use."""
     if weighting.kind != "count":
         return Way(weighting.kind)
     return _counting(weighting.count)
 
 
 def ways_of(weighting: Weighting, *, unproven: bool) -> tuple[Way, ...]:
-    """All that this process could use as well, the one in use first; none where nothing was proven, which any will do for."""
+    """Returns all ways that hold on this rank, the one in use first. Returns none if nothing was proven, since any will do."""
     if unproven:
         return ()
     sums = (Way("sum"),) if weighting.sums else ()
@@ -46,14 +46,14 @@ def ways_of(weighting: Weighting, *, unproven: bool) -> tuple[Way, ...]:
 
 
 def common(told: Sequence[tuple[Way, ...]]) -> Way | None:
-    """The first way of any process that holds on all; None where there is none."""
+    """Returns the first way that holds on all ranks, or None."""
     known = [ways for ways in told if ways]
     every = (way for ways in known for way in ways)
     return next((way for way in every if all(way in ways for ways in known)), None)
 
 
 def weighting_by(way: Way) -> Weighting:
-    """The way in use."""
+    """Returns the weighting for a way."""
     if way.count is not None:
         return Weighting("count", f"by {way.count.label}", count=way.count, inferred=True)
     return {"term": BY_TERM, "sum": Weighting("sum", "as a sum")}.get(way.kind, BY_SAMPLES)

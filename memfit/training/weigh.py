@@ -1,6 +1,6 @@
-"""How losses are weighted, inferred on a few samples and proven on losses and gradients.
+"""Infers how the losses of micro-batches are weighted from a few samples, and proves it on losses and gradients.
 
-Runs as the proofs of `prove.py` do, and keeps gradients of a bounded choice of parameters only.
+It runs like the proofs of `prove.py`, and keeps gradients of a bounded choice of parameters only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from memfit.training.prove import comparable
 from memfit.training.reads import Reads, Value, decided
 
 PROBED = 32 * MiB
-"""Bytes of parameters whose gradients are compared in a proof."""
+"""Bytes of parameters whose gradients a proof compares."""
 
 
 DECIDES = "it decides by values that it reads of the batch"
@@ -48,11 +48,12 @@ def infer_weighting(
     decides: bool = False,
     double: Work | None = None,
 ) -> tuple[Weighting | None, Deviation, Moves]:
-    """How the losses of parts of these sizes make the loss of the whole, proven on losses and gradients; None if no way does,
-    or any (a mask leaves nothing of these samples), as the deviation says; and how the state that the loss moves is composed.
-    Parameters that only the loss knows are staged from now on. `decides`: doubt losses that decide by what the model
-    computed, and take what keeps a graph for state; for works that call the model, and not its forward. `double`: the same
-    samples twice, to tell how state moves.
+    """Infers the weighting (reduction) that makes the whole's loss from the losses of parts of these sizes.
+
+    Returns the weighting, the deviation, and how the state that the loss changes is composed. The weighting is None if none
+    holds, or if all do (a mask leaves nothing of these samples), as the deviation tells. Parameters that only the loss uses are
+    staged from now on. `decides`: doubts losses that decide by what the model computed, and treats tensors with a graph as
+    state, for works that call the model and not its forward. `double`: the same samples twice, to find how state changes.
     """
     look = partial(_inferred, work, sizes, staging, model, decides, double)
     found = look(by_operations=False) or look(by_operations=True)
@@ -60,7 +61,7 @@ def infer_weighting(
     weighting, deviation, moves, foreign = found
     if weighting is not None and moves.decides is not None:
         weighting = replace(weighting, doubt=f"{DECIDES} ({moves.decides})")
-    # What the loss function makes for itself, each time it runs, is gone by now.
+    # Tensors that the loss function creates on each run are gone by now.
     staging.stage_also([leaf for leaf in (reference() for reference in foreign) if leaf is not None])
     return weighting, deviation, moves
 
@@ -75,11 +76,11 @@ def _inferred(
     *,
     by_operations: bool,
 ) -> tuple[Weighting | None, Deviation, Moves, Sequence[weakref.ref[torch.Tensor]]] | None:
-    """(the weighting, how far parts were off, what state moves, other leaves reached); None where draws could not be sliced."""
+    """Return (weighting, deviation, changed state, other leaves reached), or None if draws could not be sliced."""
     samples, draws = sum(sizes), Draws(by_operations=by_operations)
     with comparable(model, work.device) as traces, staging.swapped():
         staged, counts = staging.parameters(), _count_candidates(work, samples)
-        # Compiled code is built anew for every stand-in.
+        # A stand-in would make compiled code recompile.
         look = _Look(work, model, probes_of(staged), counts, not is_compiled(model), model if decides else None)
         reads = Reads()
         with draws.recording():
@@ -111,7 +112,7 @@ def _inferred(
     if not moved:
         with aside() as traces:
             parts = in_parts(looks)
-            moved = bool(traces.moved())  # the whole moves nothing where what is kept by size is as large already
+            moved = bool(traces.moved())  # the whole changes nothing if state kept by size already has its size
     if moved:
         moves = composition_of((Trial(run, sizes), *_twice(double, staging, aside)), aside, graphs=decides)
         looks = []
@@ -138,7 +139,7 @@ def _inferred(
 
 
 def _twice(double: Work | None, staging: Staging, aside: Callable[[], AbstractContextManager[Any]]) -> tuple[Trial, ...]:
-    """A trial on the same samples twice."""
+    """Return a trial on the same samples twice."""
     if double is None:
         return ()
     samples, draws = double.samples, Draws()
@@ -158,7 +159,7 @@ def _twice(double: Work | None, staging: Staging, aside: Callable[[], AbstractCo
 
 @dataclass(frozen=True)
 class _Measured:
-    """The loss of some samples and what may weigh it."""
+    """The loss of some samples and what may weight it."""
 
     samples: int
     loss: float
@@ -174,13 +175,13 @@ class _Measured:
 
     @property
     def says_something(self) -> bool:
-        """Whether it has a loss or a gradient; else the rest alone is the whole, however losses are added."""
+        """Whether it has a loss or a gradient. If not, the rest equals the whole under any weighting."""
         return self.loss != 0 or any(g is not None and bool(g.any()) for g in self.gradients)
 
 
 @dataclass(frozen=True)
 class _Look:
-    """What is looked at in the losses of some samples."""
+    """Measures the losses of some samples."""
 
     work: Work
     model: nn.Module
@@ -188,10 +189,10 @@ class _Look:
     counts: Sequence[LeafCount]
     by_name: bool
     called: nn.Module | None
-    """The model, to see what a loss decides by what it computed; None: not looked at."""
+    """The model, to detect a loss that decides by what it computed; None: not checked."""
 
     def at(self, start: int, stop: int, reads: Reads) -> tuple[_Measured, list[weakref.ref[torch.Tensor]]]:
-        """(the loss of the samples `start:stop` and what may weigh it, the leaves that gradients flow into)."""
+        """Return (the loss of the samples `start:stop` with what may weight it, the leaves that receive gradients)."""
         found: list[Count | float] = []
 
         def count(inputs: Any) -> Count:
@@ -199,7 +200,7 @@ class _Look:
                 try:
                     found.append(candidate(inputs))
                 except WeightsChanged:
-                    found.append(math.nan)  # this part has no such tensor, so nothing is weighted by it
+                    found.append(math.nan)  # this part has no such tensor, so it weights nothing
             return 0
 
         inputs, _ = self.work.inputs(start, stop, count)
@@ -228,7 +229,7 @@ class _Look:
         return measured, reached
 
     def _leaves(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
-        """What gradients flow into; parameters that are held in parts are others while they are gathered."""
+        """Return the leaves that receive gradients. Sharded parameters are other tensors while they are gathered."""
         return () if gathers_in_parts(self.model) else leaves_of([loss])
 
 
@@ -268,22 +269,21 @@ def _choose(
 
 
 def _doubt(looks: Sequence[tuple[int, Decides]], kind: str) -> str | None:
-    """Why a weighting that holds on these samples may not on others; what one known mean divides by is looked at in every
+    """Return why a weighting that holds on these samples may fail on others. One known mean's denominator is checked in every
     micro-batch."""
     alone = None if kind == "term" else next((decides.how for _, decides in looks if decides.how), None)
     return alone or (told_by(looks) if looks else None)
 
 
 def _with_rivals(chosen: Weighting, others: Sequence[tuple[Weighting, list[float]]]) -> Weighting:
-    """Counts that could not be told apart on these samples are looked at on later batches."""
+    """Keep the counts (rivals) that these samples cannot tell from the chosen weighting, to check them on later batches."""
     if chosen.kind not in ("samples", "count") or chosen.watch:
         return chosen
     return replace(chosen, rivals=tuple(other.count for other, _ in others if other.count is not None))
 
 
 def without_idle_rivals(weighting: Weighting, whole: Callable[[], Any]) -> Weighting:
-    """A weighting by samples for one batch, `whole()`: rivals that count all of its entries do not have to be counted in each
-    of its parts."""
+    """Drops rivals of a weighting by samples that count every entry of the batch `whole()`, to save counting parts."""
     if weighting.kind != "samples" or not weighting.rivals:
         return weighting
     batch = whole()
@@ -294,8 +294,8 @@ def without_idle_rivals(weighting: Weighting, whole: Callable[[], Any]) -> Weigh
 def _difference(
     whole: _Measured, parts: Sequence[_Measured], weights: list[float], how: Sequence[How] | None
 ) -> float:
-    """Relative difference between the whole's loss and gradients and the parts', weighted ([]: summed), and between these
-    weights and what the loss divides by."""
+    """Return the relative difference between the whole's and the weighted parts' ([]: summed) loss and gradients, and between
+    these weights and the loss's denominators."""
     total = sum(weights)
     if weights and total == 0:
         return float("inf")
@@ -321,11 +321,11 @@ class LeafCount:
     """Counts valid entries in one leaf of a micro-batch."""
 
     path: Path
-    """Which leaf."""
+    """Path to the leaf."""
     rule: str
-    """labels: entries that are not -100. shifted: the same without the first position. mask: the sum. nonzero."""
+    """labels: entries other than -100. shifted: likewise without the first position. mask: the sum. nonzero: other than 0."""
     label: str
-    """In words."""
+    """Description."""
 
     def __call__(self, inputs: Any) -> Count:
         leaf = leaf_at(inputs, self.path)
@@ -338,8 +338,7 @@ class LeafCount:
         return entries_other_than(leaf, 0) if self.rule == "nonzero" else self._sum(leaf)
 
     def counts_all(self, inputs: Any) -> bool:
-        """Whether every entry counts one, so that the counts of any parts are as their samples; False where the host does not
-        know."""
+        """Whether every entry counts one, so that counts are proportional to samples; False if the host does not know."""
         leaf = leaf_at(inputs, self.path)
         if type(leaf) is not torch.Tensor or leaf.device.type != "cpu":
             return False
@@ -349,7 +348,7 @@ class LeafCount:
         return isinstance(count, int) and count == (leaf[..., 1:] if self.rule == "shifted" else leaf).numel()
 
     def _sum(self, mask: torch.Tensor) -> Count:
-        # Read through NumPy: on the CPU a count is on the host already, and nothing may look like waiting for a device.
+        # NumPy reads a count on the CPU without anything that looks like a device synchronization.
         if mask.device.type != "cpu" or type(mask) is not torch.Tensor:
             return mask.sum()
         total = float(_readable(mask).sum())
@@ -359,13 +358,13 @@ class LeafCount:
 
 
 def _readable(tensor: torch.Tensor) -> Any:
-    """Values on the host for NumPy, which has no bfloat16."""
+    """Return values on the host for NumPy, which lacks bfloat16."""
     tensor = tensor.detach()
     return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def _count_candidates(work: Work, samples: int) -> list[LeafCount]:
-    """Counts that a loss written by hand could divide by, read off the inputs."""
+    """Return the counts of the inputs that a hand-written loss could divide by."""
     found: list[LeafCount] = []
 
     def look(inputs: Any) -> Count:
@@ -395,7 +394,7 @@ def _zeros_and_ones(leaf: torch.Tensor) -> bool:
 
 
 def probes_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A bounded choice of parameters, spread over the model."""
+    """Returns a bounded choice of parameters from the whole model, the smallest first."""
     total = sum(p.numel() * p.element_size() for p in parameters)
     if total <= PROBED:
         return list(parameters)

@@ -1,4 +1,4 @@
-"""Which line of the user's is running: outside memfit, torch and other installed packages."""
+"""Finds the running line of the user's code: outside memfit, torch and other installed packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 
 def line_of_script() -> str:
-    """The innermost line of the user's own code that is running, as "train.py:48 (loss = margin(out))"; "" if there is none."""
+    """Returns the user's innermost running line, as "train.py:48 (loss = margin(out))", or "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -24,6 +24,6 @@ def line_of_script() -> str:
 
 @cache
 def _others() -> tuple[str, ...]:
-    """Folders whose code is nobody's script."""
+    """Return the folders that hold no user code."""
     paths = sysconfig.get_paths()
     return str(Path(__file__).parents[1]), *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))

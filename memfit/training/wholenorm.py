@@ -1,9 +1,8 @@
-"""Batch norm's running statistics of the whole effective batch, from the moments of its micro-batches.
+"""Computes batch norm's running statistics of the whole effective batch from the moments of its micro-batches.
 
-While micro-batches run, momentum is 1: what batch norms leave in their buffers are then the moments of that micro-batch,
-which are put together (Chan, Golub and LeVeque, 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-Variances") and applied once. Samples are still normalised by their own micro-batch's statistics. Not covered: instance norm
-with running statistics.
+While micro-batches run, momentum is 1, so each batch norm's buffers hold that micro-batch's moments. These are combined (Chan,
+Golub and LeVeque, 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances") and applied once. Samples
+are still normalized by their own micro-batch's statistics. Not covered: instance norm with running statistics.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from memfit.engine.context import restore_tensors
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 Gather = Callable[[Any], Sequence[Any]]
-"""From what one process gives to what all give."""
+"""All-gathers an object: takes one rank's, returns every rank's."""
 
 
 @dataclass
 class _Seen:
-    """What one batch norm saw, call by call: entries per channel, their sum, that of their squares."""
+    """What one batch norm saw in each call: entries per channel, their sum, the sum of their squares."""
 
     module: nn.Module
     momentum: float | None
@@ -34,14 +33,14 @@ class _Seen:
 
     def hook(self, module: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
         if torch._C._current_graph_task_id() != -1:
-            return  # a checkpointed block that runs again
+            return  # recomputation of a checkpointed block
         count = args[0].numel() // args[0].shape[1]
         mean, variance = (t.detach().double() for t in (module.running_mean, module.running_var))
         squares = variance * (count - 1) + count * mean * mean
         self.calls.append(torch.stack([torch.full_like(mean, count), mean * count, squares]))
 
     def per_forward(self, forwards: int) -> list[torch.Tensor]:
-        """The moments of all micro-batches together, for each time that a forward calls the module."""
+        """Return the combined moments of all micro-batches, for each call of the module in a forward."""
         each, rest = divmod(len(self.calls), forwards)
         if rest:
             return [torch.stack(self.calls).sum(0)]
@@ -49,7 +48,7 @@ class _Seen:
 
 
 class WholeNorms:
-    """The batch norms of a model, whose running statistics are those of whole effective batches."""
+    """Keeps a model's running batch norm statistics those of whole effective batches."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -57,7 +56,7 @@ class WholeNorms:
 
     @contextmanager
     def gathered(self, forwards: int) -> Iterator[None]:
-        """Inside, that many micro-batches run; afterwards their moments wait to be `applied`."""
+        """Runs `forwards` micro-batches inside. Their moments then wait for `applied`."""
         found = [m for m in self._model.modules() if isinstance(m, BatchNorm) and m.training and m.running_mean is not None]
         seen = [_Seen(m, m.momentum, [b.clone() for b in m._buffers.values() if b is not None]) for m in found]
         hooks = [each.module.register_forward_hook(each.hook) for each in seen]
@@ -73,7 +72,7 @@ class WholeNorms:
         self._pending = [(each, each.per_forward(forwards)) for each in seen if each.calls]
 
     def applied(self, gather: Gather | None = None, *, counts: bool = True) -> None:
-        """Write what waits into the buffers; added up over all processes by `gather`, those that do not count left out."""
+        """Writes the waiting moments to the buffers. `gather` sums them over all ranks, except ranks that do not count."""
         pending, self._pending = self._pending, []
         moments = [each for _, each in pending]
         if gather is not None:
@@ -85,7 +84,7 @@ class WholeNorms:
 
 
 def _update(module: Any, momentum: float | None, moments: torch.Tensor) -> None:
-    """One update of the running statistics, as torch.nn.BatchNorm makes it."""
+    """Update the running statistics once, as torch.nn.BatchNorm does."""
     count, mean, squares = moments[0], moments[1] / moments[0], moments[2]
     variance = (squares - count * mean * mean) / (count - 1)
     number = module.num_batches_tracked
@@ -93,4 +92,4 @@ def _update(module: Any, momentum: float | None, moments: torch.Tensor) -> None:
     factor = 1.0 / float(number + 1) if momentum is None else momentum  # pyright: ignore[reportOptionalOperand]
     for buffer, value in ((module.running_mean, mean), (module.running_var, variance)):
         new.append((buffer, buffer * (1 - factor) + value.to(buffer) * factor))
-    restore_tensors(new)  # activations that are kept may hold them
+    restore_tensors(new)  # kept activations may hold the buffers

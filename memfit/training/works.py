@@ -1,4 +1,4 @@
-"""What a micro-batch does, in each of the ways memfit is used; all of them run through `engine.accumulate`."""
+"""Defines the work of a micro-batch in each mode of memfit. All of them run through `engine.accumulate`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from memfit.training.expression import Node, Part, Step, leaves_in, used_again
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 Piece = Callable[[int, int], Any]
-"""From (start, stop) to those samples as `loss_fn` takes them, on the host or the device."""
+"""Maps (start, stop) to those samples as `loss_fn` takes them, on the host or the device."""
 
 
 class StepWork:
-    """Step mode: `loss_fn(model, piece)` on the pieces of an effective batch of `samples`; `there`: they lie on the device;
-    `on_copies`: it gets copies of them, which it may write into."""
+    """Runs `loss_fn(model, piece)` on the pieces of an effective batch of `samples` (step mode). `there`: they are on the
+    device; `on_copies`: it gets copies of them, which it may write to."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class StepWork:
         return count(self._piece(start, stop)) if self._there and self.device.type != "cpu" else None
 
     def wrote(self) -> bool:
-        """Whether the latest copies were written into."""
+        """Whether the latest copies were written to."""
         return any(tensor._version for tensor in self._copies)
 
     def forward(self, inputs: Any) -> Any:
@@ -71,11 +71,11 @@ class StepWork:
 
 
 class CallWork:
-    """Script mode: one call of the model, and the loss its output goes into.
+    """Runs one call of the model and the loss that its output goes into (script mode).
 
-    `leaf` is the output leaf that is the loss. With `draws`, the random state of each micro-batch is remembered, or repeated.
+    `leaf` is the output leaf that is the loss. With `draws`, each micro-batch's random state is recorded, or replayed.
     Attributes: `keeps` (output leaves whose values are kept), `values` (those of each micro-batch, detached).
-    `borrowed` are the tensors that stand for views of the batch while tracing.
+    `borrowed` are the tensors that stand for views of the batch during tracing.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class CallWork:
         return None if self.device.type == "cpu" else count(self.call.samples_of(start, stop))
 
     def forward(self, inputs: Any) -> Any:
-        return inputs  # the model computes its loss itself: all of it is looked at for known means
+        return inputs  # the model computes its own loss, so all of it is searched for known means
 
     def _value(self, arguments: Any) -> Any:
         with precision_applied(self._precision, self.device):
@@ -130,7 +130,7 @@ class CallWork:
 
 
 class OutputsWork(CallWork):
-    """A call whose loss is not known: all its differentiable outputs count, as if they were summed."""
+    """Runs a call whose loss is unknown: all its differentiable outputs count, as if they were summed."""
 
     def __init__(
         self, call: Call, *, precision: str = "off", draws: bool = True, borrowed: Sequence[torch.Tensor] = ()
@@ -149,7 +149,7 @@ class OutputsWork(CallWork):
 
 
 class ExpressionWork(CallWork):
-    """A call whose output goes into `node`, an expression that its micro-batches add up to, or a known mean."""
+    """Runs a call whose output goes into `node`, an expression that is a sum over micro-batches or a known mean."""
 
     def __init__(
         self,
@@ -168,10 +168,10 @@ class ExpressionWork(CallWork):
         self._offsets = offsets
         self._notes: Sequence[Node] = ()
         self.noted: dict[int, tuple[Node, torch.Tensor]] = {}
-        """What nodes came to so far, by their ids."""
+        """Accumulated values of nodes, by their ids."""
 
     def note(self, nodes: Sequence[Node]) -> None:
-        """Add up what these, sums over samples, come to beside the loss, to be read after the pass."""
+        """Accumulates these nodes, sums over samples, during the pass, beside the loss."""
         self._notes = nodes
         self._shared |= {id(node) for node in nodes}
         self._leaves |= {leaf: self._offsets[leaf[0]] + leaf[1] for node in self._notes for leaf in leaves_in(node)}
@@ -188,7 +188,7 @@ class ExpressionWork(CallWork):
             found = self.call.checked(arguments)
         if self.keeps:
             self.values.append({leaf: found[leaf].detach() for leaf in self.keeps})
-        if self.draws:  # not while tracing, where sizes may be guessed
+        if self.draws:  # not during tracing, where sizes may be guesses
             for leaf in self._leaves.values():
                 self.call.outputs.leaves[leaf].check([found[leaf]], [stop - start])
         return Part({leaf: found[i] for leaf, i in self._leaves.items()}, start, stop, self._shared)
@@ -202,7 +202,7 @@ class ExpressionWork(CallWork):
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """A batch on the device the model computes on."""
+    """Moves a batch to the model's device."""
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device == device:
             return leaf
