@@ -2,8 +2,7 @@
 
 CPU: pages that the C library requests from the kernel. With its default settings, glibc keeps freed tensors below 32 MiB in its
 heap. With its thresholds pinned (MALLOC_MMAP_THRESHOLD_), freed memory goes back to the kernel at once. CUDA: segments of the
-caching allocator (`memfit/allocators`), cuBLAS workspaces included. Not covered: allocators other than the caching allocator;
-several streams.
+caching allocator (`memfit/allocators`), cuBLAS workspaces included. Not covered: other CUDA allocators; several streams.
 """
 
 from __future__ import annotations
@@ -25,19 +24,17 @@ from memfit.profiling.timeline import Timeline
 
 PAGE = 4096
 HEAP_TENSOR = 32 * MiB
-"""Tensors of at least this size are never in glibc's heap: its dynamic mmap threshold ends here
-(DEFAULT_MMAP_THRESHOLD_MAX)."""
+"""Tensors this large never live in glibc's heap: its dynamic mmap threshold ends here (DEFAULT_MMAP_THRESHOLD_MAX)."""
 HEAP_WASTE = 0.8
-"""Upper bound of heap fragmentation: bytes the heap may keep beyond its tensors, as a share of their bytes. It holds where free
-pages are given back in time (`training/heap.py`). Without that, benchmarks/heap.py measured 0.3 to 0.8 for models whose samples
-have one size, and up to 2.1 with recomputed blocks and with samples of different sizes."""
+"""Upper bound of heap fragmentation: bytes the heap may keep beyond its tensors, as a share of their bytes. It assumes that
+free pages are given back in time (`training/heap.py`). Without that, benchmarks/heap.py measured 0.3 to 0.8 for models whose
+samples have one size, and up to 2.1 with recomputed blocks and with samples of different sizes."""
 HIGH_HEAP_WASTE = 2.0
 """The same where the reserved memory of the process is limited (RLIMIT_DATA, RLIMIT_AS), because pages given back still count
 there. Also where kernels allocate much besides the tensors: 1.0 to 3.0 for an LSTM, its scratch memory included."""
 WORKSPACE, WORKSPACE_SM90 = 8_519_680, 32 * MiB
 """Bytes that cuBLAS keeps per handle and stream: 8.125 MiB, or 32 MiB on data center cards since sm_90
-(parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp). The forward and the backward thread have a handle
-each."""
+(parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp). The forward and backward threads have a handle each."""
 FINEST = 2 * MiB
 """Resolution of the search for the smallest budget, in bytes: the page size of the driver."""
 

@@ -75,7 +75,7 @@ def traced_profile(
 
     `like` is a profile of the same step on samples of another size. If both steps run the same way, one trace is enough. With
     `sizes`, only the optimizer step is reused from it. Raises TraceFailed for whatever is raised on fake tensors: measuring
-    raises the user's own errors again.
+    then raises the user's own errors again.
     """
     if like is not None and like.timeline is not None and sizes is None and available >= SIZES[1]:
         one = traced_profile(subject, make_work, available, SIZES[1:], like)
@@ -140,8 +140,8 @@ def measured_profile(
     *,
     reserved: bool = False,
 ) -> Profile:
-    """Builds a Profile by running micro-batches of `smallest` samples and one more; used where tracing fails. `reserved`
-    selects that scale of `Meter`."""
+    """Builds a Profile by running micro-batches of `smallest` samples and one more, where tracing fails. `reserved` selects
+    that scale of `Meter`: bytes requested, not bytes resident in RAM."""
     watch = Stopwatch(subject.model, staging, subject.weighting, subject.device, reserved=reserved, trimmed=True)
     facts = model_facts(subject.model, subject.optimizer)
     state = state_bytes(subject.optimizer)

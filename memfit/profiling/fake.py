@@ -56,7 +56,7 @@ class FakeWorld:
 
     def _from_meta(self, tensor: torch.Tensor) -> torch.Tensor:
         """Twins of meta tensors are on the CPU, because the meta device cannot compute. Twins of sharded tensors (DTensor) are
-        whole."""
+        full."""
         device = "cpu" if tensor.is_meta else tensor.device
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -67,8 +67,7 @@ class UndoLog:
         ]
 
     def undo(self) -> None:
-        """Restores all contents and versions: autograd graphs of the script may have saved these tensors, and check
-        versions."""
+        """Restores all contents and versions: autograd graphs of the script may have saved these tensors at that version."""
         for storage, copy, _ in self._copies.values():
             if storage.nbytes() != copy.nbytes():
                 storage.resize_(copy.nbytes())

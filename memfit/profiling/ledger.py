@@ -119,8 +119,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def naming(self, model: nn.Module, blocks: Iterable[str] = ()) -> Iterator[None]:
-        """Attributes allocations inside the context to the modules of `model`, by name, and records the runs through
-        `blocks`."""
+        """Attributes allocations in the context to the modules of `model`, by name, and records the runs through `blocks`."""
         names = {module: name for name, module in model.named_modules()}
         hooks = [
             nn.modules.module.register_module_forward_pre_hook(lambda m, args: self._enter(names.get(m))),
@@ -271,7 +270,7 @@ class Ledger(TorchDispatchMode):
     def _owner_now(self) -> int:
         if self._stack:
             name = self._stack[-1]
-            # The first operation at a number created its node; operations without a node (batch norm's counter) share the number.
+            # The first operation at a number created its node; operations without one (batch norm's counter) share the number.
             self._node_owner.setdefault(_sequence_number(), name)
         else:
             node = torch._C._current_autograd_node()

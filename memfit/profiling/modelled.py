@@ -25,8 +25,7 @@ SIZES = tuple(2**k for k in range(13))
 
 
 def modelled(profile: Profile, card: Card, sizes: Sequence[int] = SIZES) -> Profile:
-    """Returns the profile for that card with modelled seconds; without seconds if its speed or the step's operations are
-    unknown."""
+    """Returns the profile for that card with modelled seconds; without them if the card's speed or operations are unknown."""
     timeline = profile.timeline
     profile = replace(profile, card=card)
     if timeline is None or timeline.operations is None or not card.bandwidth or _has_recurrence(timeline):
@@ -37,8 +36,7 @@ def modelled(profile: Profile, card: Card, sizes: Sequence[int] = SIZES) -> Prof
 
 
 def bottleneck(profile: Profile, card: Card, samples: int) -> str:
-    """Returns what takes most of a micro-batch's time: "arithmetic", "memory traffic" or "launches"; "unknown" without a
-    model."""
+    """Returns what most of a micro-batch's time goes into: "arithmetic", "memory traffic" or "launches"; else "unknown"."""
     timeline = profile.timeline
     if timeline is None or timeline.operations is None or not card.bandwidth:
         return "unknown"
@@ -51,8 +49,8 @@ def bottleneck(profile: Profile, card: Card, samples: int) -> str:
 
 
 def _has_recurrence(timeline: Timeline) -> bool:
-    """Whether the step contains cuDNN's recurrent layers: the number of sequential steps in one call is unknown, so any
-    modelled time would be far too short."""
+    """Whether the step has cuDNN's recurrent layers: one call has an unknown number of sequential steps, so modelled time is
+    far low."""
     return any(name.startswith("_cudnn_rnn") for name in timeline.operation_names)
 
 

@@ -1,8 +1,8 @@
 """Converts a traced step to the step of one rank, where parameters, gradients and optimizer state are sharded.
 
 The trace is of whole tensors. Persistent tensors shrink to the rank's shard. Parameters that are all-gathered while a block
-computes, and gradients on their way to other ranks, count for the whole step. They do not all exist at its peak, so the
-prediction is an upper bound.
+computes, and gradients on their way to other ranks, count for the whole step. The prediction is an upper bound, because they do
+not all exist at the peak.
 """
 
 from __future__ import annotations

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from memfit.profiling.tree import ModuleTree
 
 HIDDEN_SHARE = 0.1
-"""Kernels are taken to allocate hidden memory if a micro-batch takes more than this share of its tensors beyond them
-(transformers take 3 %; convolutions 50 % for 2 samples)."""
+"""Kernels count as taking hidden memory if a micro-batch takes more than this share of its tensors beyond them (transformers
+take 3 %; convolutions 50 % for 2 samples)."""
 NOISE = 64 << 10
 """Bytes by which a measurement may exceed the trace without a sign of hidden memory: the kernel counts pages in batches."""
 
 MEASURED_WASTE = 0.4
 """Share of its measured growth by which a micro-batch may grow further in training, where the C library's heap keeps freed
-memory. The heap is emptied before timing; in training, other sizes and lengths leave it fragmented. Measured: up to 0.24 for a
-GRU with batches of 20 to 44 frames, 0.27 for a VAE, 0.29 for convolutions, 0.32 for a small MLP."""
+memory: the heap is emptied before timing, and in training other sizes and lengths fragment it. Measured: up to 0.24 for a GRU
+with batches of 20 to 44 frames, 0.27 for a VAE, 0.29 for convolutions, 0.32 for a small MLP."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class Profile:
     def peak(self, micro_batch: int, *, accumulates: bool = True) -> Peak:
         """Returns the peak of a step with micro-batches of `micro_batch` samples, parameters included.
 
-        With `accumulates=False` the step has a single micro-batch, so gradients only come into existence during it. Raises
-        UsageError for an invalid number of samples.
+        With `accumulates=False` the step has one micro-batch, so gradients come into existence during it. Raises UsageError for
+        an invalid number of samples.
         """
         if type(micro_batch) is not int or not 0 < micro_batch < 1 << 40:
             from memfit.profiling.tree import check_samples
@@ -180,29 +180,28 @@ class Profile:
         return peak if interval is None else peak.within(interval)
 
     def evaluation(self, samples: int | None = None, *, micro_batch: int | None = None) -> Peak:
-        """Returns the peak of an evaluation with batches of `samples` (None: the requested size). It includes parameters,
-        optimizer state and the gradients that `zero_grad` left.
+        """Returns the peak of an evaluation with batches of `samples` (None: the requested size).
 
-        `micro_batch` is the size used in training before: the peak then includes what a plain loop's variables still hold of
-        it. Raises UsageError for an invalid number of samples, and if no evaluation was traced.
+        The peak includes parameters, optimizer state and the gradients that `zero_grad` left. `micro_batch` is the size used in
+        training before: what a plain loop's variables still hold of it is included, too. Raises UsageError for an invalid
+        number of samples, and if no evaluation was traced.
         """
         from memfit.profiling.phases import evaluation_peak
 
         return evaluation_peak(self, samples, micro_batch)
 
     def explain(self, micro_batch: int, *, accumulates: bool = True) -> Explanation:
-        """Explains the peak with micro-batches of `micro_batch` samples: where in the step it is reached, and what it consists
-        of.
+        """Explains the peak with micro-batches of `micro_batch` samples: where in the step it is, and which tensors are alive.
 
-        Raises UsageError for an invalid number of samples. If no tensor was followed (a measured profile), the explanation says
-        so.
+        Raises UsageError for an invalid number of samples. The explanation of a measured profile says that no tensor was
+        followed.
         """
         from memfit.profiling.explain import explain
 
         return explain(self, micro_batch, accumulates=accumulates)
 
     def tree(self, micro_batch: int, *, accumulates: bool = True) -> ModuleTree:
-        """Returns what each module costs with micro-batches of `micro_batch` samples, nested like the modules. Raises
+        """Returns the costs of all modules, nested like the modules, with micro-batches of `micro_batch` samples. Raises
         UsageError for an invalid number of samples."""
         from memfit.profiling.tree import module_tree
 
@@ -210,10 +209,9 @@ class Profile:
 
     def excess_at(self, micro_batch: int) -> int:
         """Returns the bytes to add to the trace at that size. Between measured sizes they are interpolated; beyond the last
-        they follow the line through the last two. (Not the steepest line: the excess jumps where kernels change between one
-        sample and two.) If one size was measured and its kernels take much, they are proportional to the size. They are never
-        less than at a smaller size, which may have freed memory that a larger one reused, unless freed memory goes back at
-        once."""
+        they follow the line through the last two. (Not the steepest line: the excess jumps where kernels change between one and
+        two samples.) If one size was measured and kernels take much, they are proportional to the size. They are never below
+        those of a smaller size, which may have freed memory that a larger one reused, unless freed memory goes back at once."""
         if not self.excess:
             return 0
         least = 0 if self._gives_back() else max((more for n, more in self.excess if n <= micro_batch), default=0)
@@ -294,8 +292,7 @@ class Profile:
         )
 
     def with_single(self, single: Timeline) -> Profile:
-        """Returns this profile with a separate trace of one sample per micro-batch, which explains part of the excess at that
-        size."""
+        """Returns this profile with a separate trace of one sample per micro-batch, which explains part of the excess there."""
         found = replace(self, single=single)
         if self.timeline is None or not self.excess or self.excess[0][0] != 1:
             return found

@@ -1,9 +1,8 @@
-"""Caches the results of operators on fake tensors: arguments of the same kind get the same kind of result, without a new
-dispatch.
+"""Caches results of operators on fake tensors: a repeated call with arguments of the same kind builds its result directly.
 
-The cache of fake mode itself takes ten times as long per lookup. Only certain results are cached: new dense tensors, views of a
-dense argument, or an argument itself. Not covered: factory functions, and operators whose result depends on values or that
-change the shape of an argument; they go to fake mode every time.
+A lookup in fake mode's own cache takes ten times as long. Only certain results are cached: new dense tensors, views of a dense
+argument, or an argument itself. Not covered: factory functions, and operators whose result depends on values or that change the
+shape of an argument; they go to fake mode every time.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ def as_held(func: Any, args: Any, out: Any) -> Any:
 
 def of_longest(func: Any, args: Any) -> Any:
     """Returns the result of an operator whose shape depends on target lengths, sized for the longest possible target: the
-    padded length, so that it is the same for every sample. None for other operators, and for concatenated targets of unknown
-    lengths."""
+    padded length, the same for every sample. None for other operators, and for concatenated targets of unknown lengths."""
     if func not in CTC:
         return None
     scores, targets, _, lengths = args[:4]

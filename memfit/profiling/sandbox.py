@@ -52,8 +52,8 @@ def leave_no_trace(
     outside: Sequence[torch.Tensor] = (),
 ) -> Iterator[Traces]:
     """Restores everything listed above on exit. With `real=False` only fake tensors compute, so nothing is written. Without
-    `watching`, only writes that `guard.watched` recorded are undone. `outside` are parameters in no module of the model. Yields
-    what is restored."""
+    `watching`, only writes that `guard.watched` recorded are undone. `outside` are parameters outside the model's modules.
+    Yields what is restored."""
     let_go(model)
     held = [(p, p.detach(), p.grad) for p in (*model.parameters(), *outside)]
     in_parts = gathers_in_parts(model)

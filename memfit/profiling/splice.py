@@ -1,8 +1,7 @@
-"""Joins a step recorded up to its optimizer step with the optimizer step of another recording. The optimizer step does not
+"""Joins a step recorded up to its optimizer step with the optimizer step of another recording. An optimizer step does not
 depend on the micro-batch, so it is traced once.
 
-Pure values. Not covered: steps that replace what exists before them (a cache rebuilt in every forward). They do not fit, and
-are traced whole.
+Pure values. Not covered: steps that replace what exists before them (a cache rebuilt in every forward); they are traced whole.
 """
 
 from __future__ import annotations

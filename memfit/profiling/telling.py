@@ -87,8 +87,7 @@ def _enough(least: int) -> str:
 
 
 def share_cells(found: Explanation, most: int = SHARES) -> tuple[tuple[str, ...], ...]:
-    """Returns (share of the tensors, bytes, modules, categories) of each entry; if there are more than `most`, the smallest are
-    merged."""
+    """Returns (share of the tensors, bytes, modules, categories) of each entry; beyond `most` rows, the smallest are merged."""
     whole = max(1, found.tensors)
     rows = []
     shown = len(found.modules) if len(found.modules) <= most else most - 1

@@ -81,8 +81,7 @@ class Timeline:
         return np.maximum(self.fixed + self.per_sample * samples, 0.0)
 
     def curve(self, samples: int, *, accumulates: bool = True) -> np.ndarray:
-        """Returns the bytes alive after each event. With `accumulates=False` (a single micro-batch), events of the second count
-        0."""
+        """Returns the bytes alive after each event. With `accumulates=False` (one micro-batch), the second's events count 0."""
         size = self.sizes(samples)[self.event]
         curve = np.cumsum(np.where(self.birth, size, -size))
         if not accumulates and len(self.window) > 1:

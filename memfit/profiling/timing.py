@@ -36,8 +36,8 @@ CLONE_LIMIT = 64 * MiB
 
 class Stopwatch:
     """Times micro-batches on one device; every measurement discards what it computed. `reserved` selects that scale of `Meter`.
-    `make_room` is called with the samples of each micro-batch before it runs; if it empties the heap, it returns the bytes that
-    the heap may take beyond the tensors."""
+    `make_room` is called with each micro-batch's samples before it runs. If it trims the heap, it returns the bytes that the
+    heap may take beyond the tensors."""
 
     def __init__(
         self,
@@ -204,11 +204,11 @@ def time_sizes(
 ) -> tuple[Timing, ...]:
     """Times each of `sizes` (ascending) within about `seconds`, in rounds so that a disturbance affects all sizes. Stops at a
     size that is not admitted or would take too long; for time, never before the `least` smallest, nor while `regardless` says
-    that one more has to run. Once all have run, sizes run again, the largest first: plans use them, and predictions for larger
-    sizes extend them."""
+    that one more has to run. Then sizes run again, largest first: plans use them, and predictions for larger sizes extend
+    them."""
     found: dict[int, list[Timing]] = {}
     with watch.session(work, sizes[0]):
-        stop = time.perf_counter() + seconds  # after the one-time setup of kernels and libraries, which must not shorten the measurements
+        stop = time.perf_counter() + seconds  # one-time setup (kernels, libraries) does not shorten the measurements
         for size in sizes:
             best = tuple(_together(timings) for timings in found.values())
             if best and longer is not None and longer(best):

@@ -196,8 +196,7 @@ class _Stepping:
 
     @property
     def works_per_step(self) -> int:
-        """How many works a step may consume: a plain loop takes one per batch, and a step that leaves tensors behind runs
-        before it."""
+        """Most works a step consumes: a plain loop takes one per batch, and first runs what the previous step leaves behind."""
         return 10 if self._loop.plain else 5
 
     def begin(self) -> None:
@@ -224,7 +223,7 @@ class _Stepping:
 
     def all_of(self, steps: Sequence[_Step], like: Timeline | None) -> list[Timeline]:
         """Records a timeline of each of these steps. Where it fits, they share one optimizer step: that of `like`, or the
-        first's."""
+        first."""
         found: dict[int, Timeline | None] = {}
         if like is None:
             last = steps[-1]

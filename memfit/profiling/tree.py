@@ -124,8 +124,7 @@ def _from_others(profile: Profile) -> str:
 
 
 def check_samples(micro_batch: object, name: str = "micro_batch", what: str = "a micro-batch") -> None:
-    """Checks for a whole number of samples of at least 1; `name` is the argument, `what` consists of the samples. Raises
-    UsageError."""
+    """Raises UsageError unless this is a whole number of samples from 1; `name` is the argument, `what` is made of samples."""
     if isinstance(micro_batch, bool) or not isinstance(micro_batch, int):
         found = f"it is of type {type(micro_batch).__name__}"
     elif micro_batch < 1:
