@@ -238,8 +238,8 @@ def stepping_bytes(
     *,
     by_rows: Sequence[torch.Tensor] = (),
 ) -> int:
-    """Returns the temporary bytes of gradient clipping and of the optimizer step, beyond parameters, gradients and state. A
-    step on fake tensors tells them; `otherwise` is returned where it fails (foreach takes another copy of the parameters). Not
+    """Returns the temporary bytes of gradient clipping and of the optimizer step, beyond parameters, gradients and state. They
+    come from a step on fake tensors; returns `otherwise` where that fails (foreach takes another copy of the parameters). Not
     covered: parameters `by_rows`, whose gradients are sparse: their steps take less than the backward that made the rows."""
     world, ledger = FakeWorld(), Ledger(device)
     left_out = set(map(id, by_rows))

@@ -18,7 +18,7 @@ from memfit.profiling.timeline import CATEGORIES, Timeline
 from memfit.profiling.tree import ITSELF, ModuleCost, check_samples, module_tree, together, unfollowed
 
 MODULES, TENSORS = 16, 10
-"""Most modules and most kinds of tensors that an explanation names."""
+"""Maximum number of modules, and of kinds of tensors, that an explanation names."""
 LARGE = 0.1
 """A module with more than this share of the peak is split into its children."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

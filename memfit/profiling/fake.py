@@ -23,7 +23,7 @@ from memfit.profiling.recall import Recall
 from memfit.profiling.results import CTC, as_held, of_longest
 
 _SMALL = 1 << 16
-"""Most elements of a tensor whose real value is tracked; masks and index tensors are smaller."""
+"""Maximum number of elements of a tensor whose real value is tracked; masks and index tensors are smaller."""
 
 
 class FakeWorld:
@@ -47,7 +47,7 @@ class FakeWorld:
         return fake
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the fake tensor for a parameter: again a leaf with its own gradient."""
+        """Returns the fake tensor for a parameter: like the original, a leaf with its own gradient."""
         own = tensor.is_meta or in_parts(tensor)
         fake = self._from_meta(tensor) if own else self.mode.from_tensor(tensor.detach())
         twin = nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -55,8 +55,7 @@ class FakeWorld:
         return twin
 
     def _from_meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Twins of meta tensors are on the CPU, because the meta device cannot compute. Twins of sharded tensors (DTensor) are
-        full."""
+        """Twins of meta tensors are on the CPU, because the meta device cannot compute. Twins of DTensors are not sharded."""
         device = "cpu" if tensor.is_meta else tensor.device
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

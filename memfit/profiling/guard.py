@@ -56,7 +56,7 @@ class UndoLog:
 
     def moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns (tensor, previous contents) for whatever was written and changed. Storages that nobody else holds are left
-        out: they were created meanwhile without the dispatcher (`copy.deepcopy`)."""
+        out: they were created after the log began, past the dispatcher (`copy.deepcopy`)."""
         held = Counter(tensor.untyped_storage()._cdata for tensor, _ in self._versions.values())
         return [
             (_tensor_on(storage, geometry), _tensor_on(copy, geometry))
@@ -119,8 +119,8 @@ class WriteGuard(TorchDispatchMode):
 
 @contextmanager
 def writes_undone(*, watching: bool = True) -> Iterator[UndoLog]:
-    """Undoes all writes to tensors on exit: with `watching`, every write; without it, those that `watched` recorded. Timed runs
-    use no mode, because a mode takes some microseconds per operator."""
+    """Undoes writes to tensors on exit: with `watching`, every write; without it, those that `watched` recorded. Timed runs use
+    no dispatch mode, because a mode takes some microseconds per operator."""
     log = UndoLog()
     try:
         with watched(log) if watching else nullcontext():

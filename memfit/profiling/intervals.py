@@ -4,8 +4,8 @@ Bounds for GPUs that are not present use peaks that others measured; those for t
 conformal prediction (Vovk, Gammerman, Shafer, Algorithmic Learning in a Random World, 2005) takes the errors for half of the
 models of `benchmarks/prediction_timm.py` and is judged on the other half: no model is in both (`benchmarks/timm_bounds.py`).
 Convolutional steps have their own interval, because cuDNN chooses its workspaces at run time. On the CPU the error is in bytes,
-regardless of the step's size; there the split is by model family. Not covered: other cards and versions than those rows have;
-the context, which is counted separately; a C library that keeps freed memory (`allocator.py`).
+regardless of the step's size; there the split is by model family. Not covered: cards and versions that these rows lack; the
+context, which is counted separately; a C library that keeps freed memory (`allocator.py`).
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def bottleneck(profile: Profile, card: Card, samples: int) -> str:
 
 
 def _has_recurrence(timeline: Timeline) -> bool:
-    """Whether the step has cuDNN's recurrent layers: one call has an unknown number of sequential steps, so modelled time is
-    far low."""
+    """Whether the step has cuDNN's recurrent layers: sequential steps per call are unknown, so any time would be far too
+    short."""
     return any(name.startswith("_cudnn_rnn") for name in timeline.operation_names)
 
 

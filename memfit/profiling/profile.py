@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from memfit.profiling.tree import ModuleTree
 
 HIDDEN_SHARE = 0.1
-"""Kernels count as taking hidden memory if a micro-batch takes more than this share of its tensors beyond them (transformers
-take 3 %; convolutions 50 % for 2 samples)."""
+"""If a micro-batch exceeds its tensors by more than this share of them, its kernels are taken to allocate hidden memory
+(transformers exceed them by 3 %, convolutions by 50 % for 2 samples)."""
 NOISE = 64 << 10
 """Bytes by which a measurement may exceed the trace without a sign of hidden memory: the kernel counts pages in batches."""
 
@@ -168,7 +168,7 @@ class Profile:
         return self.timeline if micro_batch > 1 or self.timeline is None else self.single or self.timeline
 
     def priced(self, timeline: Timeline, micro_batch: int, *, accumulates: bool = True) -> Peak:
-        """Returns the peak of a timeline of this step (with other levers, for example), corrected by measurements."""
+        """Returns the peak of a timeline of this step with other levers, corrected by what was measured."""
         taken = in_pages(timeline, micro_batch) if self._gives_back() else timeline
         peak = peak_on(
             self.device, taken, micro_batch, accumulates=accumulates, capability=self.capability, waste=self.heap_waste
@@ -191,10 +191,9 @@ class Profile:
         return evaluation_peak(self, samples, micro_batch)
 
     def explain(self, micro_batch: int, *, accumulates: bool = True) -> Explanation:
-        """Explains the peak with micro-batches of `micro_batch` samples: where in the step it is, and which tensors are alive.
+        """Explains the peak with micro-batches of `micro_batch` samples: its point in the step, and the tensors alive there.
 
-        Raises UsageError for an invalid number of samples. The explanation of a measured profile says that no tensor was
-        followed.
+        Raises UsageError for an invalid number of samples. For a measured profile, it says that no tensor was followed.
         """
         from memfit.profiling.explain import explain
 
@@ -330,8 +329,8 @@ class Profile:
 
 
 def affine(small: Timeline, large: Timeline, third: Timeline, sizes: tuple[int, int, int]) -> Timeline | None:
-    """Fits one timeline for all sizes to two. Returns None unless it gives, to the byte, the peak of a step with a single
-    micro-batch of the third size."""
+    """Fits one timeline for all sizes to two; None unless it gives, to the byte, the peak of a step with a single micro-batch
+    of the third size."""
     whole = fit(small, sizes[0], large, sizes[1])
     if whole is None or whole.peak(sizes[2], accumulates=False) != third.peak(sizes[2]):
         return None

@@ -80,7 +80,7 @@ def leave_no_trace(
 @contextmanager
 def collected_by_hand() -> Iterator[None]:
     """Disables automatic garbage collection, so that two traces of the same step free in the same order."""
-    gc.collect(1)  # a full collection takes a fifth of a second with transformers loaded
+    gc.collect(1)  # a full collection would take a fifth of a second with transformers loaded
     enabled = gc.isenabled()
     gc.disable()
     try:

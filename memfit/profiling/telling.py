@@ -139,7 +139,7 @@ def tree_rows(tree: ModuleTree, depth: int | None = DEPTH) -> tuple[TreeRow, ...
 
 
 def _rows(tree: ModuleTree, cost: ModuleCost, level: int, per: int, left: int | None) -> Iterator[TreeRow]:
-    """`per` is how many identical modules share the parent of this entry; figures are those of one parent."""
+    """`per` is the number of identical parents that this entry belongs to; figures are those within one parent."""
     several = cost.alike // per
     shown = bool(cost.children) and left != 0
     kind = f"{cost.kind}, {several} alike" if several > 1 else cost.kind
@@ -152,7 +152,7 @@ def _rows(tree: ModuleTree, cost: ModuleCost, level: int, per: int, left: int | 
 
 
 def tree_cells(tree: ModuleTree, cost: ModuleCost, per: int) -> tuple[str, ...]:
-    """Returns the figures of an entry, divided by `per`: the number of identical modules."""
+    """Returns the figures of an entry, as those of one of `per` identical modules."""
     whole = max(1, tree.root.at_peak)
     known = not tree.unknown
     seconds = cost.seconds if tree.seconds_are == "modelled" else cost.forward_seconds

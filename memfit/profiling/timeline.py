@@ -164,7 +164,7 @@ def fit(small: Timeline, few: int, large: Timeline, many: int) -> Timeline | Non
 
 def split_like(traced: Timeline, samples: int, like: Timeline) -> Timeline | None:
     """Returns a timeline for every size from one traced at `samples`, if it runs like one that is known for every size. Bytes
-    are fixed or per sample as they are there, and split in the same ratio if both. None if the two run differently."""
+    are fixed or per sample as in `like`, and split in its ratio where they are both. None if the two run differently."""
     if not same_course(traced, like):
         return None
     whole = like.fixed + like.per_sample * samples

@@ -61,8 +61,8 @@ class Stopwatch:
 
     @contextmanager
     def session(self, work: Work, first: int = 1) -> Iterator[None]:
-        """Provides staged gradients to the micro-batches inside, as all but the first of a step have, and restores everything
-        on exit. `first` is the number of samples of the warm-up micro-batch that leaves them."""
+        """Lets micro-batches accumulate into staged gradients, as all but the first of a step do, and restores everything on
+        exit. `first` is the number of samples of the warm-up micro-batch that creates them."""
         with (
             leave_no_trace(self._model, self._device, watching=False) as traces,
             gathering(self._staging, self._weighting),
@@ -181,7 +181,7 @@ MADE = 1 << 20
 """A micro-batch that keeps more bytes is taken to have created kernels, which takes longer than running them: it runs again."""
 
 MORE_ROUNDS = 7
-"""Most times that sizes run again, while there is time."""
+"""Maximum number of times that sizes run again, while there is time."""
 
 Admit = Callable[[int, tuple[Timing, ...]], bool]
 """Whether micro-batches of this size fit, judging by the timings of smaller ones."""
@@ -204,8 +204,7 @@ def time_sizes(
 ) -> tuple[Timing, ...]:
     """Times each of `sizes` (ascending) within about `seconds`, in rounds so that a disturbance affects all sizes. Stops at a
     size that is not admitted or would take too long; for time, never before the `least` smallest, nor while `regardless` says
-    that one more has to run. Then sizes run again, largest first: plans use them, and predictions for larger sizes extend
-    them."""
+    that one more has to run. Then sizes run again, largest first: plans use them, and larger sizes extrapolate from them."""
     found: dict[int, list[Timing]] = {}
     with watch.session(work, sizes[0]):
         stop = time.perf_counter() + seconds  # one-time setup (kernels, libraries) does not shorten the measurements

@@ -1,9 +1,9 @@
 """Traces one optimizer step in steady state on fake tensors: a Timeline for one micro-batch size.
 
-A first step creates the optimizer state. Then two micro-batches are recorded (so that accumulated gradients coexist with
-activations), the hand-over of gradients to autograd, gradient clipping and the optimizer step, which is the same for every size
-and traced once. What a script's own loop does around that (`loop.py`) is traced if it is given. Not covered: whatever else the
-script does between backward and step (averaging weights, unscaling gradients).
+A first step creates the optimizer state. The recording then covers two micro-batches (so that accumulated gradients coexist
+with activations), the hand-over of gradients to autograd, gradient clipping and the optimizer step. That last one is the same
+for every size, and is traced once. What a script's own loop does around it (`loop.py`) is traced if it is given. Not covered:
+whatever else the script does between backward and step (averaging weights, unscaling gradients).
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class _Stepping:
         return tuple(sorted((norms | changed) & self._buffers.keys()))
 
     def all_of(self, steps: Sequence[_Step], like: Timeline | None) -> list[Timeline]:
-        """Records a timeline of each of these steps. Where it fits, they share one optimizer step: that of `like`, or the
+        """Records a timeline of each of these steps. Where it fits, they share the optimizer step of `like`, or of the
         first."""
         found: dict[int, Timeline | None] = {}
         if like is None:

@@ -1,7 +1,8 @@
 """The cost of each module of a model in a step, nested like the modules; identical modules in a row form one entry.
 
-A pure function over a Profile. The figures of a module include its children. What a module, the loss or the optimizer does
-outside any other module is an entry of its own, so that entries add up. Not covered: memory outside tensors.
+Modules are identical if classes and numbers of parameters are, children included. A pure function over a Profile. The figures
+of a module include its children. What a module, the loss or the optimizer does outside any other module is an entry of its own,
+so that entries add up. Not covered: memory outside tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class ModuleCost:
     kind: str
     """Its class; "" if unknown."""
     alike: int
-    """Number of identical modules in this entry; all figures are their sums."""
+    """Number of identical modules in this entry; all figures are for these together."""
     parameters: int
     """Elements in their parameters."""
     trainable: int
