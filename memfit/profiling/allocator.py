@@ -1,9 +1,8 @@
-"""From the tensors of a timeline to the memory a device holds for them.
+"""Estimates the memory a device holds for the tensors of a timeline.
 
-CPU: pages that the C library asked the kernel for. With glibc as shipped, tensors below 32 MiB live in a heap that keeps
-what was freed; with its thresholds pinned (MALLOC_MMAP_THRESHOLD_) freed memory goes back at once. CUDA: the caching
-allocator's segments (`memfit/allocators`), with cuBLAS's workspaces in them. Not covered: other allocators than the caching
-one; several streams.
+CPU: pages that the C library requests from the kernel. With its default settings, glibc keeps freed tensors below 32 MiB in its
+heap. With its thresholds pinned (MALLOC_MMAP_THRESHOLD_), freed memory goes back to the kernel at once. CUDA: segments of the
+caching allocator (`memfit/allocators`), cuBLAS workspaces included. Not covered: other CUDA allocators; several streams.
 """
 
 from __future__ import annotations
@@ -25,48 +24,48 @@ from memfit.profiling.timeline import Timeline
 
 PAGE = 4096
 HEAP_TENSOR = 32 * MiB
-"""Tensors from this size on never live in glibc's heap: its dynamic threshold stops here (DEFAULT_MMAP_THRESHOLD_MAX)."""
+"""Tensors this large never live in glibc's heap: its dynamic mmap threshold ends here (DEFAULT_MMAP_THRESHOLD_MAX)."""
 HEAP_WASTE = 0.8
-"""How much of the tensors in the heap may be lost to what it keeps, beyond their own bytes, where free pages are given back
-in time (`training/heap.py`). benchmarks/heap.py, where none are given back, saw 0.3 to 0.8 for models whose samples have one
-size, up to 2.1 for blocks that are computed again and for samples of different sizes, where giving back matters."""
+"""Upper bound of heap fragmentation: bytes the heap may keep beyond its tensors, as a share of their bytes. It assumes that
+free pages are given back in time (`training/heap.py`). Without that, benchmarks/heap.py measured 0.3 to 0.8 for models whose
+samples have one size, and up to 2.1 with recomputed blocks and with samples of different sizes."""
 HIGH_HEAP_WASTE = 2.0
-"""The same where what the process has reserved is limited (RLIMIT_DATA, RLIMIT_AS), as pages given back still count there;
-and where kernels take much beside the tensors: an LSTM's 1.0 to 3.0, its scratch included."""
+"""The same where the reserved memory of the process is limited (RLIMIT_DATA, RLIMIT_AS), because pages given back still count
+there. Also where kernels allocate much besides the tensors: 1.0 to 3.0 for an LSTM, its scratch memory included."""
 WORKSPACE, WORKSPACE_SM90 = 8_519_680, 32 * MiB
-"""cuBLAS keeps 8.125 MiB per handle and stream, 32 on data centre cards since sm_90 (parseChosenWorkspaceSize in
-aten/src/ATen/cuda/CublasHandlePool.cpp); the forward and the backward thread have a handle each."""
+"""Bytes that cuBLAS keeps per handle and stream: 8.125 MiB, or 32 MiB on data center cards since sm_90
+(parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp). The forward and backward threads have a handle each."""
 FINEST = 2 * MiB
-"""Bytes to which the smallest budget is searched: the driver's pages."""
+"""Resolution of the search for the smallest budget, in bytes: the page size of the driver."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """What a step needs on a device, in bytes."""
+    """Peak memory of a step on a device, in bytes."""
 
     allocated: int
-    """Bytes of tensors alive at once."""
+    """Most bytes of tensors alive at the same time."""
     expected: int
     """Bytes the device is expected to hold for them."""
     upper: int
-    """Bytes it may come to; a plan keeps this below the budget."""
+    """Upper bound of the bytes it holds; a plan keeps this below the budget."""
     lower: int = 0
-    """Bytes it will hardly stay below."""
+    """Lower bound: the device is unlikely to hold less."""
     reserved: int | None = None
-    """Bytes of the segments that the CUDA caching allocator takes from the driver; None where there is none."""
+    """Bytes of segments that the caching allocator requests from the driver; None without a caching allocator."""
     driver: int | None = None
-    """Bytes that the driver shows for the process: reserved, context and libraries; None where there is none."""
+    """Bytes that the driver reports for the process: reserved, context and libraries; None without a caching allocator."""
     narrowest: Callable[[], int] | None = field(default=None, repr=False, compare=False)
-    """Finds the least that is enough, where the allocator gives back what is free under pressure."""
+    """Returns the fewest reserved bytes that are enough, where the allocator releases free segments under memory pressure."""
 
     @property
     def smallest_budget(self) -> int:
-        """Bytes, on the scale of `expected`, with which the step still completes: under pressure the caching allocator gives
-        free segments back, so that it may need less than it takes where there is plenty."""
+        """The smallest budget with which the step still completes, in bytes on the scale of `expected`. Under memory pressure
+        the caching allocator releases free segments, so it may need less than it takes where memory is plentiful."""
         return self.expected if self.narrowest is None else self.narrowest() + self.expected - (self.reserved or 0)
 
     def plus(self, more: int) -> Peak:
-        """The same with that many bytes beside the tensors."""
+        """Returns this peak with `more` bytes of memory outside tensors."""
         return replace(
             self,
             expected=self.expected + more,
@@ -78,19 +77,19 @@ class Peak:
 
 
     def within(self, interval: Interval) -> Peak:
-        """The same with calibrated bounds."""
+        """Returns this peak with the calibrated bounds of `interval`."""
         held = self.expected if self.reserved is None else self.reserved
         lower, upper = int(interval.lower * held) + interval.lower_bytes, int(interval.upper * held) + interval.upper_bytes
-        least = self.allocated if self.reserved is not None else 0  # whole segments hold no less than what lies in them
+        least = self.allocated if self.reserved is not None else 0  # segments hold at least the blocks in them
         return replace(self, lower=max(least, self.expected - lower), upper=self.upper + upper)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a caching allocator came to hold in a step."""
+    """The most memory that a caching allocator holds in a step."""
 
     allocated: int
-    """Most bytes of blocks handed out at once, workspaces included."""
+    """Most bytes of blocks allocated at the same time, workspaces included."""
     reserved: int
     """Most bytes of segments."""
 
@@ -105,14 +104,14 @@ def peak_on(
     capability: tuple[int, int] | None = None,
     waste: float = HEAP_WASTE,
 ) -> Peak:
-    """The peak of a step with micro-batches of `samples` on a device of this `kind` ("cpu", "cuda", ...); `waste` is how
-    much of its heap the C library may keep beyond the tensors in it."""
+    """Returns the peak of a step with micro-batches of `samples` on a device of this `kind` ("cpu", "cuda", ...). `waste` is
+    what the heap of the C library may keep beyond its tensors, as a share of their bytes."""
     allocated = timeline.peak(samples, accumulates=accumulates)
     if kind == "cpu":
         heap = 0 if thresholds_pinned(environ) else heap_peak(timeline, samples, accumulates)
         return Peak(allocated, allocated, allocated + int(waste * heap), allocated)
     settings = AllocatorSettings.from_environment(environ) if kind == "cuda" else AllocatorSettings()
-    # A share of the device bounds the budget already (`hardware/driver.py`), and how large the device is does not matter here.
+    # The fraction already bounds the budget (`hardware/driver.py`); the size of the device does not matter here.
     settings = replace(settings, per_process_memory_fraction=1.0)
     if kind in ("cuda", "xpu") and settings.backend == "native":
         held = caching_peak(timeline, samples, accumulates, capability=capability, settings=settings)
@@ -123,13 +122,13 @@ def peak_on(
 
 
 def thresholds_pinned(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the C library gives freed tensors back at once: glibc's thresholds set before start, and small."""
+    """Whether the C library gives freed tensors back at once: the environment sets glibc's thresholds, to 1 MiB at most."""
     values = (environ.get("MALLOC_MMAP_THRESHOLD_"), environ.get("MALLOC_TRIM_THRESHOLD_"))
     return all(value is not None and value.isdigit() and int(value) <= MiB for value in values)
 
 
 def heap_peak(timeline: Timeline, samples: int, accumulates: bool = True) -> int:
-    """Most bytes at once in tensors small enough to live in glibc's heap and that come and go."""
+    """Returns the most bytes at once in tensors that the step allocates or frees and that are small enough for glibc's heap."""
     sizes = timeline.sizes(samples)
     start = timeline.phases[1].start if len(timeline.phases) > 1 else 0
     small = (sizes[timeline.event] < HEAP_TENSOR) & (np.arange(len(timeline.event)) >= start)
@@ -139,7 +138,7 @@ def heap_peak(timeline: Timeline, samples: int, accumulates: bool = True) -> int
 
 
 def mapped_swing(timeline: Timeline, samples: int) -> int:
-    """Most bytes at once, beyond what the step begins with, in tensors so large that glibc maps each by itself."""
+    """Returns the most bytes at once, beyond those at the step's start, in tensors so large that glibc maps each separately."""
     sizes = timeline.sizes(samples)
     start = timeline.phases[1].start if len(timeline.phases) > 1 else 0
     large = (sizes[timeline.event] >= HEAP_TENSOR) & (np.arange(len(timeline.event)) >= start)
@@ -157,7 +156,7 @@ def caching_peak(
     capacity: int | None = None,
     workspaces: int = 2,
 ) -> Held:
-    """What the CUDA caching allocator comes to hold for a step. Raises Exhausted where `capacity` bytes are not enough."""
+    """Replays a step in the CUDA caching allocator, and returns its peaks. Raises Exhausted if `capacity` bytes are too few."""
     allocator = CachingAllocator(settings, capacity)
     sizes = timeline.sizes(samples).astype(np.int64).tolist()
     events, births = timeline.event.tolist(), timeline.birth.tolist()
@@ -181,7 +180,7 @@ def caching_peak(
 def smallest_capacity(
     timeline: Timeline, samples: int, accumulates: bool, capability: tuple[int, int] | None, settings: AllocatorSettings
 ) -> int:
-    """The fewest bytes of segments with which the step completes, to `FINEST`."""
+    """Returns the fewest bytes of segments with which the step completes, with a resolution of `FINEST`."""
     simulate = partial(caching_peak, timeline, samples, accumulates, capability=capability, settings=settings)
     plenty = simulate()
     low, high = plenty.allocated // FINEST, -(-plenty.reserved // FINEST)
@@ -197,7 +196,7 @@ def smallest_capacity(
 
 
 def workspace_bytes(capability: tuple[int, int] | None) -> int:
-    """Bytes that each cuBLAS handle keeps on a device of this compute capability."""
+    """Returns the bytes that each cuBLAS handle keeps on a device of this compute capability."""
     return WORKSPACE_SM90 if capability is not None and capability[0] in (9, 10) else WORKSPACE
 
 
@@ -207,7 +206,7 @@ def _take_workspaces(allocator: CachingAllocator, count: int, capability: tuple[
 
 
 def _second_micro_batch(timeline: Timeline) -> range:
-    """The events of the second micro-batch, which a step with a single one has not."""
+    """The events of the second micro-batch, which a step with a single micro-batch does not have."""
     if len(timeline.window) < 2:
         return range(0)
     start = timeline.window[1]

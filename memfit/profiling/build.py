@@ -1,4 +1,4 @@
-"""Making a Profile: by tracing where the model can be traced, else by measuring micro-batches of one and two samples."""
+"""Builds a Profile by tracing the model, or by measuring micro-batches of two neighboring sizes where tracing fails."""
 
 from __future__ import annotations
 
@@ -28,38 +28,38 @@ from memfit.profiling.timing import Stopwatch, clone_of_optimizer
 from memfit.profiling.trace import MakeWork, Manner, Trace, trace_step
 
 SIZES, CHECK = (2, 3), 5
-"""Micro-batches that are traced: two give every allocation as fixed + per sample, a third checks it. One sample is left
-out because operators treat dimensions of size one differently."""
+"""Sizes of the traced micro-batches. Two sizes give every allocation as fixed + per sample; the third checks the fit. One
+sample is left out because operators treat dimensions of size one differently."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled, and in which circumstances."""
+    """The model to profile, and the settings to profile it with."""
 
     model: nn.Module
     """The model."""
     optimizer: Optimizer
     """Its optimizer."""
     device: torch.device
-    """Where the model computes."""
+    """Device the model computes on."""
     weighting: Weighting
     """How micro-batches are weighted."""
     precision: str
     """The precision the step computes in."""
     precision_is_lever: bool = False
-    """Whether memfit's autocast makes it so."""
+    """Whether memfit's autocast sets that precision."""
     checkpoint: tuple[str, ...] = ()
-    """Blocks that are checkpointed meanwhile."""
+    """Blocks under activation checkpointing."""
     blocks: tuple[str, ...] = ()
-    """Blocks to look at."""
+    """Blocks to record: the candidates for activation checkpointing."""
     levers: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """A context in which the model runs with its levers applied."""
+    """Returns a context manager that applies the levers (memory optimizations) to the model."""
     target: Target | None = None
-    """The GPU whose kernels are traced, where that is not the device the model is on."""
+    """The GPU whose kernels are traced, if the model is on another device."""
     counted: bool = False
-    """Whether arithmetic and memory traffic are counted."""
+    """Whether FLOPs and memory traffic are counted."""
     in_float32: bool = True
-    """Whether gradients of half precision parameters gather in float32."""
+    """Whether gradients of half-precision parameters accumulate in float32."""
     loop: Loop = MEMFITS
     """What the script's own loop does around forward and backward."""
 
@@ -71,11 +71,11 @@ def traced_profile(
     sizes: Sequence[int] | None = None,
     like: Profile | None = None,
 ) -> Profile:
-    """The profile by tracing on fake tensors; `available` is the most samples `make_work` can make. `like` is one of the
-    same step on samples of another size: where the step runs the same way, one trace is enough; with `sizes`, only the
-    optimizer's step is taken from it.
+    """Builds a Profile by tracing the step on fake tensors; `available` is the most samples `make_work` can provide.
 
-    Raises TraceFailed for whatever is raised on fake tensors: what is the user's own is raised again when measuring.
+    `like` is a profile of the same step on samples of another size. If both steps run the same way, one trace is enough. With
+    `sizes`, only the optimizer step is reused from it. Raises TraceFailed for whatever is raised on fake tensors: measuring
+    then raises the user's own errors again.
     """
     if like is not None and like.timeline is not None and sizes is None and available >= SIZES[1]:
         one = traced_profile(subject, make_work, available, SIZES[1:], like)
@@ -114,7 +114,7 @@ def traced_profile(
 
 
 def _evaluated(timelines: Sequence[Timeline]) -> Timeline | None:
-    """One evaluation for batches of every size."""
+    """One evaluation for batches of every size; None where the traces do not fit one."""
     if not timelines:
         return None
     small, large, third = timelines
@@ -123,7 +123,7 @@ def _evaluated(timelines: Sequence[Timeline]) -> Timeline | None:
 
 
 def _evaluation_notes(loop: Loop, trace: Trace, found: Timeline | None) -> tuple[str, ...]:
-    """Why nothing is told of the evaluation that was asked for."""
+    """Why the requested evaluation is unknown."""
     if loop.evaluation is None or found is not None:
         return ()
     reason = f"to trace it takes a batch of {CHECK} samples" if not trace.evaluated else "it runs otherwise for other sizes"
@@ -140,8 +140,8 @@ def measured_profile(
     *,
     reserved: bool = False,
 ) -> Profile:
-    """The profile from micro-batches of `smallest` samples and one more that really run; used where tracing fails.
-    `reserved`: on that scale of `Meter`."""
+    """Builds a Profile by running micro-batches of `smallest` samples and one more, where tracing fails. `reserved` selects
+    that scale of `Meter`: bytes requested, not bytes resident in RAM."""
     watch = Stopwatch(subject.model, staging, subject.weighting, subject.device, reserved=reserved, trimmed=True)
     facts = model_facts(subject.model, subject.optimizer)
     state = state_bytes(subject.optimizer)
@@ -170,7 +170,7 @@ def measured_profile(
 
 
 def model_facts(model: nn.Module, optimizer: Optimizer) -> ModelFacts:
-    """What identifies the model and its optimizer, and what they hold."""
+    """Returns what identifies the model and its optimizer, and the bytes of parameters and gradients."""
     parameters = list({id(p): p for p in model.parameters()}.values())
     trained = [p for p in parameters if p.requires_grad]
     digest = hashlib.sha256(type(optimizer).__name__.encode())
@@ -188,13 +188,13 @@ def model_facts(model: nn.Module, optimizer: Optimizer) -> ModelFacts:
 
 
 def optimizer_name(optimizer: Optimizer) -> str:
-    """The optimizer's class, and whether its step is fused: that takes less memory, and rounds otherwise."""
+    """Returns the optimizer's class, and whether its step is fused: a fused step takes less memory and rounds differently."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return f"{type(optimizer).__name__}{' (fused)' if fused else ''}"
 
 
 def module_facts(model: nn.Module) -> tuple[ModuleFacts, ...]:
-    """Every module of the model, with what it holds itself."""
+    """Returns every module of the model, with the parameters that it holds itself."""
     seen: set[int] = set()
     found = []
     for name, module in model.named_modules():
@@ -206,7 +206,7 @@ def module_facts(model: nn.Module) -> tuple[ModuleFacts, ...]:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the optimizer's state once it has stepped: what is there, or what a small clone of it makes."""
+    """Returns the bytes of optimizer state after a step: the existing state, and what a small clone creates for the rest."""
     there = sum(_bytes(_tensors(state)) for state in optimizer.state.values())
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     missing = _bytes([p for p in trained if p not in optimizer.state])
@@ -216,7 +216,7 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 
 def _state_per_byte(optimizer: Optimizer) -> float:
-    """Bytes of state that the optimizer makes for one of parameters."""
+    """Bytes of state that the optimizer creates per byte of parameters."""
     clone, chosen, _ = clone_of_optimizer(optimizer, limit=1 << 20)
     for p in chosen:
         p.grad = torch.zeros_like(p)
@@ -225,7 +225,7 @@ def _state_per_byte(optimizer: Optimizer) -> float:
 
 
 def state_there(optimizer: Optimizer) -> int:
-    """Bytes of the optimizer's state that exist already."""
+    """Returns the bytes of optimizer state that already exist."""
     there = [v for state in optimizer.state.values() if isinstance(state, dict) for v in state.values()]
     return sum(v.numel() * v.element_size() for v in there if isinstance(v, torch.Tensor))
 
@@ -238,8 +238,8 @@ def stepping_bytes(
     *,
     by_rows: Sequence[torch.Tensor] = (),
 ) -> int:
-    """Bytes that the optimizer's step takes beside parameters, gradients and its state, with what is clipped before, told from
-    a step on fakes; `otherwise` where it cannot run on them (another copy of the parameters is what foreach takes). Not
+    """Returns the temporary bytes of gradient clipping and of the optimizer step, beyond parameters, gradients and state. They
+    come from a step on fake tensors; returns `otherwise` where that fails (foreach takes another copy of the parameters). Not
     covered: parameters `by_rows`, whose gradients are sparse: their steps take less than the backward that made the rows."""
     world, ledger = FakeWorld(), Ledger(device)
     left_out = set(map(id, by_rows))
@@ -261,7 +261,7 @@ def stepping_bytes(
 
 
 def trains_in_half(model: nn.Module) -> bool:
-    """Whether gradients come in half precision, so that it matters what they gather in."""
+    """Whether gradients come in half precision, so that the dtype they accumulate in matters."""
     return any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
 
 
@@ -283,7 +283,7 @@ def _circumstances(subject: Subject) -> dict[str, Any]:
 
 
 def _unseen_notes(loop: Loop) -> tuple[str, ...]:
-    """What of the loop is not in a measurement."""
+    """Names the parts of the loop that a measurement does not include."""
     asked = {"zero_grad": loop.gradients_stay, "plain_loop": loop.plain, "evaluation": loop.evaluation is not None}
     names = ", ".join(name for name, is_asked in asked.items() if is_asked)
     return (f"{names}: not looked at, as that takes a trace",) if names else ()

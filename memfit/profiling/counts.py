@@ -1,7 +1,7 @@
-"""Counting what operations compute and move while a step is traced.
+"""Counts the FLOPs and the memory traffic of operations while a step is traced.
 
-FLOPs are torch's own count (torch.utils.flop_counter), which knows matrix products, convolutions and attention; all else is
-bound by memory. Not covered: operations of other libraries.
+FLOPs are torch's own count (torch.utils.flop_counter), which covers matrix products, convolutions and attention. All other
+operations are bound by memory. Not covered: operations of other libraries.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class Counts:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was counted so far."""
+        """Discards the operations counted so far."""
         self._rows: list[tuple[float, float, int, int, int]] = []
 
     def name(self, func: Any) -> str:
-        """What people call an operation."""
+        """Returns the name of an operation, without overload and "aten."."""
         found = self._names.get(func)
         if found is None:
             found = self._names[func] = str(func._overloadpacket).removeprefix("aten.")
         return found
 
     def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any, event: int, owner: int) -> None:
-        """Count one operation; `event` is the timeline's next, `owner` the module it is for."""
+        """Counts one operation; `event` is the next event of the timeline, `owner` the index of the module it runs for."""
         if func.is_view or func in _FREE:
             return
         given, made = _tensors(args), _tensors(out if isinstance(out, (tuple, list)) else (out,))
@@ -49,7 +49,7 @@ class Counts:
         self._rows.append((flops, float(moved), event, owner, kind))
 
     def operations(self, owners: tuple[str, ...]) -> Operations:
-        """What was counted since the last restart, all of it as fixed."""
+        """Returns the operations counted since the last restart, with all figures as fixed."""
         rows = np.array(self._rows, dtype=np.float64).reshape(-1, 5)
         none = np.zeros(len(rows))
         whole = rows[:, 2:].astype(np.int32)
@@ -72,7 +72,7 @@ _SAME = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-"""Operations that torch does not count, and those with the same arguments that it does."""
+"""Operations without a FLOP formula in torch, and operations with the same arguments that have one."""
 _FREE = frozenset(
     {
         torch.ops.aten.empty.memory_format,
@@ -85,4 +85,4 @@ _FREE = frozenset(
         torch.ops.aten._local_scalar_dense.default,
     }
 )
-"""Operations that move nothing."""
+"""Operations that move no data."""

@@ -1,7 +1,7 @@
-"""Tracing an evaluation: forwards in eval mode without gradients, beside what the training holds meanwhile.
+"""Traces an evaluation: forwards in eval mode without gradients, while the memory held by training stays in place.
 
-Two batches follow each other, so that the outputs of the first meet the forward of the second, as in a loop whose variables
-keep their values until they are given the next. Not covered: loops that gather the outputs of all batches.
+Two batches follow each other, so that the outputs of the first are alive during the forward of the second. A loop does the same
+if its variables keep their values until the next assignment. Not covered: loops that collect the outputs of all batches.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from memfit.profiling.timeline import Timeline
 from memfit.profiling.twins import on_twins
 
 MakeForward = Callable[[Callable[[torch.Tensor], torch.Tensor]], Callable[[], Any]]
-"""From a function that gives a tensor's twin to a forward on twins."""
+"""Takes a function that maps a tensor to its fake twin; returns a forward on twins."""
 BATCHES = 2
-"""Batches that are traced one after the other."""
+"""Number of batches traced one after the other."""
 
 
 def evaluated(model: nn.Module, works: Sequence[list[Work]], ledger: Ledger, variables: Variables) -> list[Timeline]:
-    """A timeline for each of these, a work for each batch of it. What is there when it begins counts as present."""
+    """Traces a timeline for each entry of `works`, which holds a work per batch. What exists at its start counts as present."""
     with variables.watching(model), in_eval_mode(model), torch.no_grad():
         return [_evaluated(batches, ledger, variables) for batches in works]
 
@@ -40,7 +40,7 @@ def _evaluated(works: list[Work], ledger: Ledger, variables: Variables) -> Timel
     variables.clear()
     ledger.restart()
     while works:
-        work = works.pop()  # it holds its batch, which has to end with the variable
+        work = works.pop()  # it keeps its batch alive, which must die with the variable
         ledger.window()
         ledger.phase("input")
         inputs, _ = work.inputs(0, work.samples, None)
@@ -52,7 +52,7 @@ def _evaluated(works: list[Work], ledger: Ledger, variables: Variables) -> Timel
 
 
 def forwards(model: nn.Module, device: torch.device, makes: Sequence[MakeForward]) -> list[Timeline]:
-    """A timeline of each of these forwards without gradients, in the mode that the model is in. Raises TraceFailed."""
+    """Traces a timeline of each of these forwards without gradients, in the current mode of the model. Raises TraceFailed."""
     ledger = Ledger(device, inside=stages if device.type == "cpu" else _scratch_of if device.type == "cuda" else None)
     with on_twins(model, device) as world, collected_by_hand():
         made = [make(world.twin) for make in makes]
@@ -74,7 +74,7 @@ def _scratch_of(func: Any, args: Any, out: Any) -> tuple[int, ...]:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """`model.eval()`; afterwards each module is in the mode it was in."""
+    """Calls `model.eval()`; on exit, each module returns to its previous mode."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -85,5 +85,5 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def one_each(make: Callable[[int], Work], sizes: Sequence[int]) -> list[list[Work]]:
-    """Works of each of these sizes, one for every batch."""
+    """Makes `BATCHES` works for each of these sizes."""
     return [[make(n) for _ in range(BATCHES)] for n in sizes]

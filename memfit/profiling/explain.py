@@ -1,7 +1,7 @@
-"""Why a step takes as much memory as it does: at which operation the most is alive, and what that is.
+"""Explains the peak memory of a step: the operation at which the most bytes are alive, and what these bytes are.
 
-Pure values from a Profile. The moment is that at which most bytes of tensors are alive; a card's allocator may be at its
-fullest a little later. Not covered: memory that is no tensor's, beyond its size.
+Pure values from a Profile. The moment is where the most bytes of tensors are alive; the caching allocator of a GPU may reach
+its peak a little later. Not covered: memory outside tensors, except for its size.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from memfit.profiling.timeline import CATEGORIES, Timeline
 from memfit.profiling.tree import ITSELF, ModuleCost, check_samples, module_tree, together, unfollowed
 
 MODULES, TENSORS = 16, 10
-"""How many modules and kinds of tensors an explanation names."""
+"""Maximum number of modules, and of kinds of tensors, that an explanation names."""
 LARGE = 0.1
-"""Share of the peak from which on a module is taken apart."""
+"""A module with more than this share of the peak is split into its children."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 NAMES = {
     "input": "the input",
@@ -28,25 +28,25 @@ NAMES = {
     "clip": "the clipping of gradients",
     "optimizer": "the optimizer's step",
 }
-"""Phases of the step, for people."""
+"""Phases of the step, in display form."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A place in the step."""
+    """A point in the step."""
 
     event: int
-    """The event of the timeline after which most is alive."""
+    """The event of the timeline after which the most bytes are alive."""
     phase: str
     """present, input, forward, backward, hand over, clip or optimizer."""
     micro_batch: int
-    """Which of the traced micro-batches it lies in, counted from 1; 0 outside of them."""
+    """The traced micro-batch it lies in, counted from 1; 0 outside of micro-batches."""
     micro_batches: int
-    """How many were traced: with two, the second stands for all further ones."""
+    """Number of traced micro-batches; with two, the second stands for all later ones."""
     operation: str
-    """The operation that allocates then; "" if not known."""
+    """The operation that allocates at that point; "" if unknown."""
     module: str
-    """The module it is for; "" outside any."""
+    """The module it runs for; "" outside any."""
 
     def __str__(self) -> str:
         if self.phase == "present":
@@ -60,79 +60,79 @@ class Moment:
 
 @dataclass(frozen=True)
 class Share:
-    """What some modules hold at the peak."""
+    """What one module, or several identical modules, hold at the peak."""
 
     module: str
-    """Their dotted name, with "0-11" for several, and "(itself)" without those inside; "" is what lies outside any."""
+    """Dotted name, with "0-11" for several modules and "(itself)" without their children; "" for what lies outside modules."""
     alike: int
-    """How many modules these are."""
+    """Number of modules."""
     holds: tuple[tuple[str, int], ...]
     """(category, bytes)."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes over all categories."""
         return sum(size for _, size in self.holds)
 
 
 @dataclass(frozen=True)
 class Largest:
-    """Tensors of one size that are alive at the peak, made by the same operation in modules alike."""
+    """Tensors of one size alive at the peak, created by the same operation in modules whose names differ only in numbers."""
 
     size: int
-    """Bytes of each."""
+    """Bytes of each tensor."""
     count: int
-    """How many there are."""
+    """Number of tensors."""
     category: str
     """What they are for."""
     module: str
-    """The module they were born in, with "0-11" for several; "" outside any."""
+    """The module that created them, with "0-11" for several; "" outside any."""
     operation: str
-    """What made them; "" if not known."""
+    """The operation that created them; "" if unknown."""
     phase: str
-    """Where in the step: "present" if they were there before."""
+    """The phase they were created in; "present" if they existed before the step."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation takes beside what the training leaves there."""
+    """The memory of an evaluation, including what training leaves in place."""
 
     samples: int
-    """Samples per batch of it."""
+    """Samples per evaluation batch."""
     peak: Peak
-    """What the device holds at most."""
+    """The most memory the device holds."""
     exceeds: bool
-    """Whether that is more than the training step takes."""
+    """Whether that exceeds the peak of the training step."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The peak of a step with micro-batches of one size. Print it."""
+    """Explains the peak of a step with micro-batches of one size. Print it."""
 
     samples: int
     """Samples per micro-batch."""
     peak: Peak
-    """What the device holds at most."""
+    """The most memory the device holds."""
     smallest_budget: int | None
-    """Bytes with which a card's allocator still completes the step; None where there is none to be asked."""
+    """Bytes with which the caching allocator of a GPU still completes the step; None without a caching allocator."""
     tensors: int
-    """Most bytes of tensors alive at once; 0 if not known."""
+    """Most bytes of tensors alive at the same time; 0 if unknown."""
     moment: Moment | None
-    """When; None if not known."""
+    """When that is; None if unknown."""
     holds: tuple[tuple[str, int], ...]
-    """(category, bytes) of the tensors alive then, the largest first."""
+    """(category, bytes) of the tensors alive then, largest first."""
     modules: tuple[Share, ...]
-    """Whose they are, the largest first; together they are all of them."""
+    """The modules these tensors belong to, largest first; together they cover all of them."""
     largest: tuple[Largest, ...]
     """The largest tensors among them."""
     unknown: str = ""
-    """Why nothing is told of what lies in the peak; "" where it is."""
+    """Why the contents of the peak are unknown; "" if they are known."""
     evaluation: Evaluation | None = None
-    """The evaluation, where one was asked for and traced."""
+    """The evaluation, if one was requested and traced."""
 
     @property
     def beside(self) -> int:
-        """Bytes of the peak as allocated that no tensor accounts for: rounding, and workspaces of libraries."""
+        """Bytes of the allocated peak that no tensor accounts for: rounding, and workspaces of libraries."""
         return self.peak.allocated - self.tensors
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class Explanation:
 
 
 def explain(profile: Profile, micro_batch: int, *, accumulates: bool = True) -> Explanation:
-    """The peak with micro-batches of that many samples, explained. Raises UsageError for what is no number of samples."""
+    """Explains the peak with micro-batches of `micro_batch` samples. Raises UsageError for an invalid number of samples."""
     check_samples(micro_batch)
     peak = profile.peak(micro_batch, accumulates=accumulates)
     least = None if peak.narrowest is None else peak.smallest_budget
@@ -181,12 +181,12 @@ def _moment(timeline: Timeline, event: int, accumulates: bool) -> Moment:
 
 
 def made_by(timeline: Timeline, allocation: int) -> str:
-    """The operation that made an allocation; "" if not known."""
+    """Returns the operation that created an allocation; "" if unknown."""
     return "" if timeline.operation is None else timeline.operation_names[int(timeline.operation[allocation])]
 
 
 def _shares(root: ModuleCost) -> Iterator[Share]:
-    """The whole, taken apart where most of it is, until no part is large or there are enough of them."""
+    """Splits the model where most bytes are, until no part is large or the maximum number of parts is reached."""
     parts = [root]
     while divisible := [part for part in parts if part.children and part.at_peak > LARGE * root.at_peak]:
         largest = max(divisible, key=lambda part: part.at_peak)
@@ -200,7 +200,7 @@ def _shares(root: ModuleCost) -> Iterator[Share]:
 
 
 def _largest(timeline: Timeline, event: int, samples: int) -> Iterator[Largest]:
-    """What is alive then, the largest first; those alike together."""
+    """The tensors alive after `event`, largest first; equal ones are grouped."""
     alive = timeline.alive(event)
     sizes = np.rint(timeline.sizes(samples)).astype(np.int64)
     births, _ = timeline.lifetimes()

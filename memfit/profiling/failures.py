@@ -1,7 +1,7 @@
-"""What stands in the way of running a step on fake tensors: told as one exception, with the reason and its place.
+"""Reports why a step cannot run on fake tensors, as one exception with the reason and its source line.
 
-Any exception counts, for a real run need not raise it: a fake has no values, is of another type than Tensor, and operators
-without a function for shapes refuse it. Not covered: what ends the process by itself.
+Any exception counts, because a real run need not raise it: a fake tensor has no values, is of another type than Tensor, and
+operators without a shape function reject it. Not covered: whatever terminates the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
 class TraceFailed(Exception):
-    """The step cannot be run on fake tensors; `reason` says what stood in the way, and where."""
+    """Raised if the step cannot run on fake tensors; `reason` says why, and at which line."""
 
     def __init__(self, reason: str, *, guessed: bool = False) -> None:
         super().__init__(reason)
@@ -31,8 +31,8 @@ class TraceFailed(Exception):
 
 @contextmanager
 def telling_failures(world: FakeWorld) -> Iterator[None]:
-    """What is raised on fake tensors, as TraceFailed: the same step on real ones need not raise it. Whoever then runs it for
-    real meets what is the user's own. What memfit refuses itself passes as it is."""
+    """Converts whatever is raised on fake tensors to TraceFailed, because the same step on real tensors need not raise it. A
+    real run afterwards raises the user's own errors. Errors that memfit raises itself pass unchanged."""
     try:
         with _unlogged():
             yield
@@ -44,7 +44,7 @@ def telling_failures(world: FakeWorld) -> Iterator[None]:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """torch logs errors of fake operators with their stack; here they are an answer."""
+    """torch logs errors of fake operators with their stack; here they are an expected result."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, logger.disabled = logger.disabled, True
     try:
@@ -60,7 +60,7 @@ def _reason(error: Exception, world: FakeWorld) -> str:
 
 
 def _place(error: Exception) -> str:
-    """The line that raised it where that is our own, else the innermost of the user's or of a library's."""
+    """The line that raised the error if it is memfit's own, else the innermost line outside of torch and memfit."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OURS, "<"))]
     ours = frames[-1].filename.startswith(_OURS)
@@ -70,14 +70,14 @@ def _place(error: Exception) -> str:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether a line of ours raised it that does more than call what was to be called."""
+    """Whether code of memfit raised the error, except in frames that only call the user's function."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return frame.filename.startswith(_OURS) and frame.name not in ("__torch_function__", "loss")
 
 
 def own_exception(failed: TraceFailed) -> BaseException | None:
-    """The exception that ended a trace, where a `raise` of the user's or of a library's did and not torch: for what cannot be
-    run for real it is taken to be meant."""
+    """Returns the exception that ended a trace if a `raise` of the user's or a library's code raised it, and torch did not. If
+    the step cannot run for real, that exception is taken to be intended. None where values were guessed."""
     error = failed.__cause__
     last = None if error is None else error.__traceback__
     if last is None or failed.guessed:

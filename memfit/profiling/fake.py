@@ -1,8 +1,8 @@
-"""Running a model on fake tensors: shapes and operators without memory or arithmetic.
+"""Runs a model on fake tensors: shapes and operators without memory or arithmetic.
 
-Where a forward reads a *value* (a mask's, a length's), it is answered from the real tensor as long as it follows from small
-inputs and constants alone; otherwise a stated guess is given and counted in `guesses`.
-Not covered: operators without shape functions, and output shapes that depend on computed values; those traces fail.
+Where a forward reads a *value* (of a mask, of a length), the real value is returned as long as it follows from small inputs and
+constants alone. Otherwise a fixed guess is returned and recorded in `guesses`. Not covered: operators without shape functions,
+and output shapes that depend on computed values; those traces fail.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from memfit.profiling.recall import Recall
 from memfit.profiling.results import CTC, as_held, of_longest
 
 _SMALL = 1 << 16
-"""Elements up to which the real value of a tensor is followed; masks and index tensors are smaller."""
+"""Maximum number of elements of a tensor whose real value is tracked; masks and index tensors are smaller."""
 
 
 class FakeWorld:
-    """Fake twins of real tensors, and a place where they can be computed with."""
+    """Makes fake twins of real tensors, and provides the fake mode to compute with them."""
 
     def __init__(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self.mode = FakeTensorMode()
-        # A fake's address leads nowhere: who reads from it (DLPack, kernels of other libraries) would end the process.
+        # A fake tensor has no valid data pointer: reading from it (DLPack, kernels of other libraries) would crash the process.
         self.mode._allow_unsafe_data_ptr_access = False
         self.values = _Values(self.mode)
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake that stands for `tensor`: same shape, strides, dtype, device, aliasing and requires_grad."""
+        """Returns the fake tensor for `tensor`: same shape, strides, dtype, device, aliasing and requires_grad."""
         if tensor.is_meta or in_parts(tensor):
             return self._from_meta(tensor)
         fake = self.mode.from_tensor(tensor)
@@ -47,7 +47,7 @@ class FakeWorld:
         return fake
 
     def parameter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake for a parameter: again a leaf with its own gradient."""
+        """Returns the fake tensor for a parameter: like the original, a leaf with its own gradient."""
         own = tensor.is_meta or in_parts(tensor)
         fake = self._from_meta(tensor) if own else self.mode.from_tensor(tensor.detach())
         twin = nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -55,26 +55,25 @@ class FakeWorld:
         return twin
 
     def _from_meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Tensors on the meta device have no device to compute on: their twins are on the CPU. Those held in parts by several
-        processes have whole twins."""
+        """Twins of meta tensors are on the CPU, because the meta device cannot compute. Twins of DTensors are not sharded."""
         device = "cpu" if tensor.is_meta else tensor.device
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     @property
     def guesses(self) -> list[str]:
-        """The operations whose values were guessed."""
+        """Operations whose values were guessed."""
         return self.values.guesses
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, operations on fakes are computed on shapes alone."""
+        """Context manager in which operations on fake tensors compute shapes only."""
         with self.mode, self.values, _not_looking_traced():
             yield
 
     @contextmanager
     def replacing(self, model: nn.Module) -> Iterator[dict[int, torch.Tensor]]:
-        """`model` with fakes in the places of parameters and buffers; yields the fakes by the id of their original."""
+        """Replaces the parameters and buffers of `model` with fake tensors; yields the fakes by the id of their originals."""
         twins: dict[int, torch.Tensor] = {}
         changed: list[tuple[dict[str, Any], str, Any]] = []
         with model.__dict__.get(AS_GIVEN, nullcontext)():
@@ -105,7 +104,7 @@ class FakeWorld:
 
 
 class ZeroArrays(TorchFunctionMode):
-    """Inside, fake tensors give NumPy arrays of zeros: enough to know what a model calls where values do not decide."""
+    """Converts fake tensors to NumPy arrays of zeros: enough to see what a model calls where values do not decide."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func not in (torch.Tensor.numpy, torch.Tensor.__array__) or not isinstance(args[0], _fake_tensor_type()):
@@ -115,12 +114,12 @@ class ZeroArrays(TorchFunctionMode):
 
 
 def in_parts(tensor: torch.Tensor) -> bool:
-    """Whether several processes hold parts of it."""
+    """Whether the tensor is sharded over several processes (a DTensor)."""
     return hasattr(tensor, "to_local")
 
 
 class _Values(TorchDispatchMode):
-    """Follows the real values of small tensors that depend on inputs and constants alone, to answer value reads."""
+    """Tracks the real values of small tensors that depend on inputs and constants alone, to answer value reads."""
 
     def __init__(self, fakes: Any) -> None:
         super().__init__()
@@ -133,7 +132,7 @@ class _Values(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch imports dynamo, which takes a second, to keep it away from this class
+        return False  # otherwise torch imports dynamo, which takes a second, to exclude this class from it
 
     def remember(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         if real.numel() <= _SMALL and real.layout is torch.strided and not real.is_meta:
@@ -166,7 +165,7 @@ class _Values(TorchDispatchMode):
         return out
 
     def _as_fakes(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], list[torch.Tensor]]:
-        """The arguments with fakes for all tensors, and those fakes."""
+        """The arguments with every tensor replaced by a fake, and those fakes."""
         given = _tensors_in(args) + (_tensors_in(tuple(kwargs.values())) if kwargs else [])
         if all(isinstance(t, self._fake_type) for t in given):
             return args, kwargs, given
@@ -198,7 +197,7 @@ class _Values(TorchDispatchMode):
         return bool(self._likely.get(args[0], False)) if isinstance(args[0], torch.Tensor) else False
 
     def _with_likely_answer(self, func: Any, args: Any, out: Any) -> Any:
-        """Checks of values are written so that they pass: nothing is NaN or too large, and all is finite."""
+        """Guesses that value checks pass: nothing is NaN or too large, and everything is finite."""
         if not isinstance(out, torch.Tensor) or out.dtype is not torch.bool:
             return out
         if func in _ALL:
@@ -230,7 +229,7 @@ class _Values(TorchDispatchMode):
 
 
 _LOOKING = (("transformers.masking_utils", "is_tracing"),)
-"""Functions by which guests recognise fake tensors and then take another path than the real run would."""
+"""Functions by which libraries detect tracing; they then take a path that differs from the real run."""
 
 
 @contextmanager
@@ -249,25 +248,25 @@ def _not_looking_traced() -> Iterator[None]:
 
 
 QUESTIONS = (torch.ops.prim.device.default, torch.ops.prim.layout.default)
-"""Questions about a tensor that torch asks through the dispatcher, more often than anything else; they compute nothing."""
+"""Queries about a tensor that torch dispatches more often than anything else; they compute nothing."""
 
 
 def answered(func: Any, args: tuple[Any, ...]) -> Any:
-    """The answer to one of `QUESTIONS`, by the shortest way there is."""
+    """Answers one of `QUESTIONS` on the shortest path."""
     device = getattr(args[0], "fake_device", None)
     return device if device is not None and func is torch.ops.prim.device.default else func(*args)
 
 
 _UNCACHED = (torch.ops.aten.mkldnn_rnn_layer_backward.default,)
-"""Operators that return one tensor twice: fake mode's cache would make two of it from the second call on."""
+"""Operators that return one tensor twice: from the second call on, the cache of fake mode would return two tensors."""
 
 _SPARSE = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default
 _BAG_BACKWARD, _BAG_SPARSE = torch.ops.aten._embedding_bag_backward.default, 9
-"""An operator and which of its arguments says whether its gradient is sparse."""
+"""An operator, and the index of the argument that says whether its gradient is sparse."""
 
 
 def _makes_sparse(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it makes a sparse gradient: a fake one has no rows, and its bytes would be missing."""
+    """Whether the operator makes a sparse gradient: a fake one has no rows, and its bytes would be missing."""
     return func is _SPARSE or (func is _BAG_BACKWARD and bool(args[_BAG_SPARSE]))
 
 
@@ -311,7 +310,7 @@ def _tensors_in(args: Any) -> list[torch.Tensor]:
 
 
 def _map_tensors(function: Any, tree: Any) -> Any:
-    """`tree` with `function` applied to its tensors: operator arguments are nested one level deep at most."""
+    """`tree` with `function` applied to its tensors; operator arguments nest one level deep at most."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, dict):
@@ -328,7 +327,7 @@ def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _elements_asked(args: Any) -> int:
-    """An upper bound of the elements a factory function with these arguments makes."""
+    """An upper bound of the elements that a factory function creates for these arguments."""
     product = 1
     for a in args:
         for item in a if isinstance(a, (list, tuple)) else (a,):

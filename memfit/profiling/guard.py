@@ -1,9 +1,9 @@
-"""What planning writes into tensors that were there before is copied before the first write, and written back afterwards.
+"""Undoes what planning writes to existing tensors: contents are copied before the first write, and copied back afterwards.
 
-A dispatch mode sees every operator below autograd, whoever holds the tensor that is written (a module, a closure, a list), and
-by whichever alias (`.data`, a view, a detached tensor): what counts is the storage. Contents go back into the same storage, so
-that addresses and identities stay valid. Not covered: writes past the dispatcher (NumPy arrays over a tensor's memory,
-extensions that are no operators), and parameters that several processes hold in parts.
+A dispatch mode sees every operator below autograd, whatever holds the written tensor (a module, a closure, a list) and
+whichever alias is written (`.data`, a view, a detached tensor): copies are made per storage. Contents go back into the same
+storage, so addresses and identities stay valid. Not covered: writes that bypass the dispatcher (NumPy arrays over a tensor's
+memory, extensions that are no operators), and parameters sharded over several processes.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ _UNSAID = {
         "batch_norm_gather_stats_with_counts",
     )
 }  # fmt: skip
-"""Operators that write arguments without saying so in their schemas (torch 2.13, RegistrationDeclarations.h)."""
+"""Operators that write arguments without declaring it in their schemas (torch 2.13, RegistrationDeclarations.h)."""
 _METADATA = ("aten::record_stream", "aten::detach_", "aten::requires_grad_", "aten::_assert_async")
-"""Operators whose schemas say that they write, and that leave the contents alone."""
+"""Operators whose schemas declare a write, but which do not change the contents."""
 _Geometry = tuple[torch.dtype, int, Sequence[int], Sequence[int]]
-"""Data type, offset, shape and strides of a tensor, by elements."""
+"""Dtype, storage offset, shape and strides of a tensor, in elements."""
 
 
 class UndoLog:
-    """Contents and versions of what was written since it began."""
+    """The original contents and versions of tensors written since the log began."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage, _Geometry]] = {}
-        self._versions: dict[int, tuple[torch.Tensor, int]] = {}  # (held: `p.detach()` may be all that has p's counter)
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}  # (held: `p.detach()` may be all that shares p's counter)
 
     def about_to_write(self, tensor: torch.Tensor) -> None:
-        """Keep what is there, the first time."""
+        """Saves contents and version before the first write."""
         storage = storage_of(tensor)
         if storage is None:
             return
         if storage._cdata not in self._copies:
-            # (held, so that no other comes to its address)
+            # (held, so that no other storage reuses its address)
             self._copies[storage._cdata] = storage, storage.clone(), _geometry(tensor, storage)
         counted = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         if id(counted) not in self._versions and not counted.is_inference():
             self._versions[id(counted)] = counted, counted._version
 
     def moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(a tensor, what it held before) for what was written and is not the same. What nobody else holds was made meanwhile,
-        past the dispatcher (`copy.deepcopy`)."""
+        """Returns (tensor, previous contents) for whatever was written and changed. Storages that nobody else holds are left
+        out: they were created after the log began, past the dispatcher (`copy.deepcopy`)."""
         held = Counter(tensor.untyped_storage()._cdata for tensor, _ in self._versions.values())
         return [
             (_tensor_on(storage, geometry), _tensor_on(copy, geometry))
@@ -67,7 +67,7 @@ class UndoLog:
         ]
 
     def undo(self) -> None:
-        """Let everything be as it was. Versions too: graphs of the script's own may have saved these tensors."""
+        """Restores all contents and versions: autograd graphs of the script may have saved these tensors at that version."""
         for storage, copy, _ in self._copies.values():
             if storage.nbytes() != copy.nbytes():
                 storage.resize_(copy.nbytes())
@@ -78,9 +78,9 @@ class UndoLog:
 
 
 class WriteGuard(TorchDispatchMode):
-    """Tells `log` of every write to a storage that no operator has made since the guard began."""
+    """Reports every write to `log`, except to storages that an operator has created since the guard began."""
 
-    supports_higher_order_operators = True  # they run as they are; what they consist of comes here by itself
+    supports_higher_order_operators = True  # they run unchanged; the operators inside them are dispatched here
 
     def __init__(self, log: UndoLog) -> None:
         super().__init__()
@@ -119,8 +119,8 @@ class WriteGuard(TorchDispatchMode):
 
 @contextmanager
 def writes_undone(*, watching: bool = True) -> Iterator[UndoLog]:
-    """Inside, tensors may be written; afterwards all of them are as they were. With `watching`, whatever is written; without,
-    what `watched` saw: timings run without a mode, which takes some microseconds per operator."""
+    """Undoes writes to tensors on exit: with `watching`, every write; without it, those that `watched` recorded. Timed runs use
+    no dispatch mode, because a mode takes some microseconds per operator."""
     log = UndoLog()
     try:
         with watched(log) if watching else nullcontext():
@@ -131,13 +131,13 @@ def writes_undone(*, watching: bool = True) -> Iterator[UndoLog]:
 
 @contextmanager
 def watched(log: UndoLog) -> Iterator[None]:
-    """Inside, writes are noted in a log that somebody else undoes. Nothing is compiled: dynamo would trace into the mode."""
+    """Records writes in a log that the caller undoes. Nothing is compiled inside, because dynamo would trace into the mode."""
     with uncompiled(), WriteGuard(log):
         yield
 
 
 def storage_of(tensor: Any) -> torch.UntypedStorage | None:
-    """Where a tensor's data lies; None for what has none of its own (fake, meta, sparse, nested, in parts)."""
+    """Returns the storage of a tensor; None if it has none of its own (fake, meta, sparse, nested, sharded)."""
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     if hasattr(tensor, "to_local") or tensor.is_nested:
@@ -150,7 +150,7 @@ def storage_of(tensor: Any) -> torch.UntypedStorage | None:
 
 
 def _geometry(tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Geometry:
-    """That of the tensor that was written if it is all that its storage holds, else of the storage's bytes."""
+    """Geometry of the written tensor or its base if it covers the whole storage, else of the storage's bytes."""
     for found in (tensor, tensor._base):
         if found is not None and found.numel() * found.element_size() == storage.nbytes():
             return found.dtype, int(found.storage_offset()), found.size(), found.stride()
@@ -177,13 +177,13 @@ def _set_version(tensor: torch.Tensor, version: int) -> None:
 
 @functools.cache
 def _known(func: Any) -> tuple[tuple[tuple[int, str], ...], bool]:
-    """((place, name) of the arguments that an operator writes, whether its results lie in storages of their own)."""
+    """((index, name) of the arguments that an operator writes, whether its results have new storages)."""
     schema = getattr(func, "_schema", None)
-    if schema is None:  # a higher order operator: what it consists of comes by itself
+    if schema is None:  # a higher-order operator: the operators inside it are dispatched separately
         return (), False
     makes = schema.name == "aten::lift_fresh" or all(result.alias_info is None for result in schema.returns)
     everything = tuple((i, argument.name) for i, argument in enumerate(schema.arguments))
-    if schema.name.startswith("c10d::"):  # whose schemas say nothing
+    if schema.name.startswith("c10d::"):  # their schemas declare no writes
         return everything, False
     unsaid = _UNSAID.get(schema.name, ())
     said = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}

@@ -1,11 +1,11 @@
-"""How far a prediction may be off: bounds calibrated on measured peaks.
+"""Error bounds of memory predictions, calibrated on measured peaks.
 
-For GPUs that are not here on peaks that others measured, for the CPU on those of `benchmarks/prediction_cpu.py`.
-Split conformal prediction (Vovk, Gammerman, Shafer, Algorithmic Learning in a Random World, 2005) on what was missing in half
-of the models of `benchmarks/prediction_timm.py`, judged on the other half: no model is in both (`benchmarks/timm_bounds.py`).
-Steps whose arithmetic lies in convolutions have an interval of their own, as cuDNN chooses its workspaces while it runs. On the
-CPU what is missing is bytes, however large the step: families of models are split there. Not covered: other cards and versions
-than those rows are of; the context, which is counted apart; a C library that keeps what was freed (`allocator.py`).
+Bounds for GPUs that are not present use peaks that others measured; those for the CPU use `benchmarks/prediction_cpu.py`. Split
+conformal prediction (Vovk, Gammerman, Shafer, Algorithmic Learning in a Random World, 2005) takes the errors for half of the
+models of `benchmarks/prediction_timm.py` and is judged on the other half: no model is in both (`benchmarks/timm_bounds.py`).
+Convolutional steps have their own interval, because cuDNN chooses its workspaces at run time. On the CPU the error is in bytes,
+regardless of the step's size; there the split is by model family. Not covered: cards and versions that these rows lack; the
+context, which is counted separately; a C library that keeps freed memory (`allocator.py`).
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from memfit.profiling.timeline import Timeline
 
 @dataclass(frozen=True)
 class Interval:
-    """Bounds as shares of the bytes that are predicted to be held, and as bytes. (On GPUs a floor in bytes narrowed none.)"""
+    """Bounds as shares of the predicted bytes, and in bytes. (On GPUs, a floor in bytes did not narrow any interval.)"""
 
     lower: float
-    """By how much less may be reserved."""
+    """How much less may be reserved, as a share of the prediction."""
     upper: float
-    """By how much more may be reserved."""
+    """How much more may be reserved, as a share of the prediction."""
     covered: float
-    """The share of the judged rows that stayed below the upper bound."""
+    """Share of the judged rows below the upper bound."""
     above: float
-    """The share of the judged rows that stayed above the lower bound."""
+    """Share of the judged rows above the lower bound."""
     lower_bytes: int = 0
-    """By how much less may be held, whatever is predicted."""
+    """How much less may be held, regardless of the prediction."""
     upper_bytes: int = 0
-    """By how much more may be held, whatever is predicted."""
+    """How much more may be held, regardless of the prediction."""
 
 
 PLAIN = Interval(lower=0.153, upper=0.073, covered=0.945, above=0.959)
-"""Matrix products and attention: 82 rows to calibrate for 95 %, 73 judged. Covering 98.6 % of these took 0.123."""
+"""Matrix products and attention: calibrated on 82 rows for 95 %, judged on 73. Covering 98.6 % of these takes 0.123."""
 CONVOLUTIONS = Interval(lower=0.313, upper=0.129, covered=0.954, above=1.0)
-"""Steps with convolutions: 286 rows to calibrate for 95 %, 281 judged. Covering 97.9 % of these took 0.608."""
+"""Steps with convolutions: calibrated on 286 rows for 95 %, judged on 281. Covering 97.9 % of these takes 0.608."""
 GIVEN_BACK = Interval(lower=0.0, upper=0.0, covered=0.99, above=0.99, lower_bytes=2 * MiB, upper_bytes=4 * MiB)
-"""The CPU, where freed memory goes back at once: 338 rows of 10 families. For 99 %, one half of these gave 3.7 MiB above and
-1.8 below, the other 4.0 and 2.6, which covered 99 % and all of the other half."""
+"""The CPU, where freed memory goes back at once: 338 rows of 10 model families. For 99 %, one half of them gave 3.7 MiB above
+and 1.8 below, the other 4.0 and 2.6. These covered 99 % and all of the respective other half."""
 CONVOLUTIONAL = 0.1
-"""Share of a step's arithmetic from which on it counts as convolutional (patches of a vision transformer: 0.01)."""
+"""A step with more than this share of its FLOPs in convolutions is convolutional (patches of a vision transformer: 0.01)."""
 
 
 def interval_of(timeline: Timeline) -> Interval:
-    """The interval for predictions of a step; the wider one where its arithmetic was not counted."""
+    """Returns the interval for predictions of a step; the wider one if its FLOPs were not counted."""
     operations = timeline.operations
     if operations is None or not operations.flops_at(1).sum():
         return CONVOLUTIONS

@@ -1,4 +1,4 @@
-"""A dispatch-level ledger: every storage that is born and dies while it is active, on fake tensors or real ones."""
+"""Records every storage that is allocated and freed while a dispatch mode is active, on fake or real tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from memfit.profiling.timeline import CATEGORIES, Phase, Timeline, Visit
 
 
 class Ledger(TorchDispatchMode):
-    """Records births and deaths of storages, in order, with the module at work and the phase of the step.
+    """Records allocations and frees of storages in order, with the running module and the phase of the step.
 
-    `present(tensors, category)` enters what exists already, `phase(name)` begins a stretch, `timeline()` reads it out.
-    Only storages on `device` count. They are followed by weak reference; the ledger keeps nothing alive. `inside(operation,
-    arguments, result)` tells the bytes that a kernel holds beside them in each stage of its run. `counts` is told what is
-    computed; with it, each storage is recorded with the operation that made it.
+    `present(tensors, category)` registers existing storages, `phase(name)` begins a phase, `timeline()` returns the recording.
+    Only storages on `device` count. The ledger holds weak references and keeps no storage alive. `inside(operation, arguments,
+    result)` returns the bytes that a kernel holds besides these in each stage of its run. `counts` counts what is computed;
+    with it, each storage is recorded with the operation that created it.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Ledger(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch imports dynamo, which takes a second, to keep it away from this class
+        return False  # otherwise torch imports dynamo, which takes a second, to exclude this class from it
 
     def present(self, tensors: Iterable[torch.Tensor], category: str, owner: str | None = None) -> None:
-        """Enter the storages of `tensors`, or give those already known their category, and an owner if one is named."""
+        """Registers the storages of `tensors`, or sets the category of known ones, and the owner if one is given."""
         for tensor in tensors:
             index = self._see(tensor)
             if index is not None:
@@ -73,14 +73,14 @@ class Ledger(TorchDispatchMode):
                     self._owner[index] = self._numbered(owner)
 
     def beside(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What of `tensors` is for nothing else yet is held by the script itself."""
+        """Marks those of `tensors` without a category as "other": the script itself holds them."""
         for tensor in tensors:
             index = self._see(tensor)
             if index is not None and self._category[index] is None:
                 self._category[index] = "other"
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The storages of `tensors` stand for memory that is counted elsewhere: they take no bytes."""
+        """Counts the storages of `tensors` as zero bytes: they stand for memory that is counted elsewhere."""
         for tensor in tensors:
             index = self._see(tensor)
             if index is not None:
@@ -88,11 +88,11 @@ class Ledger(TorchDispatchMode):
                 self._borrowed.add(index)
 
     def phase(self, name: str) -> None:
-        """Begin a stretch of the step."""
+        """Begins a phase of the step."""
         self._phases.append(Phase(name, len(self._event)))
 
     def window(self) -> None:
-        """Mark the beginning of a micro-batch."""
+        """Marks the start of a micro-batch."""
         self._windows.append(len(self._event))
 
     def __torch_dispatch__(
@@ -119,7 +119,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def naming(self, model: nn.Module, blocks: Iterable[str] = ()) -> Iterator[None]:
-        """Attribute what is allocated meanwhile to the modules of `model`, by name, and note the runs through `blocks`."""
+        """Attributes allocations in the context to the modules of `model`, by name, and records the runs through `blocks`."""
         names = {module: name for name, module in model.named_modules()}
         hooks = [
             nn.modules.module.register_module_forward_pre_hook(lambda m, args: self._enter(names.get(m))),
@@ -129,7 +129,7 @@ class Ledger(TorchDispatchMode):
             block = model.get_submodule(name)
             hooks.append(block.register_forward_pre_hook(partial(self._begin_visit, name), with_kwargs=True))
             ended = partial(self._end_visit, name)
-            # Recomputation stops in the middle of a block by an exception, once all that is needed is there.
+            # Recomputation leaves a block early, with an exception, once every tensor it needs exists.
             hooks.append(block.register_forward_hook(ended, with_kwargs=True, always_call=True))
         try:
             yield
@@ -140,7 +140,7 @@ class Ledger(TorchDispatchMode):
             self._open.clear()
 
     def restart(self) -> None:
-        """Forget the course so far: what is alive now is what the recording begins with."""
+        """Discards the recording; the next one starts with the storages that are alive now."""
         alive = sorted(self._references)
         self._event, self._birth = list(alive), [True] * len(alive)
         self._phases, self._windows, self._visits = [Phase("present", 0)], [], []
@@ -148,7 +148,7 @@ class Ledger(TorchDispatchMode):
             self._counts.restart()
 
     def timeline(self) -> Timeline:
-        """What was recorded, with all bytes as `fixed`."""
+        """Returns the recording, with all bytes as `fixed`."""
         used = sorted(set(self._event))
         position = {index: i for i, index in enumerate(used)}
         operation, names = self._makers(used)
@@ -176,7 +176,7 @@ class Ledger(TorchDispatchMode):
         )
 
     def _makers(self, used: list[int]) -> tuple[np.ndarray | None, tuple[str, ...]]:
-        """What made each of these, by its number, and the names."""
+        """The index of the operation that created each of these allocations, and the operation names."""
         if self._counts is None:
             return None, ()
         numbers: dict[str, int] = {"": 0}
@@ -190,7 +190,7 @@ class Ledger(TorchDispatchMode):
             return None
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse tensors: their parts have storages of their own
+        except (NotImplementedError, RuntimeError):  # sparse tensors: indices and values have their own storages
             return self._see_parts(tensor)
         index = self._index.get(storage)
         if index is None:
@@ -219,7 +219,7 @@ class Ledger(TorchDispatchMode):
         return index
 
     def _within_kernel(self, size: int) -> None:
-        """Memory that comes and goes inside one operation, beside its arguments and what it returns."""
+        """Records memory that is allocated and freed within one operation, besides its arguments and results."""
         if size <= 0:
             return
         index = len(self._bytes)
@@ -263,14 +263,14 @@ class Ledger(TorchDispatchMode):
                 return
 
     def _known(self, tree: Any) -> tuple[int, ...]:
-        """The allocations of a tree's tensors."""
+        """The allocations of the tensors in a tree."""
         found = (self._index.get(t.untyped_storage()) for t in tensors(tree) if t.layout is torch.strided)
         return tuple(dict.fromkeys(i for i in found if i is not None))
 
     def _owner_now(self) -> int:
         if self._stack:
             name = self._stack[-1]
-            # The first at a number made its node; operations without one (batch norm's counter) come to the same number.
+            # The first operation at a number created its node; operations without one (batch norm's counter) share the number.
             self._node_owner.setdefault(_sequence_number(), name)
         else:
             node = torch._C._current_autograd_node()
@@ -281,7 +281,7 @@ class Ledger(TorchDispatchMode):
         return self._owners.setdefault(owner, len(self._owners))
 
     def _owner_of_node(self, sequence: int) -> str:
-        # Nodes are numbered as forward creates them; a node belongs to the module that was at work at its number.
+        # Forward numbers nodes as it creates them; a node belongs to the module that ran at its number.
         return self._node_owner.get(sequence + 1, self._node_owner.get(sequence, ""))
 
     def _category_of(self, index: int) -> str:

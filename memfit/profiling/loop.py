@@ -1,7 +1,7 @@
-"""What a script's own loop does around forward and backward, as far as memory depends on it. Pure values.
+"""Describes what a script's own training loop does around forward and backward, as far as memory depends on it. Pure values.
 
-Not covered: evaluation loops that keep the outputs of all batches, which grow with the data and not with a batch; and what a
-script keeps besides its batch, its outputs and its loss.
+Not covered: evaluation loops that keep the outputs of all batches, which grow with the data set and not with a batch; and
+whatever a script keeps besides its batch, its outputs and its loss.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from memfit._errors import UsageError
 
 AFTER_STEP, BEFORE_FORWARD, BEFORE_BACKWARD, TO_ZERO = "after step", "before forward", "before backward", "to zero"
 ZERO_GRAD = (AFTER_STEP, BEFORE_FORWARD, BEFORE_BACKWARD, TO_ZERO)
-"""Where gradients end: at once; only when the next batch is there; after its forward; or never, as they are set to zero and
-stay (`set_to_none=False`)."""
+"""When gradients are freed: right after the step; once the next batch is loaded; after its forward; or never, because they are
+set to zero and kept (`set_to_none=False`)."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop as far as it is told; with its defaults, what memfit's own step does."""
+    """A training loop, as far as it was described; the defaults describe memfit's own step."""
 
     max_grad_norm: float | None = None
-    """Norm that gradients are clipped to (`torch.nn.utils.clip_grad_norm_`); None: they are not."""
+    """Norm that gradients are clipped to (`torch.nn.utils.clip_grad_norm_`); None: no clipping."""
     clip_grad_value: float | None = None
-    """Value that gradients are clipped at (`torch.nn.utils.clip_grad_value_`); None: they are not."""
+    """Value that gradients are clipped at (`torch.nn.utils.clip_grad_value_`); None: no clipping."""
     evaluation: int | None = None
-    """Samples of a batch of the evaluation; None: it is not looked at."""
+    """Samples per evaluation batch; None: no evaluation is traced."""
     zero_grad: str = AFTER_STEP
-    """One of ZERO_GRAD."""
+    """When gradients are freed: one of ZERO_GRAD."""
     plain: bool = False
-    """Whether the step is a plain loop's, without memfit: its variables stay bound, and gradients gather in the parameters."""
+    """Whether the loop runs without memfit: its variables stay bound, and gradients accumulate in the parameters."""
 
     @property
     def clips(self) -> bool:
-        """Whether gradients are clipped at all."""
+        """Whether gradients are clipped."""
         return self.max_grad_norm is not None or self.clip_grad_value is not None
 
     @property
     def gradients_stay(self) -> bool:
-        """Whether gradients are still there once the step is over."""
+        """Whether gradients still exist after the step."""
         return self.zero_grad != AFTER_STEP
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Loop:
         zero_grad: Any = AFTER_STEP,
         plain: Any = False,
     ) -> Loop:
-        """The loop that these arguments of the user describe. Raises UsageError for what cannot be meant."""
+        """Returns the loop that these user arguments describe. Raises UsageError for invalid ones."""
         for name, value in (("max_grad_norm", max_grad_norm), ("clip_grad_value", clip_grad_value)):
             _check_limit(name, value)
         if evaluation is not None and (type(evaluation) is not int or not 0 < evaluation < 1 << 40):
@@ -80,7 +80,7 @@ class Loop:
 
 
 def _check_limit(name: str, value: Any) -> None:
-    """A finite or infinite number above zero, or None. Raises UsageError."""
+    """Checks for a finite or infinite number above zero, or None. Raises UsageError."""
     if value is None:
         return
     number = isinstance(value, (int, float)) and not isinstance(value, bool)

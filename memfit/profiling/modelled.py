@@ -1,7 +1,7 @@
-"""Seconds of a step on a device that is not here: each operation takes as long as its arithmetic or its memory traffic,
-whichever is longer (the roofline: Williams, Waterman, Patterson, CACM 52(4), 2009), and a launch.
+"""Models the seconds of a step on a device that is not present. Each operation takes the longer of its arithmetic and its
+memory traffic (the roofline: Williams, Waterman, Patterson, CACM 52(4), 2009), plus a kernel launch.
 
-Pure values. Not covered: overlap, clocks that fall under load, the loader.
+Pure values. Not covered: overlap, clocks that drop under load, the data loader.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from memfit.profiling.seconds import Timing
 from memfit.profiling.timeline import Timeline
 
 ARITHMETIC, TRAFFIC = 0.6, 0.8
-"""Shares of a card's peak rates that large matrix products and pointwise kernels reach; data sheets give peaks."""
+"""Shares of a card's peak rates that large matrix products and pointwise kernels reach; data sheets list peaks."""
 LAUNCH = 5e-6
-"""Seconds that an operation takes however small it is: one launch from Python (torch's own overhead is 3 to 10 us)."""
+"""Seconds that an operation takes at least: one launch from Python (torch's own overhead is 3 to 10 us)."""
 SIZES = tuple(2**k for k in range(13))
-"""Micro-batches whose times are modelled; others lie on lines between them."""
+"""Micro-batch sizes that are modelled; others are interpolated linearly."""
 
 
 def modelled(profile: Profile, card: Card, sizes: Sequence[int] = SIZES) -> Profile:
-    """The profile for that card, with modelled seconds; without any where its speed or the step's operations are not known."""
+    """Returns the profile for that card with modelled seconds; without them if the card's speed or operations are unknown."""
     timeline = profile.timeline
     profile = replace(profile, card=card)
     if timeline is None or timeline.operations is None or not card.bandwidth or _has_recurrence(timeline):
@@ -36,7 +36,7 @@ def modelled(profile: Profile, card: Card, sizes: Sequence[int] = SIZES) -> Prof
 
 
 def bottleneck(profile: Profile, card: Card, samples: int) -> str:
-    """What most of a micro-batch's time goes into: "arithmetic", "memory traffic" or "launches"."""
+    """Returns what most of a micro-batch's time goes into: "arithmetic", "memory traffic" or "launches"; else "unknown"."""
     timeline = profile.timeline
     if timeline is None or timeline.operations is None or not card.bandwidth:
         return "unknown"
@@ -49,8 +49,8 @@ def bottleneck(profile: Profile, card: Card, samples: int) -> str:
 
 
 def _has_recurrence(timeline: Timeline) -> bool:
-    """Whether cuDNN's recurrent layers are in it: how many steps one call makes after another is not told, so that any time
-    would be far too short."""
+    """Whether the step has cuDNN's recurrent layers: sequential steps per call are unknown, so any time would be far too
+    short."""
     return any(name.startswith("_cudnn_rnn") for name in timeline.operation_names)
 
 
@@ -68,7 +68,7 @@ def _timing(timeline: Timeline, blocks: Sequence[str], card: Card, samples: int)
 
 
 def operation_seconds(timeline: Timeline, card: Card, samples: int) -> np.ndarray:
-    """Seconds of each operation."""
+    """Returns the seconds of each operation."""
     flops, moved, launches = _parts(timeline, card, samples)
     return np.maximum(flops, moved) + launches
 
@@ -83,15 +83,15 @@ def _parts(timeline: Timeline, card: Card, samples: int) -> tuple[np.ndarray, np
 
 
 def _rate(card: Card, operation: str, dtype: str) -> float:
-    """FLOP/s of that operation. Convolutions in float32 take TF32 where there is such a thing, matrix products do not: torch's
-    defaults (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32)."""
+    """FLOP/s of that operation. By torch's defaults, float32 convolutions use TF32 where the card has it and matrix products do
+    not (torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32)."""
     names = ("tf32", "float32") if dtype == "float32" and "conv" in operation else (dtype, "float32")
     found = (card.flops.get(name) for name in names)
     return next((rate for rate in found if rate), card.bandwidth)
 
 
 def in_micro_batch(timeline: Timeline) -> np.ndarray:
-    """Which operations belong to the last micro-batch that was traced: its forward and backward."""
+    """Returns a mask of the operations in the last traced micro-batch: its forward and backward."""
     assert timeline.operations is not None
     start = timeline.window[-1] if timeline.window else 0
     stop = next((p.start for p in timeline.phases if p.name == "hand over"), len(timeline.event) + 1)
@@ -104,7 +104,7 @@ def _span(timeline: Timeline, name: str) -> np.ndarray:
 
 
 def _span_events(timeline: Timeline, name: str) -> tuple[int, int]:
-    """First and one past last event of the last phase of that name."""
+    """The first event, and one past the last event, of the last phase of that name."""
     starts = [*(p.start for p in timeline.phases), len(timeline.event) + 1]
     spans = [(p.start, starts[i + 1]) for i, p in enumerate(timeline.phases) if p.name == name]
     return spans[-1] if spans else (0, 0)

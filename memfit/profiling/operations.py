@@ -1,4 +1,4 @@
-"""The operations of one training step as numbers: arithmetic and memory traffic of each, and which module it is for.
+"""The operations of one training step as arrays: FLOPs and memory traffic of each, and the module it runs for.
 
 Pure values over numpy; nothing here imports torch. Not covered: caches, the order in which a device overlaps operations.
 """
@@ -12,44 +12,44 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Operations:
-    """What one traced step computes, in order of time."""
+    """The operations of one traced step, in order of time."""
 
     flops: np.ndarray
-    """Floating point operations of each that do not depend on the micro-batch (float64); multiply and add count as two."""
+    """FLOPs of each operation that do not depend on the micro-batch (float64); multiply and add count as two."""
     flops_per_sample: np.ndarray
-    """Floating point operations of each per sample of the micro-batch (float64)."""
+    """FLOPs of each operation per sample of the micro-batch (float64)."""
     moved: np.ndarray
-    """Bytes that each reads and writes (float64), apart from the micro-batch."""
+    """Bytes each operation reads and writes that do not depend on the micro-batch (float64)."""
     moved_per_sample: np.ndarray
-    """Bytes that each reads and writes per sample of the micro-batch (float64)."""
+    """Bytes each operation reads and writes per sample of the micro-batch (float64)."""
     event: np.ndarray
-    """The event of the timeline that was next when each began (int32)."""
+    """The next event of the timeline when each operation began (int32)."""
     owner: np.ndarray
-    """Index into `owners` of each (int32)."""
+    """Index into `owners` for each operation (int32)."""
     kind: np.ndarray
-    """Index into `kinds` of each (int32)."""
+    """Index into `kinds` for each operation (int32)."""
     owners: tuple[str, ...]
     """Names of the modules that compute."""
     kinds: tuple[tuple[str, str], ...]
     """(operation, dtype it computes in)."""
 
     def flops_at(self, samples: int) -> np.ndarray:
-        """Floating point operations of each at a micro-batch of `samples`."""
+        """Returns the FLOPs of each operation at a micro-batch of `samples`."""
         return np.maximum(self.flops + self.flops_per_sample * samples, 0.0)
 
     def moved_at(self, samples: int) -> np.ndarray:
-        """Bytes that each reads and writes at a micro-batch of `samples`."""
+        """Returns the bytes each operation reads and writes at a micro-batch of `samples`."""
         return np.maximum(self.moved + self.moved_per_sample * samples, 0.0)
 
     def part(self, start: int, stop: int, shift: int = 0) -> Operations:
-        """Those between two events, `shift` events later."""
+        """Returns the operations between two events, shifted by `shift` events."""
         chosen = (self.event >= start) & (self.event < stop)
         arrays = {name: getattr(self, name)[chosen] for name in _ARRAYS}
         arrays["event"] = arrays["event"] + shift
         return replace(self, **arrays)
 
     def followed_by(self, other: Operations) -> Operations:
-        """These, and then those of another recording."""
+        """Returns these operations, followed by those of another recording."""
         owners = tuple(dict.fromkeys((*self.owners, *other.owners)))
         kinds = tuple(dict.fromkeys((*self.kinds, *other.kinds)))
         owner_of = np.array([owners.index(name) for name in other.owners], dtype=np.int32)
@@ -63,9 +63,9 @@ _ARRAYS = ("flops", "flops_per_sample", "moved", "moved_per_sample", "event", "o
 
 
 def fit_operations(small: Operations | None, few: int, large: Operations | None, many: int) -> Operations | None:
-    """One set for every micro-batch size from two recorded ones, or None where they do not compute the same things.
+    """Fits operations for every micro-batch size to two recordings; None where these compute different things.
 
-    In the arguments all is fixed; in the result it is fixed + per sample * samples.
+    All figures of the arguments are fixed; those of the result are fixed + per sample * samples.
     """
     if small is None or large is None or len(small.event) != len(large.event):
         return None

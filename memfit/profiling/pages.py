@@ -1,6 +1,6 @@
-"""What the C library takes for a step's tensors where its thresholds are pinned: whole pages, and a header for each.
+"""Computes what the C library takes for a step's tensors if its thresholds are pinned: whole pages, and a header each.
 
-Not covered: glibc as shipped, which keeps what was freed; nodes of the graph and Python's own objects.
+Not covered: glibc with its default settings, which keeps freed memory; autograd nodes and Python objects.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from memfit.profiling.allocator import HEAP_TENSOR, PAGE
 from memfit.profiling.timeline import CATEGORIES, Timeline
 
 IN_FRONT = 64
-"""Bytes before a tensor: torch asks for memory at multiples of these (c10/core/alignment.h), behind glibc's header."""
+"""Bytes before a tensor: torch allocates at multiples of this (c10/core/alignment.h), behind glibc's header."""
 _HELD_ANYWAY = [CATEGORIES.index(name) for name in ("parameters", "buffers")]
 
 
 def in_pages(timeline: Timeline, samples: int, environ: Mapping[str, str] = os.environ) -> Timeline:
-    """The timeline of micro-batches of `samples`, its bytes as they lie in RAM: tensors from the threshold on are mapped each
-    by itself and fill whole pages, the others lie in the heap between their headers.
+    """Returns the timeline of micro-batches of `samples`, with the bytes that tensors take in RAM. Tensors at or above the
+    threshold are mapped individually and fill whole pages; the others lie in the heap with a header each.
 
-    Parameters and buffers stay as they are: they were there before, and what they take beside is held anyway.
+    Parameters and buffers stay unchanged: they existed before, and the process already holds their overhead.
     """
     sizes = timeline.sizes(samples)
     threshold = int(environ.get("MALLOC_MMAP_THRESHOLD_", HEAP_TENSOR)) - IN_FRONT

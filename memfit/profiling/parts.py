@@ -1,8 +1,8 @@
-"""A traced step as it is where several processes hold parameters, gradients and the optimizer's state in parts.
+"""Converts a traced step to the step of one rank, where parameters, gradients and optimizer state are sharded.
 
-The trace is of whole tensors. What stands is divided; what is gathered for the time a block computes, and the gradients on
-their way to other processes, are counted for the whole step. So the prediction is an upper one: they are not all there at its
-peak.
+The trace is of whole tensors. Persistent tensors shrink to the rank's shard. Parameters that are all-gathered while a block
+computes, and gradients on their way to other ranks, count for the whole step. The prediction is an upper bound, because they do
+not all exist at the peak.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DIVIDED = [CATEGORIES.index(name) for name in ("parameters", "gradients", "optim
 
 
 def in_parts(profile: Profile, division: Division) -> Profile:
-    """The profile of one process's step."""
+    """Returns the profile of one rank's step."""
     timelines = {
         name: divided(timeline, division)
         for name, timeline in (("timeline", profile.timeline), ("single", profile.single), ("evaluated", profile.evaluated))
@@ -32,7 +32,7 @@ def in_parts(profile: Profile, division: Division) -> Profile:
 
 
 def divided(timeline: Timeline, division: Division) -> Timeline:
-    """The timeline of one process's step."""
+    """Returns the timeline of one rank's step."""
     standing = np.isin(timeline.category, DIVIDED)
     fixed = np.where(standing, timeline.fixed * division.share, timeline.fixed)
     first = np.flatnonzero(timeline.category == CATEGORIES.index("parameters"))[:1]

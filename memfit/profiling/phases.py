@@ -1,4 +1,4 @@
-"""What the phases around a training step take: the evaluation, beside what the training leaves there."""
+"""Peak memory of the phases around a training step: the evaluation, including what training leaves in place."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _VARIABLES = [CATEGORIES.index(name) for name in ("input", "other")]
 
 
 def evaluation_peak(profile: Profile, samples: int | None, micro_batch: int | None) -> Peak:
-    """See `Profile.evaluation`."""
+    """Returns the peak of an evaluation; see `Profile.evaluation`."""
     asked = profile.loop.evaluation if samples is None else samples
     if profile.evaluated is None or asked is None:
         raise _not_traced(profile)
     check_samples(asked, "samples", "an evaluation batch")
-    # What kernels were measured to take beside the tensors of a training step bounds what they take here.
+    # The scratch memory that kernels of a training step were measured to take bounds what they take here.
     peak = replace(profile, excess=()).priced(profile.evaluated, asked)
     peak = replace(peak, upper=peak.upper + profile.excess_at(asked))
     return peak if micro_batch is None else peak.plus(left_in_variables(profile, micro_batch))
 
 
 def left_in_variables(profile: Profile, micro_batch: int) -> int:
-    """Bytes that the variables of a plain loop still hold when its step is over."""
+    """Returns the bytes that the variables of a plain loop still hold after its step."""
     check_samples(micro_batch)
     timeline = profile.traced_at(micro_batch)
     if timeline is None or not profile.loop.plain:

@@ -1,6 +1,5 @@
-"""What a plain loop does otherwise than memfit's engine, for a trace: its variables hold what they were given until they are
-given the next, its gradients gather in the parameters themselves, and it may clip them.
-"""
+"""What a plain training loop does differently from memfit's engine, for a trace: its variables hold their values until the next
+assignment, its gradients accumulate in the parameters themselves, and it may clip them."""
 
 from __future__ import annotations
 
@@ -18,24 +17,24 @@ from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import Loop
 
 BY_LISTS = ("cpu", "cuda", "xpu")
-"""Devices whose gradients are clipped all at once (`_has_foreach_support` in torch/utils/_foreach_utils.py)."""
+"""Devices where torch clips all gradients at once, with foreach (`_has_foreach_support` in torch/utils/_foreach_utils.py)."""
 
 
 class Directly(Staging):
-    """Gradients gather in the parameters, in their own precision: there is nothing to be handed over."""
+    """Accumulates gradients in the parameters, in their own precision: there is nothing to hand over."""
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The model as it is."""
+        """Leaves the model unchanged."""
         yield
 
     def take(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Nothing: they are where they belong."""
+        """Returns no gradients: they are already in the parameters."""
         return [None] * len(parameters)
 
 
 class Variables:
-    """The variables of a loop (`batch`, `outputs`, `loss`): each holds its value until it is given the next one."""
+    """The variables of a loop (`batch`, `outputs`, `loss`): each holds its value until the next assignment."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -46,7 +45,7 @@ class Variables:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Inside, what `model` returns goes to the outputs."""
+        """Assigns what `model` returns inside the context to the outputs."""
         handle = model.register_forward_hook(lambda module, args, output: self._returned(output))
         try:
             yield
@@ -55,7 +54,7 @@ class Variables:
             self.clear()
 
     def hold_batch(self, batch: Any) -> None:
-        """`batch = next(loader)`: the next batch is there before the last one goes."""
+        """`batch = next(loader)`: the next batch exists before the previous one is freed."""
         self._batch, self._fresh = batch, True
 
     def hold_loss(self, loss: Any) -> None:
@@ -64,11 +63,11 @@ class Variables:
         self._loss = loss
 
     def clear(self) -> None:
-        """All of them end."""
+        """Deletes all variables."""
         self._batch, self._outputs, self._loss = None, [], None
 
     def _returned(self, output: Any) -> None:
-        """`outputs = model(batch)`; where a batch goes through the model more than once, all of them are held."""
+        """`outputs = model(batch)`; if a batch runs through the model more than once, all outputs are held."""
         self._ledger.beside(tensors(output))
         if self._fresh:
             self._outputs, self._fresh = [output], False
@@ -77,8 +76,8 @@ class Variables:
 
 
 def clip(parameters: Iterable[torch.Tensor], loop: Loop, device: str) -> None:
-    """Clip the gradients of `parameters` as the loop does, by the functions of torch themselves. What stands for tensors while
-    tracing is of another type than these, so that the choice of the way is made here."""
+    """Clips the gradients of `parameters` as the loop does, with torch's own functions. torch chooses foreach by the type of
+    tensors, and fake tensors have another type, so `device` decides here."""
     parameters, by_lists = list(parameters), device in BY_LISTS or None
     if loop.max_grad_norm is not None:
         clip_grad_norm_(parameters, loop.max_grad_norm, foreach=by_lists)

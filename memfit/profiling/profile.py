@@ -1,6 +1,6 @@
-"""The cost of one optimizer step as numbers: what the planner needs, whatever it was got from.
+"""The cost of one optimizer step as numbers: everything the planner needs, whether traced, measured or modelled.
 
-Pure values: a Profile holds no tensor and no module. Not covered: time on a device that is not here.
+Pure values: a Profile holds no tensor and no module. Not covered: time on a device that is not present.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from memfit.profiling.tree import ModuleTree
 
 HIDDEN_SHARE = 0.1
-"""Share of its tensors that a micro-batch takes beyond them from which on kernels are taken to hide memory (transformers take
-3 %; convolutions half as much again for 2 samples)."""
+"""If a micro-batch exceeds its tensors by more than this share of them, its kernels are taken to allocate hidden memory
+(transformers exceed them by 3 %, convolutions by 50 % for 2 samples)."""
 NOISE = 64 << 10
-"""Bytes up to which more measured than traced is no sign of hidden memory: the kernel counts in pages, some at a time."""
+"""Bytes by which a measurement may exceed the trace without a sign of hidden memory: the kernel counts pages in batches."""
 
 MEASURED_WASTE = 0.4
-"""By how much of what it took while it was timed a micro-batch may take more in training, where the C library's heap keeps what
-was freed: it is emptied before it is timed, and in training other sizes and lengths have left it in pieces. Up to 0.24 was seen
-for a GRU with batches of 20 to 44 frames, 0.27 for a VAE, 0.29 for convolutions, 0.32 for a small MLP."""
+"""Share of its measured growth by which a micro-batch may grow further in training, where the C library's heap keeps freed
+memory: the heap is emptied before timing, and in training other sizes and lengths fragment it. Measured: up to 0.24 for a GRU
+with batches of 20 to 44 frames, 0.27 for a VAE, 0.29 for convolutions, 0.32 for a small MLP."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What identifies a model and its optimizer to a plan."""
+    """Identifies a model and its optimizer to a plan."""
 
     name: str
     """The model's class."""
     parameters: int
     """Elements in its parameters, shared ones once."""
     trainable: int
-    """Those that receive gradients."""
+    """Elements that receive gradients."""
     parameter_bytes: int
     """Bytes of parameters and buffers."""
     gradient_bytes: int
@@ -57,7 +57,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class ModuleFacts:
-    """One module of a model, without those inside it."""
+    """One module of a model, without its children."""
 
     name: str
     """Its dotted name; "" for the model itself."""
@@ -66,77 +66,77 @@ class ModuleFacts:
     parameters: int
     """Elements in its own parameters; shared ones count where they come first."""
     trainable: int
-    """Those that receive gradients."""
+    """Elements that receive gradients."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What a step costs, for any micro-batch size."""
+    """The cost of a step, for any micro-batch size."""
 
     model: ModelFacts
-    """The model and optimizer it is about."""
+    """The model and optimizer of the step."""
     device: str
-    """Kind of device: cpu, cuda, ..."""
+    """Device type: cpu, cuda, ..."""
     capability: tuple[int, int] | None
     """Compute capability of a CUDA device."""
     precision: str
-    """The precision it was taken in."""
+    """Precision the step computes in."""
     precision_is_lever: bool
-    """Whether memfit's autocast made it so, and not the script."""
+    """Whether memfit's autocast set that precision, and not the script."""
     checkpoint: tuple[str, ...]
-    """Blocks that were checkpointed while it was taken."""
+    """Blocks under activation checkpointing in this step."""
     timeline: Timeline | None
-    """The traced step for any size, or None where the trace is not affine in the size or could not be made."""
+    """The traced step for any size; None if the trace is not affine in the size, or could not be made."""
     points: tuple[tuple[int, int], ...]
     """(samples, peak bytes) as traced or measured, ascending."""
     peaks: tuple[tuple[int, Peak], ...] = ()
-    """(samples, peak) where peaks were worked out for single sizes, ascending; used instead of `points`."""
+    """(samples, peak) computed for single sizes, ascending; used instead of `points`."""
     source: str = "traced"
     """traced; traced at single sizes; or measured."""
     standing: int = 0
-    """Where it was measured: bytes of parameters, gradients and optimizer state, on which micro-batches come."""
+    """If measured: bytes of parameters, gradients and optimizer state. Micro-batches add to them."""
     stepping: int = 0
-    """Where it was measured: bytes that the optimizer's step takes beside these."""
+    """If measured: temporary bytes of the optimizer step besides these."""
     blocks: tuple[str, ...] = ()
-    """Blocks that could be checkpointed."""
+    """Blocks that can be checkpointed."""
     script_blocks: tuple[str, ...] = ()
     """Blocks that the script checkpoints itself."""
     written_buffers: tuple[str, ...] = ()
-    """Buffers that training forwards write."""
+    """Buffers that a training forward writes."""
     timings: tuple[Timing, ...] = ()
-    """Micro-batches as timed, one per size."""
+    """Timed micro-batches, one per size."""
     optimizer_seconds: float = 0.0
-    """Seconds of the optimizer's step."""
+    """Seconds of the optimizer step."""
     excess: tuple[tuple[int, int], ...] = ()
-    """(samples, bytes) by which measured micro-batches exceeded the trace: scratch inside kernels, mostly."""
+    """(samples, bytes) by which measured micro-batches exceed the trace: mostly scratch memory inside kernels."""
     single: Timeline | None = None
-    """The step with one sample per micro-batch, where it was traced by itself: some operators treat that differently."""
+    """The step with one sample per micro-batch, if traced separately: some operators treat one sample differently."""
     kept_per_size: int = 0
-    """Bytes that stay with the first micro-batch of every size: kernels made for it."""
+    """Bytes that remain after the first micro-batch of every size: kernels created for that size."""
     without_rule: tuple[str, ...] = ()
-    """Operations whose kernels allocate what no rule tells: predictions with them are less sure."""
+    """Operations whose kernels allocate scratch memory that no rule predicts: predictions with them are less certain."""
     notes: tuple[str, ...] = ()
     """What the reader should know about these numbers."""
     heap_waste: float = HEAP_WASTE
-    """How much of its heap the C library may keep beyond the tensors in it."""
+    """What the C library's heap may keep beyond its tensors, as a share of their bytes."""
     modules: tuple[ModuleFacts, ...] = ()
-    """The model's modules, each before those inside it; empty if not recorded."""
+    """The model's modules, parents first; empty if not recorded."""
     card: Card | None = None
-    """The GPU it is for, where that is not here."""
+    """The GPU of the profile, if that is not present."""
     accumulate_in: str = "float32"
-    """Precision in which gradients of half precision parameters gather: float32, or param for their own."""
+    """Dtype in which gradients of half-precision parameters accumulate: float32, or param for their own."""
     interval: Interval | None = None
-    """How far predictions may be off where nothing can be measured."""
+    """Error bounds of predictions where nothing can be measured."""
     loop: Loop = MEMFITS
     """What the script's own loop does around forward and backward."""
     evaluated: Timeline | None = None
-    """An evaluation with batches of any size, or None where it was not asked for or could not be traced."""
+    """An evaluation with batches of any size; None if not requested, or not traceable."""
 
     def peak(self, micro_batch: int, *, accumulates: bool = True) -> Peak:
-        """The peak of a step with micro-batches of that many samples, parameters and all included.
+        """Returns the peak of a step with micro-batches of `micro_batch` samples, parameters included.
 
-        `accumulates=False`: with a single micro-batch, during which gradients are only being born. Raises UsageError for what
-        is no number of samples.
+        With `accumulates=False` the step has one micro-batch, so gradients come into existence during it. Raises UsageError for
+        an invalid number of samples.
         """
         if type(micro_batch) is not int or not 0 < micro_batch < 1 << 40:
             from memfit.profiling.tree import check_samples
@@ -152,23 +152,23 @@ class Profile:
 
     @property
     def batch_norms(self) -> tuple[str, ...]:
-        """Modules whose training forward writes statistics of its batch, as far as tracing told."""
+        """Modules whose training forward writes running statistics of its batch, as far as the trace shows."""
         ends = ".running_mean"
         return tuple(name.removesuffix(ends) for name in self.written_buffers if name.endswith(ends))
 
     @property
     def optimizer_bytes(self) -> int | None:
-        """Bytes of the optimizer's state; None where only whole steps are known."""
+        """Bytes of optimizer state; None if only whole steps are known."""
         if self.timeline is not None:
             return int(self.timeline.fixed[self.timeline.category == CATEGORIES.index("optimizer")].sum())
         return self.standing - self.model.parameter_bytes - self.model.gradient_bytes if self.standing else None
 
     def traced_at(self, micro_batch: int) -> Timeline | None:
-        """The timeline that tells of this size."""
+        """Returns the timeline for this micro-batch size, if there is one."""
         return self.timeline if micro_batch > 1 or self.timeline is None else self.single or self.timeline
 
     def priced(self, timeline: Timeline, micro_batch: int, *, accumulates: bool = True) -> Peak:
-        """The peak of a timeline of this step with other levers, corrected by what was measured."""
+        """Returns the peak of a timeline of this step with other levers, corrected by what was measured."""
         taken = in_pages(timeline, micro_batch) if self._gives_back() else timeline
         peak = peak_on(
             self.device, taken, micro_batch, accumulates=accumulates, capability=self.capability, waste=self.heap_waste
@@ -180,37 +180,37 @@ class Profile:
         return peak if interval is None else peak.within(interval)
 
     def evaluation(self, samples: int | None = None, *, micro_batch: int | None = None) -> Peak:
-        """The peak of an evaluation with batches of that many samples (None: as was asked for), beside parameters, optimizer
-        state and the gradients that `zero_grad` left.
+        """Returns the peak of an evaluation with batches of `samples` (None: the requested size).
 
-        `micro_batch`: that of the training before; what a plain loop's variables still hold of it lies there, too.
-        Raises UsageError for what is no number of samples, and where no evaluation was traced.
+        The peak includes parameters, optimizer state and the gradients that `zero_grad` left. `micro_batch` is the size used in
+        training before: what a plain loop's variables still hold of it is included, too. Raises UsageError for an invalid
+        number of samples, and if no evaluation was traced.
         """
         from memfit.profiling.phases import evaluation_peak
 
         return evaluation_peak(self, samples, micro_batch)
 
     def explain(self, micro_batch: int, *, accumulates: bool = True) -> Explanation:
-        """The peak with micro-batches of that many samples: where in the step it is reached, and what lies in it.
+        """Explains the peak with micro-batches of `micro_batch` samples: its point in the step, and the tensors alive there.
 
-        Raises UsageError for what is no number of samples. Where no tensor was followed (a measured profile) it says so.
+        Raises UsageError for an invalid number of samples. For a measured profile, it says that no tensor was followed.
         """
         from memfit.profiling.explain import explain
 
         return explain(self, micro_batch, accumulates=accumulates)
 
     def tree(self, micro_batch: int, *, accumulates: bool = True) -> ModuleTree:
-        """What each module costs with micro-batches of that many samples, nested as the modules are. Raises UsageError for
-        what is no number of samples."""
+        """Returns the costs of all modules, nested like the modules, with micro-batches of `micro_batch` samples. Raises
+        UsageError for an invalid number of samples."""
         from memfit.profiling.tree import module_tree
 
         return module_tree(self, micro_batch, accumulates=accumulates)
 
     def excess_at(self, micro_batch: int) -> int:
-        """Bytes to add to the trace at that size: between measured sizes by a line, beyond the last by that through the last
-        two. (Not by the steepest: where kernels change between one sample and two, what they take jumps there.) Where a single
-        size was measured and kernels take much, in proportion to the size. Never less than at a smaller size, which may have
-        left free what a larger one took, unless that goes back at once."""
+        """Returns the bytes to add to the trace at that size. Between measured sizes they are interpolated; beyond the last
+        they follow the line through the last two. (Not the steepest line: the excess jumps where kernels change between one and
+        two samples.) If one size was measured and kernels take much, they are proportional to the size. They are never below
+        those of a smaller size, which may have freed memory that a larger one reused, unless freed memory goes back at once."""
         if not self.excess:
             return 0
         least = 0 if self._gives_back() else max((more for n, more in self.excess if n <= micro_batch), default=0)
@@ -227,18 +227,18 @@ class Profile:
         return max(least, int(at_last + max(0.0, slope) * (micro_batch - last)))
 
     def added_by(self, samples: int) -> int:
-        """Bytes that a micro-batch of that many samples adds, at its peak, to what is there before it."""
+        """Returns the bytes that a micro-batch of that many samples adds, at its peak, to the memory held before it."""
         timeline = self.traced_at(samples)
         if timeline is not None:
             return timeline.growth(samples) + self.excess_at(samples)
         return max(0, self.peak(samples).expected - (self.standing or self.model.parameter_bytes))
 
     def takes_much(self, samples: int, more: int) -> bool:
-        """Whether so many bytes beyond the trace of that size are kernels' own."""
+        """Whether `more` bytes beyond the trace of that size count as scratch memory of kernels."""
         return self.timeline is not None and more > HIDDEN_SHARE * self.timeline.growth(samples)
 
     def kept_for(self, sizes: Iterable[int]) -> int:
-        """Bytes that kernels for micro-batches of these sizes will keep, as far as they have not run."""
+        """Returns the bytes that kernels for micro-batches of these sizes will keep, for sizes that have not run."""
         return self.kept_per_size * len(set(sizes) - {timing.samples for timing in self.timings})
 
     def __str__(self) -> str:
@@ -280,7 +280,7 @@ class Profile:
         return f"{format_bytes(peak.expected)}{at_most}{took}"
 
     def with_timings(self, timings: tuple[Timing, ...], optimizer_seconds: float) -> Profile:
-        """The same with measured times, and corrected where more memory was measured than traced."""
+        """Returns this profile with measured times, corrected where more memory was measured than traced."""
         return replace(
             self,
             timings=timings,
@@ -291,7 +291,7 @@ class Profile:
         )
 
     def with_single(self, single: Timeline) -> Profile:
-        """The same with one sample per micro-batch traced by itself, of which less was hidden then."""
+        """Returns this profile with a separate trace of one sample per micro-batch, which explains part of the excess there."""
         found = replace(self, single=single)
         if self.timeline is None or not self.excess or self.excess[0][0] != 1:
             return found
@@ -308,16 +308,16 @@ class Profile:
         return tuple((n, max(0, more)) for n, more in measured) if any(more > NOISE for _, more in measured) else ()
 
     def _gives_back(self) -> bool:
-        """Whether freed memory goes back at once, so that what is held follows the tensors page by page."""
+        """Whether freed memory goes back at once, so that held memory follows the tensors page by page."""
         return self.device == "cpu" and thresholds_pinned()
 
     def _more_than_measured(self, size: int) -> int:
-        """Bytes by which a peak of `size` that was measured may be exceeded."""
+        """Bytes by which training may exceed a measured peak of `size`."""
         kept = 0.0 if self.device != "cpu" or thresholds_pinned() else MEASURED_WASTE * (size - self.standing)
         return max(size // 8, int(kept))
 
     def _points_with(self, timings: tuple[Timing, ...]) -> tuple[tuple[int, int], ...]:
-        """The points and what these measured; no size takes less than a smaller one."""
+        """The points, updated with these measurements; no size takes less than a smaller one."""
         known = dict(self.points)
         for timing in timings:
             known[timing.samples] = max(known.get(timing.samples, 0), self.standing + (timing.growth or 0) - timing.kept)
@@ -329,8 +329,8 @@ class Profile:
 
 
 def affine(small: Timeline, large: Timeline, third: Timeline, sizes: tuple[int, int, int]) -> Timeline | None:
-    """One timeline for all sizes from two, if it gives the peak of a step with a single micro-batch of the third size to
-    the byte; else None."""
+    """Fits one timeline for all sizes to two; None unless it gives, to the byte, the peak of a step with a single micro-batch
+    of the third size."""
     whole = fit(small, sizes[0], large, sizes[1])
     if whole is None or whole.peak(sizes[2], accumulates=False) != third.peak(sizes[2]):
         return None
@@ -338,8 +338,8 @@ def affine(small: Timeline, large: Timeline, third: Timeline, sizes: tuple[int, 
 
 
 def _interpolated(points: tuple[tuple[int, int], ...], samples: int) -> int:
-    """The peak between, below or beyond known points; beyond the last by the line through it and one of half as many samples,
-    if there is one: neighbours differ by less than a measurement wavers."""
+    """The peak between, below or beyond known points. Beyond the last it follows the line through the last and one with at most
+    half as many samples, if there is one: neighbors differ by less than the noise of a measurement."""
     if len(points) == 1:
         return int(points[0][1] * max(1.0, samples / points[0][0]))
     for (low, at_low), (high, at_high) in itertools.pairwise(points):

@@ -1,8 +1,8 @@
-"""What operators were seen to give on fake tensors: asked again with arguments of the same kind, the answer is made at once.
+"""Caches results of operators on fake tensors: a repeated call with arguments of the same kind builds its result directly.
 
-Fake mode has a cache of its own, which takes ten times as long to look something up in. Only what is certain is kept: results
-that are fresh, views of an argument, or an argument itself, of dense tensors. Not covered: factory functions, and operators
-whose result depends on values or changes the shape of an argument; they go to fake mode every time.
+A lookup in fake mode's own cache takes ten times as long. Only certain results are cached: new dense tensors, views of a dense
+argument, or an argument itself. Not covered: factory functions, and operators whose result depends on values or that change the
+shape of an argument; they go to fake mode every time.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 Make = Callable[[list[torch.Tensor]], Any]
-"""From the tensors among the arguments to one result."""
+"""Builds one result from the tensors among the arguments."""
 
 
 class Recall:
-    """Answers for one fake mode."""
+    """The cache of one fake mode."""
 
     def __init__(self, mode: Any, fake_type: type) -> None:
         self._mode, self._fake_type = mode, fake_type
         self._made: dict[Any, Make | None] = {}
 
     def __call__(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
-        """What `func` gives; `given` are the tensors among its arguments, all of them fakes."""
+        """Returns the result of `func`; `given` are the tensors among its arguments, all of them fakes."""
         key = self._key(func, args, kwargs) if given else None
         if key is None:
             return func(*args, **kwargs)
@@ -37,7 +37,7 @@ class Recall:
         return out
 
     def _viewed(self, func: Any, args: Any, given: list[torch.Tensor]) -> Any:
-        """What a view gives, straight from the meta tensor below the fake: fake mode takes forty times as long for it."""
+        """The result of a view, computed on the meta tensor below the fake: fake mode takes forty times as long."""
         source: Any = given[0]
         if type(source) is not self._fake_type or not _is_plain(source, self._fake_type):
             return func(*args)
@@ -50,7 +50,7 @@ class Recall:
         return fake(self._mode, meta, source.fake_device)
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Everything that the result's kind depends on; None where that cannot be told."""
+        """Everything that determines the kind of the result; None if that is unknown."""
         try:
             named = tuple((name, self._kind(value)) for name, value in kwargs.items()) if kwargs else ()
             kinds = tuple([self._kind(a) for a in args])
@@ -67,7 +67,7 @@ class Recall:
             return tensor.shape, tensor.stride(), tensor.dtype, device, offset, tensor.is_neg()
         if isinstance(value, (list, tuple)):
             return tuple([self._kind(item) for item in value])
-        return type(value), value  # 1, 1.0 and True are equal, and give results of different types
+        return type(value), value  # 1, 1.0 and True are equal, but give results of different types
 
     def _learnt(self, out: Any, given: list[torch.Tensor]) -> Make | None:
         if out is None:
@@ -144,7 +144,7 @@ _VIEWS = frozenset(
         _aten.slice.Tensor,
     )
 )
-"""Views of their first argument that are the same on every device."""
+"""Operators that return a view of their first argument, the same view on every device."""
 
 _UNCERTAIN = (
     torch.Tag.dynamic_output_shape,
@@ -154,7 +154,7 @@ _UNCERTAIN = (
 
 
 def _is_certain(func: Any) -> bool:
-    """Whether the kinds of an operator's arguments say what kind its result is of, and stay what they are."""
+    """Whether the kinds of an operator's arguments determine the kind of its result, and do not change."""
     schema = getattr(func, "_schema", None)
     if schema is None or not str(schema).startswith("aten::") or any(tag in func.tags for tag in _UNCERTAIN):
         return False
@@ -162,7 +162,7 @@ def _is_certain(func: Any) -> bool:
 
 
 def _is_plain(tensor: Any, fake_type: type) -> bool:
-    """Whether shape, strides and dtype say all there is to say of a tensor."""
+    """Whether shape, strides and dtype describe a tensor completely."""
     if type(tensor) is not fake_type and not isinstance(tensor, torch.nn.Parameter):
         return False
     if tensor.layout is not torch.strided or tensor.dtype.is_complex or tensor.is_quantized:
@@ -171,7 +171,7 @@ def _is_plain(tensor: Any, fake_type: type) -> bool:
 
 
 def _apart(out: Sequence[Any], given: list[torch.Tensor]) -> bool:
-    """Whether no two of these results share memory that is not an argument's."""
+    """Whether no two of these results share memory, other than an argument's."""
     theirs = {_storage(t) for t in given}
     own = [_storage(t) for t in out if isinstance(t, torch.Tensor) and _storage(t) not in theirs]
     return len(own) == len(set(own))

@@ -1,9 +1,8 @@
-"""Results of which fake mode does not know what memory they hold: it is more than they show, or follows from values.
+"""Corrects results that hold more memory than fake mode shows, or whose shape depends on values.
 
-Some losses write one value per element into the memory of their result, and then the mean over it into its first place: the
-loss, a single number, keeps all of that alive, through backward and for as long as the script keeps it. Connectionist temporal
-classification keeps as many values as its longest target asks for. Not covered: other operators whose results' shapes follow
-from values.
+Some losses write one value per element into the memory of their result, and then the mean into its first element. The scalar
+loss keeps the whole buffer alive, through backward and for as long as the script holds it. CTC loss keeps as many values as its
+longest target needs. Not covered: other operators whose result shapes depend on values.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ WRITTEN_OVER = frozenset(
         aten.soft_margin_loss.default,
     )
 )
-"""Those that do (aten/src/ATen/native/Loss.cpp, cuda/Loss.cu); other losses reduce into memory of their own."""
+"""Losses that do this (aten/src/ATen/native/Loss.cpp, cuda/Loss.cu); other losses reduce into new memory."""
 
 CTC = (aten._ctc_loss.Tensor, aten._ctc_loss.default)
-"""Losses per sample, and for backward a value for every sign of the longest target, the gaps between them and the gaps around
-them (aten/src/ATen/native/LossCTC.cpp)."""
+"""Operators of CTC loss. They return a loss per sample and, for backward, a value for every label of the longest target, the
+gaps between labels and the gaps around them (aten/src/ATen/native/LossCTC.cpp)."""
 
 
 def as_held(func: Any, args: Any, out: Any) -> Any:
-    """What `func` gave, in as much memory as it holds in a real run."""
+    """Returns the result of `func`, resized to the memory it holds in a real run."""
     if func in WRITTEN_OVER and out.dim() == 0:
         values = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
         out.untyped_storage().resize_(max(1, values) * out.element_size())
@@ -38,9 +37,8 @@ def as_held(func: Any, args: Any, out: Any) -> Any:
 
 
 def of_longest(func: Any, args: Any) -> Any:
-    """What `func` gives where its shape follows from the lengths of targets, with memory for the longest that there may be:
-    as long as what pads them, so that it is the same for every sample. None for other operators, and for targets one after
-    the other, whose lengths nothing tells."""
+    """Returns the result of an operator whose shape depends on target lengths, sized for the longest possible target: the
+    padded length, the same for every sample. None for other operators, and for concatenated targets of unknown lengths."""
     if func not in CTC:
         return None
     scores, targets, _, lengths = args[:4]

@@ -1,8 +1,8 @@
-"""Leave no trace: what planning touches is put back bit for bit, also when it fails or is interrupted.
+"""Runs planning without side effects: what it touches is restored bit for bit, even if it fails or is interrupted.
 
-Covered: random state of every device in use, of Python and of NumPy, train/eval modes, autocast, what operators write into any
-tensor that was there before (`guard.py`), and what the user's code leaves in Python objects that it reaches (`kept.py`).
-The script's hooks for saved tensors are not called meanwhile. Not covered: files, other processes.
+Covered: random state of every device in use, of Python and of NumPy; train/eval modes; autocast; operator writes to any tensor
+that existed before (`guard.py`); and changes that the user's code makes to Python objects it reaches (`kept.py`). The script's
+saved-tensor hooks do not run inside. Not covered: files, other processes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from memfit.profiling.guard import UndoLog, writes_undone
 
 @dataclass(frozen=True)
 class Traces:
-    """What is undone afterwards."""
+    """What is restored on exit."""
 
     kept: Kept
     log: UndoLog | None
-    """None where nothing is written for real."""
+    """The log of tensor writes; None if nothing is written for real."""
 
     def moved(self) -> dict[tuple[Any, ...], tuple[Place, Any]]:
-        """What is not as it was: places by their keys, with the values that they had."""
+        """Returns what differs from before: places by their keys, with their previous values."""
         found = [
             *self.kept.moved(),
             *((Data(self.kept.holder_of(t), self.kept.name_of(t)), b) for t, b in (self.log.moved() if self.log else ())),
@@ -51,9 +51,9 @@ def leave_no_trace(
     watching: bool = True,
     outside: Sequence[torch.Tensor] = (),
 ) -> Iterator[Traces]:
-    """Everything listed above is afterwards as it was. `real=False` where only fake tensors are computed with, so that nothing
-    is written; without `watching`, only writes that `guard.watched` saw are undone. `outside` are parameters that live in no
-    module of the model. Yields what is undone."""
+    """Restores everything listed above on exit. With `real=False` only fake tensors compute, so nothing is written. Without
+    `watching`, only writes that `guard.watched` recorded are undone. `outside` are parameters outside the model's modules.
+    Yields what is restored."""
     let_go(model)
     held = [(p, p.detach(), p.grad) for p in (*model.parameters(), *outside)]
     in_parts = gathers_in_parts(model)
@@ -79,8 +79,8 @@ def leave_no_trace(
 
 @contextmanager
 def collected_by_hand() -> Iterator[None]:
-    """No garbage collection at chance moments: two traces of the same step free in the same order."""
-    gc.collect(1)  # all of it takes a fifth of a second where transformers is loaded
+    """Disables automatic garbage collection, so that two traces of the same step free in the same order."""
+    gc.collect(1)  # a full collection would take a fifth of a second with transformers loaded
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""Seconds of micro-batches of any size, from those of the few sizes that were timed. Pure values; no torch.
+"""Predicts the seconds of micro-batches of any size from the few sizes that were timed. Pure values; no torch.
 
-Between timed sizes a straight line connects the two; outside them the seconds follow one line through the nearest three, which
-starts at or above nothing and never falls. Not covered: sizes at which a device changes its kernels.
+Between two timed sizes the prediction is linear. Outside them it follows one line through the nearest three, which starts at or
+above zero and never falls. Not covered: sizes at which a device changes its kernels.
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 NEAREST = 3
-"""Timings that the line goes through: kernels for one sample are often others than those for many."""
+"""Number of timings that the line fits: kernels for one sample often differ from those for many."""
 EXPECTED, WEIGHT = 0.8, 0.5
-"""In a micro-batch of twice the largest size that was timed, a sample is expected to cost this share of what it cost there. Its
-error counts half as much as a timing's: two timings, one of them disturbed, would otherwise promise anything."""
+"""In a micro-batch of twice the largest timed size, a sample is expected to cost this share of its cost there. The error of
+this expectation counts half as much as a timing's. Without it, one disturbed timing of two could predict anything."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One size of micro-batch, as measured."""
+    """The measurements of one micro-batch size."""
 
     samples: int
     """Samples in the micro-batch."""
     seconds: float
-    """Forward and backward of one micro-batch."""
+    """Seconds of forward and backward of one micro-batch."""
     forward: float
-    """Its forward alone."""
+    """Seconds of its forward alone."""
     blocks: tuple[tuple[str, float], ...] = ()
     """Forward seconds of each block."""
     growth: int | None = None
-    """Bytes the process came to hold beyond what it held before; None where the platform cannot tell."""
+    """Peak bytes beyond those the process held before; None where the platform cannot tell."""
     kept: int = 0
-    """Bytes of these that stayed: kernels made for micro-batches of this size, mostly."""
+    """Bytes of these that remain afterwards: mostly kernels created for micro-batches of this size."""
     told_from: int = 0
-    """The size whose seconds per sample these are, where other work was taken to have disturbed its own; 0: none."""
+    """The size that the seconds per sample come from, where other load is taken to have disturbed this one; 0: its own."""
 
     def scaled(self, factor: float, samples: int) -> Timing:
-        """The times of this one, each that many times as long, for a micro-batch of `samples`."""
+        """Returns this timing with all times multiplied by `factor`, for a micro-batch of `samples`."""
         blocks = tuple((name, seconds * factor) for name, seconds in self.blocks)
         return replace(self, samples=samples, seconds=self.seconds * factor, forward=self.forward * factor, blocks=blocks)
 
 
 def timing_at(timings: Sequence[Timing], samples: int) -> Timing:
-    """The timing of a micro-batch of that size, from at least one other; what it holds is not told."""
+    """Predicts the timing of a micro-batch of that size from at least one other; memory is not predicted."""
     known = sorted(timings, key=lambda t: t.samples)
     above = next((i for i, t in enumerate(known) if t.samples >= samples), None)
     if not above:  # beyond the largest, or not above the smallest
@@ -62,8 +62,8 @@ def timing_at(timings: Sequence[Timing], samples: int) -> Timing:
 
 
 def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(fixed, per sample) seconds, neither negative, of the line nearest to these (samples, seconds) by the square of relative
-    errors, and to what is expected of twice the largest."""
+    """Fits (fixed, per sample) seconds, neither negative, to these (samples, seconds) by least squares of relative errors. The
+    time expected at twice the largest size is one of the points."""
     most, there = max(points)
     weighed = [*((n, seconds, 1.0) for n, seconds in points), (2 * most, 2 * EXPECTED * there, WEIGHT)]
     rows = [((weight / seconds) ** 2, n, seconds) for n, seconds, weight in weighed]
@@ -72,14 +72,14 @@ def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     each = sum(w * (n - n_mean) * (t - mean) for w, n, t in rows) / sum(w * (n - n_mean) ** 2 for w, n, _ in rows)
     if each < 0:
         return mean, 0.0
-    if mean < each * n_mean:  # the line through nothing
+    if mean < each * n_mean:  # the line through the origin
         return 0.0, sum(w * n * t for w, n, t in rows) / sum(w * n * n for w, n, _ in rows)
     return mean - each * n_mean, each
 
 
 def never_slower(timings: Sequence[Timing]) -> tuple[Timing, ...]:
-    """The timings, in ascending size, with none slower per sample than a smaller size: on a busy machine such a difference is
-    sooner other work than the model's. Those that are told from a smaller size say so."""
+    """Returns the timings in ascending size, none slower per sample than a smaller size: on a busy machine, such a slowdown is
+    more likely other load than the model. Replaced timings name the smaller size in `told_from`."""
     found: list[Timing] = []
     for timing in timings:
         best = min((*found, timing), key=lambda t: t.seconds / t.samples)
@@ -91,5 +91,5 @@ def never_slower(timings: Sequence[Timing]) -> tuple[Timing, ...]:
 
 
 def measured_sizes(timings: Sequence[Timing]) -> tuple[int, ...]:
-    """The sizes whose seconds are their own: those that all others are told from."""
+    """Returns the sizes whose seconds were measured; the seconds of all others derive from them."""
     return tuple(timing.samples for timing in timings if not timing.told_from)

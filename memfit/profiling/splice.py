@@ -1,8 +1,7 @@
-"""A step recorded up to its optimizer, completed with the optimizer's step of another recording: that one does not depend on
-the micro-batch, so it is traced once.
+"""Joins a step recorded up to its optimizer step with the optimizer step of another recording. An optimizer step does not
+depend on the micro-batch, so it is traced once.
 
-Pure values. Not covered: steps that replace what is there before them (a cache made anew in every forward); they do not fit,
-and are traced whole.
+Pure values. Not covered: steps that replace what exists before them (a cache rebuilt in every forward); they are traced whole.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ _STATE = CATEGORIES.index("optimizer")
 
 
 def continued(begun: Timeline, like: Timeline) -> Timeline | None:
-    """`begun`, recorded up to the hand-over, with the optimizer's step of `like`, and with its state there from the start;
-    None where other things are there before the step, or left of it."""
+    """Joins `begun`, recorded up to the hand-over, with the optimizer step of `like`; optimizer state exists from the start.
+    None if the two recordings start with different allocations, or leave different ones to the optimizer."""
     span = like.span("optimizer")
     numbers = None if span is None else _Numbers.of(begun, like, span[0])
     if span is None or numbers is None:
@@ -47,7 +46,7 @@ def continued(begun: Timeline, like: Timeline) -> Timeline | None:
 
 
 def _operations(begun: Timeline, like: Timeline, end: int, shift: int) -> Operations | None:
-    """What `begun` computes, and then the optimizer's step of `like`, which begins there at event `end`."""
+    """The operations of `begun`, and then the optimizer step of `like`, which begins there at event `end`."""
     if begun.operations is None or like.operations is None:
         return None
     last = len(begun.event)
@@ -56,7 +55,7 @@ def _operations(begun: Timeline, like: Timeline, end: int, shift: int) -> Operat
 
 
 def _makers(begun: Timeline, like: Timeline, numbers: _Numbers) -> dict[str, Any]:
-    """What made each allocation, where both know it."""
+    """The operation that created each allocation, if both recordings know it."""
     if begun.operation is None or like.operation is None:
         return {}
     names = tuple(dict.fromkeys((*begun.operation_names, *like.operation_names)))
@@ -68,26 +67,26 @@ def _makers(begun: Timeline, like: Timeline, numbers: _Numbers) -> dict[str, Any
 
 @dataclass(frozen=True)
 class _Numbers:
-    """How allocations of the two recordings are numbered in the joined one: in the order of their births."""
+    """The numbers of both recordings' allocations in the joined one: in the order of their births."""
 
     there: int
-    """Allocations that `begun` starts with."""
+    """Number of allocations that `begun` starts with."""
     present: int
-    """Allocations that the joined one starts with."""
+    """Number of allocations that the joined one starts with."""
     own: np.ndarray
-    """The new numbers of `begun`'s."""
+    """New numbers of the allocations of `begun`."""
     state: np.ndarray
-    """Those of the optimizer's state where `begun` had none yet; they are `like`'s."""
+    """New numbers of the optimizer state, if `begun` had none yet; they are the numbers in `like`."""
     made: np.ndarray
-    """What the optimizer's step of `like` makes, in its own numbers."""
+    """Allocations that the optimizer step of `like` creates, in its own numbers."""
     left: np.ndarray
-    """What is alive when the optimizer's step begins."""
+    """Allocations alive when the optimizer step begins, in new numbers."""
     theirs: np.ndarray
-    """The same in `like`'s numbers."""
+    """The same allocations, in the numbers of `like`."""
 
     @staticmethod
     def of(begun: Timeline, like: Timeline, end: int) -> _Numbers | None:
-        """None where the two do not start, or do not end, with the same things."""
+        """Returns the numbers; None if the two recordings do not start, or do not end, with the same allocations."""
         there, present = begun.phases[1].start, like.phases[1].start
         standing = np.arange(present)
         kept = standing if there == present else standing[like.category[:present] != _STATE]
@@ -101,14 +100,14 @@ class _Numbers:
 
     @property
     def tail(self) -> np.ndarray:
-        """The new numbers of `like`'s allocations that its optimizer's step is about."""
+        """New numbers of the allocations of `like` that its optimizer step involves."""
         found = np.zeros(max([-1, *self.theirs.tolist(), *self.made.tolist()]) + 1, dtype=np.int32)
         found[self.theirs] = self.left
         found[self.made] = np.arange(len(self.made)) + len(self.own) + len(self.state)
         return found
 
     def column(self, own: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-        """What is said of each allocation, from what the two say of theirs."""
+        """Merges a column of both recordings, in new numbers."""
         found = np.empty(len(self.own) + len(self.state) + len(self.made), dtype=own.dtype)
         found[self.own], found[self.state] = own, theirs[self.state]
         found[len(self.own) + len(self.state) :] = theirs[self.made]
@@ -121,14 +120,14 @@ def _events(begun: Timeline, numbers: _Numbers, tail: np.ndarray) -> np.ndarray:
 
 
 def _alive(timeline: Timeline, event: int) -> np.ndarray:
-    """What is alive before an event, in the order of births."""
+    """Allocations alive before an event, in the order of their births."""
     net = np.zeros(len(timeline.fixed), dtype=np.int64)
     np.add.at(net, timeline.event[:event], np.where(timeline.birth[:event], 1, -1))
     return np.flatnonzero(net)
 
 
 def _alike(a: Timeline, chosen: np.ndarray, b: Timeline, others: np.ndarray) -> bool:
-    """Whether these allocations are for the same things, and those that last as large."""
+    """Whether these allocations have the same categories, and the persistent ones the same sizes."""
     if len(chosen) != len(others) or (a.category[chosen] != b.category[others]).any():
         return False
     lasting = np.isin(a.category[chosen], _LASTING)

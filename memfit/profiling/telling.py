@@ -1,6 +1,6 @@
-"""Explanations and trees in words: cells of text that every view lays out in its own way, and plain lines of them.
+"""Formats explanations and module trees as text: cells that every view lays out itself, and plain lines of them.
 
-Not covered: what a format needs beyond that (escaping is done where the format is known).
+Not covered: what a format needs beyond that (escaping happens where the format is known).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from memfit.profiling.explain import NAMES, Explanation
 from memfit.profiling.tree import LOOSE, ModuleCost, ModuleTree
 
 DEPTH = 3
-"""Levels of modules that are shown below the model."""
+"""Levels of modules shown below the model."""
 SHARES = 9
 """Rows of modules in an explanation."""
 MOSTLY = 0.2
-"""Share of what some modules hold from which on a category of it is named."""
+"""A category is named if it holds at least this share of what its modules hold."""
 LABEL = 14
-"""Columns of the labels on the left."""
+"""Width of the labels on the left, in columns."""
 
 
 _TIMES = {"modelled": "time, modelled", "measured": "forward time"}
-"""Headings of the seconds, by how they are known."""
+"""Headings of the seconds, by their source."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class TreeRow:
     name: str
     """The module, or "each of 12"."""
     kind: str
-    """Its class; "" where that is not known or said."""
+    """Its class; "" if unknown or not shown."""
     cells: tuple[str, ...]
-    """One for each of the columns after the first."""
+    """One for each column after the first."""
     cost: ModuleCost
-    """What the cells are of."""
+    """The entry that the cells describe."""
     closes: bool = False
-    """Whether rows of this module that are deeper are left out."""
+    """Whether deeper rows of this module are omitted."""
 
 
 # ---- the explanation
 
 
 def explanation_facts(found: Explanation) -> tuple[tuple[str, str], ...]:
-    """(label, text): how much, when, what."""
+    """Returns (label, text) pairs: how much, when, what."""
     return tuple(_facts(found))
 
 
@@ -87,7 +87,7 @@ def _enough(least: int) -> str:
 
 
 def share_cells(found: Explanation, most: int = SHARES) -> tuple[tuple[str, ...], ...]:
-    """(share of the tensors, bytes, modules, what it is) of each entry, the smallest together if there are more than `most`."""
+    """Returns (share of the tensors, bytes, modules, categories) of each entry; beyond `most` rows, the smallest are merged."""
     whole = max(1, found.tensors)
     rows = []
     shown = len(found.modules) if len(found.modules) <= most else most - 1
@@ -102,7 +102,7 @@ def share_cells(found: Explanation, most: int = SHARES) -> tuple[tuple[str, ...]
 
 
 def tensor_cells(found: Explanation) -> tuple[tuple[str, ...], ...]:
-    """(how many of which size, category, module, where it comes from) of the largest."""
+    """Returns (count and size, category, module, origin) of the largest tensors."""
     rows = []
     for one in found.largest:
         size = f"{one.count} x {format_bytes(one.size)}" if one.count > 1 else format_bytes(one.size)
@@ -113,7 +113,7 @@ def tensor_cells(found: Explanation) -> tuple[tuple[str, ...], ...]:
 
 
 def explanation_lines(found: Explanation) -> Iterator[str]:
-    """All of it, for a terminal."""
+    """Formats an explanation for a terminal."""
     yield f"a step with micro-batches of {found.samples}"
     for label, text in explanation_facts(found):
         yield f"  {label:<{LABEL}}{text}"
@@ -126,7 +126,7 @@ def explanation_lines(found: Explanation) -> Iterator[str]:
 
 
 def tree_columns(tree: ModuleTree) -> tuple[str, ...]:
-    """Headings; the first is of the module."""
+    """Returns the headings; the first is the heading of the module."""
     found = ["module", "parameters", "in bytes", "kept", "transient", "FLOPs"]
     if tree.seconds_are:
         found.append(_TIMES.get(tree.seconds_are, "forward time, told"))
@@ -134,12 +134,12 @@ def tree_columns(tree: ModuleTree) -> tuple[str, ...]:
 
 
 def tree_rows(tree: ModuleTree, depth: int | None = DEPTH) -> tuple[TreeRow, ...]:
-    """The rows of the tree, down to `depth` levels; None: all."""
+    """Returns the rows of the tree, down to `depth` levels; None: all."""
     return tuple(_rows(tree, tree.root, 0, 1, depth))
 
 
 def _rows(tree: ModuleTree, cost: ModuleCost, level: int, per: int, left: int | None) -> Iterator[TreeRow]:
-    """`per`: how many modules alike share what is around this one; figures are those of one of these."""
+    """`per` is the number of identical parents that this entry belongs to; figures are those within one parent."""
     several = cost.alike // per
     shown = bool(cost.children) and left != 0
     kind = f"{cost.kind}, {several} alike" if several > 1 else cost.kind
@@ -152,7 +152,7 @@ def _rows(tree: ModuleTree, cost: ModuleCost, level: int, per: int, left: int | 
 
 
 def tree_cells(tree: ModuleTree, cost: ModuleCost, per: int) -> tuple[str, ...]:
-    """The figures of an entry, as those of one of `per` alike."""
+    """Returns the figures of an entry, as those of one of `per` identical modules."""
     whole = max(1, tree.root.at_peak)
     known = not tree.unknown
     seconds = cost.seconds if tree.seconds_are == "modelled" else cost.forward_seconds
@@ -169,7 +169,7 @@ def tree_cells(tree: ModuleTree, cost: ModuleCost, per: int) -> tuple[str, ...]:
 
 
 def _cell(cost: ModuleCost, name: str, per: int, words: Callable[[float], str]) -> str:
-    """A figure, with a tilde where those alike differ."""
+    """A figure, with a tilde if it differs between the modules of an entry."""
     value = getattr(cost, name)
     return ("~" if value and per > 1 and name in cost.differ else "") + _one(value, per, words)
 
@@ -179,7 +179,7 @@ def _one(value: float | None, per: int, words: Callable[[float], str]) -> str:
 
 
 def tree_notes(tree: ModuleTree, depth: int | None = DEPTH) -> Iterator[str]:
-    """What to know about the figures."""
+    """Explains the figures."""
     root = tree.root
     if tree.unknown:
         yield tree.unknown
@@ -199,7 +199,7 @@ def tree_notes(tree: ModuleTree, depth: int | None = DEPTH) -> Iterator[str]:
 
 
 def tree_lines(tree: ModuleTree, depth: int | None = DEPTH) -> Iterator[str]:
-    """All of it, for a terminal."""
+    """Formats a tree for a terminal."""
     rows = [tree_columns(tree)]
     for row in tree_rows(tree, depth):
         kind = f"  {row.kind}" if row.kind and row.kind != row.name else ""
@@ -212,14 +212,14 @@ def tree_lines(tree: ModuleTree, depth: int | None = DEPTH) -> Iterator[str]:
 
 
 def percent(share: float) -> str:
-    """A share of one, for people."""
+    """Formats a share of one as a percentage."""
     if 0 < share < 0.0005:
         return "< 0.1 %"
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.1f} %"
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> Iterator[str]:
-    """Cells under each other; the columns in `right` end at the same place."""
+    """Aligns cells in columns; the columns in `right` are right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
     for row in rows:
         cells = (cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths)))

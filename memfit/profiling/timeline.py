@@ -1,7 +1,7 @@
-"""The allocations of one training step as numbers: what is born when, how large for how many samples, what it is for.
+"""The allocations of one training step as arrays: when each is allocated and freed, its bytes per sample, and its purpose.
 
-Pure values over numpy; nothing here imports torch. Not covered: memory that is no tensor's storage (scratch inside kernels,
-the allocator's own waste); `allocator.py` adds what is known of it.
+Pure values over numpy; nothing here imports torch. Not covered: memory outside tensor storages (scratch inside kernels,
+overhead of the allocator); `allocator.py` adds what is known of it.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ import numpy as np
 from memfit.profiling.operations import Operations, fit_operations
 
 CATEGORIES = ("parameters", "buffers", "input", "gradients", "optimizer", "kept", "transient", "other")
-"""What an allocation is for: kept is saved for backward, transient comes and goes while computing."""
+"""What an allocation is for: kept is saved for backward; transient is allocated and freed while computing."""
 _COMPUTED = [CATEGORIES.index(name) for name in ("kept", "transient", "other")]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the step."""
+    """A phase of the step."""
 
     name: str
     """present, input, forward, backward, hand over, clip, optimizer; or evaluation."""
     start: int
-    """The event it begins with."""
+    """Its first event."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One run through a block's forward."""
+    """One run through the forward of a block."""
 
     block: str
     """The block's name."""
     start: int
-    """The event it begins with."""
+    """Its first event."""
     stop: int
     """One past its last event."""
     phase: str
-    """forward; or backward, where the script's own checkpointing recomputes."""
+    """forward; or backward, where the script's own activation checkpointing recomputes."""
     inputs: tuple[int, ...]
-    """Allocations that come in."""
+    """Allocations of its inputs."""
     outputs: tuple[int, ...]
-    """Allocations that go out."""
+    """Allocations of its outputs."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Allocations and the order of their births and deaths over one optimizer step in steady state."""
+    """Allocations of one optimizer step in steady state, and the order of their births (allocation) and deaths (free)."""
 
     fixed: np.ndarray
     """Bytes of each allocation that do not depend on the micro-batch (float64)."""
@@ -58,71 +58,71 @@ class Timeline:
     owner: np.ndarray
     """Index into `owners` for each allocation (int32)."""
     event: np.ndarray
-    """The allocation each event is about (int32), in order of time."""
+    """The allocation that each event concerns (int32), in order of time."""
     birth: np.ndarray
-    """Whether the event is a birth (bool)."""
+    """Whether the event is a birth (bool); otherwise a death."""
     owners: tuple[str, ...]
-    """Names of the modules that allocate; "" is outside any module."""
+    """Names of the modules that allocate; "" outside any module."""
     phases: tuple[Phase, ...]
     """In order; the first starts at event 0 with what exists before the step."""
     window: tuple[int, ...] = ()
-    """Events at which each traced micro-batch begins."""
+    """First event of each traced micro-batch."""
     visits: tuple[Visit, ...] = ()
     """Runs through blocks, in order."""
     operations: Operations | None = None
-    """What is computed meanwhile, where that was recorded."""
+    """What the step computes, if recorded."""
     operation: np.ndarray | None = None
-    """Index into `operation_names` for each allocation (int32): what it was made by; None where that was not recorded."""
+    """Index into `operation_names` for each allocation (int32): the operation that created it; None if not recorded."""
     operation_names: tuple[str, ...] = ()
-    """Names of operations that make storages; "" for what was there before the first."""
+    """Names of operations that create storages; "" for storages that existed before the first."""
 
     def sizes(self, samples: int) -> np.ndarray:
-        """Bytes of each allocation at a micro-batch of `samples`."""
+        """Returns the bytes of each allocation at a micro-batch of `samples`."""
         return np.maximum(self.fixed + self.per_sample * samples, 0.0)
 
     def curve(self, samples: int, *, accumulates: bool = True) -> np.ndarray:
-        """Bytes alive after each event; `accumulates=False`: with a single micro-batch, events of the second count 0."""
+        """Returns the bytes alive after each event. With `accumulates=False` (one micro-batch), the second's events count 0."""
         size = self.sizes(samples)[self.event]
         curve = np.cumsum(np.where(self.birth, size, -size))
         if not accumulates and len(self.window) > 1:
-            # What the second micro-batch allocates it frees again: without it the rest runs the same.
+            # The second micro-batch frees all it allocates: without it, the rest of the step is the same.
             over = next((p.start for p in self.phases if p.name == "hand over"), len(curve))
             curve[self.window[1] : over] = 0.0
         return curve
 
     def peak(self, samples: int, *, accumulates: bool = True) -> int:
-        """Most bytes alive at once at a micro-batch of `samples`; `accumulates=False`: with a single micro-batch, during
-        which the gradients are only being born."""
+        """Returns the most bytes alive at the same time at a micro-batch of `samples`. With `accumulates=False` the step has a
+        single micro-batch, so gradients only come into existence during it."""
         return int(self.curve(samples, accumulates=accumulates).max(initial=0.0))
 
     def at(self, event: int, samples: int) -> dict[str, int]:
-        """Bytes alive after `event`, by category."""
+        """Returns the bytes alive after `event`, by category."""
         weights = np.where(self.birth[: event + 1], 1.0, -1.0) * self.sizes(samples)[self.event[: event + 1]]
         sums = np.bincount(self.category[self.event[: event + 1]], weights=weights, minlength=len(CATEGORIES))
         return {name: int(size) for name, size in zip(CATEGORIES, sums) if size > 0.5}
 
     def peak_event(self, samples: int, *, accumulates: bool = True) -> int:
-        """The event after which most is alive."""
+        """Returns the event after which the most bytes are alive."""
         return int(self.curve(samples, accumulates=accumulates).argmax())
 
     def alive(self, event: int) -> np.ndarray:
-        """The allocations that are alive after `event`, by their numbers."""
+        """Returns the indices of the allocations that are alive after `event`."""
         there = np.zeros(len(self.fixed), dtype=np.int64)
         np.add.at(there, self.event[: event + 1], np.where(self.birth[: event + 1], 1, -1))
         return np.flatnonzero(there > 0)
 
     @property
     def leaves_outputs(self) -> bool:
-        """Whether something that was computed outlives it, beside gradients and optimizer state."""
+        """Whether a computed tensor survives the recording, besides gradients and optimizer state."""
         made = np.setdiff1d(self.alive(len(self.event) - 1), self.event[: self.phases[1].start])
         return bool(np.isin(self.category[made], _COMPUTED).any())
 
     def phase_of(self, event: int) -> str:
-        """The phase an event lies in."""
+        """Returns the name of the phase that an event lies in."""
         return next(phase.name for phase in reversed(self.phases) if phase.start <= event)
 
     def span(self, name: str) -> tuple[int, int] | None:
-        """First and one past last event of the first phase called `name` after the last of another kind, or None."""
+        """Returns the first event, and one past the last event, of the first phase called `name`; None without such a phase."""
         for index, phase in enumerate(self.phases):
             if phase.name == name:
                 end = self.phases[index + 1].start if index + 1 < len(self.phases) else len(self.event)
@@ -130,18 +130,18 @@ class Timeline:
         return None
 
     def recomputed(self) -> tuple[str, ...]:
-        """Blocks whose forward runs again in backward: the script checkpoints them itself."""
+        """Returns the blocks whose forward runs again in backward: the script checkpoints them itself."""
         return tuple(dict.fromkeys(v.block for v in self.visits if v.phase == "backward"))
 
     def growth(self, samples: int) -> int:
-        """Most bytes alive during the last traced micro-batch beyond what was alive before it."""
+        """Returns the most bytes alive during the last traced micro-batch, beyond those alive before it."""
         curve = self.curve(samples)
         start = self.window[-1]
         over = next((p.start for p in self.phases if p.name == "hand over"), len(curve))
         return int(curve[start:over].max(initial=0.0) - (curve[start - 1] if start else 0.0))
 
     def lifetimes(self) -> tuple[np.ndarray, np.ndarray]:
-        """(birth event, death event) of each allocation; the death of what survives is the number of events."""
+        """Returns (birth event, death event) of each allocation; the death of a survivor is the number of events."""
         born = np.full(len(self.fixed), len(self.event))
         died = np.full(len(self.fixed), len(self.event))
         order = np.arange(len(self.event))
@@ -151,9 +151,9 @@ class Timeline:
 
 
 def fit(small: Timeline, few: int, large: Timeline, many: int) -> Timeline | None:
-    """One timeline for every micro-batch size from two traced ones, or None where they do not run the same way.
+    """Fits one timeline for every micro-batch size to two traced ones; None where these do not run the same way.
 
-    In the arguments all bytes are `fixed`; in the result they are `fixed + per_sample * samples`.
+    All bytes of the arguments are `fixed`; those of the result are `fixed + per_sample * samples`.
     """
     if not same_course(small, large):
         return None
@@ -163,8 +163,8 @@ def fit(small: Timeline, few: int, large: Timeline, many: int) -> Timeline | Non
 
 
 def split_like(traced: Timeline, samples: int, like: Timeline) -> Timeline | None:
-    """A timeline for every size from one traced at `samples`, if it runs like one that is known for every size: bytes are
-    fixed or per sample where they are there, and shared out in the same ratio where both; None where it runs otherwise."""
+    """Returns a timeline for every size from one traced at `samples`, if it runs like one that is known for every size. Bytes
+    are fixed or per sample as in `like`, and split in its ratio where they are both. None if the two run differently."""
     if not same_course(traced, like):
         return None
     whole = like.fixed + like.per_sample * samples
@@ -174,7 +174,7 @@ def split_like(traced: Timeline, samples: int, like: Timeline) -> Timeline | Non
 
 
 def same_course(a: Timeline, b: Timeline) -> bool:
-    """Whether two timelines allocate and free in the same order, whatever the sizes."""
+    """Whether two timelines allocate and free in the same order, regardless of sizes."""
     return (
         len(a.event) == len(b.event)
         and bool((a.event == b.event).all())

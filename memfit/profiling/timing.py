@@ -1,7 +1,7 @@
-"""Seconds, measured on the device: micro-batches of a few sizes, their blocks' forwards, and the optimizer's step.
+"""Measures seconds on the device: micro-batches of a few sizes, the forwards of their blocks, and the optimizer step.
 
-Nothing that is timed leaves a trace: gradients are discarded, buffers and random state restored, and the optimizer's step
-runs on a bounded clone. Not covered: what the loader and the script around the wrapped forward take.
+Timing has no side effects: gradients are discarded, buffers and random state are restored, and the optimizer step runs on a
+bounded clone. Not covered: time in the data loader and in the script around the wrapped forward.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.seconds import Timing, timing_at
 
 CLONE_LIMIT = 64 * MiB
-"""Bytes of parameters whose optimizer step is timed; the rest is taken to cost the same per byte."""
+"""Bytes of parameters whose optimizer step is timed; the rest is assumed to cost the same per byte."""
 
 
 class Stopwatch:
-    """Times micro-batches on one device; every measurement discards what it computed. `reserved`: on that scale of `Meter`.
-    `make_room` is called with each micro-batch's samples before it runs, and returns the bytes that the heap, where it emptied
-    that, may take beyond the tensors."""
+    """Times micro-batches on one device; every measurement discards what it computed. `reserved` selects that scale of `Meter`.
+    `make_room` is called with each micro-batch's samples before it runs. If it trims the heap, it returns the bytes that the
+    heap may take beyond the tensors."""
 
     def __init__(
         self,
@@ -56,19 +56,19 @@ class Stopwatch:
         self._model, self._staging, self._weighting, self._device = model, staging, weighting, device
         self._meter: Meter | None = None
         self._reserved, self._trimmed, self._make_room = reserved, trimmed, make_room
-        # Pages of the heap that are free may or may not be resident: what stayed is only known where that does not matter.
+        # Free pages of the heap may or may not be resident: what remains is only known where that does not matter.
         self._tells_kept = device.type == "cpu" and (reserved or thresholds_pinned())
 
     @contextmanager
     def session(self, work: Work, first: int = 1) -> Iterator[None]:
-        """Inside, micro-batches meet staged gradients, as all but the first of a step do; nothing is left of it. `first`:
-        samples of the micro-batch that leaves them."""
+        """Lets micro-batches accumulate into staged gradients, as all but the first of a step do, and restores everything on
+        exit. `first` is the number of samples of the warm-up micro-batch that creates them."""
         with (
             leave_no_trace(self._model, self._device, watching=False) as traces,
             gathering(self._staging, self._weighting),
         ):
             try:
-                # Kernels are chosen and libraries set up once per process: the first micro-batch is not representative.
+                # Kernels are selected and libraries initialized once per process: the first micro-batch is not representative.
                 self._first(work, first, traces.log)
                 self._staging.fill()
                 self._meter = Meter(self._device, reserved=self._reserved)
@@ -78,8 +78,8 @@ class Stopwatch:
                 self._meter = None
 
     def _first(self, work: Work, samples: int, log: UndoLog | None) -> None:
-        """Run a micro-batch for what it sets up, and for what it writes. Nothing compiles where writes are watched, and some
-        subclasses of tensors (CausalBias) cannot be made there: then one runs without."""
+        """Runs a warm-up micro-batch, and records what it writes. Nothing compiles while writes are watched, and some tensor
+        subclasses (CausalBias) cannot be created there: then one runs unwatched."""
         watches = log is not None
         if log is not None:
             try:
@@ -96,13 +96,13 @@ class Stopwatch:
             Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, samples)
 
     def run(self, work: Work, samples: int) -> Timing:
-        """Forward and backward of one micro-batch of `samples`, inside a session."""
+        """Times forward and backward of one micro-batch of `samples`, inside a session."""
         assert self._meter is not None
         marks: list[float] = []
         found: dict[str, float] = {}
         timed = _Timed(work, self._now, marks)
         if self._trimmed:
-            give_back_free_heap()  # what an earlier micro-batch left free would serve this one, and hide what it takes
+            give_back_free_heap()  # this one would reuse what an earlier micro-batch left free, which hides what it takes
         heap = self._make_room(samples)
         self._meter.reset_peak()
         before, used, staged = self._meter.held(), self._used(), self._staging.staged_bytes()
@@ -112,15 +112,15 @@ class Stopwatch:
         peak = self._meter.peak()
         begun, forward_done = marks[0], marks[-1]  # a micro-batch of weight zero has no forward
         growth = None if peak is None else max(0, peak - before - heap)
-        # Sparse gradients gather ever more rows, up to all of them: those stand for good, and are no kernels.
+        # Sparse gradients accumulate more rows, up to all of them: these bytes persist, but are not kernels.
         kept = max(0, self._used() - used - (self._staging.staged_bytes() - staged))
         return Timing(samples, end - begun, forward_done - begun, tuple(found.items()), growth, kept)
 
     def _used(self) -> int:
-        """Bytes held now beside what is free in the heap."""
+        """Bytes held now, without free memory of the heap."""
         if not self._tells_kept or self._meter is None:
             return 0
-        if self._trimmed and not self._reserved:  # free pages that were given back are not held, and count as free
+        if self._trimmed and not self._reserved:  # free_heap() still counts pages that were given back
             give_back_free_heap()
             return self._meter.held()
         return self._meter.held() - free_heap()
@@ -156,7 +156,7 @@ class Stopwatch:
 
 
 class _Timed:
-    """A work that notes when its micro-batch begins and when its forward is done."""
+    """Wraps a work, and records when its micro-batch begins and when its forward ends."""
 
     def __init__(self, work: Work, now: Callable[[], float], marks: list[float]) -> None:
         self._work, self._now, self._marks = work, now, marks
@@ -178,17 +178,17 @@ class _Timed:
 
 
 MADE = 1 << 20
-"""Bytes kept from which on a micro-batch is taken to have made kernels, which takes longer than running them: it runs again."""
+"""A micro-batch that keeps more bytes is taken to have created kernels, which takes longer than running them: it runs again."""
 
 MORE_ROUNDS = 7
-"""How often sizes run again at most, while there is time."""
+"""Maximum number of times that sizes run again, while there is time."""
 
 Admit = Callable[[int, tuple[Timing, ...]], bool]
-"""Whether micro-batches of this size fit, by the timings of smaller ones."""
+"""Whether micro-batches of this size fit, judging by the timings of smaller ones."""
 
 
 Longer = Callable[[tuple[Timing, ...]], bool]
-"""Whether sizes may be timed for longer, by the timings so far."""
+"""Whether sizes may be timed for longer, judging by the timings so far."""
 
 
 def time_sizes(
@@ -202,13 +202,12 @@ def time_sizes(
     longer: Longer | None = None,
     regardless: Longer | None = None,
 ) -> tuple[Timing, ...]:
-    """Each of `sizes` (ascending) timed within about `seconds`, in turns so that a disturbance hits them alike; sizes that
-    are not admitted are left out, and those that would take too long, but never the `least` smallest, and none while
-    `regardless` says that one more has to run. Once all have run, the largest run again first: plans are made of them, and
-    sizes beyond are told from them."""
+    """Times each of `sizes` (ascending) within about `seconds`, in rounds so that a disturbance affects all sizes. Stops at a
+    size that is not admitted or would take too long; for time, never before the `least` smallest, nor while `regardless` says
+    that one more has to run. Then sizes run again, largest first: plans use them, and larger sizes extrapolate from them."""
     found: dict[int, list[Timing]] = {}
     with watch.session(work, sizes[0]):
-        stop = time.perf_counter() + seconds  # what is made once (kernels, libraries) does not shorten what is measured
+        stop = time.perf_counter() + seconds  # one-time setup (kernels, libraries) does not shorten the measurements
         for size in sizes:
             best = tuple(_together(timings) for timings in found.values())
             if best and longer is not None and longer(best):
@@ -228,7 +227,7 @@ def time_sizes(
 
 
 def _together(timings: Sequence[Timing]) -> Timing:
-    """Several measurements of one size as one: the quickest, with the most memory seen beside what stayed."""
+    """Combines several measurements of one size: the fastest, with the most memory seen besides what remained."""
     growths = [t.growth - t.kept for t in timings if t.growth is not None]
     kept = sum(t.kept for t in timings)
     quickest = min(timings, key=lambda t: t.seconds)
@@ -236,7 +235,7 @@ def _together(timings: Sequence[Timing]) -> Timing:
 
 
 def optimizer_seconds(optimizer: Optimizer, device: torch.device, limit: int = CLONE_LIMIT, repeats: int = 3) -> float:
-    """Seconds of one optimizer step, from the steps of a clone of at most `limit` bytes of parameters."""
+    """Returns the seconds of one optimizer step, scaled up from the steps of a clone of at most `limit` bytes of parameters."""
     clone, chosen, part = clone_of_optimizer(optimizer, limit)
     if not chosen:
         return 0.0
@@ -252,7 +251,7 @@ def optimizer_seconds(optimizer: Optimizer, device: torch.device, limit: int = C
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait until the device has done what it was asked for; it need not be the current one."""
+    """Synchronizes the device, which need not be the current one."""
     if device.type == "mps":
         torch.mps.synchronize()
     elif device.type != "cpu":
@@ -260,7 +259,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def clone_of_optimizer(optimizer: Optimizer, limit: int) -> tuple[Optimizer, list[torch.Tensor], float]:
-    """(an optimizer of the same kind over copies of some parameters, those copies, their share of all bytes)."""
+    """Returns (an optimizer of the same kind over copies of some parameters, those copies, their share of all bytes)."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     total = sum(p.numel() * p.element_size() for p in trained)
     chosen: dict[int, torch.Tensor] = {}

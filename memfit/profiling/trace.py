@@ -1,9 +1,9 @@
-"""Tracing one optimizer step in steady state on fake tensors: a Timeline for one micro-batch size.
+"""Traces one optimizer step in steady state on fake tensors: a Timeline for one micro-batch size.
 
-A first step brings the optimizer's state into being; then two micro-batches are recorded (so that staged gradients meet
-activations), the hand-over, the clipping of gradients and the optimizer's step, which is the same for every size and traced
-once. What a script's own loop does around that (`loop.py`) is traced where it is told. Not covered: whatever else the script
-does between backward and step (averaging weights, unscaling gradients).
+A first step creates the optimizer state. The recording then covers two micro-batches (so that accumulated gradients coexist
+with activations), the hand-over of gradients to autograd, gradient clipping and the optimizer step. That last one is the same
+for every size, and is traced once. What a script's own loop does around it (`loop.py`) is traced if it is given. Not covered:
+whatever else the script does between backward and step (averaging weights, unscaling gradients).
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ from memfit.profiling.splice import continued
 from memfit.profiling.timeline import Timeline
 
 MakeWork = Callable[[Callable[[torch.Tensor], torch.Tensor], int], Work]
-"""From a function that gives a tensor's twin, and a number of samples, to the work on that many twin samples."""
+"""Takes a function that maps a tensor to its fake twin, and a number of samples; returns the work on that many twin samples."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What tracing found."""
+    """The results of tracing."""
 
     timelines: tuple[Timeline, ...]
-    """One for each of the sizes asked for, and for the one to check with, with all bytes as `fixed`."""
+    """One for each requested size, and one for the size to check with; all bytes are `fixed`."""
     guesses: tuple[str, ...]
-    """Operations whose values were guessed, each once."""
+    """Operations whose values were guessed, without duplicates."""
     written: tuple[str, ...]
     """Names of the buffers that a training forward writes."""
     without_rule: tuple[str, ...] = ()
-    """Operations whose kernels allocate what no rule tells, on the GPU that was traced for."""
+    """Operations whose kernels, on the traced GPU, allocate scratch memory that no rule predicts."""
     evaluated: tuple[Timeline, ...] = ()
-    """An evaluation with batches of each of the sizes asked for, with all bytes as `fixed`."""
+    """An evaluation for each requested batch size; all bytes are `fixed`."""
     unevaluated: str = ""
-    """Why the evaluation could not be traced; "" where it was, or was not asked for."""
+    """Why the evaluation could not be traced; "" if it was, or was not requested."""
 
 
 @dataclass(frozen=True)
 class Manner:
-    """How a step is traced."""
+    """Options of a trace."""
 
     target: Target | None = None
-    """A GPU whose kernels are traced although the tensors are not on it."""
+    """A GPU whose kernels are traced although the tensors are on another device."""
     counted: bool = False
-    """Whether what is computed is counted, too."""
+    """Whether FLOPs and memory traffic are counted."""
     in_float32: bool = True
-    """Whether gradients of half precision parameters gather in float32."""
+    """Whether gradients of half-precision parameters accumulate in float32."""
     loop: Loop = MEMFITS
     """What the script's own loop does around forward and backward."""
     evaluation: tuple[int, ...] = ()
-    """Sizes of batches of the evaluation to trace."""
+    """Evaluation batch sizes to trace."""
 
 
 def trace_step(
@@ -92,18 +92,17 @@ def trace_step(
     like: Timeline | None = None,
     manner: Manner = Manner(),
 ) -> Trace:
-    """Trace a step with two micro-batches of each of `sizes` samples, and one with a single one of `check` samples.
+    """Traces a step with two micro-batches of each of `sizes` samples, and one with a single micro-batch of `check` samples.
 
-    Runs through `blocks` are noted. `levers` gives a context in which the model runs with the levers under test. `like` is a
-    step of the same model and optimizer, whose optimizer's step is taken over. `manner` says for which device, and
-    what is looked at. Leaves no trace.
-    Raises TraceFailed for whatever is raised on fake tensors.
+    Runs through `blocks` are recorded. `levers` returns a context manager that applies the levers under test to the model.
+    `like` is a step of the same model and optimizer, whose optimizer step is reused. `manner` sets the device and what is
+    traced. Has no side effects. Raises TraceFailed for whatever is raised on fake tensors.
     """
     world, insides = FakeWorld(), _Insides()
     on_gpu = manner.target is not None or device.type == "cuda"
     inside = insides if on_gpu else stages if device.type == "cpu" else None
     ledger = Ledger(device, inside=inside, counts=Counts() if manner.counted else None)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]  # a loss may have some of its own
+    trained = [p for group in optimizer.param_groups for p in group["params"]]  # a loss may have parameters of its own
     with ExitStack() as stack:
         stack.enter_context(leave_no_trace(model, device, real=False, outside=trained))
         stack.enter_context(collected_by_hand())
@@ -133,7 +132,7 @@ def trace_step(
 def _evaluations(
     model: nn.Module, works: Sequence[list[Work]], ledger: Ledger, variables: Variables, world: FakeWorld
 ) -> tuple[tuple[Timeline, ...], str]:
-    """Timelines of evaluations; none, and why, where that fails: the step itself is known all the same."""
+    """Timelines of evaluations; if that fails, none and the reason: the trace of the step stays valid."""
     try:
         with telling_failures(world):
             return tuple(evaluated(model, works, ledger, variables)), ""
@@ -142,7 +141,7 @@ def _evaluations(
 
 
 class _Insides:
-    """What kernels hold inside, by rule; notes the operations that have none."""
+    """Returns the scratch bytes of kernels, by rule; records the operations that have no rule."""
 
     def __init__(self) -> None:
         self.unknown: dict[str, None] = {}
@@ -155,16 +154,16 @@ class _Insides:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step to be recorded."""
+    """A step to record."""
 
     pieces: tuple[int, ...]
     """Samples in each of its micro-batches."""
     works: list[Work] = field(default_factory=list)
-    """Work on as many twin samples each. They are used up with every recording: their inputs are new to the ledger."""
+    """Work on as many twin samples each. Every recording consumes some: their inputs are new to the ledger."""
 
 
 class _Stepping:
-    """Optimizer steps on fakes."""
+    """Runs optimizer steps on fake tensors."""
 
     def __init__(
         self,
@@ -185,7 +184,7 @@ class _Stepping:
             step_by_lists(self._optimizer)
         self._model, self._ledger, self._weighting = model, ledger, weighting
         self._home: dict[torch.Tensor, str] = {}
-        """The module that a parameter belongs to; of several that share it, the first."""
+        """The module that owns each parameter; the first of several that share it."""
         self._buffers = {name: (b, b._version) for name, b in model.named_buffers()}
         self._loop, self.variables = manner.loop, Variables(ledger)
         self._outputs_stay = False
@@ -197,7 +196,7 @@ class _Stepping:
 
     @property
     def works_per_step(self) -> int:
-        """How many works a step may use up: a plain loop has one for each batch; what stays from the step before is made."""
+        """Most works a step consumes: a plain loop takes one per batch, and first runs what the previous step leaves behind."""
         return 10 if self._loop.plain else 5
 
     def begin(self) -> None:
@@ -211,7 +210,7 @@ class _Stepping:
             self._ledger.present(module.buffers(recurse=False), "buffers", name)
 
     def written_buffers(self) -> tuple[str, ...]:
-        """Buffers that were written or replaced so far; batch norm writes its statistics without counting a version."""
+        """Buffers written or replaced so far; batch norm writes its statistics without a new version."""
         norms = {
             f"{name}.{key}" if name else key
             for name, module in self._model.named_modules()
@@ -223,7 +222,8 @@ class _Stepping:
         return tuple(sorted((norms | changed) & self._buffers.keys()))
 
     def all_of(self, steps: Sequence[_Step], like: Timeline | None) -> list[Timeline]:
-        """A timeline of each of these steps. Where it fits, they share one optimizer's step: that of `like`, or the first's."""
+        """Records a timeline of each of these steps. Where it fits, they share the optimizer step of `like`, or of the
+        first."""
         found: dict[int, Timeline | None] = {}
         if like is None:
             last = steps[-1]
@@ -238,32 +238,32 @@ class _Stepping:
         self._settle(step)
         found = continued(self._begun(self._works(step), step.pieces), like)
         if found is None:
-            self._optimize()  # the state has to be there before a whole step is recorded
+            self._optimize()  # optimizer state must exist before a whole step is recorded
             return self._recorded(step)
         self._clear(AFTER_STEP)
         return found
 
     def _recorded(self, step: _Step) -> Timeline:
-        """A whole step."""
+        """Records a whole step."""
         self._settle(step)
-        works = self._works(step)  # beside what a plain loop's variables hold, the batch is there to the end of the step
+        works = self._works(step)  # keeps the batch alive to the end of the step, unless a plain loop's variables hold it
         self._begun(works, step.pieces)
         self._optimize()
         return self._ledger.timeline()
 
     def _settle(self, step: _Step) -> None:
-        """Let there be what the step before leaves: gradients, what the model or a hook keeps of a forward until the next one
-        (`self.aux_loss = ...`), and in the loop's variables its batch, outputs and loss."""
+        """Creates what the previous step leaves behind: gradients, what the model or a hook keeps of a forward until the next
+        one (`self.aux_loss = ...`), and the batch, outputs and loss in the loop's variables."""
         if self._loop.plain or self._loop.gradients_stay or self._outputs_stay:
             self._begun(self._works(step), step.pieces)
             self._clear(AFTER_STEP)
 
     def _works(self, step: _Step, pieces: int | None = None) -> list[Work]:
-        """Work for a step: in a plain loop, every micro-batch is a batch of its own."""
+        """Work for a step; in a plain loop, every micro-batch is its own batch."""
         return [step.works.pop() for _ in range((pieces or len(step.pieces)) if self._loop.plain else 1)]
 
     def _begun(self, works: list[Work], pieces: Sequence[int]) -> Timeline:
-        """A step up to the optimizer's."""
+        """Records a step up to the optimizer step."""
         ledger = self._ledger
         ledger.restart()
         total = accumulate(_Watched(works, self), pieces, self._staging, self._weighting)
@@ -272,7 +272,7 @@ class _Stepping:
         if self._loop.plain:
             del total
         else:
-            self._clear(BEFORE_BACKWARD)  # the script's own backward is this
+            self._clear(BEFORE_BACKWARD)  # the script's own backward starts here
             hand_over(total).backward()
             del total
         if self._loop.clips:
@@ -281,14 +281,14 @@ class _Stepping:
         return ledger.timeline()
 
     def _present_gradients(self, total: Total) -> None:
-        """Apart, so that no variable keeps one of them alive."""
+        """A separate function, so that no local variable keeps a gradient alive."""
         for receiver, gradient in zip(total.receivers, total.gradients):
             gradient = receiver.grad if self._loop.plain else gradient
             if gradient is not None:
                 self._ledger.present((gradient,), "gradients", self._home.get(receiver))
 
     def _clear(self, at: str) -> None:
-        """What the script's zero_grad does at this place of the step."""
+        """Does what the script's zero_grad does at this point of the step."""
         if self._loop.zero_grad == at:
             self._optimizer.zero_grad(set_to_none=True)
         elif self._loop.zero_grad == TO_ZERO and at == BEFORE_FORWARD:
@@ -299,7 +299,7 @@ class _Stepping:
             self._ledger.present(state, "optimizer", self._home.get(parameter))
 
     def _optimize(self) -> None:
-        """The optimizer's step; afterwards its state is there, and the gradients are gone unless the loop leaves them."""
+        """Runs the optimizer step; its state then exists, and gradients are freed unless the loop keeps them."""
         self._ledger.phase("optimizer")
         step(self._optimizer)
         self._present_state()
@@ -307,8 +307,8 @@ class _Stepping:
 
 
 class _Watched:
-    """A work that tells the ledger where it stands. Every micro-batch makes the same draws outside torch: traces of several
-    sizes can be compared only where they went the same way."""
+    """Wraps a work to mark its phases in the ledger. Every micro-batch makes the same random draws outside torch: traces of
+    several sizes are comparable only if they run the same way."""
 
     def __init__(self, works: list[Work], stepping: _Stepping) -> None:
         self._works, self._work, self._turn = works, works[0], -1
@@ -327,10 +327,10 @@ class _Watched:
     def inputs(self, start: int, stop: int, count: Any) -> Any:
         self._turn += 1
         if self._plain:
-            self._work = self._works.pop()  # it holds its batch, which has to end with the variable
+            self._work = self._works.pop()  # it keeps its batch alive, which must die with the variable
         self._ledger.window()
         self._ledger.phase("input")
-        # Every micro-batch of the trace has the same samples: tracing two needs no more real ones.
+        # Every traced micro-batch has the same samples: two need no more real ones than one.
         inputs, counted = self._work.inputs(0, stop - start, count)
         if not self._plain:
             self._ledger.ignore(getattr(self._work, "borrowed", ()))
@@ -354,6 +354,6 @@ class _Watched:
         return loss
 
     def _clear(self, at: str) -> None:
-        """Gradients are set to zero once per step, not per micro-batch."""
+        """Clears gradients once per step, not per micro-batch."""
         if not self._turn:
             self._stepping._clear(at)

@@ -1,7 +1,8 @@
-"""What each module of a model costs in a step, nested as the modules are; those alike that stand in a row are one entry.
+"""The cost of each module of a model in a step, nested like the modules; identical modules in a row form one entry.
 
-A pure function over a Profile. Figures of a module hold those of the modules inside it; what a module, the loss or the
-optimizer does outside any other module is an entry of its own, so that entries add up. Not covered: memory that is no tensor's.
+Modules are identical if classes and numbers of parameters are, children included. A pure function over a Profile. The figures
+of a module include its children. What a module, the loss or the optimizer does outside any other module is an entry of its own,
+so that entries add up. Not covered: memory outside tensors.
 """
 
 from __future__ import annotations
@@ -20,67 +21,67 @@ from memfit.profiling.seconds import measured_sizes, timing_at
 from memfit.profiling.timeline import CATEGORIES, Timeline
 
 ITSELF = "(itself)"
-"""The entry of what a module does outside the modules in it."""
+"""The entry for what a module does outside its children."""
 LOOSE = "(outside its modules)"
 """The same for the whole model: its own forward, the loss, the optimizer."""
 ADDED = ("parameters", "trainable", "kept", "flops_forward", "flops_backward", "forward_seconds", "seconds")
-"""Figures of a module that are the sum of those inside it; bytes at the peak are, too."""
+"""Figures of a module that are the sum of its children's; bytes at the peak are, too."""
 _LISTS = ("ModuleList", "ModuleDict")
 Measured = tuple[float, float, dict[str, float]]
-"""(seconds of a micro-batch, those of its forward, the forward's by block)."""
+"""(seconds of a micro-batch, of its forward, of the forward by block)"""
 
 
 @dataclass(frozen=True)
 class ModuleCost:
-    """One module, or several alike, in one micro-batch."""
+    """The cost of one module, or of several identical ones, in one micro-batch."""
 
     name: str
-    """Its name within the module around it; "0 to 11" for several."""
+    """Its name within its parent; "0 to 11" for several."""
     path: str
     """Its dotted name, with "0-11" for several; "" for the model."""
     kind: str
-    """Its class; "" if not known."""
+    """Its class; "" if unknown."""
     alike: int
-    """How many modules it stands for; all figures are of these together."""
+    """Number of identical modules in this entry; all figures are for these together."""
     parameters: int
     """Elements in their parameters."""
     trainable: int
-    """Those that receive gradients."""
+    """Elements that receive gradients."""
     kept: int
-    """Bytes that their forward leaves saved for backward."""
+    """Bytes that their forward saves for backward."""
     transient: int
-    """Most bytes at once that come and go while they compute, over the step."""
+    """Most bytes at once that they allocate and free while computing, over the step."""
     flops_forward: float | None
-    """Floating point operations of the forward; None if not counted."""
+    """FLOPs of the forward; None if not counted."""
     flops_backward: float | None
-    """Floating point operations of the backward, recomputation included; None if not counted."""
+    """FLOPs of the backward, recomputation included; None if not counted."""
     forward_seconds: float | None
-    """Seconds of the forward; None if not known."""
+    """Seconds of the forward; None if unknown."""
     seconds: float | None
-    """Seconds of forward and backward; None if not known."""
+    """Seconds of forward and backward; None if unknown."""
     holds: tuple[tuple[str, int], ...]
-    """(category, bytes) of theirs when the step is at its fullest."""
+    """(category, bytes) that they hold at the peak of the step."""
     differ: frozenset[str] = frozenset()
-    """Figures that are not the same in all of those alike."""
+    """Figures that differ between the modules of this entry."""
     children: tuple[ModuleCost, ...] = ()
-    """The modules inside, and what is outside them."""
+    """The modules inside, and an entry for what is outside them."""
 
     @property
     def at_peak(self) -> int:
-        """Bytes of theirs when the step is at its fullest."""
+        """Bytes that they hold at the peak of the step."""
         return sum(size for _, size in self.holds)
 
     @property
     def flops(self) -> float | None:
-        """Floating point operations of forward and backward; None if not counted."""
+        """FLOPs of forward and backward; None if not counted."""
         return None if self.flops_forward is None else self.flops_forward + (self.flops_backward or 0.0)
 
     def held(self, category: str) -> int:
-        """Bytes of that category when the step is at its fullest."""
+        """Returns the bytes of that category at the peak of the step."""
         return dict(self.holds).get(category, 0)
 
     def flat(self, depth: int | None = None, at: int = 0) -> Iterator[tuple[int, ModuleCost]]:
-        """(levels down, entry) of this one and those inside it, down to `depth` levels below."""
+        """Yields (levels down, entry) for this entry and those inside it, down to `depth` levels below."""
         yield at, self
         if depth is None or at < depth:
             for child in self.children:
@@ -89,16 +90,16 @@ class ModuleCost:
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """What the modules of a model cost in one micro-batch."""
+    """The cost of a model's modules in one micro-batch."""
 
     samples: int
-    """Samples in it."""
+    """Samples per micro-batch."""
     root: ModuleCost
     """The whole model, with the loss and the optimizer."""
     seconds_are: str
-    """measured, modelled, what else they are told from, or "" where none are known."""
+    """measured, modelled, which other sizes they come from, or "" if none are known."""
     unknown: str = ""
-    """Why nothing is told of memory; "" where it is."""
+    """Why memory figures are missing; "" if they are not."""
 
     def __str__(self) -> str:
         from memfit.profiling.telling import tree_lines
@@ -107,7 +108,7 @@ class ModuleTree:
 
 
 def module_tree(profile: Profile, micro_batch: int, *, accumulates: bool = True) -> ModuleTree:
-    """The tree for micro-batches of that many samples. Raises UsageError for what is no number of samples."""
+    """Returns the tree for micro-batches of `micro_batch` samples. Raises UsageError for an invalid number of samples."""
     check_samples(micro_batch)
     figures = _Figures.of(profile, micro_batch, accumulates)
     top = _nested(profile, figures)
@@ -124,7 +125,7 @@ def _from_others(profile: Profile) -> str:
 
 
 def check_samples(micro_batch: object, name: str = "micro_batch", what: str = "a micro-batch") -> None:
-    """A whole number of samples of at least 1; `name` is that of the argument, `what` is made of them. Raises UsageError."""
+    """Raises UsageError unless this is a whole number of samples from 1; `name` is the argument, `what` is made of samples."""
     if isinstance(micro_batch, bool) or not isinstance(micro_batch, int):
         found = f"it is of type {type(micro_batch).__name__}"
     elif micro_batch < 1:
@@ -137,7 +138,7 @@ def check_samples(micro_batch: object, name: str = "micro_batch", what: str = "a
 
 
 def unfollowed(profile: Profile) -> str:
-    """Why a profile does not tell what lies in the peak; "" where it does."""
+    """Returns why a profile does not tell what lies in the peak; "" if it does."""
     if profile.timeline is not None:
         return ""
     if profile.source == "measured":
@@ -156,22 +157,22 @@ def unfollowed(profile: Profile) -> str:
 
 @dataclass
 class _Figures:
-    """What each owner costs by itself, one row for each."""
+    """The cost of each owner by itself, one row per owner."""
 
     owners: dict[str, int]
-    """Row of each owner's name."""
+    """Row of each owner, by name."""
     sums: np.ndarray
     """(owners, ADDED and categories at the peak)."""
     transient: tuple[np.ndarray, np.ndarray]
-    """(owner, bytes born or freed) of each event about a transient."""
+    """(owner, bytes allocated or freed) of each event of a transient."""
     parameters: dict[str, tuple[str, int, int]]
-    """(class, elements, those that train) of each module."""
+    """(class, elements, trainable elements) of each module."""
     timing: Measured | None
-    """What was timed here, if anything was."""
+    """What was timed on this machine, if anything."""
     counted: bool
     """Whether operations were counted."""
     by_operation: bool
-    """Whether seconds are known of each operation."""
+    """Whether the seconds of each operation are known."""
 
     @staticmethod
     def of(profile: Profile, samples: int, accumulates: bool) -> _Figures:
@@ -191,7 +192,7 @@ class _Figures:
         return figures
 
     def remember(self, timeline: Timeline, samples: int, accumulates: bool) -> None:
-        """Bytes kept, at the peak, and coming and going."""
+        """Adds the bytes kept for backward, at the peak, and of transients."""
         row = np.array([self.owners[name] for name in timeline.owners], dtype=np.int64)
         sizes = np.rint(timeline.sizes(samples))
         kept = kept_by_forward(timeline)
@@ -203,7 +204,7 @@ class _Figures:
         self.transient = row[timeline.owner[about]], np.where(born, sizes[about], -sizes[about])
 
     def count(self, timeline: Timeline, profile: Profile, samples: int) -> None:
-        """Arithmetic, and seconds where they are known of single operations."""
+        """Adds FLOPs, and seconds if those of single operations are known."""
         operations = timeline.operations
         if operations is None:
             return
@@ -222,7 +223,7 @@ class _Figures:
             np.add.at(self.sums[:, ADDED.index(name)], row[chosen], values[chosen])
 
     def most_transient(self, rows: set[int]) -> int:
-        """Most bytes at once that come and go for these owners."""
+        """Returns the most transient bytes at the same time for these owners."""
         owner, change = self.transient
         mine = np.zeros(len(self.owners), dtype=bool)
         mine[list(rows)] = True
@@ -230,7 +231,7 @@ class _Figures:
 
 
 def kept_by_forward(timeline: Timeline) -> np.ndarray:
-    """Which allocations the last drawn micro-batch's forward leaves saved for backward."""
+    """Returns a mask of the allocations that the forward of the last traced micro-batch saves for backward."""
     born, died = timeline.lifetimes()
     start = timeline.window[-1] if timeline.window else 0
     ends = (b.start for a, b in zip(timeline.phases, timeline.phases[1:]) if a.name == "forward" and a.start >= start)
@@ -239,7 +240,7 @@ def kept_by_forward(timeline: Timeline) -> np.ndarray:
 
 
 def _measured(profile: Profile, samples: int) -> Measured | None:
-    """Seconds as timed here, at that size."""
+    """Seconds timed on this machine, at that size."""
     if not profile.timings or profile.card is not None:
         return None
     timing = timing_at(profile.timings, samples)
@@ -251,18 +252,18 @@ def _measured(profile: Profile, samples: int) -> Measured | None:
 
 @dataclass
 class _Node:
-    """One module, before those alike are put together."""
+    """One module, before identical modules are merged."""
 
     name: str
     path: str
     kind: str = ""
     children: list[_Node] = field(default_factory=list)
     rows: set[int] = field(default_factory=set)
-    """Owners of this module and those inside it."""
+    """Owners of this module and its children."""
     own: np.ndarray = field(default_factory=lambda: np.zeros(0))
     total: np.ndarray = field(default_factory=lambda: np.zeros(0))
     form: tuple[object, ...] = ()
-    """What has to be the same in modules that are alike."""
+    """What has to be equal in identical modules."""
 
     def add_up(self, figures: _Figures) -> None:
         row = figures.owners.get(self.path)
@@ -277,7 +278,7 @@ class _Node:
 
 
 def _nested(profile: Profile, figures: _Figures) -> _Node:
-    """All modules, inside each other; those that no one named (without them, an owner's parents) come into being."""
+    """All modules, nested. Modules that are not listed (parents of an owner) are added."""
     top = _Node("", "", figures.parameters.get("", ("", 0, 0))[0] or profile.model.name)
     known = {"": top}
     for name in figures.owners:
@@ -291,7 +292,7 @@ def _nested(profile: Profile, figures: _Figures) -> _Node:
 
 
 def _entry(members: Sequence[_Node], name: str, path: str, figures: _Figures) -> ModuleCost:
-    """Modules alike as one entry."""
+    """Merges identical modules into one entry."""
     first, count = members[0], len(members)
     children = tuple(_children(members, path, figures)) if first.children else ()
     rows = {figures.owners[m.path] for m in members if m.path in figures.owners}
@@ -308,7 +309,7 @@ def _entry(members: Sequence[_Node], name: str, path: str, figures: _Figures) ->
 
 
 def _figured(sums: np.ndarray, rows: set[int], figures: _Figures) -> dict[str, Any]:
-    """The figures of an entry, by the names of its fields."""
+    """The figures of an entry, by field name."""
     found: dict[str, Any] = dict(zip(ADDED, sums.tolist()))
     found |= {key: int(found[key]) for key in ("parameters", "trainable", "kept")}
     if not figures.counted:
@@ -320,7 +321,7 @@ def _figured(sums: np.ndarray, rows: set[int], figures: _Figures) -> dict[str, A
 
 
 def _measured_of(members: Sequence[_Node], timing: Measured) -> dict[str, float]:
-    """What was timed of these: of the whole model, and of blocks' forwards."""
+    """Seconds timed for these modules: of the whole model, or of the forwards of blocks."""
     seconds, forward, blocks = timing
     if members[0].path == "":
         return {"forward_seconds": forward, "seconds": seconds}
@@ -329,7 +330,7 @@ def _measured_of(members: Sequence[_Node], timing: Measured) -> dict[str, float]
 
 
 def _differing(totals: np.ndarray) -> frozenset[str]:
-    """Figures that are not the same in all."""
+    """Figures that differ between modules."""
     at_peak = totals[:, len(ADDED) :].sum(axis=1)
     added = dict(zip(ADDED, totals.T))
     columns = {**added, "at_peak": at_peak, "flops": added["flops_forward"] + added["flops_backward"]}
@@ -337,7 +338,7 @@ def _differing(totals: np.ndarray) -> frozenset[str]:
 
 
 def _children(members: Sequence[_Node], path: str, figures: _Figures) -> Iterator[ModuleCost]:
-    """The entries inside modules alike: what stands in a row and is alike is one."""
+    """The entries inside identical modules; identical children in a row form one entry."""
     for start, stop in _runs(members[0].children):
         inside = [member.children[i] for member in members for i in range(start, stop)]
         first, last = members[0].children[start], members[0].children[stop - 1]
@@ -348,7 +349,7 @@ def _children(members: Sequence[_Node], path: str, figures: _Figures) -> Iterato
 
 
 def _without_list(entry: ModuleCost, first: _Node) -> ModuleCost:
-    """A list of modules that are all alike is called by their names; it does nothing itself."""
+    """Replaces a list of identical modules with its children, under their names: a list computes nothing itself."""
     if first.kind not in _LISTS or len(entry.children) != 1:
         return entry
     (only,) = entry.children
@@ -358,7 +359,7 @@ def _without_list(entry: ModuleCost, first: _Node) -> ModuleCost:
 
 
 def _runs(nodes: Sequence[_Node]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of modules that are numbered in a row and alike; others by themselves."""
+    """(start, stop) of identical modules numbered in a row; others individually."""
     start = 0
     for stop in range(1, len(nodes) + 1):
         if stop == len(nodes) or not _follows(nodes[stop - 1], nodes[stop]):
@@ -376,7 +377,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def together(names: Sequence[str]) -> str:
-    """Dotted names that differ in numbers as one: "h.0-11.mlp"; "*" for numbers that are not in a row."""
+    """Merges dotted names that differ in numbers: "h.0-11.mlp"; "*" for numbers that are not consecutive."""
     parts = itertools.zip_longest(*(name.split(".") for name in names), fillvalue="")
     return ".".join(_in_a_row(list(dict.fromkeys(part))) for part in parts)
 

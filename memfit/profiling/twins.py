@@ -1,4 +1,4 @@
-"""A model on fake tensors for a look at what it does with shapes; nothing is left of it."""
+"""Runs a model on fake tensors to see what it does with shapes, without side effects."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from memfit.profiling.sandbox import leave_no_trace
 
 @contextmanager
 def on_twins(model: nn.Module, device: torch.device) -> Iterator[FakeWorld]:
-    """Inside, fakes stand in the places of the model's parameters and buffers; enter the world to run it. Raises TraceFailed
-    for whatever is raised there."""
+    """Replaces the model's parameters and buffers with fake tensors; enter the yielded world to run it. Raises TraceFailed for
+    whatever is raised inside."""
     world = FakeWorld()
     with leave_no_trace(model, device, real=False), telling_failures(world), world.replacing(model):
         yield world
