@@ -55,4 +55,4 @@ def _tuple(value: tuple[Any, ...], seen: dict[int, tuple[Any, Any]]) -> Any:
     if all(new is old for new, old in zip(made, value)):
         return value
     make = getattr(type(value), "_make", None)
-    return tuple(made) if make is None else make(made)
+    return tuple.__new__(type(value), made) if make is None else make(made)

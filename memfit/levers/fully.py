@@ -338,15 +338,10 @@ def _shard(model: nn.Module, mesh: Any, *, reshard: bool) -> dict[Any, int]:
     parameters that are gathered together, per module."""
     from torch.distributed.fsdp import fully_shard
 
-    modules = dict(model.named_modules())
-    users = Counter(id(p) for m in modules_of(model) for p in m._parameters.values() if p is not None)
-    blocks = [modules[name] for name in candidate_blocks(model)]
-    inside = {id(m) for block in blocks for m in block.modules()}
-    others = [m for m in modules_of(model) if m is not model and id(m) not in inside and _large(m, users)]
+    blocks, others = _units(model)
     units = [*blocks, *others, model]
-    sizes: dict[Any, int] = {}
+    sizes = unit_bytes(model)
     for unit in units:
-        sizes[unit] = sum(p.numel() * p.element_size() for p in unit.parameters() if not _is_part(p))
         fully_shard(unit, mesh=mesh, reshard_after_forward=None if unit is model else reshard)
         unit.set_gradient_divide_factor(1.0)  # type: ignore[attr-defined]  # weights already refer to the whole batch
         unit.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]
@@ -354,6 +349,28 @@ def _shard(model: nn.Module, mesh: Any, *, reshard: bool) -> dict[Any, int]:
     # in different backwards would gather in different orders.
     for unit, ahead in zip(units, [*blocks[:1], *blocks]):
         unit.set_modules_to_backward_prefetch([ahead if unit in blocks else unit])  # type: ignore[attr-defined]
+    return sizes
+
+
+def _units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The blocks, and the other large modules that share no parameters."""
+    modules = dict(model.named_modules())
+    users = Counter(id(p) for m in modules_of(model) for p in m._parameters.values() if p is not None)
+    blocks = [modules[name] for name in candidate_blocks(model)]
+    inside = {id(m) for block in blocks for m in block.modules()}
+    return blocks, [m for m in modules_of(model) if m is not model and id(m) not in inside and _large(m, users)]
+
+
+def unit_bytes(model: nn.Module) -> dict[nn.Module, int]:
+    """Return the bytes of the parameters that are gathered together, per unit of FSDP2; the model itself is the last unit. A
+    parameter counts in the first unit that holds it."""
+    blocks, others = _units(model)
+    seen: set[int] = set()
+    sizes: dict[nn.Module, int] = {}
+    for unit in (*blocks, *others, model):
+        own = {id(p): p for p in unit.parameters() if id(p) not in seen}
+        seen |= own.keys()
+        sizes[unit] = sum(p.numel() * p.element_size() for p in own.values())
     return sizes
 
 

@@ -23,8 +23,10 @@ class Standing:
     """Bytes of gradients."""
     state: int
     """Bytes of the optimizer's state."""
-    largest: int
-    """Bytes of the largest all-gather of sharded parameters; the caller gives the largest module's own parameters."""
+    gathered: int
+    """Bytes of parameters and gradients that are gathered or in flight at once where each unit is gathered while it computes."""
+    gathered_whole: int
+    """The same where all parameters stay gathered from the first forward to the end of backward."""
     part: float
     """The largest fraction of the optimizer's state on one rank where it is sharded: no parameter's state is split."""
     processes: int
@@ -36,10 +38,8 @@ class Standing:
             return self.parameters + self.gradients + self.state
         if level == "optimizer":
             return self.parameters + self.gradients + int(self.state * self.part)
-        everything = (self.parameters + self.gradients + self.state) // self.processes
-        if level == "gradients":  # parameters stay gathered from the first forward to the end of backward
-            return everything + self.parameters + self.largest
-        return everything + 2 * self.largest
+        sharded = (self.parameters + self.gradients + self.state) // self.processes
+        return sharded + (self.gathered_whole if level == "gradients" else self.gathered)
 
 
 def least_shard(standing: Standing, room: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import logging
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import torch
 from memfit._errors import MemfitError
 from memfit.profiling.fake import FakeWorld
 
-_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_TORCH, _OURS = (str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 
 class TraceFailed(Exception):

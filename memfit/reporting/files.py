@@ -42,7 +42,7 @@ def check_writable(path: Path, what: str = "the report", suffixes: Collection[st
     """Check that a file can be written, before the work whose result goes there. Raises the UsageError that writing would
     raise, or one for a suffix outside a non-empty `suffixes`."""
     if suffixes and path.suffix.lower() not in suffixes:
-        raise _no_format(path)
+        raise _no_format(path, suffixes)
     with _writing(path, what) as beside:
         beside.write_bytes(b"")
 
@@ -77,15 +77,15 @@ def write_in_format(path: str | Path, formats: dict[str, Callable[[], str]]) -> 
     path = Path(path)
     make = formats.get(path.suffix.lower())
     if make is None:
-        raise _no_format(path)
+        raise _no_format(path, formats)
     write_text(path, make())
 
 
-def _no_format(path: Path) -> UsageError:
+def _no_format(path: Path, suffixes: Collection[str]) -> UsageError:
     return UsageError(
         f"a report in {str(path)!r}",
         found=f"the suffix {path.suffix!r} names no format",
-        next_move="end the name in .html, .json or .md",
+        next_move=f"end the name in {' or '.join(suffixes)}",
     )
 
 

@@ -21,7 +21,7 @@ from memfit.hardware.exhausted import is_out_of_memory
 if TYPE_CHECKING:
     from memfit.training.core import Core
 
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[1]) + os.sep
 _CALLING = frozenset(("__torch_function__", "loss", "output", "of", "told", "_value", "answer"))
 """Functions of memfit that call user code: what is raised in their frames is not memfit's fault."""
 _NUMBERS = count()

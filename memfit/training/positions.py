@@ -210,11 +210,24 @@ def taken(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Ta
                     yield name, axis, size, bound
             if type(index.step) is int and index.step > 1:
                 yield STEP, axis, size, index.step
-    elif name in SPLITTING | CHUNKING and args:
-        tensor, pieces, axis = (*args, *kwargs.values(), 0)[:3]
+    elif name in SPLITTING | CHUNKING:
+        tensor, pieces, axis = _splitting(args, kwargs)
         if isinstance(tensor, torch.Tensor) and type(pieces) is int and type(axis) is int:
             if name in CHUNKING or pieces >= tensor.shape[axis]:
                 yield name, axis % tensor.dim(), tensor.shape[axis], pieces
+
+
+def _splitting(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """(tensor, size or number of pieces, dimension) of a function that splits; keywords come in any order."""
+    tensor, pieces, axis = (*args[:3], *[None] * 3)[:3]
+    for name, value in kwargs.items():
+        if name in ("input", "tensor", "self"):
+            tensor = value
+        elif name == "dim":
+            axis = value
+        else:
+            pieces = value
+    return tensor, pieces, 0 if axis is None else axis
 
 
 def _sliced(tensor: torch.Tensor, index: Any) -> Iterator[tuple[int, slice]]:

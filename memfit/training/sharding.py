@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memfit._errors import DoesNotFit
-from memfit.engine.modules import modules_of
-from memfit.levers.fully import FullySharded
+from memfit.levers.fully import Division, FullySharded, unit_bytes
 from memfit.levers.shard import ShardedOptimizer, largest_part
 from memfit.planning.sharding import LEVELS, Standing, least_shard, levels_from
 from memfit.profiling.build import model_facts, state_bytes
@@ -93,12 +92,13 @@ def _failing(prepare: Callable[[], None]) -> DoesNotFit | None:
 
 def _standing(core: Core, ranks: Ranks) -> Standing:
     facts = model_facts(core.model, core.optimizer)
-    own = (sum(p.numel() * p.element_size() for p in m.parameters(recurse=False)) for m in modules_of(core.model))
+    units = tuple(unit_bytes(core.model).values())
     return Standing(
         parameters=facts.parameter_bytes,
         gradients=facts.gradient_bytes,
         state=state_bytes(core.optimizer),
-        largest=max(own, default=0),
+        gathered=Division(1 / ranks.size, units, whole_while_training=False).gathered,
+        gathered_whole=Division(1 / ranks.size, units, whole_while_training=True).gathered,
         part=largest_part(core.optimizer, ranks.size),
         processes=ranks.size,
     )
