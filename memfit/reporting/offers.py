@@ -1,4 +1,4 @@
-"""Computes the memory and time of alternatives that change one lever (such as checkpointing), for "what next".
+"""Computes the cost of other choices of one lever (micro-batch, checkpointing, precision, budget), for "what next".
 
 A function of a plan, the profile behind it and the budget. Not covered: samples of different sizes, whose plan has no
 single micro-batch size; sharding.

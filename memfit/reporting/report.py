@@ -55,7 +55,7 @@ class Report:
     script_blocks: tuple[str, ...]
     """Blocks that the script itself checkpoints."""
     batch_norms: tuple[str, ...]
-    """Modules that keep statistics of their batches."""
+    """Modules that keep statistics of their batches (BatchNorm)."""
     draws: tuple[str, ...]
     """Modules that draw random numbers in training, such as dropout."""
     blocks: tuple[BlockCost, ...]
