@@ -1,7 +1,7 @@
-"""Plans for GPUs that are not here: one, with its report, or many, compared.
+"""Plans for GPUs that this machine does not have: one, with its report, or many, compared.
 
-A training is traced once for all cards that take the same kernels, and what was worked out about memory is shared by those that
-differ in size and speed alone. Not covered: scripts that call memfit.wrap, which plan by themselves (`scripts.py`).
+A training is traced once for all cards that choose the same kernels. Cards that differ only in size and speed also share the
+computed memory peaks. Not covered: scripts that call memfit.wrap, which plan for themselves (`scripts.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Subject:
-    """A training to be planned, of which a batch is all that is looked at."""
+    """Describes a training to plan; one batch of its data is enough."""
 
     model: Any
     """The module; it may be on the meta device."""
@@ -45,24 +45,24 @@ class Subject:
     sample: Any
     """A batch."""
     loss_fn: Callable[[Any, Any], Any]
-    """(model, batch) to a scalar."""
+    """Maps (model, batch) to a scalar loss."""
     target_batch: int
     """Samples per optimizer step."""
     what: str = ""
     """What a sample is, in words."""
     lowered: bool = True
-    """Whether a lower precision may be computed in where nothing else fits."""
+    """Whether to try a lower precision (autocast) if nothing else fits."""
     accumulate_in: str = "float32"
-    """Precision in which gradients of half precision parameters gather: float32, or param for their own."""
+    """Precision that accumulates gradients of half precision parameters: float32, or param for their own."""
 
     @property
     def widens(self) -> bool:
-        """Whether gradients gather in more bytes than the parameters have."""
+        """Whether accumulated gradients take more bytes than the parameters."""
         return trains_in_half(self.model) and self.accumulate_in == "float32"
 
 
 def named_card(text: str) -> Card:
-    """The card of that name. Raises UsageError, also for devices that torch knows."""
+    """Return the card of that name. Raises UsageError, also for devices that torch knows."""
     found = card_named(text)
     if found is None:
         raise UsageError(
@@ -74,7 +74,7 @@ def named_card(text: str) -> Card:
 
 
 def named_cards(text: str) -> tuple[Card, ...]:
-    """The cards of a list; "all" are those of the catalogue. Raises UsageError."""
+    """Return the cards in a comma-separated list; "all" means the catalogue. Raises UsageError."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise UsageError(f"--devices {text!r}", found="it names none", next_move="write all, or names such as a100-40gb,24GiB")
@@ -83,7 +83,7 @@ def named_cards(text: str) -> tuple[Card, ...]:
 
 
 def planned_for(subject: Subject, card: Card, budget: int | float | str | None) -> Report:
-    """The report of the plan for a card. Raises DoesNotFit with what would be needed."""
+    """Plan for a card and return the report. Raises DoesNotFit with what would be needed."""
     allowed = budget_for(card.as_device(), budget)
     plan, profile = _Traces(subject).plan(card, allowed)
     return make_report(
@@ -102,7 +102,7 @@ def planned_for(subject: Subject, card: Card, budget: int | float | str | None) 
 
 
 def compared(subject: Subject, wanted: Sequence[Card], budget: int | float | str | None, bar: Progress) -> Comparison:
-    """All of these cards, each planned for. Raises UsageError where the budget cannot be meant."""
+    """Plan for each of these cards and compare the plans. Raises UsageError for an invalid budget."""
     traces, rows = _Traces(subject), []
     allowed = [budget_for(card.as_device(), budget) for card in wanted]
     for card, budget_there in zip(wanted, allowed):
@@ -145,14 +145,14 @@ def _row(traces: _Traces, card: Card, budget: Budget) -> Row:
 
 
 def _standing(profile: Profile) -> int:
-    """Bytes of parameters, gradients and the optimizer's state: autocast to a lower precision does not lessen them."""
+    """Bytes of parameters, gradients and optimizer state: autocast to a lower precision does not reduce them."""
     facts = profile.model
     return facts.parameter_bytes + facts.gradient_bytes + (profile.optimizer_bytes or 0)
 
 
 @dataclass
 class _Traces:
-    """The subject as traced so far, by precision and by what kernels were taken."""
+    """The profiles traced so far, by precision and by the kernels chosen."""
 
     subject: Subject
     _found: list[tuple[str, frozenset[tuple[int, int]], Profile]] = field(default_factory=list)
@@ -160,11 +160,11 @@ class _Traces:
 
     @property
     def facts(self) -> Any:
-        """What identifies the model; known once anything was traced."""
+        """What identifies the model; known after the first trace."""
         return self._found[0][2].model
 
     def plan(self, card: Card, budget: Budget) -> tuple[Plan, Profile]:
-        """The plan for a card and the profile it rests on. Raises DoesNotFit."""
+        """Return the plan for a card and the profile behind it. Raises DoesNotFit."""
         try:
             return self._in(card, budget, "off")
         except DoesNotFit as error:
@@ -189,7 +189,7 @@ class _Traces:
         return plan, profile
 
     def _profile(self, card: Card, precision: str) -> Profile:
-        """The subject on a card: its kernels as traced, its seconds modelled."""
+        """The profile on a card: kernels as traced, seconds modelled."""
         target = target_of(card)
         assert target is not None
         here = step_of(target.capability)

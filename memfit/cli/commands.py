@@ -1,4 +1,4 @@
-"""The commands: each reads its arguments, lets the library work, and prints what came of it."""
+"""The commands. Each reads its arguments, calls the library and prints the result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# typer reads these annotations when a command is called, and Python 3.10 knows `X | None` only where nothing reads it.
+# typer evaluates these annotations when a command is called, hence Optional instead of `X | None`.
 Budget = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(help="Most memory for the training (on a GPU: for all of the process): 6GiB, 800MiB, or a share such as 0.9."),
@@ -44,7 +44,7 @@ TargetBatch = Annotated[Optional[int], typer.Option(help="Samples per optimizer 
 
 
 def main() -> None:
-    """What `memfit` and `python -m memfit` run."""
+    """Run the command line, for `memfit` and `python -m memfit`."""
     app()
 
 
@@ -63,7 +63,7 @@ def options(
 
 @app.command()
 def probe(budget: Budget = None) -> None:
-    """How much memory a training may use here."""
+    """Show how much memory a training may use on this machine."""
     with ending():
         print(probe_budget(budget=budget_from(budget)))
 
@@ -124,9 +124,9 @@ def plan(
         typer.Option(help=f"Also print it as arguments of another tool: {', '.join(EXPORTS)}."),
     ] = None,
 ) -> None:
-    """Make the plan of a training without running it.
+    """Plan a training without running it.
 
-    A script runs until its first memfit.wrap has a plan, and is stopped there. The options replace what it passes.
+    A script runs until its first memfit.wrap has a plan, and stops there. The options override what it passes.
     """
     wanted = Wanted(
         target,
@@ -200,7 +200,7 @@ def verify(
     target_batch: TargetBatch = None,
     budget: Budget = None,
 ) -> None:
-    """Compare the gradient of micro-batches with that of the whole batch. Exit code 1 where they differ."""
+    """Compare the gradient of micro-batches with that of the whole batch. Exit code 1 if they differ or cannot be compared."""
     file, function = split_target(target)
     with ending(file):
         asked = checked_target(target_batch), budget_from(budget)
@@ -237,7 +237,7 @@ def report(
 def snapshot(
     file: Annotated[Path, typer.Argument(help="A pickle of torch.cuda.memory._snapshot(), as _dump_snapshot writes it.")],
 ) -> None:
-    """Replay a recorded memory snapshot through the simulated allocator. Exit code 1 where they differ.
+    """Replay a recorded memory snapshot through the simulated allocator. Exit code 1 if they differ or nothing was recorded.
 
     Nothing in the file is executed.
     """
@@ -274,19 +274,19 @@ def demo(
 
 
 def budget_from(text: str | None) -> int | float | str | None:
-    """A budget as typed: a size, a number of bytes or a share of the device. Raises UsageError if it cannot be meant."""
+    """Parse a budget as typed: a size, a number of bytes or a fraction of the device. Raises UsageError for an invalid one."""
     if text is None:
         return None
     if re.fullmatch(r"-?\d{1,30}", text.strip()):
         budget: int | float | str = int(text)
     else:
         budget = float(text) if re.fullmatch(r"-?(\d+\.\d*|\.\d+)", text.strip()) else text
-    asked_bytes(budget, TiB)  # only whether it can be meant: the device is the script's business
+    asked_bytes(budget, TiB)  # only validates: the script chooses the device
     return budget
 
 
 def checked_target(target_batch: int | None) -> int | None:
-    """A target batch of at least 1. Raises UsageError."""
+    """Return the target batch if it is None or at least 1. Raises UsageError otherwise."""
     if target_batch is not None:
         check_count("target_batch", target_batch)
     return target_batch
@@ -299,6 +299,6 @@ def _verified(training: Training, target: str, target_batch: int | None, budget:
         bar.say("comparing one batch whole with the same in micro-batches")
         try:
             return run.verify()
-        except UsageError:  # nothing was cut so far
+        except UsageError:  # no batch was cut into micro-batches so far
             train_once(run, target)
             return run.verify()

@@ -1,7 +1,7 @@
-"""A training from a transformers configuration file alone: the model on the meta device, and a made-up batch of its inputs.
+"""Builds a training from a transformers configuration file alone: the model on the meta device, and a synthetic batch.
 
-Nothing is downloaded and no code of the file's is run. Not covered: padding (samples are as long as said), configurations of
-several modalities, models whose code is not part of transformers.
+Nothing is downloaded, and no code from the file runs. Not covered: padding (all samples have the length asked for),
+configurations of several modalities, models whose code is not part of transformers.
 """
 
 from __future__ import annotations
@@ -29,59 +29,59 @@ TASKS = {
     "image-classification": ("IMAGE_CLASSIFICATION", "ImageClassification"),
     "sequence-classification": ("SEQUENCE_CLASSIFICATION", "SequenceClassification"),
 }
-"""What a model may be trained for, and transformers' names of its table of models and its class for that; the first that a
-type of model has is taken where its configuration does not say."""
+"""The tasks, each with transformers' names of its model table and auto class. If a configuration names no task, the first
+one that its model type has is taken."""
 OPTIMIZERS = ("adamw", "adamw-fused", "sgd")
-"""The first steps parameters by lists, as torch does on CUDA if not told otherwise, which takes one more copy of them."""
+"""The first steps parameters in lists (foreach), torch's default on CUDA, which takes one more copy of them."""
 LONGEST = 4096
-"""Tokens per sample where neither the user nor the model's positions say fewer."""
+"""Tokens per sample if neither the user nor the model's positions set fewer."""
 IMAGE = 224
-"""Pixels along each side where the configuration does not say."""
+"""Pixels along each side if the configuration does not say."""
 SIZES = (
     *("hidden_size", "d_model", "n_embd", "dim", "num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "intermediate_size", "d_ff", "vocab_size"),
     *("max_position_embeddings", "n_positions", "image_size", "patch_size", "num_channels"),
 )
-"""Entries of which a model has none where they are not positive."""
+"""Entries of a configuration that must be positive."""
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 RELATIVE = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
-"""Types of models with relative positions, however many their configuration names."""
+"""Model types with relative positions: the number in their configuration is no limit."""
 AFTER_PADDING = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", "xlm-roberta-xl", "xmod", "mpnet", "longformer")
-"""Types of models whose positions are counted from behind the padding token's number."""
+"""Model types whose positions start after the padding token's index."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be built."""
+    """Holds the options of a training to build."""
 
     path: Path
-    """A configuration, or the directory it lies in."""
+    """A configuration file, or its directory."""
     seq_len: int | None = None
-    """Tokens per sample; None: what the model has positions for, at most `LONGEST`."""
+    """Tokens per sample; None: as many as the model has positions, at most `LONGEST`."""
     precision: str | None = None
-    """The precision of the weights; None: the configuration's."""
+    """The weights' precision; None: the configuration's."""
     optimizer: str = "adamw"
     """One of `OPTIMIZERS`."""
     task: str | None = None
-    """One of `TASKS`; None: that of the configuration."""
+    """One of `TASKS`; None: the configuration's."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model that exists as shapes alone, and what it is trained with."""
+    """Holds a model of shapes alone, without storage, and what it is trained with."""
 
     model: Any
     """The module, on the meta device."""
     optimizer: Any
     """Its optimizer."""
     sample: dict[str, torch.Tensor]
-    """A batch, by the names of the model's inputs."""
+    """A batch, keyed by the names of the model's inputs."""
     what: str
-    """The batch in words."""
+    """What a sample is, in words."""
 
 
 def built(asked: Asked) -> Built:
-    """The training that a configuration describes. Raises UsageError."""
+    """Build the training that a configuration describes. Raises UsageError."""
     _check(asked)
     file = asked.path / "config.json" if asked.path.is_dir() else asked.path
     data = _read(file)
@@ -101,12 +101,12 @@ def _optimizer(name: str, trained: list[torch.nn.Parameter]) -> torch.optim.Opti
         return torch.optim.SGD(trained, lr=0.1)
     found = torch.optim.AdamW(trained)
     for group in found.param_groups:
-        group["fused"] = True if name == "adamw-fused" else None  # AdamW(fused=True) refuses what is on meta
+        group["fused"] = True if name == "adamw-fused" else None  # AdamW(fused=True) refuses the meta device
     return found
 
 
 def own_loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """The loss that a model of transformers returns for a batch with labels."""
+    """Return the loss that a transformers model computes for a batch with labels."""
     with _quietly():
         return model(**batch).loss
 
@@ -174,12 +174,12 @@ def _config(data: dict[str, Any], precision: str | None, file: Path) -> Any:
 
 
 def _text(config: Any) -> Any:
-    """The part of a configuration that is about tokens."""
+    """The text part of a configuration."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _task_of(data: Mapping[str, Any], kind: str, file: Path) -> str:
-    """The task of the architecture that the configuration names; the likeliest where that is a model without a head."""
+    """The task of the architecture in the configuration; without one, or for a model without a head, the first that fits."""
     names = {task: _class_names(task).get(kind) for task in TASKS}
     known = {task: (name,) if isinstance(name, str) else tuple(name or ()) for task, name in names.items()}
     listed = data.get("architectures")
@@ -212,7 +212,7 @@ def _model(config: Any, task: str, file: Path) -> Any:
 
 
 def _class_names(task: str) -> Mapping[str, Any]:
-    """From model types to the names of their classes for a task."""
+    """The mapping from model types to the names of their classes for a task."""
     from transformers.models.auto import modeling_auto
 
     return getattr(modeling_auto, f"MODEL_FOR_{TASKS[task][0]}_MAPPING_NAMES")
@@ -229,7 +229,7 @@ def _transformers(file: Path) -> Any:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what transformers says of configurations and losses; nobody is about to train or to generate text."""
+    """Silence transformers' warnings about configurations and losses; nothing trains or generates text here."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -282,7 +282,7 @@ def _length(config: Any, asked: int | None) -> int:
 
 
 def _positions(config: Any) -> int | None:
-    """The most tokens that a sample may have; None where the model does not limit them."""
+    """The most tokens that a sample may have; None if the model sets no limit."""
     if config.model_type in RELATIVE:
         return None
     found = (getattr(config, name, None) for name in POSITIONS)

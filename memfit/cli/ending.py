@@ -1,4 +1,4 @@
-"""How a command ends: what goes to stderr, and the exit code.
+"""Ends a command: what goes to stderr, and the exit code.
 
 0    done
 1    the user's own code raised an exception, or a verification failed
@@ -27,9 +27,9 @@ FAILED, NOT_DONE, INTERRUPTED = 1, 2, 130
 
 @contextmanager
 def ending(user_file: Path | None = None) -> Iterator[None]:
-    """Turn what is raised inside into what a shell understands.
+    """Turn exceptions raised inside into messages on stderr and exit codes.
 
-    Exceptions of the code in `user_file` are printed as Python would, without our own frames above it. Raises typer.Exit.
+    Exceptions from the code in `user_file` are printed as Python does, without memfit's frames above it. Raises typer.Exit.
     """
     try:
         yield
@@ -38,7 +38,7 @@ def ending(user_file: Path | None = None) -> Iterator[None]:
         raise typer.Exit(NOT_DONE) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except (typer.Exit, BrokenPipeError):  # typer ends quietly where nobody reads on
+    except (typer.Exit, BrokenPipeError):  # typer exits quietly if the reader is gone
         raise
     except Exception as error:
         if user_file is None:
@@ -48,7 +48,7 @@ def ending(user_file: Path | None = None) -> Iterator[None]:
 
 
 def _from(file: Path, error: BaseException) -> TracebackType | None:
-    """The traceback from the first frame in `file` on; all of it if the error is none of the file's, but our own."""
+    """The traceback from the first frame in `file`; without one, all of it, but nothing for a SyntaxError."""
     frames = error.__traceback__
     while frames is not None and os.path.abspath(frames.tb_frame.f_code.co_filename) != os.path.abspath(file):
         frames = frames.tb_next

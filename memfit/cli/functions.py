@@ -1,4 +1,4 @@
-"""FILE.py:function, a function that returns (model, optimizer, loader[, loss_fn]): loading it, and training with it.
+"""Loads FILE.py:function, a function that returns (model, optimizer, loader[, loss_fn]), and trains with the result.
 
 Not covered: functions that take arguments.
 """
@@ -24,7 +24,7 @@ RETURNS = "(model, optimizer, loader) or (model, optimizer, loader, loss_fn)"
 
 @dataclass(frozen=True)
 class Training:
-    """What a function returned."""
+    """Holds what the function returned."""
 
     model: Any
     """The module to train."""
@@ -33,17 +33,17 @@ class Training:
     loader: Any
     """The loader of its batches."""
     loss_fn: Callable[[Any, Any], Any]
-    """(model, batch) to a scalar."""
+    """Maps (model, batch) to a scalar loss."""
 
     def wrapped(self, target_batch: int | None, budget: int | float | str | None) -> Run:
-        """`memfit.wrap` of it."""
+        """Call `memfit.wrap` on it."""
         return memfit.wrap(
             self.model, self.optimizer, self.loader, loss_fn=self.loss_fn, target_batch=target_batch, budget=budget
         )
 
 
 def split_target(target: str) -> tuple[Path, str | None]:
-    """(file, function) of "FILE.py:function"; the function is None where only a file is named."""
+    """Split "FILE.py:function" into (file, function); the function is None if only a file is named."""
     file, colon, name = target.rpartition(":")
     if colon and name.isidentifier() and not Path(target).exists():
         return Path(file), name
@@ -51,7 +51,7 @@ def split_target(target: str) -> tuple[Path, str | None]:
 
 
 def check_file(file: Path) -> None:
-    """A Python file that can be read. Raises UsageError."""
+    """Check that the file exists and is a file. Raises UsageError otherwise."""
     if not file.exists():
         raise UsageError(f"running {str(file)!r}", found="there is no such file", next_move="check its name and folder")
     if not file.is_file():
@@ -59,7 +59,7 @@ def check_file(file: Path) -> None:
 
 
 def made_by(file: Path, name: str) -> Training:
-    """What the function of that name returns. Raises UsageError; exceptions of the user's code pass as they are."""
+    """Call the function and return its training. Raises UsageError; exceptions in the user's code pass through."""
     check_file(file)
     module = _imported(file)
     function = getattr(module, name, None)
@@ -79,7 +79,7 @@ def made_by(file: Path, name: str) -> Training:
 
 
 def train_once(run: Run, asked: str) -> None:
-    """One training step. Raises UsageError where there is no batch."""
+    """Run one training step. Raises UsageError if there is no batch."""
     batch = next(iter(run.loader), None)
     if batch is None:
         raise UsageError(asked, found="its loader yields nothing", next_move="return one that yields batches")
@@ -87,7 +87,7 @@ def train_once(run: Run, asked: str) -> None:
 
 
 def _own_loss(asked: str, model: Any, batch: Any) -> Any:
-    """The loss that a model returns itself, as those of Hugging Face do. Raises UsageError where it does not."""
+    """The loss that the model itself returns, as Hugging Face models do. Raises UsageError if it returns none."""
     output = model(**batch) if isinstance(batch, Mapping) else None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
@@ -100,7 +100,7 @@ def _own_loss(asked: str, model: Any, batch: Any) -> Any:
 
 
 def _imported(file: Path) -> ModuleType:
-    """The file as a module, its folder on the path; it stays imported, so that workers can find its classes."""
+    """Import the file as a module, with its folder on the path; it stays imported, so that workers find its classes."""
     sys.path.insert(0, str(file.resolve().parent))
     name = file.stem if file.stem not in sys.modules else f"memfit_given_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, str(file))

@@ -1,7 +1,7 @@
-"""A script that says "cuda" on a machine without: for a plan its tensors can just as well lie in this machine's memory.
+"""Runs a script that uses "cuda" on a machine without CUDA: for a plan, its tensors can stay in host memory.
 
-What is computed is traced for the card that was asked for; what the script moves there stays here. Not covered: what asks the
-CUDA driver itself (`torch.cuda.set_device`, `get_device_properties`), which ends in an error that says so.
+Computation is traced for the requested card; tensors that the script moves there stay on the host. Not covered: calls to
+the CUDA driver (`torch.cuda.set_device`, `get_device_properties`), which end in an error that says so.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _MISSING = (
     *("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available"),
     "has no attribute '_cuda_",
 )
-"""What torch says where there is no CUDA (torch/cuda/__init__.py, torch/csrc/cuda)."""
+"""Parts of torch's error messages without CUDA (torch/cuda/__init__.py, torch/csrc/cuda)."""
 
 
 class _OnHost(TorchFunctionMode):
-    """Tensors that would be made on, or moved to, a CUDA device are made here, or stay."""
+    """Creates tensors for a CUDA device on the CPU, and does not move tensors to a CUDA device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
-        if func is torch.device:  # a name moves nothing
+        if func is torch.device:  # a device alone moves nothing
             return func(*args, **(kwargs or {}))
         numbers = func is torch.Tensor.to
         args = (*args[:1], *(_here(value, numbers) for value in args[1:])) if numbers else tuple(_here(v) for v in args)
@@ -42,7 +42,7 @@ class _OnHost(TorchFunctionMode):
 
 
 def _here(value: Any, numbers: bool = False) -> Any:
-    """A CUDA device as the host's; anything else as it is. `numbers`: whether a number names a device."""
+    """The CPU for a CUDA device; anything else unchanged. `numbers`: whether an int is a device index."""
     is_cuda = isinstance(value, torch.device) and value.type == "cuda"
     is_cuda = is_cuda or (isinstance(value, str) and _CUDA.fullmatch(value) is not None)
     return torch.device("cpu") if is_cuda or (numbers and type(value) is int) else value
@@ -50,9 +50,9 @@ def _here(value: Any, numbers: bool = False) -> Any:
 
 @contextmanager
 def hosting(script: Path, *, elsewhere: bool) -> Iterator[None]:
-    """Inside, a script for CUDA runs without; `elsewhere`: as it is planned for a card that is not here.
+    """Let a script for CUDA run without CUDA, if it is planned for a card that this machine does not have (`elsewhere`).
 
-    Raises UsageError where it needs CUDA all the same. Where there is CUDA, nothing is changed.
+    Raises UsageError if the script still needs CUDA. On a machine with CUDA, nothing changes.
     """
     if torch.cuda.is_available():
         yield
@@ -70,7 +70,7 @@ def hosting(script: Path, *, elsewhere: bool) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """No copies of weights are kept here when an autocast ends."""
+    """Do nothing when an autocast ends: it keeps no copies of weights here."""
 
 
 def _needs_cuda(script: Path, error: BaseException, elsewhere: bool) -> UsageError:

@@ -1,4 +1,4 @@
-"""What `memfit plan` plans: a script, a function or a configuration, for the device that is here, for a card, or for many."""
+"""Runs `memfit plan`: for a script, a function or a configuration, on this machine's device, one card or many."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from memfit.reporting.report import Report
 
 @dataclass(frozen=True)
 class Wanted:
-    """The options of `memfit plan`, as typed but for sizes and counts, which were checked."""
+    """Holds the options of `memfit plan` as typed, except for the budget, which is parsed."""
 
     target: str | None = None
     arguments: Sequence[str] = ()
@@ -47,14 +47,14 @@ class Wanted:
 
     @property
     def file(self) -> Path | None:
-        """The Python file that is run."""
+        """The Python file to run; None without one."""
         return None if self.target is None else split_target(self.target)[0]
 
 
 def plan_as(wanted: Wanted) -> None:
-    """Plan, print, and save or export what was asked for. Raises MemfitError."""
+    """Plan, print the result, and save or export what was asked for. Raises MemfitError."""
     _check(wanted)
-    save = None if wanted.save is None else wanted.save.absolute()  # the script may change the directory
+    save = None if wanted.save is None else wanted.save.absolute()  # the script may change the working directory
     if wanted.save is not None:
         check_writable(wanted.save, "the plan" if wanted.devices is None else "the comparison")
     if wanted.devices is not None:
@@ -107,7 +107,7 @@ def _report(wanted: Wanted) -> Report:
 
 
 def _subject(wanted: Wanted) -> Subject:
-    """The training of a function or a configuration. Raises UsageError."""
+    """Build the training from a function or a configuration. Raises UsageError."""
     if wanted.hf_config is not None:
         return _of_config(wanted, wanted.hf_config)
     file, function = split_target(str(wanted.target))

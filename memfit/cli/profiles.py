@@ -1,4 +1,4 @@
-"""What `memfit profile` shows: where the memory and the time of a training step go, module by module."""
+"""Runs `memfit profile`: shows where the memory and the time of a training step go, module by module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memfit.reporting.progress import progress
 
 @dataclass(frozen=True)
 class Wanted:
-    """The options of `memfit profile`, as typed."""
+    """Holds the options of `memfit profile`, as typed."""
 
     target: str
     micro_batch: int | None
@@ -40,7 +40,7 @@ class Wanted:
 
 
 def profile_as(wanted: Wanted) -> None:
-    """Profile, print, and save what was asked for. Raises MemfitError."""
+    """Profile, print the result, and save it if asked for. Raises MemfitError."""
     file, function = split_target(wanted.target)
     for name, value in (("micro_batch", wanted.micro_batch), ("depth", wanted.depth)):
         if value is not None:
@@ -51,7 +51,7 @@ def profile_as(wanted: Wanted) -> None:
             found="it names no function",
             next_move="write FILE.py:function, a function that returns (model, optimizer, loader[, loss_fn])",
         )
-    save = None if wanted.save is None else wanted.save.absolute()  # the function may change the directory
+    save = None if wanted.save is None else wanted.save.absolute()  # the function may change the working directory
     if wanted.save is not None:
         check_writable(wanted.save, suffixes=FORMATS)
     report = _profiled(made_by(file, function), wanted)
@@ -86,12 +86,12 @@ def _profiled(training: Training, wanted: Wanted) -> ProfileReport:
             plain_loop=wanted.plain_loop,
             evaluation=wanted.evaluation,
         )
-        # A plain loop makes its step of one batch.
+        # A plain loop takes an optimizer step for every batch.
         return profile_report(found, size, accumulates=not wanted.plain_loop, depth=wanted.depth)
 
 
 def _blocks(text: str) -> str | list[str]:
-    """off, all, or names with commas between."""
+    """off, all, or the list of comma-separated names."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     return text if text in ("off", "all") or not names else names
 

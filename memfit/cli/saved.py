@@ -1,4 +1,4 @@
-"""Plans and reports in files, and how they are shown."""
+"""Reads and writes plans and reports, and prints them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memfit.training.elsewhere import is_elsewhere
 
 
 def show(report: Report | Comparison) -> None:
-    """Print a report on stdout: as wide as the terminal, or as plain text where there is none."""
+    """Print a report on stdout: as wide as the terminal, or as plain text without one."""
     if sys.stdout.isatty():
         report.print()
     else:
@@ -30,7 +30,7 @@ def save_plan(plan: Plan, path: Path) -> None:
 
 
 def read_saved(path: Path) -> Report | Comparison:
-    """The report or comparison in a file, or a report of the plan in it. Raises UsageError or PlanFileError for any other."""
+    """Read a report, a comparison or a report of a plan from a file. Raises UsageError or PlanFileError for any other file."""
     text = read_text(path)
     kind = _kind(text, path)
     if kind == "report":
@@ -41,7 +41,7 @@ def read_saved(path: Path) -> Report | Comparison:
 
 
 def report_of(plan: Plan, path: Path) -> Report:
-    """The report of a plan that nothing ran by yet, from what stands in its file."""
+    """Build the report of a plan that has not run yet, from its file alone."""
     here = not is_elsewhere(plan.notes)
     device = Device("", None, plan.device, total=plan.limit, free=plan.limit, held=plan.held, here=here)
     return make_report(

@@ -1,6 +1,6 @@
-"""Running a training script until it has a plan, and no further.
+"""Runs a training script until it has a plan, and stops it there.
 
-The script runs as `python script.py` would run it: as `__main__`, with its own arguments and its own folder on the path.
+The script runs as with `python script.py`: as `__main__`, with its own arguments and its own folder on the path.
 Not covered: scripts that start their training in other processes.
 """
 
@@ -27,14 +27,14 @@ LINE = "model, optimizer, loader = memfit.wrap(model, optimizer, loader, target_
 
 
 def planned_by_script(script: Path, arguments: Sequence[str], asked: Asked) -> Report:
-    """The report of the first plan that `script` makes; the script is stopped there.
+    """Run `script` until its first plan, stop it there and return the report of the plan.
 
-    Raises UsageError if it ends without one. Its own exceptions, and a SystemExit with a code, pass as they are.
+    Raises UsageError if it ends without a plan. Its own exceptions, and a SystemExit with a nonzero code, pass through.
     """
     runs: list[Run] = []
     with running_as_main(script, arguments) as module, hosting(script, elsewhere=asked.card is not None):
         report = stopped_at_plan(partial(_execute, script, module), replace(asked, on_wrap=runs.append))
-    if report is None:  # or the script caught even a BaseException, and went on
+    if report is None:  # it ended, or caught even a BaseException and went on
         report = next((_report_of(run) for run in runs if run.plan is not None), None)
     if report is None:
         raise _without_plan(script, wrapped=bool(runs))
@@ -42,7 +42,7 @@ def planned_by_script(script: Path, arguments: Sequence[str], asked: Asked) -> R
 
 
 def stopped_at_plan(work: Callable[[], object], asked: Asked) -> Report | None:
-    """Run `work()` with what is asked of `memfit.wrap`; the report of the plan it was stopped at, None if it ended."""
+    """Run `work()` with the overrides for `memfit.wrap`; return the report of the plan it stopped at, None if it ended."""
     token = ASKED.set(asked)
     try:
         work()
@@ -51,7 +51,7 @@ def stopped_at_plan(work: Callable[[], object], asked: Asked) -> Report | None:
         run, frames = ready.run, ready.__traceback__
     finally:
         ASKED.reset(token)
-    traceback.clear_frames(frames)  # iterators of loaders live in them, and with these their workers
+    traceback.clear_frames(frames)  # the frames keep loader iterators alive, and these their workers
     return _report_of(run)
 
 
@@ -63,7 +63,7 @@ def _report_of(run: Run) -> Report:
 
 @contextmanager
 def running_as_main(script: Path, arguments: Sequence[str]) -> Iterator[ModuleType]:
-    """A fresh `__main__` for the script, its arguments and its folder; all as before afterwards."""
+    """Install a fresh `__main__`, the script's arguments and its folder on the path; restore everything afterwards."""
     module = ModuleType("__main__")
     module.__file__ = str(script)
     before = sys.argv, sys.path[:], sys.modules["__main__"]
@@ -78,7 +78,7 @@ def running_as_main(script: Path, arguments: Sequence[str]) -> Iterator[ModuleTy
 
 @contextmanager
 def streams_kept() -> Iterator[None]:
-    """stdout and stderr as they were, where the script closed them or put nothing in their places."""
+    """Restore stdout and stderr afterwards if the script closed them or set them to None."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     try:
         yield
@@ -90,7 +90,7 @@ def streams_kept() -> Iterator[None]:
 
 
 def _opened_again(descriptor: int) -> Any:
-    """A stream on a descriptor that outlived the one before it; nothing is shown where that is closed, too."""
+    """A new stream on the old one's file descriptor; if that is closed too, a stream that discards the output."""
     try:
         return open(descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
     except OSError:

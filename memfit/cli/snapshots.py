@@ -1,4 +1,4 @@
-"""What a recorded snapshot says of the simulated allocator, in words."""
+"""Says in words how a recorded memory snapshot compares with the simulated allocator."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from memfit.allocators.snapshot import read_snapshot
 
 
 def replayed(file: Path) -> tuple[str, bool]:
-    """(lines, whether every device's replay is identical) for a pickle of `torch.cuda.memory._snapshot()`.
+    """Replay a pickle of `torch.cuda.memory._snapshot()`; return (lines, whether every device's replay is identical).
 
-    Nothing in the file is executed. Raises UsageError for what is none.
+    Nothing in the file is executed. Raises UsageError if it is no snapshot.
     """
     snapshot = read_snapshot(file)
     found = [(index, replay(snapshot, device=index)) for index, memory in enumerate(snapshot.devices) if memory.trace]

@@ -1,1 +1,1 @@
-"""The script's loader, made to yield effective batches: which samples, sent how, and which are longest."""
+"""Makes the script's loader yield effective batches: which samples, how workers send them, and which are longest."""

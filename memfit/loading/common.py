@@ -1,8 +1,8 @@
-"""Drawing the same order in all processes: rank 0's.
+"""Draws the same sample order on all ranks: rank 0's.
 
-Scripts seed their processes alike, or not; an order that is divided has to be one. At the beginning of every epoch the others
-are told the state of rank 0's generators, and draw from that; their own generators go on as they would have. Not covered:
-samplers that draw while they are under way, or from NumPy or `random`; where processes then differ, that is noticed.
+Scripts may or may not seed their ranks alike, but ranks can only divide one common order. At the beginning of every epoch, the
+other ranks receive the state of rank 0's generators and draw from it; their global generators go on undisturbed. Not
+covered: samplers that draw later in the epoch, or from NumPy or `random`; memfit detects if ranks then differ.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ DRAWING = "an epoch of the loader"
 
 
 class CommonDraws:
-    """What `ranks` agree on about the order of their loaders; `tell` says to the user what cannot be had."""
+    """Makes `ranks` agree on the order of their loaders; `tell` tells the user where that is not possible."""
 
     def __init__(self, ranks: Ranks, tell: Callable[[str], None]) -> None:
         self.ranks, self._tell = ranks, tell
 
     def division(self, source: DataLoader[Any], grouping: Grouping, *, never_empty: bool) -> Division | None:
-        """How effective batches are divided; None where each process's own loader has to be taken for its part. Raises
+        """Return how effective batches are divided among ranks; None if each rank's own batches have to be its part. Raises
         UsageError for a sampler without length."""
         if grouping.whole or isinstance(source.dataset, IterableDataset) or type(source.batch_sampler) is not BatchSampler:
             kind = "IterableDataset" if isinstance(source.dataset, IterableDataset) else type(source.batch_sampler).__name__
@@ -45,8 +45,8 @@ class CommonDraws:
         return Division(grouping.size, self.ranks.rank, self.ranks.size, grouping.drop_last, never_empty)
 
     def begin(self, mine: Start, order: Order, generator: torch.Generator | None) -> Start:
-        """An epoch begins: what rank 0 draws its order from, which is drawn alike on every process. It is drawn apart where
-        any has to."""
+        """Begin an epoch: return what rank 0 draws its order from, and make this rank draw the same. If any rank has to draw
+        `apart` (from a derived stream), all do."""
         told: list[Start] = self.ranks.gather(mine, DRAWING)
         first = replace(told[0], apart=any(each.apart for each in told))
         if self.ranks.rank and not first.apart:
@@ -58,11 +58,11 @@ class CommonDraws:
         return first
 
     def begin_shares(self, shares: Shares) -> None:
-        """An epoch begins, divided as rank 0 divides it."""
+        """Begin an epoch, divided as rank 0 divides it."""
         shares.begin(self.ranks.gather(shares.latest, DRAWING)[0])
 
     def differ(self, indices: list[Any]) -> bool:
-        """Whether the processes are given different indices for their first effective batch."""
+        """Whether the ranks' samplers give different indices for the first effective batch."""
         digest = hashlib.sha256(repr(indices).encode()).digest()
         apart = len(set(self.ranks.gather(digest, DRAWING))) > 1
         if apart:

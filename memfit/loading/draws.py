@@ -1,13 +1,12 @@
-"""The random draws behind a loader: whose they are, and how the loader keeps its own apart from everybody else's.
+"""Separates the loader's own random draws from all others.
 
-The first epoch draws from the global generator exactly as the script's own loader would, and so do later ones as long as
-nothing else is drawn there while an epoch is under way. After that (dropout on the CPU, a data set's augmentation, whose draws
-depend on how batches are cut and divided) they draw from streams derived from a seed remembered from the first, so that their
-order does not depend on how many dropout masks were drawn meanwhile. What the script's own loader would have drawn is drawn
-from the global generator all the same, and not used: everybody else's draws stay the plain script's. Not covered: samplers that
-draw while they are under way rather than before their first index, or from NumPy or `random` (those draws come from the global
-generators, as without memfit), and spending what samplers of the script's own would draw: running one twice could change what
-it remembers.
+The first epoch draws from the global generator exactly as the script's own loader does. Later epochs do the same, as long as
+nothing else draws from it during an epoch. After such a draw (dropout on the CPU, a dataset's augmentation; how many there are
+depends on how batches are cut and divided), epochs draw from streams derived from a seed of the first epoch. So their order
+does not depend on the number of dropout masks. The draws of the script's own loader are still taken from the global generator
+and discarded: all other draws stay those of the plain script. Not covered: samplers that draw later than before their first
+index, or from NumPy or `random` (those draws come from the global generators, as without memfit), and discarding what samplers
+of the script's own classes would draw: running one twice could change its state.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ from memfit.loading.watch import Watch
 
 
 def peek_seed(generator: torch.Generator | None) -> int:
-    """The seed `generator` (None: the global one) would give next, without taking it."""
+    """Return the seed that `generator` (None: the global one) would give next, without drawing it."""
     twin = torch.Generator()
     twin.set_state(torch.get_rng_state() if generator is None else generator.get_state())
     return draw_seed(twin)
 
 
 def draw_seed(generator: torch.Generator) -> int:
-    """A seed drawn from `generator`, as torch's own loaders and samplers draw theirs."""
+    """Draw a seed from `generator`, as torch's own loaders and samplers do."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 
 def mixed(seed: int, *numbers: int) -> int:
-    """A seed of its own for each combination of `seed` and `numbers` (which are not negative)."""
+    """Derive a separate seed for each combination of `seed` and `numbers` (not negative)."""
     return int(np.random.SeedSequence([seed % 2**64, *numbers]).generate_state(1, np.uint64)[0] >> 1)
 
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """The CPU generators of torch, NumPy and `random` are afterwards as they were, whatever the block draws."""
+    """Restore the CPU generators of torch, NumPy and `random` after the block, whatever it draws."""
     torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -72,8 +71,8 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Stream:
-    """A private stream (from a seed, or a generator's state) in the place of torch's global CPU generator, and of Python's and
-    NumPy's where `host` is given, for as long as a `with` block runs."""
+    """Replaces torch's global CPU generator inside a `with` block by a private stream, from a seed or a generator's state.
+    With `host`, it replaces Python's and NumPy's generators too."""
 
     def __init__(self, seed: int = 0, *, state: torch.Tensor | None = None, host: HostRandom | None = None) -> None:
         self._inside = torch.Generator().manual_seed(seed).get_state() if state is None else state
@@ -96,11 +95,11 @@ class Stream:
 
 
 class Order:
-    """The script's sampler, whose order is drawn from `stream` instead of the global generator (None: left alone).
+    """Wraps the script's sampler so that it draws its order from `stream` instead of the global generator (None: unchanged).
 
-    The stream is in place only while the sampler's iterator is created and first advanced: that is when samplers draw. Then
-    the global generator gives what the sampler would have taken, unless it did before (`spends`), and `skips` says which items
-    are left out. `through` is shown all of them; `watch` is not to take these draws for anybody else's.
+    The stream is in place only while the sampler's iterator is created and first advanced: that is when samplers draw. With
+    `spends`, what the sampler would have drawn from the global generator is drawn from it and discarded. `skips` leaves items
+    out; `through` sees all of them. `watch` does not count these draws as others'.
     """
 
     def __init__(self, sampler: Iterable[Any], watch: Watch) -> None:
@@ -149,23 +148,23 @@ class Order:
 
 
 def spend_seed() -> None:
-    """Draw a seed from the global generator, as torch does where none is given, and leave it unused."""
+    """Draw a seed from the global generator, as torch does without a given one, and discard it."""
     torch.empty((), dtype=torch.int64, device="cpu").random_()
 
 
 def _spend(sampler: Any) -> None:
-    """Draw from the global generator what the sampler would, if it is one of torch's own."""
+    """Draw from the global generator what the sampler would, if its class is one of torch's."""
     inner = sampler.sampler if type(sampler) is BatchSampler else sampler
     inner = inner.sampler if isinstance(inner, Part) else inner
     if type(inner) is RandomSampler:
         if len(inner):
-            spend_seed()  # the order itself is drawn from a generator of its own, seeded with this
+            spend_seed()  # the order comes from a separate generator, seeded with this
     elif type(inner) in (SubsetRandomSampler, WeightedRandomSampler):
         next(iter(inner), None)
 
 
 def keeps_own_order(sampler: Any) -> bool:
-    """Whether the sampler, or one it draws from, has its own generator or is told the epoch by the script."""
+    """Return whether the sampler, or one it draws from, has its own generator or a `set_epoch` for the script to call."""
     for _ in range(8):  # samplers nest through `.sampler`; a handful of levels at most
         if getattr(sampler, "generator", None) is not None or hasattr(sampler, "set_epoch"):
             return True
@@ -174,7 +173,7 @@ def keeps_own_order(sampler: Any) -> bool:
 
 
 def generator_of(sampler: Any) -> torch.Generator | None:
-    """The generator of the sampler, or of one it draws from, if any has one."""
+    """Return the generator of the sampler, or of one it draws from; None if none has one."""
     for _ in range(8):
         found = getattr(sampler, "generator", None)
         if found is not None or isinstance(sampler, DistributedSampler):

@@ -1,4 +1,4 @@
-"""The script's loader once more, its order ours to steer: what its batches are made of, and how they become effective ones."""
+"""Copies the script's loader with an order that memfit controls, and decides how its batches become effective batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memfit.loading.watch import Watch
 
 
 def grouping_of(source: DataLoader[Any], share: int | None, collated: bool) -> Grouping | None:
-    """How pieces become effective batches; None if the script's own batches are passed on as they are."""
+    """Return how pieces become effective batches; None if the script's own batches pass through unchanged."""
     sampler = source.batch_sampler
     if sampler is None or (share is None and collated):
         return None
@@ -30,8 +30,8 @@ def grouping_of(source: DataLoader[Any], share: int | None, collated: bool) -> G
 def inner_loader(
     source: DataLoader[Any], grouping: Grouping | None, watch: Watch, *, pins: bool, part: Callable[[Any], Part] | None = None
 ) -> tuple[DataLoader[Any], Order]:
-    """The script's loader once more, of its own class: its order now ours to steer, its collate function replaced, and with
-    `part` only this process's indices."""
+    """Return a copy of the script's loader, of the same class, and the order that controls it. The copy's collate function is
+    replaced if batches are regrouped or counted; with `part`, it loads only this rank's indices."""
     changes: dict[str, Any] = {"_iterator": None, "pin_memory": pins}
     sampler: Any = source.sampler if source.batch_sampler is None else source.batch_sampler
     if grouping is not None:
@@ -50,7 +50,7 @@ def inner_loader(
 
 
 def iterations(source: DataLoader[Any], grouping: Grouping) -> int:
-    """Effective batches in an epoch; an estimate where batches of a batch sampler of varying size are joined."""
+    """Return the effective batches in an epoch; an estimate if joined batches of a batch sampler vary in size."""
     sampler: Any = source.batch_sampler
     if grouping.whole:
         batches = len(sampler)

@@ -1,4 +1,4 @@
-"""Loaders that are no torch DataLoader: any iterable of whole batches, passed through and counted."""
+"""Wraps loaders that are no torch DataLoader: any iterable of whole batches passes through and is counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memfit.loading.loader import BatchInfo
 
 
 class PassedThrough:
-    """`source`, each of its batches announced before it is yielded; everything else is the source's."""
+    """Yields the batches of `source`, and calls `on_batch` before each one; everything else is the source's."""
 
     def __init__(self, source: Iterable[Any], on_batch: Callable[[BatchInfo], None]) -> None:
         self.source = source

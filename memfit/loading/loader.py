@@ -1,9 +1,9 @@
-"""The script's DataLoader, made to yield effective batches: one iteration is one optimizer step.
+"""Makes the script's DataLoader yield effective batches: one iteration is one optimizer step.
 
-The loading itself stays the script's: its sampler, its batches, its workers. Workers hand over the samples of each
-script batch, called a *piece*, packed instead of collated; the main process regroups pieces into effective batches and
-collates those. So workers never hold more than the script's own batches in shared memory, and the first piece is there
-as early as ever. Not covered: loading further ahead than the script's own prefetching (that would take room), and
+The loading itself stays the script's: its sampler, its batches, its workers. Workers send the samples of each script
+batch, called a *piece*, packed instead of collated. The main process regroups pieces into effective batches and
+collates those. So workers never hold more than the script's own batches in shared memory, and the first piece arrives
+as early as without memfit. Not covered: prefetching further ahead than the script does (that would take memory), and
 collating in workers once pieces are regrouped: the script's collate function then runs in the main process.
 """
 
@@ -37,31 +37,31 @@ from memfit.ranks.ranks import Ranks
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """One batch a loader is about to yield."""
+    """Describes one batch that a loader is about to yield."""
 
     epoch: int
-    """Epochs begun before this one, by this loader."""
+    """Epochs that this loader began before this one."""
     index: int
     """Batches yielded before this one in its epoch."""
     samples: int | None
-    """Samples in it; None where unknown: the dataset yields whole batches, or a DataLoader subclass its own things."""
+    """Samples in it; None if unknown: the dataset yields whole batches, or a DataLoader subclass its own objects."""
     waited: float
-    """Time the consumer waited for it, in seconds."""
+    """Seconds that the consumer waited for it."""
 
 
 class EffectiveLoader(DataLoader[Any]):
-    """`source`, yielding effective batches of `share` samples (None: the script's own batches).
+    """Yields effective batches of `share` samples from `source` (None: the script's own batches).
 
-    With `collated` they are what the script's collate function makes of them, else `SampleBatch`es. Datasets that
-    yield whole batches (`batch_size=None`) are passed through. Batches of a batch sampler of the script's are never
-    split: whole ones are taken until `share` samples are there. `seed` determines the order of all epochs but the
-    first; None takes it from the generator as the first epoch finds it. With `apart`, that is only so once `apart()`: as long
-    as nothing was drawn that the script alone would not have, the order is the plain loader's. `on_batch` is called before
-    each batch. With `ranks`, `share` counts over all processes, and this one yields its part; the order is then rank 0's.
+    With `collated`, they are what the script's collate function returns, else `SampleBatch`es. Datasets that yield
+    whole batches (`batch_size=None`) pass through. Batches of the script's own batch sampler are never split: whole
+    ones are joined until they hold `share` samples. `seed` determines the order of all epochs after the first; None
+    takes it from the generator as the first epoch finds it. With `apart`, this applies only once `apart()` is true: as long
+    as nothing is drawn that the script alone would not draw, the order is the plain loader's. `on_batch` is called before
+    each batch. With `ranks`, `share` counts over all ranks, this rank yields its part, and the order is rank 0's.
 
     Everything else is the script's loader: same dataset, sampler, workers, attributes. Raises UsageError for a share
-    that is not positive and, while iterating, if pieces cannot be regrouped. Errors of the dataset and of the collate
-    function surface as themselves.
+    that is not positive and, while iterating, if pieces cannot be regrouped. Errors from the dataset and the collate
+    function pass through.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class EffectiveLoader(DataLoader[Any]):
     ) -> None:
         _check_share(share)
         source = source.source if isinstance(source, EffectiveLoader) else source
-        # Not DataLoader.__init__: what the script's loader already is, in whatever torch version or subclass, is taken
-        # over attribute by attribute rather than built, checked and warned about a second time.
+        # Not DataLoader.__init__: copied attributes hold for any torch version or subclass, without a second round of
+        # checks and warnings.
         self.__dict__.update(vars(source), _iterator=None)
         self.source = source
         self._size = self._share = share
@@ -107,12 +107,12 @@ class EffectiveLoader(DataLoader[Any]):
         indices = getattr(self._order.sampler, "sampler", None)
         self._part = indices if isinstance(indices, Part) else None
         if share is not None and self._grouping is not None and not self._grouping.whole:
-            # torch guards this attribute because changing it usually has no effect; here it tells what is yielded.
+            # torch guards this attribute because changing it usually has no effect; here it says what is yielded.
             self.__dict__["batch_size"] = share
 
     @property
     def seed(self) -> int | None:
-        """What the order of all epochs but the first is derived from; None until the first has begun."""
+        """The seed of the order of all epochs after the first; None until the first epoch begins."""
         return self._seed
 
     @property
@@ -122,18 +122,18 @@ class EffectiveLoader(DataLoader[Any]):
 
     @property
     def index(self) -> int:
-        """The latest batch within its epoch, from 0; -1 before the first batch."""
+        """The index of the latest batch within its epoch, from 0; -1 before the first batch."""
         return self._latest.index if self._latest else -1
 
     @property
     def drew(self) -> bool:
-        """Whether anything else was drawn from torch's generator on the host while an epoch was under way."""
+        """Whether anything else drew from torch's CPU generator during an epoch."""
         return self._watch.drew
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterator class
         if self._drawn is not None and self.shares is not None:
             self._drawn.begin_shares(self.shares)
-        self._watch.look()  # where an epoch was left early
+        self._watch.look()  # in case the last epoch was left early
         epoch, resumed, self._resumed = self._epochs, self._resumed, None
         self._order.stream, self._order.spends = None, True
         self._inner.generator = self.generator
@@ -150,11 +150,11 @@ class EffectiveLoader(DataLoader[Any]):
 
     @property
     def shares(self) -> Shares | None:
-        """Which part of an effective batch is whose; None where that is not this loader's to say."""
+        """Which part of an effective batch each rank has; None if this loader does not divide batches."""
         return None if self._division is None else self._division.shares
 
     def __len__(self) -> int:
-        """Iterations of this loader; an estimate where batches of a batch sampler of varying size are joined."""
+        """The number of iterations; an estimate if joined batches of a batch sampler vary in size."""
         if self._grouping is None or self._share is None:
             return len(self._inner)
         if self._division is not None:
@@ -162,25 +162,25 @@ class EffectiveLoader(DataLoader[Any]):
         return iterations(self.source, self._grouping)
 
     def __getattr__(self, name: str) -> Any:
-        # Methods and properties of a DataLoader subclass of the script's.
+        # Methods and properties of the script's DataLoader subclass.
         if name.startswith("__") or "source" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__dict__["source"], name)
 
     def _samples(self) -> int:
-        """Samples in an epoch over all processes."""
+        """Samples in an epoch over all ranks."""
         return len(over_all(self.source.batch_sampler.sampler))  # type: ignore[union-attr]
 
     def _announce(self, info: BatchInfo) -> None:
-        """Take note of the batch that is yielded next."""
+        """Record the batch that is yielded next."""
         self._latest = info
         if self._on_batch is not None:
             self._on_batch(info)
 
-    # ---- going on elsewhere
+    # ---- resuming
 
     def position(self, drew: bool, back: int = 0) -> Position:
-        """Where it stands, `back` batches before the one after the latest. `drew`: whether later epochs are drawn apart."""
+        """Return where it stands, `back` batches before the next. `drew`: whether later epochs draw from derived streams."""
         passage = self._passage
         if passage is None or passage.ended:
             resumed = self._resumed
@@ -205,8 +205,8 @@ class EffectiveLoader(DataLoader[Any]):
         )
 
     def begin_at(self, index: int) -> bool:
-        """Have the next iteration begin with batch `index` of its epoch, without loading those before (counted from the epoch's
-        beginning where it goes on with one); False where that cannot be."""
+        """Make the next iteration begin with batch `index` of its epoch, counted from the epoch's beginning even if it resumes
+        one. Batches before it are not loaded. Return False if that is not possible."""
         if self._unskippable() is not None:
             return False
         if self._resumed is None:
@@ -216,7 +216,7 @@ class EffectiveLoader(DataLoader[Any]):
         return True
 
     def lost(self, position: Position) -> str | None:
-        """Why its next iteration cannot go on at `position`; None where it can."""
+        """Return why the next iteration cannot resume at `position`; None if it can."""
         why = self._unskippable()
         if why is not None:
             return why
@@ -225,7 +225,7 @@ class EffectiveLoader(DataLoader[Any]):
         return None
 
     def misplaced(self, position: Position) -> tuple[str, str] | None:
-        """What about `position` is not this loader's, (there, here); None where it is its own."""
+        """Return how `position` differs from this loader, as (there, here); None if it matches."""
         then, now = position.size, self._together()
         if then != now:
             return f"effective batches of {_samples(then)}", f"of {_samples(now)}"
@@ -237,7 +237,7 @@ class EffectiveLoader(DataLoader[Any]):
         return None
 
     def go_to(self, position: Position) -> None:
-        """The next iteration goes on at `position`, or begins its epoch where that is lost."""
+        """Make the next iteration resume at `position`, or begin its epoch if the place in it is lost."""
         resumes = self.lost(position) is None and position.start is not None
         self._seed, self._watch.drew = position.seed, position.drew or self._watch.drew
         self._epochs, self._passage = position.epoch, None
@@ -248,7 +248,7 @@ class EffectiveLoader(DataLoader[Any]):
             own.set_state(position.own)
 
     def _unskippable(self) -> str | None:
-        """Why batches cannot be left out without loading them."""
+        """Why batches cannot be skipped without loading them; None if they can."""
         if isinstance(self.dataset, IterableDataset):
             return "an IterableDataset has no indices, so nothing of it can be left out unloaded"
         if type(self.source).__iter__ is not DataLoader.__iter__:
@@ -256,7 +256,7 @@ class EffectiveLoader(DataLoader[Any]):
         return None
 
     def _together(self) -> int | None:
-        """Samples of an effective batch over all processes."""
+        """Samples of an effective batch over all ranks."""
         batch_size = self.source.batch_size
         if self._size is not None or batch_size is None:
             return self._size
@@ -272,7 +272,7 @@ class EffectiveLoader(DataLoader[Any]):
             return None
 
     def _begin(self, epoch: int) -> Start:
-        """What the order of the epoch is drawn from, and from now on will be."""
+        """Begin an epoch: set and return what its order is drawn from."""
         seed = peek_seed(self.generator) if self._seed is None else self._seed
         apart = bool(epoch) and (self._apart is None or self._apart())
         start = Start.now(seed, apart, self._order, self.generator, seeds_workers=not self._keeps_workers())
@@ -286,7 +286,7 @@ class EffectiveLoader(DataLoader[Any]):
         return start
 
     def _begin_again(self, position: Position, start: Start) -> Start:
-        """The same for an epoch that was interrupted: what its beginning drew was drawn before."""
+        """The same for an interrupted epoch, for which the global generator already gave its draws."""
         order, epoch = self._order, position.epoch
         own = generator_of(order.sampler) or self.generator
         if own is not None and start.own is not None:
@@ -300,7 +300,7 @@ class EffectiveLoader(DataLoader[Any]):
         return start
 
     def _skipping(self, index: int) -> Callable[[Iterator[Any]], Iterator[Any]]:
-        """How the first batches of an epoch are left out of its order."""
+        """How the first batches of an epoch are skipped in its order."""
         grouping = self._grouping
         if grouping is None:
             return partial(without_items, count=index)
@@ -318,15 +318,15 @@ class EffectiveLoader(DataLoader[Any]):
             self._order.stream = Stream(mixed(seed, epoch, 1), host=host)
 
     def _seed_workers(self, seed: int, epoch: int, *resumed: int) -> None:
-        """Have torch draw the workers' seeds apart; others where the epoch is resumed, whose beginning was drawn already."""
+        """Make torch draw the workers' seeds from a derived stream; a resumed epoch, whose beginning used it, gets another."""
         self._inner.generator = torch.Generator().manual_seed(mixed(seed, epoch, 0, *self._rank(), *resumed))
 
     def _keeps_workers(self) -> bool:
-        """Whether workers of an earlier epoch stay, with the seeds they have."""
+        """Whether workers of an earlier epoch persist, with their seeds."""
         return self.persistent_workers and self._inner._iterator is not None
 
     def _batches(self, pieces: Iterator[Any], passage: Passage) -> Iterator[Counted]:
-        # `map`, not generators: after an error of the dataset's the script may go on with the next batch.
+        # `map`, not generators: after an error in the dataset, the script may continue with the next batch.
         if self._grouping is None:
             return map(as_counted, pieces)
         finish = self._collate if self._collated else self._leave_uncollated
@@ -345,17 +345,17 @@ class EffectiveLoader(DataLoader[Any]):
     def _drawing(self, epoch: int, index: int, first: int) -> AbstractContextManager[None]:
         if self.num_workers == 0 or self._seed is None:
             return nullcontext()
-        # A collate function that draws (random masking) did so in a worker, not from this process's generators.
+        # The script's own loader runs a collate function that draws (random masking) in a worker, not on this generator.
         return seeded(mixed(self._seed, epoch, 2, index, first, *self._rank()))
 
     def _rank(self) -> tuple[int, ...]:
-        """What tells this process's draws from those of others."""
+        """What separates this rank's draws from those of others."""
         return () if self._drawn is None else (self._drawn.ranks.rank,)
 
 
 class _Epoch(Iterator[Any]):
-    """One pass over the loader's batches, made of `pieces`, announcing each. `first`: by what an order that was drawn before is
-    known again."""
+    """Iterates once over the loader's batches, made of `pieces`, and announces each. `first`: hashes of a resumed order's first
+    indices, to recognize it."""
 
     def __init__(
         self,
@@ -387,13 +387,13 @@ class _Epoch(Iterator[Any]):
 
     def _end(self) -> None:
         if self._skips and not self._passage.first.seen:
-            next(self._pieces, None)  # nothing was left of the epoch, whose order has to be drawn all the same
+            next(self._pieces, None)  # no batch is left, but the order still has to be drawn
         self._check_order()
         self._passage.ended, self._pieces = True, iter(())
         self._loader._watch.rest()
 
     def _check_order(self) -> None:
-        """Raise UsageError where the epoch that goes on is another one than it was."""
+        """Raise UsageError if the resumed epoch has another order than before the interruption."""
         seen = self._passage.first.seen
         if any(then != now for then, now in zip(self._first, seen)):
             raise UsageError(
@@ -418,7 +418,7 @@ def _check_share(share: int | None) -> None:
 
 
 def leftover(source: Any, share: int | None) -> int | None:
-    """Samples in the last, smaller effective batch of an epoch (0: there is none); None where that is not known."""
+    """Return the samples in the last, smaller effective batch of an epoch (0: there is none); None if not known."""
     sampler = source.batch_sampler if isinstance(source, DataLoader) else None
     if type(sampler) is not BatchSampler or isinstance(source.dataset, IterableDataset):
         return None

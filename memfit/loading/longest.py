@@ -1,7 +1,7 @@
-"""The longest samples of a dataset, found before training: the batch that needs most room is made of them.
+"""Finds the longest samples of a dataset before training: the batch that needs the most memory is made of them.
 
-Not covered: datasets without indices (`IterableDataset`) and datasets that cannot be copied, of which nothing is seen;
-what a collate function makes of the samples; files opened lazily by anything in the dataset but datasets.
+Not covered: datasets without indices (`IterableDataset`) and datasets that cannot be copied, which are not read; what a
+collate function makes of the samples; files that anything inside the dataset, except other datasets, opens lazily.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from memfit.loading.draws import preserved
 
 @dataclass(frozen=True)
 class Scan:
-    """What a look through a dataset found."""
+    """Holds what a scan of a dataset found."""
 
     samples: list[Any]
-    """The longest samples seen, longest first, and those that are longer than they in one of their tensors."""
+    """The longest samples seen, longest first, then samples with a longer tensor than any of these."""
     sizes: tuple[int, ...]
     """Elements of every sample seen, in the order they were seen."""
     complete: bool
     """Whether every sample of the dataset was seen."""
     seen: int
-    """How many were seen."""
+    """Number of samples seen."""
 
 
 def longest_samples(dataset: Any, count: int, seconds: float = 0.5) -> Scan:
-    """The `count` samples with the most elements, among those that can be read within `seconds`.
+    """Find the `count` samples with the most elements, among those that can be read within `seconds`.
 
-    Samples are read in a random order, always the same, with all random generators preserved, from a shallow copy of
-    the dataset: a file that it opens lazily is opened by the copy and not inherited by workers that are forked later.
-    Raises whatever the dataset raises, as itself.
+    Samples are read in a fixed random order, with all random generators preserved, from a shallow copy of the dataset:
+    the copy opens lazily opened files, so that workers forked later do not inherit them. Exceptions from the
+    dataset pass through.
     """
     length = _length(dataset)
     try:
@@ -50,7 +50,7 @@ def longest_samples(dataset: Any, count: int, seconds: float = 0.5) -> Scan:
         return Scan([], (), complete=False, seen=0)
     sizes: list[int] = []
     longest: list[tuple[int, int, Any]] = []  # a heap; the second number decides ties, so samples are never compared
-    by_tensor: dict[tuple[int, int], tuple[int, Any]] = {}  # by how many tensors there are, and which it is
+    by_tensor: dict[tuple[int, int], tuple[int, Any]] = {}  # by (number of tensors, position)
     with preserved():
         stop = time.perf_counter() + seconds
         for i in _shuffled(length):
@@ -85,7 +85,7 @@ def _length(dataset: Any) -> int:
 
 
 def own_copy(dataset: Any, known: dict[int, Any]) -> Any:
-    """A shallow copy, also of the datasets inside it (subsets, concatenations): they are what opens the files."""
+    """Return a shallow copy, also of the datasets inside it (subsets, concatenations): they open the files."""
     if id(dataset) in known:
         return known[id(dataset)]
     own = known[id(dataset)] = copy.copy(dataset)
@@ -100,7 +100,7 @@ def own_copy(dataset: Any, known: dict[int, Any]) -> Any:
 
 
 def _shuffled(length: int) -> Iterator[int]:
-    """All indices in a random order, drawn as they are needed: a permutation of a large dataset would take room."""
+    """All indices in a random order, drawn as needed: a permutation of a large dataset would take memory."""
     draw = random.Random(0)
     moved: dict[int, int] = {}
     for i in range(length):

@@ -1,10 +1,10 @@
-"""How a loader worker hands samples that are not collated yet to the main process.
+"""Packs samples that are not collated yet, to send them from a loader worker to the main process.
 
-Sent as they are, each tensor of each sample would occupy a shared-memory file of its own, and a view would drag the
-storage it looks into along. Packed, the samples of one piece are one stream of bytes and one buffer in shared memory.
-Tensors and arrays lie in the buffer; everything else (images, texts, numbers, sparse tensors, tensor subclasses) is
-pickled as usual inside the stream. Not covered: samples that cannot be pickled, which are refused, and objects shared
-by two samples, which arrive as one copy each.
+Sent as they are, each tensor of each sample would take a shared-memory file, and a view would bring along its whole
+storage. Packed, the samples of one piece are one stream of bytes and one buffer in shared memory. Tensors and arrays
+are in the buffer; everything else (images, texts, numbers, sparse tensors, tensor subclasses) is pickled as usual
+inside the stream. Not covered: samples that cannot be pickled, which are refused, and objects shared by two samples,
+which arrive as one copy each.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 
 from memfit._errors import UsageError
 
-_ALIGNMENT = 64  # bytes: what torch's own allocator gives, so kernels see the alignment they are used to
+_ALIGNMENT = 64  # bytes: that of torch's own allocator, so that kernels see their usual alignment
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Packed(Sequence[Any]):
-    """Samples on their way between processes: a sequence that unpickles one sample at a time, and anew each time.
+    """Holds samples sent between processes: a sequence that unpickles one sample on every access.
 
-    Tensors and arrays are writable views of `buffer`, never copies of it.
+    Tensors and arrays are writable views of `buffer`, never copies.
     """
 
     stream: bytes
@@ -35,7 +35,7 @@ class Packed(Sequence[Any]):
     ends: tuple[int, ...]
     """Where each sample's pickle ends in `stream`, in bytes."""
     spans: tuple[tuple[tuple[int, int], ...], ...]
-    """Per sample the start and the length, in bytes, of each of its tensors and arrays in `buffer`."""
+    """Per sample, the (start, length) in bytes of each of its tensors and arrays in `buffer`."""
     buffer: torch.Tensor | None
     """The contents of all tensors and arrays, as bytes; None if there are none."""
 
@@ -43,7 +43,7 @@ class Packed(Sequence[Any]):
         return len(self.ends)
 
     def __iter__(self) -> Iterator[Any]:
-        # Not Sequence's own: that one takes an IndexError raised inside a sample for the end.
+        # Not Sequence.__iter__, which takes an IndexError raised inside a sample for the end.
         return map(self._unpickle, range(len(self)))
 
     @overload
@@ -56,7 +56,7 @@ class Packed(Sequence[Any]):
         return self._unpickle(range(len(self))[index])
 
     def owned(self) -> Packed:
-        """The same samples in this process's own memory, so that the shared memory and its file are free again."""
+        """Return the same samples in this process's own memory, which frees the shared memory and its file."""
         return self if self.buffer is None else replace(self, buffer=self.buffer.clone())
 
     def _unpickle(self, i: int) -> Any:
@@ -66,13 +66,13 @@ class Packed(Sequence[Any]):
 
 
 class Kept(list[Any]):
-    """Samples that never left the process: what stands for `Packed` where there are no workers."""
+    """Holds samples that never left the process; replaces `Packed` without workers."""
 
 
 class PackingCollate:
-    """Stands in the place of `collate_fn` inside workers and packs the samples instead.
+    """Replaces `collate_fn` inside workers and packs the samples instead.
 
-    A failure to pack is handed over as a value: torch rebuilds a worker's exceptions from their text, and an error in
+    A failure to pack is returned as a value: torch rebuilds a worker's exceptions from their text, and an error in
     three parts would not survive that.
     """
 
@@ -84,15 +84,12 @@ class PackingCollate:
 
 
 def keep(samples: Any) -> Kept:
-    """Stands in the place of `collate_fn` where there are no workers."""
+    """Replace `collate_fn` without workers: keep the samples as they are."""
     return Kept(_listed(samples))
 
 
 def pack(samples: list[Any]) -> Packed:
-    """The samples as one stream and one buffer.
-
-    Raises UsageError if a sample cannot be pickled.
-    """
+    """Pack the samples into one stream and one buffer. Raises UsageError if a sample cannot be pickled."""
     stream = io.BytesIO()
     ends: list[int] = []
     buffers: list[list[memoryview]] = []
@@ -104,7 +101,7 @@ def pack(samples: list[Any]) -> Packed:
 
 
 def unpack(packed: Packed) -> list[Any]:
-    """All samples of `packed`."""
+    """Return all samples of `packed`."""
     return list(packed)
 
 
@@ -123,7 +120,7 @@ def _pickle_into(stream: io.BytesIO, sample: Any) -> list[memoryview]:
 
 
 def _spans(buffers: list[list[memoryview]]) -> tuple[tuple[tuple[tuple[int, int], ...], ...], int]:
-    """Aligned places for all buffers, and the bytes they take together."""
+    """Aligned places for all buffers, and their total bytes."""
     total, spans = 0, []
     for of_sample in buffers:
         places = []
@@ -144,7 +141,7 @@ def _filled(total: int, spans: Iterable[Iterable[tuple[int, int]]], buffers: lis
 
 
 class _Pickler(pickle.Pickler):
-    """Ordinary pickling, except that plain tensors and strided arrays go out of band with their own elements only."""
+    """Pickles as usual, but sends plain tensors and strided arrays out of band with their own elements only."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and _is_plain(obj):
@@ -155,22 +152,22 @@ class _Pickler(pickle.Pickler):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its elements are all there is to it, and lie in this process's memory as they read."""
+    """Whether the tensor has nothing beside its elements, and this process's memory holds their values."""
     dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
     return dense and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor))
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.requires_grad and not tensor.is_leaf:
-        # In torch's words, as when the tensor itself is sent between processes.
+        # torch's own error for sending such a tensor between processes
         raise RuntimeError(
             "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd does not support "
             "crossing process boundaries. If you just want to transfer the data, call detach() on the tensor."
         )
     values = tensor.detach()
-    if torch.empty_like(values, device="meta").stride() != values.stride():  # gaps or repeats: not its own memory
+    if torch.empty_like(values, device="meta").stride() != values.stride():  # gaps or repeats: not its own elements alone
         values = values.clone()
-    flat = values.as_strided((values.numel(),), (1,), values.storage_offset())  # in the order of memory
+    flat = values.as_strided((values.numel(),), (1,), values.storage_offset())  # in memory order
     memory = pickle.PickleBuffer(flat.view(torch.uint8).numpy().data)
     return _tensor, (memory, values.dtype, tuple(values.shape), values.stride(), tensor.requires_grad)
 
@@ -180,8 +177,8 @@ def _tensor(
 ) -> torch.Tensor:
     if not memory.nbytes:
         return torch.empty_strided(shape, stride, dtype=dtype, device="cpu").requires_grad_(requires_grad)
-    # `set_` and not a view: views of one tensor share its version counter, and changing one sample in place would
-    # forbid the backward through all others.
+    # `set_`, not a view: views of one tensor share its version counter, so that changing one sample in place would
+    # break the backward through all others.
     storage = torch.frombuffer(memory, dtype=dtype).untyped_storage()
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, stride).requires_grad_(requires_grad)
 

@@ -1,9 +1,9 @@
-"""One process's part of every effective batch: which samples each batch has is the same at any number of processes.
+"""Shards effective batches among ranks; a batch has the same samples at any number of ranks.
 
-Effective batch t is the t-th run of `target_batch` indices in the order that the script's sampler draws; every process takes
-a contiguous part of it, as large as `Shares` says. So only indices are drawn everywhere; each process loads its own samples.
-Not covered: samplers that already give every process indices of its own, DistributedSampler apart (noticed: they differ
-between processes), and those without a length.
+Effective batch t is the t-th run of `target_batch` indices in the order that the script's sampler draws. Every rank takes a
+contiguous part of it, as large as `Shares` says. So all ranks draw all indices, but load only their own samples. Not covered:
+samplers other than DistributedSampler that already give every rank its own indices (detected: they differ between ranks), and
+samplers without a length.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from memfit.loading.shares import Shares
 
 @dataclass(frozen=True)
 class Division:
-    """How effective batches are divided among processes."""
+    """Describes how effective batches are divided among ranks."""
 
     size: int
-    """Samples in an effective batch over all processes."""
+    """Samples in an effective batch over all ranks."""
     rank: int
-    """This process."""
+    """This rank."""
     ranks: int
-    """All of them."""
+    """The number of ranks (world size)."""
     drop_last: bool
-    """Whether a last, smaller effective batch is left out."""
+    """Whether a last, smaller effective batch is dropped."""
     never_empty: bool
-    """Whether a process without a sample of a batch is given one all the same, which then has to weigh nothing."""
+    """Whether a rank without a sample of a batch still gets one, which then must have weight 0."""
     shares: Shares = field(init=False, compare=False)
-    """Who has which part."""
+    """Which part each rank has."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shares", Shares(self.size, self.ranks))
 
     def batches(self, samples: int) -> int:
-        """Effective batches in so many samples."""
+        """Return the number of effective batches in an epoch of `samples` samples."""
         return samples // self.size if self.drop_last else -(-samples // self.size)
 
     def own(self, index: int, samples: int) -> int:
-        """How many samples of that effective batch are this process's."""
+        """Return how many samples of effective batch `index` are this rank's own."""
         return self.shares.parts(index, min(self.size, samples - index * self.size))[self.rank]
 
     def taken(self, index: int, samples: int) -> int:
-        """How many it loads."""
+        """Return how many of its samples this rank loads."""
         return max(self.own(index, samples), 1 if self.never_empty else 0)
 
 
 def counts_of(division: Division, samples: int, first: int = 0) -> Iterator[tuple[int, int]]:
-    """Of every effective batch from `first` on: (samples that this process loads, those of them that are its own)."""
+    """Yield for each effective batch, starting with `first`: (samples that this rank loads, those of them that are its own)."""
     return ((division.taken(i, samples), division.own(i, samples)) for i in range(first, division.batches(samples)))
 
 
 class Part:
-    """The indices of `sampler` that are this process's. `differ(indices)` says whether other processes are given other ones."""
+    """Yields this rank's indices of `sampler`. `differ(indices)` says whether other ranks get other indices."""
 
     def __init__(self, sampler: Any, division: Division, differ: Callable[[list[Any]], bool]) -> None:
         self.sampler, self.division = over_all(sampler), division
         self._differ = differ
         self._apart: bool | None = None
-        """Whether the sampler gives every process indices of its own; None until that was looked at."""
+        """Whether the sampler gives every rank its own indices; None until checked."""
         self.through: Callable[[Iterator[Any]], Iterator[Any]] = iter
-        """Is shown all indices."""
+        """Sees all indices."""
 
     def __len__(self) -> int:
         division, samples = self.division, len(self.sampler)
@@ -92,14 +92,14 @@ class Part:
 
 
 def over_all(sampler: Any) -> Any:
-    """The sampler of all processes' samples: for a DistributedSampler, of which each process has its own, one that goes
-    through the whole order."""
+    """Return the sampler over all ranks' samples: for a DistributedSampler, which covers one rank's, one that covers the whole
+    order."""
     return _Undistributed(sampler) if isinstance(sampler, DistributedSampler) else sampler
 
 
 class _Undistributed(Iterable[int], Sized):
-    """The order that the DistributedSamplers of all processes divide, in the epoch that the script's own is told; without the
-    samples that they add or leave out to come out even."""
+    """The order that all ranks' DistributedSamplers divide, in the epoch set on the script's own, without the samples that they
+    add or drop to come out even."""
 
     def __init__(self, own: DistributedSampler[Any]) -> None:
         self._own = own
@@ -114,12 +114,12 @@ class _Undistributed(Iterable[int], Sized):
         return iter(whole)
 
     def set_epoch(self, epoch: int) -> None:
-        """As the script tells its own."""
+        """Set the epoch on the script's own sampler."""
         self._own.set_epoch(epoch)
 
 
 def check_length(sampler: Any, size: int, ranks: int) -> None:
-    """Raise UsageError for a sampler whose effective batches cannot be counted beforehand."""
+    """Raise UsageError for a sampler without a length, whose effective batches cannot be counted in advance."""
     try:
         len(over_all(sampler))
     except (TypeError, NotImplementedError):

@@ -1,7 +1,7 @@
-"""From pieces, as a script's loader yields them, to effective batches.
+"""Regroups pieces, as a script's loader yields them, into effective batches.
 
-A piece is the samples of one script batch, packed by a worker or kept where there are none. Not covered: collating, and
-any order but the one the pieces come in.
+A piece is the samples of one script batch, packed by a worker or kept as they are without workers. Not covered:
+collating, and any other order than that of the pieces.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ Piece = Packed | Kept
 
 
 class Counted(NamedTuple):
-    """A batch and what is known about its size."""
+    """Holds a batch and the number of its samples."""
 
     samples: int | None
     """Samples in the batch; None if unknown."""
     batch: Any
-    """What the consumer is to have."""
+    """What the consumer gets."""
 
 
 @dataclass(frozen=True)
 class CountingCollate:
-    """The script's collate function, for batches that are passed on as they are: says how many samples went in."""
+    """Wraps the script's collate function for batches that pass through, and also counts the samples that went in."""
 
     collate_fn: Callable[[Any], Any]
-    """The script's."""
+    """The script's own collate function."""
 
     def __call__(self, samples: Any) -> Counted:
         return Counted(len(samples) if isinstance(samples, list) else None, self.collate_fn(samples))
 
 
 def as_counted(batch: Any) -> Counted:
-    """What comes out of the script's loader, with its count if there is one."""
+    """Return a batch from the script's loader with its count, if there is one."""
     return batch if isinstance(batch, Counted) else Counted(None, batch)
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """How pieces become effective batches."""
+    """Describes how pieces become effective batches."""
 
     size: int
-    """Samples in an effective batch; the least there are, if pieces stay whole."""
+    """Samples in an effective batch; the minimum, if pieces stay whole."""
     whole: bool = False
-    """Whether pieces are taken whole, never split between two effective batches."""
+    """Whether pieces stay whole, never split between two effective batches."""
     drop_last: bool = False
     """Whether a last effective batch of fewer samples is dropped."""
 
 
 class Regrouped(Iterator[Counted]):
-    """Effective batches, made of `pieces`. Between two batches it holds what is left of one piece, nothing else.
+    """Yields effective batches made of `pieces`. Between two batches it holds only the rest of one piece.
 
-    `finish` makes the batch of its index and its samples, a sequence that unpacks them one at a time. `counts`, where batches
-    are divided among processes, gives of each batch the samples in it, and how many of those count. `first` is its first index.
+    `finish` makes a batch from its index and its samples, a sequence that unpacks them one at a time. If batches are divided
+    among ranks, `counts` gives the samples in each batch, and how many of those count. `first` is the index of the first batch.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Regrouped(Iterator[Counted]):
         if self._counts is None:
             samples = _Places(self._gather())
         else:
-            self._next = self._next or next(self._counts)  # once more where the dataset raised an error
+            self._next = self._next or next(self._counts)  # the same again after an error in the dataset
             samples, counted = _Places(self._gather_exactly(self._next[0])), self._next[1]
             self._next = None
         self._index += 1
@@ -96,7 +96,7 @@ class Regrouped(Iterator[Counted]):
 
     def _gather(self) -> list[tuple[Piece, int]]:
         size = self._grouping.size
-        # An error leaves what is held in place: a script that catches it may go on with the next batch.
+        # An error leaves the held samples in place: a script that catches it may continue with the next batch.
         while len(self._held) < size and not self._ended:
             self._hold_next()
         taken = len(self._held) if self._grouping.whole else size
@@ -109,13 +109,13 @@ class Regrouped(Iterator[Counted]):
         try:
             piece = _received(next(self._pieces))
         except StopIteration:
-            self._ended, self._pieces = True, iter(())  # lets go of the workers
+            self._ended, self._pieces = True, iter(())  # releases the workers
             return
         self._held += [(piece, i) for i in range(len(piece))]
 
 
 class _Places(Sequence[Any]):
-    """Samples that lie in several pieces, read where they lie."""
+    """Samples spread over several pieces, read in place."""
 
     def __init__(self, places: list[tuple[Piece, int]]) -> None:
         self._places = places
@@ -124,7 +124,7 @@ class _Places(Sequence[Any]):
         return len(self._places)
 
     def __iter__(self) -> Iterator[Any]:
-        # Not Sequence's own: that one takes an IndexError raised inside a sample for the end.
+        # Not Sequence.__iter__, which takes an IndexError raised inside a sample for the end.
         return (piece[i] for piece, i in self._places)
 
     @overload
@@ -147,7 +147,7 @@ def _received(piece: Any) -> Piece:
         try:
             raise piece
         finally:
-            del piece  # an error that its own traceback refers to would keep the workers until the next collection
+            del piece  # a reference cycle with its traceback would keep the workers until the next garbage collection
     raise UsageError(
         "effective batches put together from the batches of a DataLoader subclass",
         found=f"its own __iter__ yields {type(piece).__qualname__} objects, not what its collate_fn returns",

@@ -1,4 +1,4 @@
-"""A few samples of a data set to plan and prove with: the longest that can be found quickly, and some from all over."""
+"""Picks a few samples of a dataset to plan and verify with: the longest found quickly, and some spread over all of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from memfit.loading.draws import preserved
 from memfit.loading.longest import longest_samples, own_copy
 
 LONGEST, SPREAD = 4, 28
-"""How many samples of each kind."""
+"""Number of samples of each kind."""
 
 
 def planning_pool(loader: DataLoader[Any], seconds: float = 0.5) -> tuple[SampleBatch, str] | None:
-    """(samples to plan with, what is known of their sizes in words), or None where samples cannot be read by index.
+    """Return (samples to plan with, what is known of their sizes in words), or None if samples cannot be read by index.
 
-    The data set is read through a shallow copy, with all random generators preserved.
+    The dataset is read through a shallow copy, with all random generators preserved.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or loader.batch_sampler is None:

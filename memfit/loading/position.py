@@ -1,7 +1,7 @@
-"""Where a loader stands, as a value: the epoch, the batches done in it, and what the epoch's order is drawn from.
+"""Records where a loader stands, to resume it: the epoch, the batches done in it, and what the epoch's order is drawn from.
 
-With it the order of an interrupted epoch is drawn once more, and its first batches are left out without loading a sample. Not
-covered: samplers that keep draws to themselves (a NumPy generator in an attribute); that the order is another one is noticed.
+From this, the order of an interrupted epoch is drawn again, and its first batches are skipped without loading a sample. Not
+covered: samplers that keep other random state (a NumPy generator in an attribute); memfit detects that the order differs.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from memfit.engine.generators import HostRandom
 from memfit.loading.draws import Order, draw_seed, generator_of
 
 REMEMBERED = 8
-"""Indices by which the order of an epoch is known again."""
+"""Number of first indices that identify the order of an epoch."""
 
 
 class First:
-    """The first indices of an epoch's order."""
+    """Remembers hashes of the first indices of an epoch's order."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
 
     def through(self, items: Iterator[Any]) -> Iterator[Any]:
-        """`items` (indices, or lists of them), of which the first are remembered."""
+        """Yield `items` (indices, or lists of them), and remember the first ones."""
         for item in items:
             self._take(item if isinstance(item, list) else [item])
             yield item
@@ -44,34 +44,34 @@ class First:
 
 @dataclass(frozen=True)
 class Start:
-    """What the order of an epoch is drawn from; rank 0's where there are several processes."""
+    """Holds the RNG state that the order of an epoch is drawn from; rank 0's if there are several ranks."""
 
     seed: int
-    """What later epochs derive from."""
+    """The seed that later epochs derive their draws from."""
     apart: bool
-    """Whether this one does."""
+    """Whether this epoch derives its draws from it."""
     state: torch.Tensor
-    """torch's own generator, as the sampler finds it."""
+    """The state of torch's global CPU generator when the sampler draws."""
     own: torch.Tensor | None
     """The state of the sampler's generator, or the loader's, if there is one."""
     host: HostRandom
-    """Python's and NumPy's generators."""
+    """The states of Python's and NumPy's generators."""
 
     @staticmethod
     def now(seed: int, apart: bool, order: Order, generator: torch.Generator | None, *, seeds_workers: bool) -> Start:
-        """As things are. `seeds_workers`: torch draws a seed for workers before the order."""
+        """Capture the current state. `seeds_workers`: torch draws a seed for workers before the order."""
         own = generator_of(order.sampler) or generator
         state = _after_a_seed() if seeds_workers and generator is None else torch.get_rng_state()
         return Start(seed, apart, state, None if own is None else own.get_state(), HostRandom.capture())
 
     def written(self) -> dict[str, Any]:
-        """As tensors, numbers and dictionaries."""
+        """Return it as tensors, numbers and dictionaries."""
         plain = {"seed": self.seed, "apart": self.apart, "state": self.state, "own": self.own}
         return {**plain, **self.host.written()}
 
     @staticmethod
     def read(written: dict[str, Any]) -> Start:
-        """What `written` made. Raises an exception of Python's for what it did not make."""
+        """Restore what `written` returned. Raises a built-in exception for anything else."""
         for name in ("state", "own"):
             if written[name] is not None or name == "state":
                 torch.Generator().set_state(written[name])
@@ -81,7 +81,7 @@ class Start:
 
 @dataclass
 class Passage:
-    """An epoch under way."""
+    """Tracks an epoch in progress."""
 
     epoch: int
     start: Start
@@ -93,37 +93,37 @@ class Passage:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a loader stands."""
+    """Records where a loader stands."""
 
     epoch: int
-    """The epoch that is under way, or begins next."""
+    """The epoch in progress, or the next one."""
     index: int
     """Batches of it that were trained on."""
     size: int | None
-    """Samples of an effective batch over all processes; None where the loader does not say."""
+    """Samples of an effective batch over all ranks; None if the loader does not say."""
     samples: int | None
-    """Samples in an epoch; None where the sampler has no length."""
+    """Samples in an epoch; None if the sampler has no length."""
     parts: int | None
-    """Processes that each go through batches of their own; None where they divide one order."""
+    """Number of ranks that each iterate over their own batches; None if they divide one order."""
     seed: int | None
-    """What later epochs derive from."""
+    """The seed that later epochs derive their draws from."""
     drew: bool
-    """Whether they do."""
+    """Whether later epochs do."""
     own: torch.Tensor | None
-    """The state of the sampler's generator, or the loader's, where no epoch is under way."""
+    """The state of the sampler's generator, or the loader's, if no epoch is in progress."""
     start: Start | None
-    """What the epoch under way is drawn from; None between epochs."""
+    """What the epoch in progress is drawn from; None between epochs."""
     first: tuple[str, ...]
-    """By what its order is known again."""
+    """Hashes of its first indices, which identify its order."""
 
     def written(self) -> dict[str, Any]:
-        """As tensors, numbers, texts, lists and dictionaries."""
+        """Return it as tensors, numbers, texts, lists and dictionaries."""
         start = None if self.start is None else self.start.written()
         return {**vars(self), "start": start, "first": list(self.first)}
 
     @staticmethod
     def read(written: dict[str, Any]) -> Position:
-        """What `written` made. Raises an exception of Python's for what it did not make."""
+        """Restore what `written` returned. Raises a built-in exception for anything else."""
         if written["own"] is not None:
             torch.Generator().set_state(written["own"])
         sizes = {name: None if written[name] is None else _count(written[name]) for name in ("size", "samples", "parts")}
@@ -142,12 +142,12 @@ class Position:
 
 
 def without_items(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """`items` without the first `count`."""
+    """Return `items` without the first `count`."""
     return itertools.islice(items, count, None)
 
 
 def without_groups(lists: Iterator[Any], size: int, count: int) -> Iterator[Any]:
-    """Lists of indices without the first `count` effective batches, each of as many as hold `size` samples."""
+    """Return lists of indices without the first `count` effective batches, each of as many lists as hold `size` samples."""
     for _ in range(count):
         there = 0
         while there < size and (indices := next(lists, None)) is not None:
@@ -156,7 +156,7 @@ def without_groups(lists: Iterator[Any], size: int, count: int) -> Iterator[Any]
 
 
 def without_samples(lists: Iterator[Any], count: int) -> Iterator[Any]:
-    """Lists of indices without the first `count` of them."""
+    """Return lists of indices without the first `count` indices."""
     while count and (indices := next(lists, None)) is not None:
         if len(indices) > count:
             return itertools.chain([indices[count:]], lists)
@@ -165,7 +165,7 @@ def without_samples(lists: Iterator[Any], count: int) -> Iterator[Any]:
 
 
 def _after_a_seed() -> torch.Tensor:
-    """The state of torch's own generator after one more seed was drawn from it."""
+    """The state of torch's global CPU generator after one more seed."""
     twin = torch.Generator()
     twin.set_state(torch.get_rng_state())
     draw_seed(twin)

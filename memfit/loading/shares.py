@@ -1,8 +1,8 @@
-"""Which part of an effective batch is whose, and from which batch of an epoch on.
+"""Tracks which part of an effective batch each rank has, and the batch of an epoch where that begins.
 
-Every process holds the same, because it only changes by what all of them heard in the same step, and not before every one of
-them has drawn the indices that it has drawn already: loaders draw ahead of the training. Not covered: loaders that are gone
-through in another thread than the one that trains; there it is changed between epochs alone.
+Every rank holds the same division: it changes only by what all ranks received in the same step, and only for batches whose
+indices no rank has drawn yet, because loaders draw ahead of the training. Not covered: loaders iterated in another thread than
+the one that trains; their division changes only between epochs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from memfit.batches.pieces import divided
 
 
 class Shares:
-    """The division of effective batches of `size` samples over `ranks` processes.
+    """Divides effective batches of `size` samples among `ranks` ranks.
 
-    Attributes: `latest` (samples of each process in a whole batch, by rank), `fixed` (whether it has to stay as it is).
+    Attributes: `latest` (samples of each rank in a whole batch, by rank), `fixed` (whether the division has to stay even).
     """
 
     def __init__(self, size: int, ranks: int) -> None:
@@ -29,29 +29,28 @@ class Shares:
         self._thread: int | None = None
 
     def begin(self, latest: Sequence[int]) -> None:
-        """An epoch begins, divided like this."""
+        """Begin an epoch with this division."""
         self.latest = tuple(latest)
         self._since, self._drawn, self._epochs = [(0, self.latest)], 0, self._epochs + 1
 
     def parts(self, number: int, samples: int) -> tuple[int, ...]:
-        """How many of the `samples` of that effective batch are whose."""
+        """Return how many of the `samples` of effective batch `number` each rank has."""
         if self.fixed:
             return divided(samples, (1,) * self._ranks)
         return divided(samples, next(shares for since, shares in reversed(self._since) if since <= number))
 
     def drawing(self, number: int) -> None:
-        """The indices of that effective batch are drawn now."""
+        """Record that the indices of effective batch `number` are drawn now."""
         self._drawn, self._thread = number + 1, threading.get_ident()
 
     def position(self, thread: int | None) -> tuple[int, int]:
-        """(epochs begun, the first effective batch of this one that may be divided in another way); the second is 0 where
-        nothing may be, or was drawn yet, and -1 where only the next epoch may: `thread`, which trains, is not the one that
-        draws."""
+        """Return (epochs begun, the first effective batch of this one whose division may change). The second is 0 if none may,
+        or none was drawn yet, and -1 if only the next epoch may: `thread`, which trains, is not the one that draws."""
         if self.fixed or not self._drawn:
             return self._epochs, 0
         return self._epochs, self._drawn if self._thread == thread else -1
 
     def change(self, number: int, latest: Sequence[int]) -> None:
-        """From effective batch `number` of this epoch on, divide like this."""
+        """Divide like this, starting with effective batch `number` of this epoch."""
         self.latest = tuple(latest)
         self._since.append((number, self.latest))

@@ -1,7 +1,7 @@
-"""Noticing draws from torch's generator on the host while an epoch is under way: dropout, augmentation, the loop's own.
+"""Detects draws from torch's CPU generator during an epoch: dropout, augmentation, the loop's own.
 
-How many there are depends on how a batch is cut and divided, so that no later epoch may be drawn from where they leave off. Not
-covered: draws between epochs (a validation loader's seed), which are alike however batches are cut, and sampling itself.
+Their number depends on how a batch is cut and divided, so no later epoch may draw from where they leave the generator. Not
+covered: draws between epochs (a validation loader's seed), which are the same however batches are cut, and sampling itself.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import torch
 
 
 class Watch:
-    """Attribute `drew`: whether there were any so far."""
+    """Detects other draws. Attribute `drew`: whether there were any so far."""
 
     def __init__(self) -> None:
         self.drew = False
         self._state: bytes | None = None
 
     def mark(self) -> None:
-        """From now on draws count."""
+        """Count draws from now on."""
         if not self.drew:
             self._state = _state()
 
     def look(self) -> None:
-        """Count draws since the mark."""
+        """Check for draws since the mark."""
         if not self.drew and self._state is not None:
             self.drew = self._state != _state()
 
     def rest(self) -> None:
-        """Until the next mark nothing counts."""
+        """Count nothing until the next mark."""
         self._state = None
 
 

@@ -1,4 +1,4 @@
-"""The report as Markdown: what one pastes into an issue or a pull request.
+"""Renders the report as Markdown, to paste into an issue or a pull request.
 
 Not covered: charts. Names are escaped so that they cannot become markup or HTML.
 """
@@ -17,7 +17,7 @@ _MARKUP = re.compile(r"([\\`*_{}\[\]()#|~])")
 
 
 def markdown(report: Report) -> str:
-    """The whole report."""
+    """Render the whole report as Markdown."""
     answer = verdict(report)
     lines = [f"# memfit: {escaped(headline(report))}", ""]
     lines += [f"**{answer.label}**: {escaped('; '.join(answer.lines))}", "", *table_lines(_compared(report)), ""]
@@ -31,7 +31,7 @@ def markdown(report: Report) -> str:
 
 
 def escaped(text: str) -> str:
-    """The text with everything that Markdown or HTML would take for markup made plain."""
+    """Escape everything in the text that Markdown or HTML reads as markup."""
     safe = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKUP.sub(r"\\\1", safe)
 
@@ -42,7 +42,7 @@ def _compared(report: Report) -> Table:
 
 
 def table_lines(table: Table) -> Iterator[str]:
-    """A table as Markdown."""
+    """Yield the lines of a table in Markdown."""
     yield _row(tuple(map(escaped, table.columns)))
     yield _row(tuple("---:" if i in table.numbers else "---" for i in range(len(table.columns))))
     for index, row in enumerate(table.rows):

@@ -1,6 +1,6 @@
-"""From a timeline to what a report shows of it: the curve of one step, and what each block takes.
+"""Turns a timeline into what a report shows: the memory curve of one step, and the memory of each block.
 
-Not covered: memory that is no tensor's (the allocator's own, kernels' scratch); the plan's predicted peak counts that.
+Not covered: memory outside tensors (the allocator's own, kernels' scratch); the plan's predicted peak counts it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from memfit.profiling.tree import kept_by_forward
 from memfit.reporting.facts import BlockCost, Curve, Moment
 
 POINTS = 2000
-"""Points of a curve at most: more than a screen has pixels for."""
+"""Maximum number of points in a curve, more than a screen has pixels for."""
 
 
 def curve_of(timeline: Timeline, samples: int, *, accumulates: bool, points: int = POINTS) -> Curve:
-    """The curve of a step with micro-batches of `samples`, of at most `points` points that keep every phase's peak."""
+    """Compute the curve of a step with micro-batches of `samples`, in at most `points` points that keep each phase's peak."""
     happens = _happening(timeline, accumulates)
     totals = timeline.curve(samples)[happens]
     phases = _phases(timeline, happens)
@@ -33,8 +33,8 @@ def curve_of(timeline: Timeline, samples: int, *, accumulates: bool, points: int
 
 
 def _happening(timeline: Timeline, accumulates: bool) -> np.ndarray:
-    """The events of the step proper: without the births of what exists before it, and, where it does not accumulate,
-    without the second micro-batch."""
+    """The events of the step itself, without the births of what exists before it. Without gradient accumulation, they do
+    not include the second micro-batch's."""
     start = max(0, timeline.phases[1].start - 1) if len(timeline.phases) > 1 else 0
     happens = np.arange(start, len(timeline.event))
     if accumulates or len(timeline.window) < 2:
@@ -44,7 +44,7 @@ def _happening(timeline: Timeline, accumulates: bool) -> np.ndarray:
 
 
 def _phases(timeline: Timeline, happens: np.ndarray) -> list[tuple[str, int, int]]:
-    """(name, begin, end) of the phases in which something happens, in positions among the events that do."""
+    """(name, begin, end) of each phase with events, as positions in `happens`."""
     starts = [*(p.start for p in timeline.phases), len(timeline.event)]
     found = []
     for index, phase in enumerate(timeline.phases):
@@ -55,7 +55,7 @@ def _phases(timeline: Timeline, happens: np.ndarray) -> list[tuple[str, int, int
 
 
 def _layers(timeline: Timeline, samples: int, happens: np.ndarray) -> dict[str, np.ndarray]:
-    """Bytes of each category after each of these events."""
+    """Bytes alive in each category after each of these events."""
     signed = np.where(timeline.birth, 1.0, -1.0) * timeline.sizes(samples)[timeline.event]
     category = timeline.category[timeline.event]
     return {name: np.cumsum(np.where(category == index, signed, 0.0))[happens] for index, name in enumerate(CATEGORIES)}
@@ -72,7 +72,7 @@ def _moment(
 
 
 def _thinned(totals: np.ndarray, points: int, always: Sequence[int]) -> np.ndarray:
-    """Positions of at most `points` values: first, last, the lowest and highest of each stretch, and `always`."""
+    """Positions of at most `points` values: the first, the last, the lowest and highest of each stretch, and `always`."""
     if len(totals) <= points:
         return np.arange(len(totals))
     keep = {0, len(totals) - 1, *always}
@@ -88,7 +88,7 @@ def _thinned(totals: np.ndarray, points: int, always: Sequence[int]) -> np.ndarr
 
 
 def block_costs(timeline: Timeline, samples: int, blocks: Sequence[str]) -> tuple[BlockCost, ...]:
-    """Kept and transient bytes of one micro-batch by block, and of the rest; kept bytes add up to the whole's."""
+    """Compute the kept and transient bytes of one micro-batch by block, and of the rest; kept bytes add up to the total."""
     names = tuple(blocks) or _outermost(timeline)
     group = _groups(timeline.owners, names)[timeline.owner]
     sizes = timeline.sizes(samples)
@@ -101,14 +101,14 @@ def block_costs(timeline: Timeline, samples: int, blocks: Sequence[str]) -> tupl
 
 
 def _outermost(timeline: Timeline) -> tuple[str, ...]:
-    """The outermost modules that allocate, where there are no blocks."""
+    """The outermost modules that allocate, for a model without blocks."""
     computed = np.isin(timeline.category, [CATEGORIES.index(name) for name in ("kept", "transient")])
     owners = (timeline.owners[owner] for owner in timeline.owner[computed].tolist())
     return tuple(dict.fromkeys(owner.partition(".")[0] for owner in owners if owner))
 
 
 def _groups(owners: Sequence[str], names: Sequence[str]) -> np.ndarray:
-    """For each owner the position of the innermost named block around it; that after the last for none."""
+    """For each owner, the position of the innermost named block that contains it; `len(names)` if none does."""
     order = sorted(range(len(names)), key=lambda i: -len(names[i]))
 
     def group(owner: str) -> int:

@@ -1,7 +1,7 @@
-"""What another choice of one lever would need and take: numbers for "what next".
+"""Computes the cost of other choices of one lever (micro-batch, checkpointing, precision, budget), for "what next".
 
-A function from a plan, the profile it rests on and the budget to values. Not covered: samples of different sizes, whose
-micro-batches are no single choice; sharding.
+A function of a plan, the profile behind it and the budget. Not covered: samples of different sizes, whose plan has no
+single micro-batch size; sharding.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from memfit.profiling.seconds import timing_at
 from memfit.reporting.facts import Offer
 
 WORTH = 0.02
-"""A share of a step's seconds that is worth mentioning."""
+"""The smallest fraction of a step's seconds that is worth reporting."""
 ASKED = 4
-"""How many larger micro-batches are priced: each costs a replay of the timeline."""
+"""How many larger micro-batches are priced; each costs a replay of the timeline."""
 
 
 def offers_for(plan: Plan, profile: Profile | None, room: int) -> tuple[Offer, ...]:
-    """One step of each lever, and what more memory would allow. `room`: bytes above the plan's upper bound."""
+    """Return one step of each lever, and what more memory would allow. `room`: bytes free above the plan's upper bound."""
     if plan.by_size:
         return ()
     against = None if profile is None or profile.timeline is None else _Against(plan, profile, room)
     found = list(_of_options(plan, room, 1.0 if against is None else against.pace))
     if against is not None and not against.profile.checkpoint:
-        # A profile taken with blocks checkpointed does not know what they are without.
+        # A profile taken with checkpointed blocks does not know their memory without checkpointing.
         found += (*_of_profile(against), *_more_memory(against))
     else:
         found += _larger_budget(plan, room)
@@ -43,7 +43,7 @@ def offers_for(plan: Plan, profile: Profile | None, room: int) -> tuple[Offer, .
 def _of_options(plan: Plan, room: int, pace: float) -> Iterator[Offer]:
     same = [o for o in plan.options if o.precision == plan.precision and o.fits]
     others = [o for o in same if o.micro_batch != plan.micro_batch]
-    others = [o for o in others if o.measured] or others  # where some were measured, those can be compared with the plan
+    others = [o for o in others if o.measured] or others  # measured ones, if any, compare with the plan
     smaller = [o for o in others if o.micro_batch < plan.micro_batch]
     larger = [o for o in others if o.micro_batch > plan.micro_batch]
     if smaller:
@@ -79,12 +79,12 @@ def _offer(lever: str, option: Option, plan: Plan, room: int, pace: float) -> Of
 
 
 def drift(plan: Plan, profile: Profile | None) -> float:
-    """Seconds of the plan as measured while training, by those timed while planning; 1 where it was not measured."""
+    """Return the plan's seconds measured in training, divided by those timed while planning; 1 if not measured."""
     own = next((option.cost.seconds for option in plan.options if not option.reason and option.measured), None)
     if own is None or profile is None:
         return 1.0
     pieces = size_runs(plan.share, plan.micro_batch)
-    # Where samples differ in size, the plan's own prediction stays as it was planned.
+    # If samples differ in size, the plan keeps the prediction it was made with.
     timed = plan.predicted.seconds if plan.by_size else step_seconds(profile, pieces, plan.checkpoint, plan.mode)
     return own / timed if timed else 1.0
 
@@ -99,7 +99,7 @@ def _saves(plan: Plan, seconds: float | None) -> bool:
 
 @dataclass(frozen=True)
 class _Against:
-    """A plan to compare with."""
+    """The plan to compare alternatives with."""
 
     plan: Plan
     profile: Profile
@@ -107,7 +107,7 @@ class _Against:
     _uppers: dict[tuple[int, tuple[str, ...]], int] = field(default_factory=dict)
 
     def offer(self, lever: str, size: int, blocks: tuple[str, ...], block: str = "") -> Offer:
-        """The same plan with another size of micro-batch and other blocks."""
+        """Price the plan with another micro-batch size and other checkpointed blocks."""
         plan = self.plan
         count = count_of(size_runs(plan.share, size))
         more = self._upper(size, blocks) - self._upper(plan.micro_batch, plan.checkpoint)
@@ -118,11 +118,11 @@ class _Against:
 
     @property
     def pace(self) -> float:
-        """What seconds timed while planning come to while training."""
+        """The factor from seconds timed while planning to seconds in training."""
         return drift(self.plan, self.profile)
 
     def seconds(self, size: int, blocks: tuple[str, ...]) -> float | None:
-        """Seconds of the step as timed while planning."""
+        """Return the seconds of such a step, as timed while planning."""
         return step_seconds(self.profile, size_runs(self.plan.share, size), blocks, self.plan.mode)
 
     def _upper(self, size: int, blocks: tuple[str, ...]) -> int:
@@ -140,7 +140,7 @@ def _of_profile(against: _Against) -> Iterator[Offer]:
     if free:
         offer = against.offer("checkpoint", plan.micro_batch, (*plan.checkpoint, free[0]), free[0])
         if offer.more < 0:
-            seconds = None if offer.seconds is None else max(0.0, offer.seconds)  # below the noise of timing
+            seconds = None if offer.seconds is None else max(0.0, offer.seconds)  # less than 0 is noise of the timing
             yield replace(offer, seconds=seconds)
     if plan.checkpoint:
         last = max(plan.checkpoint, key=lambda name: per_block.get(name, 0.0))
@@ -149,7 +149,7 @@ def _of_profile(against: _Against) -> Iterator[Offer]:
 
 
 def _more_memory(against: _Against) -> Iterator[Offer]:
-    """The smallest budget that would make the step faster, and what the fastest would need."""
+    """The smallest budget that makes the step faster, and the budget of the fastest step."""
     plan = against.plan
     faster = []
     now = against.seconds(plan.micro_batch, plan.checkpoint)
@@ -171,7 +171,7 @@ def _more_memory(against: _Against) -> Iterator[Offer]:
 
 
 def _by_gain(profile: Profile, samples: int, per_block: dict[str, float]) -> list[str]:
-    """The blocks that could be checkpointed, those first that free most bytes per second."""
+    """The blocks that can be checkpointed, those that free the most bytes per second first."""
     timeline = profile.timeline
     if timeline is None:
         return []

@@ -1,6 +1,6 @@
-"""How long steps take and what they wait for, from what was measured.
+"""Computes how long steps take and wait for the loader, from measurements.
 
-Not covered: what a step does with its time; the profile times that.
+Not covered: how a step spends its time; the profile times that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CHANGES = ("plan", "replan", "out of memory")
 
 
 def steady(report: Report) -> tuple[float, ...]:
-    """Seconds of the steps since the plan last changed; of all that are known where there is none since."""
+    """Return the seconds of the steps since the plan last changed, or of all known steps if there is none since."""
     pace = report.pace
     changed = max((event.step for event in report.events if event.kind in CHANGES and event.step), default=-1)
     since = pace.steps - changed - 1  # the plan changed during or before step number `changed`, counted from 0
@@ -24,24 +24,24 @@ def steady(report: Report) -> tuple[float, ...]:
 
 
 def not_run_yet(report: Report) -> bool:
-    """Whether this is about a plan by which no step was done: nothing has happened in it then."""
+    """Whether no step has run with this plan yet, so that nothing has happened in it."""
     return not report.pace.steps and not report.pace.seconds
 
 
 def seconds_of(option: Option, report: Report) -> float | None:
-    """Seconds per step of an option, comparable with all others: those timed while planning as they come to now."""
+    """Return an option's seconds per step, comparable with all others: those timed while planning are scaled by the drift."""
     seconds = option.cost.seconds
     return seconds if seconds is None or option.measured else seconds * report.drift
 
 
 def asked_seconds(report: Report) -> float | None:
-    """Seconds per step that the script's own settings would take, comparable with the plan's."""
+    """Return the seconds per step with the script's own settings, comparable with the plan's."""
     seconds, drift = report.plan.asked.seconds, 1.0 if report.plan.by_size else report.drift
     return None if seconds is None else seconds * drift
 
 
 def loader_share(report: Report) -> float | None:
-    """The share of time from batch to batch that is spent on waiting for the loader; None if it was not measured."""
+    """Return the fraction of the time from batch to batch spent waiting for the loader; None if not measured."""
     seconds = steady(report)
     if not seconds or not report.pace.waits:
         return None
@@ -50,5 +50,5 @@ def loader_share(report: Report) -> float | None:
 
 
 def typical_wait(pace: Pace) -> float:
-    """Seconds that a batch is waited for; the first, for which workers start, only counts if it is the only one."""
+    """Return the median wait for a batch in seconds. The first, which starts the workers, counts only if it is the only one."""
     return median(pace.waits[1:] or pace.waits)

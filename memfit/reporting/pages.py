@@ -1,6 +1,6 @@
-"""What all pages share: templates whose values are escaped, the code of the charts, and a policy that forbids all else.
+"""Renders HTML pages: templates with escaped values, the charts' code, and a content security policy that forbids all else.
 
-Every value goes through jinja2's autoescape. A page's own policy forbids requests, and any script but the two written here.
+Every value goes through jinja2's autoescape. A page's own policy forbids requests, and all scripts except the two written here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def rendered(template: str, **values: Any) -> str:
-    """A whole page, with the code of its charts inside."""
+    """Render a whole page, with the code of its charts inside."""
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
@@ -29,7 +29,7 @@ def rendered(template: str, **values: Any) -> str:
 
 
 def environment() -> Environment:
-    """The templates of this folder; values are escaped, and strings printable."""
+    """Return the jinja2 environment of this folder's templates; it escapes values and makes strings printable."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     return Environment(
@@ -43,7 +43,7 @@ def environment() -> Environment:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """Nothing is fetched, and no script runs but these."""
+    """The content security policy: no requests, and no scripts except these."""
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"

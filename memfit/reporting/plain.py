@@ -1,6 +1,6 @@
-"""The report of a run that has no plan: memfit was off, or what ran was left as the script wrote it.
+"""The report of a run without a plan: memfit was off, or everything ran as the script wrote it.
 
-The same views as those of a `Report`, each a few lines. Not covered: what plain steps took; memory is not measured then.
+It has the same views as a `Report`, each a few lines. Not covered: the memory of plain steps, which is not measured.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ SWITCHED_ON_BY = {
     "MEMFIT=off in the environment": "unset MEMFIT",
     "run.undo()": "wrap again",
 }
-"""How memfit is switched on again, by why it is off."""
+"""How to switch memfit on again, by the reason why it is off."""
 
 
 def what_ran(off: str, calls: int, steps: int) -> tuple[str, str] | None:
-    """(what was done without a plan, what to do to get one) after that many training calls and steps; None if nothing was
-    done yet. `off` says why memfit is off, "" that it is on."""
+    """Return (what ran without a plan, what to do to get one) after that many training calls and steps; None if nothing ran
+    yet. `off` says why memfit is off, "" means that it is on."""
     if off:
         return f"off ({off}): everything runs as the script wrote it", SWITCHED_ON_BY[off]
     if calls:
@@ -42,27 +42,27 @@ def what_ran(off: str, calls: int, steps: int) -> tuple[str, str] | None:
 
 @dataclass(frozen=True)
 class PlainReport:
-    """What ran instead of a plan, and why. Print it, save it (".html", ".json", ".md")."""
+    """Reports what ran instead of a plan, and why. Print it or save it (".html", ".json", ".md")."""
 
     model: str
     """The model's class."""
     happened: str
-    """What was done, in one sentence."""
+    """What ran, in one sentence."""
     next_move: str
     """What to do to get a plan."""
     steps: int | None
-    """Optimizer steps done; None where nobody counted."""
+    """Optimizer steps done; None if they were not counted."""
     seconds: tuple[float, ...]
-    """Seconds of each of the last optimizer steps, as far as they were timed."""
+    """Seconds of each of the latest optimizer steps that were timed."""
     events: tuple[Happening, ...]
-    """What was noted on the way, in order."""
+    """Events of the run, in order."""
     software: tuple[tuple[str, str], ...]
     """(package, version)."""
     made: str
     """When the report was made, ISO 8601."""
 
     def lines(self) -> tuple[tuple[str, str], ...]:
-        """(label, text) of everything there is to say."""
+        """Return (label, text) of each line of the report."""
         found = [("plain", self.happened)]
         if self.steps is not None:
             took = f", {format_seconds(median(self.seconds))} each" if self.seconds else ""
@@ -71,16 +71,16 @@ class PlainReport:
         return (*found, ("next", self.next_move))
 
     def to_json(self) -> str:
-        """The report as JSON."""
+        """Return the report as JSON."""
         return json.dumps({"report": "memfit without a plan", **strict(asdict(self))}, indent=1, allow_nan=False) + "\n"
 
     def to_markdown(self) -> str:
-        """The report as Markdown."""
+        """Return the report as Markdown."""
         entries = [f"- **{escaped(label)}**: {escaped(text)}" for label, text in self.lines()]
         return "\n".join([f"# memfit: {escaped(self.model)}, plain", "", *entries, "", f"*{escaped(self._made())}*", ""])
 
     def to_html(self) -> str:
-        """The report as one page that needs no network."""
+        """Return the report as one HTML page that needs no network."""
         title = escape(f"memfit: {self.model}, plain")
         head = f'<meta charset="utf-8"><title>{title}</title>'
         return f"<!doctype html>\n<html><head>{head}</head><body><h1>{title}</h1>{self._repr_html_()}</body></html>\n"
@@ -90,7 +90,7 @@ class PlainReport:
         write_in_format(path, {".html": self.to_html, ".json": self.to_json, ".md": self.to_markdown})
 
     def print(self) -> None:
-        """Print it on stdout."""
+        """Print the report on stdout."""
         print(self)
 
     def __str__(self) -> str:

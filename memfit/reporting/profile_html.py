@@ -1,6 +1,6 @@
-"""A profile as one HTML page that needs no network: memory over the step, what lies in the peak, the modules to unfold.
+"""Renders a profile as one HTML page that needs no network: memory over the step, the peak, the tree of modules to unfold.
 
-Not covered: browsers without JavaScript see the tables and not the chart.
+Not covered: browsers without JavaScript, which show the tables but not the chart.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from memfit.reporting.profiled import ProfileReport
 from memfit.reporting.words import printable
 
 OPEN, MOST = 1, 2000
-"""Levels that are unfolded at first; rows of the tree at most, then with fewer levels."""
+"""Levels unfolded at first; maximum rows of the tree, above which it shows fewer levels."""
 
 
 def page(report: ProfileReport) -> str:
-    """The whole page, with the code of its chart inside."""
+    """Render the whole page, with the code of its chart inside."""
     profile = report.profile
     made = [chart for chart in (_memory(report),) if chart is not None]
     rows = _rows(report)
@@ -67,7 +67,6 @@ def _memory(report: ProfileReport) -> Chart | None:
     if found.peak.reserved is not None:
         lines.append(("reserved", found.peak.reserved, "dash", "accent"))
     figure = memory_figure(curve, 0, lines)
-    # The level's own name goes to the end where the peak is not.
     at = _fullest(curve)
     point_at(figure, at, _in_short(report))
     _spread(figure["layout"]["annotations"], len(lines), at - curve.events[0] > (curve.events[-1] - curve.events[0]) / 2)
@@ -76,7 +75,7 @@ def _memory(report: ProfileReport) -> Chart | None:
 
 
 def _spread(annotations: Sequence[dict[str, object]], lines: int, left: bool) -> None:
-    """The names of the levels at the end where the peak is not."""
+    """Place the names of the levels at the end away from the peak."""
     for note in annotations[:lines]:
         note.update({"x": 0 if left else 1, "xanchor": "left" if left else "right"})
 
@@ -87,14 +86,14 @@ def _fullest(curve: Curve) -> int:
 
 
 def _in_short(report: ProfileReport) -> str:
-    """Operation, or where there is none the module, for the mark at the peak."""
+    """The label of the mark at the peak: the operation, else the module, else the phase."""
     moment = report.explanation.moment
     assert moment is not None
     return moment.operation or moment.module or moment.phase
 
 
 def parts_of(holds: Sequence[tuple[str, int]], whole: int) -> tuple[Part, ...]:
-    """Categories as stretches of a bar."""
+    """Turn categories into the parts of a bar."""
     return tuple(
         Part(kind, MEANING.get(kind, ""), colour(kind), format_bytes(size), round(100 * size / whole, 3))
         for kind, size in holds
@@ -107,18 +106,18 @@ def parts_of(holds: Sequence[tuple[str, int]], whole: int) -> tuple[Part, ...]:
 
 @dataclass
 class Branch:
-    """A row of the tree, and the rows inside it."""
+    """Holds a row of the module tree, and the rows inside it."""
 
     row: TreeRow
-    """What it says."""
+    """The row itself."""
     parts: tuple[Part, ...]
-    """What lies in the peak of it, as stretches of a bar."""
+    """Its bytes at the peak by category, as the parts of a bar."""
     inside: list[Branch] = field(default_factory=list)
-    """The rows below it."""
+    """The rows one level below."""
 
 
 def _rows(report: ProfileReport) -> tuple[TreeRow, ...]:
-    """All levels, or as many as the page can hold."""
+    """All levels, or as many as stay within `MOST` rows."""
     rows = tree_rows(report.tree, None)
     depth = max((row.level for row in rows), default=0)
     while len(rows) > MOST and depth > 1:

@@ -1,9 +1,9 @@
-"""A profile as JSON that people can read: one line for every allocation and every operation.
+"""Writes a profile as readable JSON: one line for every allocation and every operation.
 
-The file has a `version` (VERSION); within it fields are added, never changed. FIELDS says what is in it, and the file says it
-itself, under "fields". Allocations and operations are given for every size: `fixed + per_sample * n` at n samples per
-micro-batch (of one sample, where that runs otherwise, for that size alone). "explanation" and "tree" are for the one size
-under "samples". Not covered: reading it back.
+The file has a `version` (VERSION); within a version, fields are added, never changed. FIELDS describes the fields, and each
+file contains it under "fields". Allocations and operations are given for every size: `fixed + per_sample * n` at n samples per
+micro-batch (if a micro-batch of one sample runs differently, for that size alone). "explanation" and "tree" are for the one
+size under "samples". Not covered: reading it back.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ FIELDS = {
     "operations": "in order; event: the one that was next when it began; flops and moved (bytes), fixed and per sample",
     "timings": "micro-batches as timed or modelled, in seconds; told_from: the size they are told from, or null",
 }
-"""What the parts of the file mean."""
+"""What each field of the file means."""
 
 
 def to_json(report: ProfileReport) -> str:
-    """The whole file."""
+    """Return the whole file as text."""
     lines = [f" {json.dumps(key)}: {_readable(key, value)}" for key, value in _head(report).items()]
     for name, entries in (("allocations", _allocations(report)), ("operations", _operations(report))):
         rows = ",\n".join(f"  {_compact(entry)}" for entry in entries)
@@ -57,7 +57,7 @@ def _timing(timing: Timing) -> dict[str, Any]:
 
 
 def _readable(key: str, value: Any) -> str:
-    """On one line, but for what is nested or long."""
+    """JSON on one line, except for nested or long values."""
     if key not in ("fields", "explanation", "tree"):
         return _compact(value)
     return json.dumps(strict(value), indent=1, allow_nan=False).replace("\n", "\n ")
@@ -168,5 +168,5 @@ def _phase_at(timeline: Timeline, event: int) -> str:
 
 
 def _number(value: float) -> int | float:
-    """A whole number without a point."""
+    """A number; whole ones have no decimal point."""
     return int(value) if float(value).is_integer() else float(value)

@@ -1,4 +1,4 @@
-"""A profile as Markdown. Not covered: charts. Names are escaped so that they cannot become markup or HTML."""
+"""Renders a profile as Markdown. Not covered: charts. Names are escaped so that they cannot become markup or HTML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memfit.reporting.report import made_with
 
 
 def markdown(report: ProfileReport) -> str:
-    """All of it."""
+    """Render the whole profile as Markdown."""
     return "\n".join([*_lines(report), ""])
 
 

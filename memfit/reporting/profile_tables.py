@@ -1,4 +1,4 @@
-"""The tables of a profile, as cells of text."""
+"""Builds the tables of a profile, as cells of text."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from memfit.reporting.tables import Table
 
 
 def module_table(report: ProfileReport) -> Table:
-    """Whose the peak is."""
+    """Build the table of the peak's bytes by module."""
     rows = tuple((module, size, share, what) for share, size, module, what in share_cells(report.explanation, MODULES))
     return Table("By module", ("module", "bytes", "share", "mostly"), rows, frozenset({1, 2}))
 
 
 def tensor_table(report: ProfileReport) -> Table:
-    """The largest tensors at the peak."""
+    """Build the table of the largest tensors at the peak."""
     rows = tuple((module, size, kind, made) for size, kind, module, made in tensor_cells(report.explanation))
     return Table("The largest tensors", ("born in", "bytes", "what for", "made"), rows, frozenset({1}))
 
 
 def tree_table(report: ProfileReport) -> Table:
-    """The tree, each module's name behind dots for its level."""
+    """Build the table of the module tree; dots before a module's name show its level."""
     rows = []
     for row in tree_rows(report.tree, report.depth):
         kind = f" ({row.kind})" if row.kind and row.kind != row.name else ""

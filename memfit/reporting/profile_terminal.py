@@ -1,6 +1,6 @@
-"""A profile on a terminal: what the step takes, the peak, what lies in it, and the tree of modules.
+"""Prints a profile on a terminal: what the step takes, the peak, what it holds, and the tree of modules.
 
-ASCII but for the reader's own names. Not covered: the timeline itself; `ProfileReport.save` has it.
+ASCII except for the reader's own names. Not covered: the timeline itself; `ProfileReport.save` writes it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LABEL = 14
-"""Columns of the labels on the left."""
+"""Width of the labels on the left, in characters."""
 NARROW, ESSENTIAL = 100, ("module", "parameters", "kept", "at the peak", "share")
-"""Columns of a terminal below which only these of the tree are shown."""
+"""Width of a terminal below which the tree shows only these columns."""
 
 
 def show(report: ProfileReport) -> None:
-    """Print it on stdout."""
+    """Print the profile on stdout."""
     from rich.console import Console
 
     _print(report, Console(soft_wrap=False))
 
 
 def plain(report: ProfileReport) -> str:
-    """The same as lines of text."""
+    """Return the profile as plain lines of text."""
     lines = [*str(report.profile).splitlines(), "", *explanation_lines(report.explanation), ""]
     return "\n".join(map(printable, [*lines, *tree_lines(report.tree, report.depth)]))
 
@@ -84,7 +84,7 @@ def _facts(report: ProfileReport) -> Table:
 
 
 def _cells(rows: Sequence[Sequence[str]], right: Sequence[int], named: int) -> Table:
-    """Rows of text; the categories in column `named` have their colours."""
+    """A table of text; the categories in column `named` have their colours."""
     from rich.text import Text
 
     table = _grid()
@@ -116,7 +116,7 @@ def _tree(report: ProfileReport, width: int) -> Table:
 
 
 def _in_colour(text: object) -> None:
-    """The names of categories in their colours, as everywhere."""
+    """Colour the names of categories, as every view does."""
     from rich.text import Text
 
     from memfit.profiling.timeline import CATEGORIES

@@ -1,7 +1,7 @@
-"""A profile at one size of micro-batch as a report: what the step takes, where it is at its fullest, whose that is.
+"""A profile at one micro-batch size as a report: what the step takes, where it peaks, and which modules hold the peak.
 
 The value does not know how it is printed: `profile_terminal.py`, `profile_html.py`, `profile_json.py` and `profile_markdown.py`
-are views of it. Not covered: choosing a size; that is what a plan does.
+are its views. Not covered: choosing a size, which a plan does.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from memfit.reporting.report import made_now, software
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """A profile, explained for micro-batches of one size. Print it, save it (".html", ".json", ".md")."""
+    """Explains a profile for micro-batches of one size. Print it or save it (".html", ".json", ".md")."""
 
     profile: Profile
     """What the step costs at any size."""
     explanation: Explanation
-    """The peak at this one."""
+    """The peak at this size."""
     tree: ModuleTree
-    """What each module costs at this one."""
+    """What each module costs at this size."""
     curve: Curve | None
     """Memory over one step; None if not known."""
     depth: int
-    """Levels of modules that are shown below the model, where that cannot be unfolded."""
+    """Levels of modules shown below the model, in views that cannot unfold them."""
     software: tuple[tuple[str, str], ...]
     """(package, version)."""
     made: str
@@ -46,7 +46,7 @@ class ProfileReport:
 
     @property
     def timeline(self) -> Timeline | None:
-        """The step at this size; None if not known."""
+        """The allocations of the step at this size; None if not known."""
         return self.profile.traced_at(self.samples)
 
     @property
@@ -56,32 +56,32 @@ class ProfileReport:
         return self.profile.device if card is None else f"{card.title}, which is not here"
 
     def to_html(self) -> str:
-        """One page that needs no network; about 5 MB, because the charts' code is inside."""
+        """Return one HTML page that needs no network; about 5 MB, because it contains the charts' code."""
         from memfit.reporting.profile_html import page
 
         return page(self)
 
     def to_json(self) -> str:
-        """Every allocation and operation as JSON, one line each; `profile_json.py` says what the fields mean."""
+        """Return every allocation and operation as JSON, one line each; `profile_json.py` says what the fields mean."""
         from memfit.reporting.profile_json import to_json
 
         return to_json(self)
 
     def to_markdown(self) -> str:
-        """Markdown, for an issue or a pull request."""
+        """Return the profile as Markdown, for an issue or a pull request."""
         from memfit.reporting.profile_markdown import markdown
 
         return markdown(self)
 
     def save(self, path: str | Path) -> None:
-        """Write it in the format of the suffix: ".html", ".json" or ".md".
+        """Write the profile in the format of the suffix: ".html", ".json" or ".md".
 
-        Raises UsageError for another suffix and where the file cannot be written; nothing is half-written then.
+        Raises UsageError for another suffix, or if the file cannot be written; it never leaves a half-written file.
         """
         write_in_format(path, {".html": self.to_html, ".json": self.to_json, ".md": self.to_markdown})
 
     def print(self) -> None:
-        """Print it on stdout, in colour on a terminal."""
+        """Print the profile on stdout, in colour on a terminal."""
         from memfit.reporting.profile_terminal import show
 
         show(self)
@@ -93,7 +93,7 @@ class ProfileReport:
 
 
 def profile_report(profile: Profile, micro_batch: int, *, accumulates: bool = True, depth: int = DEPTH) -> ProfileReport:
-    """The report of a profile for micro-batches of that many samples. Raises UsageError for what is no such number."""
+    """Build the report of a profile for that micro-batch size. Raises UsageError for an invalid number of samples."""
     explanation = profile.explain(micro_batch, accumulates=accumulates)
     timeline = profile.traced_at(micro_batch)
     return ProfileReport(

@@ -1,6 +1,6 @@
-"""How far a long computation is: a bar on a terminal, now and then a line elsewhere. Always on stderr.
+"""Shows the progress of a long computation: a bar on a terminal, occasional lines elsewhere. Always on stderr.
 
-Not covered: several at once.
+Not covered: several computations at once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress, TaskID
 
 EVERY = 3.0
-"""Seconds between two lines where there is no terminal."""
+"""Minimum seconds between two lines without a terminal."""
 
 
 class Progress(Protocol):
-    """What a computation says of itself."""
+    """How a computation reports its progress."""
 
     def advance(self, n: int = 1) -> None:
-        """`n` more are done."""
+        """Count `n` more items as done."""
         ...
 
     def say(self, text: str) -> None:
-        """What is being done now."""
+        """Show what is being done now."""
         ...
 
 
@@ -37,9 +37,9 @@ class Progress(Protocol):
 def progress(
     label: str, total: int | None, *, to: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Progress]:
-    """Show how far it is while the context lasts. `total` None: it is not known how much there is to do.
+    """Show the progress of a computation while the context lasts. `total`: the number of items, None if not known.
 
-    On a terminal `to` (default: stderr) shows a bar that goes away at the end; elsewhere a line appears at most every
+    On a terminal, `to` (default: stderr) shows a bar that disappears at the end. Elsewhere a line appears at most every
     few seconds, so that logs stay short.
     """
     stream = stderr() if to is None else to
@@ -52,7 +52,7 @@ def progress(
 
 
 class _Lines:
-    """Plain lines, few of them."""
+    """Progress as plain lines, at least `EVERY` seconds apart."""
 
     def __init__(self, label: str, total: int | None, to: TextIO, clock: Callable[[], float]) -> None:
         self._label, self._total, self._to, self._clock = label, total, to, clock
@@ -73,7 +73,7 @@ class _Lines:
             return
         self._next = now + EVERY
         of = f"{self._done}/{self._total}" if self._total is not None else str(self._done) if self._done else ""
-        with suppress(OSError):  # a pipe whose reader left
+        with suppress(OSError):  # a pipe whose reader is gone
             print("  ".join(part for part in (f"memfit: {self._label}", of, self._said) if part), file=self._to, flush=True)
 
 
@@ -101,7 +101,7 @@ def _rich(stream: TextIO, *, counted: bool) -> RichProgress:
         TimeElapsedColumn(),
         TextColumn("{task.fields[said]}", markup=False, style="dim"),
         console=Console(file=stream),
-        redirect_stdout=_is_terminal(sys.stdout),  # what goes into a file or a pipe stays there
+        redirect_stdout=_is_terminal(sys.stdout),  # stdout into a file or a pipe stays there
         transient=True,
     )
 

@@ -1,7 +1,7 @@
-"""What another batch than the script's may mean for its learning rate, in words: two rules that others published.
+"""Says in words what a changed batch size may mean for the learning rate: two published scaling rules.
 
-Advice only: nothing is changed. Both are for losses that are means over the batch. Not covered: warm-up, schedules and weight
-decay, and how far a rule holds, which only training tells.
+Advice only: nothing is changed. Both rules assume losses that are means over the batch. Not covered: warm-up, schedules and
+weight decay, and how far a rule holds, which only training shows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ LINEAR = "linear rule (Goyal et al. 2017, arXiv:1706.02677, for SGD)"
 ROOT = "square-root rule (Krizhevsky 2014, arXiv:1404.5997"
 ROOT_ADAPTIVE = f"{ROOT}; for Adam and RMSprop Malladi et al. 2022, arXiv:2205.10287)"
 MOMENTS = {"adam": "1 - beta1 and 1 - beta2", "rmsprop": "1 - alpha"}
-"""What the square-root rule multiplies too, by a part of the optimizer's name."""
+"""What else the square-root rule multiplies, by a part of the optimizer's name."""
 
 
 def batch_change(before: int | None, now: int | None, groups: Iterable[Mapping[str, Any]]) -> BatchChange | None:
-    """The change from a script's `before` samples per optimizer step to `now`, with the learning rates of an optimizer's
-    parameter groups; None where nothing changed, or where it is not known."""
+    """Return the change from a script's `before` samples per optimizer step to `now`, with the learning rates of the
+    optimizer's parameter groups; None if nothing changed or either number is not known."""
     if not before or not now or before == now:
         return None
     rates = [float(group["lr"]) for group in groups if "lr" in group]
@@ -30,7 +30,7 @@ def batch_change(before: int | None, now: int | None, groups: Iterable[Mapping[s
 
 
 def rate_rules(change: BatchChange | None, optimizer: str) -> Iterator[str]:
-    """What the two rules say, the one for this kind of optimizer first; nothing where the batch is the script's."""
+    """Yield what the two rules say, the one for this kind of optimizer first; nothing if the batch is the script's."""
     if change is None:
         return
     yield (

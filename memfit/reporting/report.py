@@ -1,7 +1,7 @@
-"""The report: what was asked, what is done and what it costs, as one value that views are made of.
+"""The report of a run as one value: what was asked, what runs and what it costs.
 
-The value does not know how it is printed: `terminal.py`, `markdown.py` and `html.py` are views of it, JSON is the value
-itself. Not covered: other ranks than this one.
+The value does not know how it is printed: `terminal.py`, `markdown.py` and `html.py` are its views, and JSON is the value
+itself. Not covered: ranks other than this one, except for their facts in `every`.
 """
 
 from __future__ import annotations
@@ -27,49 +27,49 @@ from memfit.reporting.offers import drift, offers_for
 from memfit.reporting.verification import Verification
 
 VERSION = 1
-"""Version of the report file format this code writes; later ones are refused."""
+"""Version of the report file format that this code writes; later versions are refused."""
 LONGEST = 1000
-"""Characters of a message that are kept."""
+"""Maximum characters of a message that are kept."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that a view of a run needs. Print it, save it (".html", ".json", ".md"), load the JSON again."""
+    """Holds all that a view of a run needs. Print it, save it (".html", ".json", ".md") or load the JSON again."""
 
     plan: Plan
-    """What runs."""
+    """The plan that runs."""
     allowance: Allowance
-    """What it has to fit into."""
+    """The memory that the plan has to fit into."""
     asked: tuple[tuple[str, str], ...]
-    """(lever, what the user asked of it)."""
+    """(lever, what the user asked for)."""
     script_precision: str
-    """The precision the script computes in by itself."""
+    """The precision that the script itself computes in."""
     ranks: int
-    """Processes that share the target batch."""
+    """Number of ranks that share the target batch."""
     iterations: int
-    """Iterations that the script itself adds up per optimizer step."""
+    """Iterations that the script itself accumulates per optimizer step."""
     parameters: int | None
     """Elements in the model's parameters; None if not known."""
     block_count: int | None
-    """Blocks that the model has; None if not known."""
+    """Number of blocks in the model; None if not known."""
     script_blocks: tuple[str, ...]
-    """Blocks that the script checkpoints itself."""
+    """Blocks that the script itself checkpoints."""
     batch_norms: tuple[str, ...]
-    """Modules that keep statistics of their batches."""
+    """Modules that keep statistics of their batches (BatchNorm)."""
     draws: tuple[str, ...]
-    """Modules that draw random numbers while training: dropout."""
+    """Modules that draw random numbers in training, such as dropout."""
     blocks: tuple[BlockCost, ...]
-    """What each block takes in a micro-batch; empty if not known."""
+    """What each block takes in one micro-batch; empty if not known."""
     curve: Curve | None
     """Memory over one step; None if not known."""
     drift: float
-    """What a second timed while planning comes to while training; 1 where nothing was measured anew."""
+    """What one second timed while planning takes in training; 1 if nothing was measured in training."""
     offers: tuple[Offer, ...]
-    """What other choices would need and take."""
+    """Other choices of one lever, and the memory and time they would take."""
     pace: Pace
-    """What was measured."""
+    """Measured step times, loader waits and peak memory."""
     verification: Verification | None
-    """The comparison with the whole batch; None if it was not made."""
+    """The comparison with the whole batch; None if not made."""
     events: tuple[Happening, ...]
     """What happened, in order."""
     notes: tuple[str, ...]
@@ -81,32 +81,32 @@ class Report:
     version: int = VERSION
     """Version of the file format."""
     change: BatchChange | None = None
-    """The batch against the script's; None where it is the script's, or where that is not known."""
+    """The batch size against the script's; None if it is the script's or not known."""
     every: tuple[RankFacts, ...] = ()
-    """All processes, by rank, as they last told each other; empty in one process."""
+    """Facts of all processes, by rank, as of their latest exchange; empty in one process."""
 
     @property
     def fits(self) -> bool:
-        """Whether the plan stays within the budget by its upper bound."""
+        """Whether the plan's upper bound stays within the budget."""
         return self.room >= 0
 
     @property
     def room(self) -> int:
-        """Bytes left above the plan's upper bound."""
+        """The headroom: bytes free above the plan's upper bound."""
         return self.allowance.limit - self.allowance.margin - self.plan.held - self.plan.predicted.upper
 
     def to_json(self) -> str:
-        """The report as JSON, for `Report.load`."""
+        """Return the report as JSON, for `Report.load`."""
         return json.dumps({"report": "memfit", **strict(asdict(self))}, indent=1, allow_nan=False) + "\n"
 
     def to_markdown(self) -> str:
-        """The report as Markdown, for an issue or a pull request."""
+        """Return the report as Markdown, for an issue or a pull request."""
         from memfit.reporting.markdown import markdown
 
         return markdown(self)
 
     def to_html(self) -> str:
-        """The report as one page that needs no network; about 5 MB, because the charts' code is inside."""
+        """Return the report as one HTML page that needs no network; about 5 MB, because it contains the charts' code."""
         from memfit.reporting.html import page
 
         return page(self)
@@ -114,18 +114,18 @@ class Report:
     def save(self, path: str | Path) -> None:
         """Write the report in the format of the suffix: ".html", ".json" or ".md".
 
-        Raises UsageError for another suffix and where the file cannot be written; nothing is half-written then.
+        Raises UsageError for another suffix, or if the file cannot be written; it never leaves a half-written file.
         """
         write_in_format(path, {".html": self.to_html, ".json": self.to_json, ".md": self.to_markdown})
 
     @staticmethod
     def load(path: str | Path) -> Report:
-        """Read a report from the JSON file it was saved to. Raises UsageError for a damaged, foreign or later one."""
+        """Read a report from the JSON file it was saved to. Raises UsageError for a damaged, foreign or later file."""
         return Report.from_json(read_text(Path(path)), source=str(path))
 
     @staticmethod
     def from_json(text: str, source: str = "the text") -> Report:
-        """Read a report from JSON. Raises UsageError, and PlanFileError for the plan inside."""
+        """Read a report from JSON. Raises UsageError, or PlanFileError for the plan inside."""
         report = restored(Report, text, source, VERSION)
         curve = report.curve
         if curve is not None and not (curve.moments and all(len(s) == len(curve.events) for _, s in curve.layers)):
@@ -136,7 +136,7 @@ class Report:
         return report
 
     def print(self) -> None:
-        """Print it on stdout, in colour on a terminal."""
+        """Print the report on stdout, in colour on a terminal."""
         from memfit.reporting.terminal import show
 
         show(self)
@@ -168,13 +168,13 @@ def make_report(
     change: BatchChange | None = None,
     every: Sequence[RankFacts] = (),
 ) -> Report:
-    """The report of a run.
+    """Build the report of a run.
 
-    `profile` is the one the plan rests on, None if the plan came from a file. `events` have `.step`, `.kind` and
-    `.message`; `stats` are those of `Run.stats()`, and may name "ranks". `seconds` and `waits` are those of the last
-    optimizer steps and batches. `asked` is what the user asked of each lever; "script_accumulation" among it counts the
-    script's own iterations per optimizer step. `draws` are the names of modules that draw random numbers;
-    `change` is the batch against the script's; `every` are the processes that train together.
+    `profile` is the profile behind the plan, None if the plan came from a file. `events` have `.step`, `.kind` and
+    `.message`. `stats` comes from `Run.stats()`, and may contain "ranks". `seconds` and `waits` are of the latest
+    optimizer steps and batches. `asked` is what the user asked of each lever; its "script_accumulation" counts the
+    script's own iterations per optimizer step. `draws` names the modules that draw random numbers. `change` is the
+    batch against the script's. `every` is the processes that train together.
     """
     allowance = _allowance(budget)
     timeline = _timeline(plan, profile)
@@ -212,7 +212,7 @@ def _allowance(budget: Budget) -> Allowance:
 
 
 def _timeline(plan: Plan, profile: Profile | None) -> Timeline | None:
-    """The step as the plan runs it."""
+    """The timeline of the step as the plan runs it."""
     if profile is None or profile.timeline is None:
         return None
     return profile.timeline if profile.checkpoint == plan.checkpoint else with_blocks(profile, plan.checkpoint).timeline
@@ -231,7 +231,7 @@ def _blocks(plan: Plan, profile: Profile, timeline: Timeline) -> tuple[BlockCost
 
 
 def _offers(plan: Plan, profile: Profile | None, room: int, events: Sequence[Any]) -> tuple[Offer, ...]:
-    """What other choices would need; none larger than the plan's where memory has run out before."""
+    """What other choices would need; no larger micro-batch than the plan's once memory has run out."""
     most = plan.micro_batch if any(event.kind == "out of memory" for event in events) else plan.share
     return tuple(offer for offer in offers_for(plan, profile, room) if offer.micro_batch <= most)
 
@@ -252,27 +252,27 @@ def _count(text: str | None) -> int:
 
 
 def happenings(events: Sequence[Any]) -> tuple[Happening, ...]:
-    """Events as a report keeps them."""
+    """Convert events to the form that a report keeps."""
     return tuple(Happening(int(e.step), str(e.kind), str(e.message)[:LONGEST]) for e in events)
 
 
 def made_now() -> str:
-    """The time, as a report keeps it."""
+    """Return the current time in ISO 8601, as a report keeps it."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def software() -> tuple[tuple[str, str], ...]:
-    """(package, version) of what a report depends on."""
+    """Return (package, version) of what a report depends on."""
     found = []
     for package in ("memfit", "torch", "numpy"):
         try:
             found.append((package, installed_version(package)))
-        except PackageNotFoundError:  # run from a checkout
+        except PackageNotFoundError:  # memfit runs from a checkout
             continue
     return tuple(found)
 
 
 def made_with(made: str, packages: Sequence[tuple[str, str]]) -> str:
-    """When, and with what, in words."""
+    """Say in words when and with what a report was made."""
     versions = ", ".join(f"{package} {version}" for package, version in packages)
     return f"made {made}" + (f" with {versions}" if versions else "")

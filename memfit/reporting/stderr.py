@@ -1,6 +1,6 @@
-"""What memfit says while a script trains: lines on stderr, as people parse what their scripts print on stdout.
+"""Prints messages on stderr while a script trains, because people parse what their scripts print on stdout.
 
-A script without a stderr (closed, as daemons do, or None, as where there is no console) trains all the same, unheard.
+A script without a stderr (closed, as daemons do, or None, without a console) trains without messages.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import TextIO
 
 
 def stderr() -> TextIO:
-    """The stream to say things on; what is written goes nowhere where there is none."""
+    """Return the stream for messages; without a stderr, one that discards them."""
     there = sys.stderr
     return io.StringIO() if there is None or there.closed else there
 
 
 def tell(line: str) -> None:
-    """Say a line. Where nothing can be written any more (a pipe whose reader left), that is no reason to end a training."""
+    """Print one line on stderr. A failing write (a pipe whose reader is gone) does not end the training."""
     try:
         print(f"memfit: {line}", file=stderr())
     except OSError:

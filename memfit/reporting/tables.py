@@ -1,4 +1,4 @@
-"""The tables of a report, as cells of text: what each view lays out in its own way."""
+"""Builds the tables of a report as cells of text, which each view lays out in its own way."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ RANK_COLUMNS = (
     *("rank", "host", "device", "share", "micro-batch x steps", "blocks checkpointed", "precision"),
     *("budget", "held beside", "expected", "at most", "measured", "computing", "exchange", "out of memory"),
 )
-"""What is said of every process."""
+"""Columns of the table of ranks."""
 MOST = 300
-"""Rows of a table at most; what is beyond is counted."""
+"""Maximum rows of a table; the rows beyond are only counted."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells of text under a title."""
+    """Holds cells of text under a title."""
 
     title: str
     """What it shows."""
     columns: tuple[str, ...]
     """Headings."""
     rows: tuple[tuple[str, ...], ...]
-    """Cells, as many in each row as there are columns."""
+    """Cells, one per column in each row."""
     numbers: frozenset[int] = frozenset()
-    """Columns to align to the right."""
+    """Right-aligned columns."""
     marked: frozenset[int] = frozenset()
-    """Rows to stand out."""
+    """Highlighted rows."""
     note: str = ""
-    """What to know about it."""
+    """What the reader should know about the table."""
 
 
 def tables(report: Report) -> tuple[Table, ...]:
-    """All tables that have something to show."""
+    """Build all tables, without those that have no rows."""
     makers = (every_rank, phases, blocks, options, sizes, levers, waiting, events)
     return tuple(table for table in (make(report) for make in makers) if table.rows)
 
 
 def every_rank(report: Report) -> Table:
-    """Every process's part, memory and time, side by side."""
+    """Build the table of every rank's share, memory and time, side by side."""
     shown = report.every[:MOST]
     rows = tuple(map(_rank_row, shown))
     steps = max((each.steps for each in shown), default=0)
@@ -61,7 +61,7 @@ def every_rank(report: Report) -> Table:
     )
     numbers = frozenset(i for i, name in enumerate(RANK_COLUMNS) if name not in ("host", "device", "precision"))
     table = Table("Every rank", RANK_COLUMNS, rows, numbers, note=note)
-    for column in ("host", "device", "blocks checkpointed", "precision", "out of memory"):  # that say nothing
+    for column in ("host", "device", "blocks checkpointed", "precision", "out of memory"):  # dropped if they say nothing
         at = table.columns.index(column)
         found = {row[at] for row in table.rows}
         table = without(table, column) if found <= {"0", "-", "as the script"} or (at < 3 and len(found) < 2) else table
@@ -81,7 +81,7 @@ def _rank_row(each: RankFacts) -> tuple[str, ...]:
 
 
 def phases(report: Report) -> Table:
-    """Memory by phase and category, each phase at its fullest."""
+    """Build the table of memory by phase and category, at each phase's peak."""
     moments = () if report.curve is None else report.curve.moments
     there = {kind for moment in moments for kind, _ in moment.holds}
     kinds = tuple(kind for kind in COLOURS if kind in there)
@@ -107,7 +107,7 @@ def _phase_row(moment: Moment, kinds: Sequence[str], unit: int) -> tuple[str, ..
 
 
 def without(table: Table, column: str) -> Table:
-    """The table without a column."""
+    """Return the table without a column."""
     gone = table.columns.index(column)
     rows = tuple(row[:gone] + row[gone + 1 :] for row in table.rows)
     numbers = frozenset(i - (i > gone) for i in table.numbers if i != gone)
@@ -115,7 +115,7 @@ def without(table: Table, column: str) -> Table:
 
 
 def blocks(report: Report) -> Table:
-    """What each block takes in one micro-batch."""
+    """Build the table of what each block takes in one micro-batch."""
     shown = report.blocks[:MOST]
     rows = [_block_row(block) for block in shown]
     total = sum(block.kept for block in report.blocks)
@@ -136,7 +136,7 @@ def _block_row(block: BlockCost) -> tuple[str, ...]:
 
 
 def options(report: Report) -> Table:
-    """The plans that were considered, with why they were not taken."""
+    """Build the table of the plans that were considered, and why they were not taken."""
     shown = report.plan.options[:MOST]
     note = "Memory is on the budget's scale: what is held beside the training is part of it."
     note += f" These are {of_median(report.plan)}." if report.plan.by_size else ""
@@ -168,7 +168,7 @@ def _option_row(option: Option, report: Report, unit: tuple[int, str]) -> tuple[
 
 
 def sizes(report: Report) -> Table:
-    """Micro-batches by size of sample, where samples differ."""
+    """Build the table of micro-batch sizes by sample size, if samples differ in size."""
     rows = tuple(tuple(f"{number:,}" for number in entry) for entry in report.plan.by_size)
     columns = ("elements of the largest sample, up to", "samples per micro-batch", "that would fit")
     note = "Samples are ordered by size within the batch; a micro-batch is as long as its largest sample."
@@ -176,7 +176,7 @@ def sizes(report: Report) -> Table:
 
 
 def levers(report: Report) -> Table:
-    """One step of each lever, more and less."""
+    """Build the table of one step of each lever, up and down."""
     rows = []
     for offer in report.offers:
         what = f"{way(offer)} ({offer.block})" if offer.block else instead(offer, report.plan)
@@ -188,7 +188,7 @@ def levers(report: Report) -> Table:
 
 
 def waiting(report: Report) -> Table:
-    """What the run waits for."""
+    """Build the table of the time per step spent computing and waiting for the loader."""
     share = loader_share(report)
     if share is None:
         return Table("What the run waits for", (), ())
@@ -198,7 +198,7 @@ def waiting(report: Report) -> Table:
 
 
 def events(report: Report) -> Table:
-    """What was noted on the way, the latest first."""
+    """Build the table of the run's events, the latest first."""
     latest = report.events[::-1][:MOST]
     rows = tuple((f"{event.step:,}", event.kind, event.message) for event in latest)
     table = Table("So far", ("step", "kind", "what"), rows, frozenset({0}), note="The latest first." + _left_out(report.events))
@@ -206,8 +206,8 @@ def events(report: Report) -> Table:
 
 
 def notes(report: Report) -> Iterator[str]:
-    """What the reader should know about the numbers."""
-    said = {NORMS, *not_equal(report)}  # above them
+    """Yield what the reader should know about the numbers."""
+    said = {NORMS, *not_equal(report)}  # shown above the notes
     yield from (note for note in dict.fromkeys((*report.notes, *report.allowance.notes)) if note not in said)
     if report.curve is None and report.plan.by_size:
         yield "memory over one step is not drawn: it differs with the sizes of the samples"

@@ -1,6 +1,6 @@
-"""The report on a terminal: the first screen, and some plans that were not taken.
+"""Prints the report on a terminal: the first screen, and some of the plans that were not taken.
 
-ASCII but for the reader's own names. Not covered: charts and the other tables; `Report.save` has them.
+ASCII except for the reader's own names. Not covered: charts and the other tables; `Report.save` writes them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from memfit.planning.plan import Option
 
 WIDTH = 120
-"""Columns where there is no terminal to ask."""
+"""Width in characters without a terminal."""
 NARROW = 40
-"""Columns that are always used."""
+"""Minimum width in characters."""
 WORDY = 36
-"""Columns at most of what is done with memfit."""
+"""Maximum width of the column "with memfit"."""
 ROOMY = 90
-"""Columns from which the plans that were not taken are listed with their numbers."""
+"""Minimum width for the numbers of the plans that were not taken, and for all columns of the ranks."""
 LABEL = 14
-"""Columns of the labels on the left, the same in all parts."""
+"""Width of the labels on the left, the same in all parts."""
 _TONES = {"good": "green", "bad": "bold red", "open": "yellow"}
 
 
@@ -45,7 +45,7 @@ def show(report: Report) -> None:
 
 
 def plain(report: Report, width: int | None = None) -> str:
-    """The same as text without colours, as wide as the terminal or as said."""
+    """Return the report as text without colours, `width` characters wide (None: as wide as the terminal)."""
     from rich.console import Console
 
     wide = width or max(NARROW, shutil.get_terminal_size((WIDTH, 24)).columns)
@@ -106,7 +106,7 @@ def _answers(entries: tuple[Entry, ...]) -> RenderableType:
 
 
 def _in_colour(text: object) -> None:
-    """The names of categories in their colours, as everywhere."""
+    """Colour the names of categories, as every view does."""
     from rich.text import Text
 
     assert isinstance(text, Text)
@@ -116,7 +116,7 @@ def _in_colour(text: object) -> None:
 
 
 def _every(report: Report, width: int) -> RenderableType:
-    """Every process side by side; less of each where there is little room."""
+    """All ranks side by side, with fewer columns on a narrow terminal."""
     from rich.text import Text
 
     found, table = every_rank(report), _grid()
@@ -132,8 +132,8 @@ def _every(report: Report, width: int) -> RenderableType:
 
 
 def _not_taken(report: Report, width: int) -> RenderableType:
-    """Some of the plans that were not taken, those nearest in size, below the plan as it was considered beside them, so that
-    the same kinds of numbers are compared; numbers only where there is room."""
+    """Some of the plans that were not taken, those closest in micro-batch size. The plan itself comes first, as it was
+    considered beside them, so that numbers of the same kind are compared. A narrow terminal shows no numbers."""
     from rich.text import Text
 
     plan, table, wide = report.plan, _grid(), width >= ROOMY
@@ -158,7 +158,7 @@ def _not_taken(report: Report, width: int) -> RenderableType:
 
 
 def _numbers(option: Option, report: Report, unit: tuple[int, str]) -> tuple[str, str, str]:
-    """What an option is expected to hold, at most, and its seconds."""
+    """An option's expected bytes, its upper bound and its seconds."""
     seconds = seconds_of(option, report)
     expected, most = (
         f"{in_unit(size + report.plan.held, unit[0])} {unit[1]}" for size in (option.cost.peak, option.cost.upper)

@@ -1,6 +1,6 @@
-"""The result of running one effective batch both ways: as plain PyTorch would, and as the plan does.
+"""The result of running one effective batch both ways: as plain PyTorch does, and as the plan does.
 
-Only the result; how it is got is the training's business. Not covered: what later batches may do otherwise.
+Holds only the result; the training makes the comparison. Not covered: later batches, which may differ.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from itertools import groupby
 from memfit.reporting.words import relative
 
 UNCLEAR = 0.05
-"""A floor above this is no rounding: the whole batch run twice does not even equal itself."""
+"""A floor above this is more than rounding: the whole batch run twice does not even equal itself."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """How far the gradient of the plan is from that of the whole batch, on the same samples and random draws."""
+    """Measures how far the plan's gradient is from the whole batch's, on the same samples and random draws."""
 
     relative_error: float
     """Relative L2 difference of the gradient, all parameters concatenated."""
     floor: float
-    """What rounding alone moves it by in plain PyTorch: another order of summation, or parameters off by their last bit."""
+    """The same difference by rounding alone in plain PyTorch: another summation order, or parameters off by their last bit."""
     samples: int
-    """Samples that were compared."""
+    """Number of samples compared."""
     pieces: tuple[int, ...]
     """Samples in each micro-batch used."""
     worst_parameter: str
@@ -34,28 +34,28 @@ class Verification:
     loss_error: float
     """Relative difference of the loss."""
     tolerance: float
-    """The largest relative_error that counts as the same."""
+    """The largest relative_error that counts as equal."""
     unsliced: tuple[str, ...] = ()
-    """Random operators whose draws could not be handed out by slice; what they drew differs between the two ways."""
+    """Random operators whose draws could not be sliced per micro-batch; their draws differ between the two runs."""
     notes: tuple[str, ...] = ()
     """What the reader should know about these numbers."""
 
     @property
     def passed(self) -> bool:
-        """Whether it is the same training: relative_error within tolerance. Neither is a gradient that is not finite, nor one
-        that cannot be told apart from another."""
+        """Whether it is the same training: relative_error within tolerance. False also if the gradient is not finite, or if
+        the comparison is not clear."""
         return self.relative_error <= self.tolerance and self.clear
 
     @property
     def clear(self) -> bool:
-        """Whether the comparison can tell anything: the whole batch equals itself but for rounding."""
+        """Whether the comparison can tell anything: the whole batch equals itself up to rounding."""
         return self.floor <= UNCLEAR
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> tuple[str, ...]:
-        """What was found, in words; the first line is the answer."""
+        """Describe the result in words; the first line is the answer."""
         says = "gradient equals the whole batch's to" if self.passed else "gradient DIFFERS from the whole batch's by"
         if not self.clear:
             return (
@@ -74,7 +74,7 @@ class Verification:
 
 
 def cut_as(pieces: Sequence[int]) -> str:
-    """The sizes of micro-batches: "5 + 8 + 11", or "6 x 9 + 5 x 2" where there are many."""
+    """Format the sizes of micro-batches: "5 + 8 + 11", or "6 x 9 + 5 x 2" if there are many."""
     if len(pieces) <= 4:
         return " + ".join(str(size) for size in pieces)
     runs = [(size, len(list(run))) for size, run in groupby(pieces)]

@@ -1,4 +1,4 @@
-"""Numbers and names as people read them; the same in every view.
+"""Formats numbers and names for people, the same in every view.
 
 Not covered: what a format needs beyond that (escaping is done where the format is known).
 """
@@ -16,12 +16,12 @@ from memfit.reporting.facts import Offer
 
 
 def printable(text: str) -> str:
-    """The text on one line, with characters that a terminal would obey spelled out."""
+    """Return the text on one line, with escape codes for characters that a terminal would interpret."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def alike_seconds(*durations: float) -> tuple[str, ...]:
-    """Durations that are to be compared, in one unit: "0.94 s", "4.10 s"."""
+    """Format durations to be compared in one unit: "0.94 s", "4.10 s"."""
     longest = max(durations, default=0.0)
     if longest >= 120:
         return tuple(map(format_seconds, durations))
@@ -30,7 +30,7 @@ def alike_seconds(*durations: float) -> tuple[str, ...]:
 
 
 def relative(error: float) -> str:
-    """A relative difference: "3e-8", "1.5e-7", "0"."""
+    """Format a relative difference: "3e-8", "1.5e-7", "0"."""
     if not math.isfinite(error) or error == 0:
         return f"{error:g}"
     digits, _, power = f"{error:.1e}".partition("e")
@@ -38,42 +38,42 @@ def relative(error: float) -> str:
 
 
 def less_or_more(count: int) -> str:
-    """A difference of sizes in words: "41.0 MiB less"."""
+    """Format a difference in bytes in words: "41.0 MiB less"."""
     return "as much memory" if not count else f"{format_bytes(abs(count))} {'more' if count > 0 else 'less'}"
 
 
 def more_bytes(count: int) -> str:
-    """A difference of sizes with its sign."""
+    """Format a difference in bytes with its sign."""
     return f"+{format_bytes(count)}" if count > 0 else format_bytes(count)
 
 
 def more_seconds(seconds: float | None) -> str:
-    """A difference of seconds with its sign; "-" where it is not known."""
+    """Format a difference in seconds with its sign; "-" if not known."""
     if seconds is None:
         return "-"
     return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
 
 
 def percent(share: float) -> str:
-    """A share of one, for people: "3 %"."""
+    """Format a fraction as a percentage: "3 %"."""
     digits = 1 if 0 < abs(share) < 0.0995 else 0
     return f"{share * 100:.{digits}f}".removesuffix(".0") + " %"
 
 
 def speed(seconds: float, than: float) -> str:
-    """How one duration compares with another: "3 % faster"."""
+    """Say how one duration compares with another: "3 % faster"."""
     if than <= 0 or abs(seconds / than - 1) < NEARLY - 1:
         return "as fast"
     return f"{percent(1 - seconds / than)} faster" if seconds < than else f"{percent(seconds / than - 1)} slower"
 
 
 def instead(offer: Offer, plan: Plan) -> str:
-    """A way of running the step, against a plan."""
+    """Describe another way of running the step, against a plan."""
     return f"{sentence(offer, plan.share)}{', no block checkpointed' if plan.checkpoint and not offer.checkpoint else ''}"
 
 
 def blocks_listed(names: Sequence[str]) -> str:
-    """Names of blocks, those that are numbered in a row together: "transformer.h.0 to 5"."""
+    """List names of blocks, consecutive numbers together: "transformer.h.0 to 5"."""
     runs: list[tuple[str, int, int]] = []
     for name in names:
         stem, _, number = name.rpartition(".")
@@ -91,6 +91,6 @@ def _numbered(stem: str, first: int, last: int) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Some of the names, and how many there are more."""
+    """List up to `most` of the names, and how many more there are."""
     more = [f"{len(names) - most} more"] if len(names) > most else []
     return ", ".join([*names[:most], *more])
