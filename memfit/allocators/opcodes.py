@@ -1,8 +1,8 @@
 """Checks what a pickle would do, without doing any of it.
 
 Python's unpickler calls what a pickle names, and ten bytes can make it reserve gigabytes (a memo index, a length). This module
-reads the opcodes first, in order, and accepts only those that make None, numbers, text, bytes, lists, tuples and dicts. Not
-covered: pickles of protocol 0 and 1, which torch does not write.
+reads the opcodes first, in order, and accepts only those that make None, numbers, text, bytes, lists, tuples and dicts.
+Not covered: pickles of protocol 0 and 1, which torch does not write.
 """
 
 from __future__ import annotations
