@@ -61,7 +61,7 @@ def release_oversize(allocator: CachingAllocator, shelf: Shelf, size: int) -> bo
 
 
 def garbage(allocator: CachingAllocator, allowed: int) -> list[Block]:
-    """Select the large segments that were free longest, until reserved memory falls to the threshold."""
+    """Select the large segments that were free longest, until reserved memory falls to the garbage collection threshold."""
     target = allocator.reserved - int(allocator.settings.garbage_collection_threshold * allowed)
     pool = allocator.large
     aged = [(pool.searches - block.born, block) for block in pool.in_order() if block.whole]
