@@ -1,4 +1,4 @@
-"""What comes out of holding a replay against what was recorded."""
+"""The result of comparing a replayed trace with the recorded one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memfit.allocators.snapshot import DeviceMemory
 
 @dataclass(frozen=True)
 class Figure:
-    """A number of bytes, as recorded and as replayed."""
+    """A byte count, as recorded and as replayed."""
 
     recorded: int
     replayed: int
@@ -19,30 +19,30 @@ class Figure:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a replay is what was recorded."""
+    """Reports how far a replay agrees with the recorded trace."""
 
     identical: bool
     """Whether nothing differs: segments, addresses, and the blocks at the end."""
     difference: str
-    """The first difference in words; empty where there is none."""
+    """The first difference, as text; empty if there is none."""
     compared: int
-    """Segments taken and given back that were the same, up to the first difference."""
+    """Matching segment events (allocations and releases), up to the first difference."""
     allocations: int
-    """Allocations that lie at the same address, up to the first difference."""
+    """Allocations at the same address, up to the first difference."""
     assumed: int
     """Blocks from before the trace whose size had to be assumed."""
     peak_reserved: Figure
-    """Most bytes of segments at any time of the trace."""
+    """Peak reserved bytes during the trace."""
     reserved: Figure
-    """Bytes of segments at the end."""
+    """Reserved bytes at the end."""
     allocated: Figure
-    """Bytes of blocks handed out at the end."""
+    """Allocated bytes at the end."""
     peak_allocated: int
-    """Most bytes of blocks handed out at any time, replayed; a trace does not record it."""
+    """Peak allocated bytes in the replay; a trace does not record them."""
 
 
 def difference_at_end(recorded: Sequence[SegmentView], replayed: Sequence[SegmentView]) -> str:
-    """The first block or segment that is another one, in words; empty where none is."""
+    """Describe the first block or segment that differs at the end; empty if none does."""
     for was, now in zip(recorded, replayed):
         if (was.address, was.size) != (now.address, now.size):
             return f"at the end: recorded a segment of {was.size} bytes at {was.address:#x}; replayed: " + (
@@ -59,13 +59,13 @@ def difference_at_end(recorded: Sequence[SegmentView], replayed: Sequence[Segmen
 
 
 def at_end(segments: Sequence[SegmentView]) -> tuple[int, int]:
-    """Bytes of blocks handed out, and of the segments."""
+    """Return the allocated and the reserved bytes."""
     blocks = [block for segment in segments for block in segment.blocks]
     allocated = sum(block.size for block in blocks if block.state == "active_allocated")
     return allocated, sum(segment.size for segment in segments)
 
 
 def no_agreement(memory: DeviceMemory, difference: str) -> Agreement:
-    """The answer where nothing could be replayed."""
+    """Return the result for a trace that cannot be replayed."""
     allocated, reserved = at_end(memory.segments)
     return Agreement(False, difference, 0, 0, 0, Figure(0, 0), Figure(reserved, 0), Figure(allocated, 0), 0)

@@ -1,7 +1,7 @@
-"""Blocks of memory, and the free ones of a pool in the order in which they are searched.
+"""Memory blocks, and the free blocks of a pool in the order in which the allocator searches them.
 
-A segment is a chain of blocks by address. The block at a segment's start is the same object for as long as the segment
-lives: splitting leaves the front where it is, merging lets the front absorb what follows.
+A segment is a linked list of blocks in address order. The block at a segment's start stays the same object for as long as the
+segment lives: a split keeps the front block, and a merge extends it over what follows.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from memfit.allocators.private import PrivatePool
 
 FREE, LIVE, PENDING, UNMAPPED = range(4)
-"""A block is cached, handed out, freed but still used on another stream, or address space without memory behind it."""
+"""Block states: cached, allocated, freed but still used on another stream, or address space without memory behind it."""
 ADDRESS_BITS = 57
-"""Bits of an address; sizes are compared before addresses, as one number."""
+"""Bits of an address. A size and an address form one sort key, with the size in the higher bits."""
 NEVER = 1 << 62
-"""A rest so large that no block is split for it."""
+"""A remainder so large that no block is split for it."""
 NO_POOL = (0, 0)
-"""The id of the pools that are not private."""
+"""The id of the default pools, which are not private."""
 
 
 class Block:
-    """A piece of a segment."""
+    """A contiguous piece of a segment."""
 
     __slots__ = ("address", "born", "events", "next", "prev", "requested", "reservation", "shelf", "size", "state", "uses")
 
@@ -46,7 +46,7 @@ class Block:
         self.born = 0
 
     def cut(self, size: int) -> Block:
-        """Keep the first `size` bytes; the rest is a block of its own, linked behind, that is on no shelf yet."""
+        """Split the block after `size` bytes. Returns the remainder, linked behind this block and not on a shelf yet."""
         rest = Block(self.address + size, self.size - size, self.shelf, self.reservation)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
@@ -56,7 +56,7 @@ class Block:
         return rest
 
     def absorb_next(self) -> None:
-        """Take the following block's bytes; it is on no shelf any more."""
+        """Merge the next block, which must be off its shelf, into this one."""
         gone = self.next
         assert gone is not None
         self.size += gone.size
@@ -66,11 +66,11 @@ class Block:
 
     @property
     def whole(self) -> bool:
-        """Whether the block is its segment."""
+        """Whether the block is the whole segment."""
         return self.prev is None and self.next is None
 
     def chain(self) -> Iterator[Block]:
-        """This block and all behind it."""
+        """Iterate over this block and all blocks after it."""
         block: Block | None = self
         while block is not None:
             yield block
@@ -78,7 +78,7 @@ class Block:
 
 
 class Shelf:
-    """The free blocks of one pool and stream, by size and then address; and the unmapped ones by address."""
+    """A free list: the free blocks of one pool and stream by size and then address, and the unmapped ones by address."""
 
     __slots__ = ("blocks", "keys", "least_rest", "pool", "stream", "unmapped")
 
@@ -91,7 +91,7 @@ class Shelf:
         self.unmapped: list[Block] = []
 
     def add(self, block: Block) -> None:
-        """A block is free from now on."""
+        """Put a free block on the shelf."""
         block.born = self.pool.searches
         key = block.size << ADDRESS_BITS | block.address
         at = bisect_left(self.keys, key)
@@ -99,17 +99,17 @@ class Shelf:
         self.blocks.insert(at, block)
 
     def remove(self, block: Block) -> None:
-        """A block is not free any more, or about to change its size."""
+        """Take a block off the shelf, because it is no longer free or its size is about to change."""
         at = bisect_left(self.keys, block.size << ADDRESS_BITS | block.address)
         del self.keys[at]
         del self.blocks[at]
 
     def first_fit(self, size: int) -> int:
-        """Where the smallest block of at least `size` bytes stands, the lowest address of several; may be past the end."""
+        """Return the index of the best fit for `size` bytes, at the lowest address among equals; may be past the end."""
         return bisect_left(self.keys, size << ADDRESS_BITS)
 
     def settle(self, block: Block) -> Block:
-        """Free a block: merged with its free neighbours and put on the shelf. Returns what it is part of."""
+        """Free a block: merge it with its free neighbors and put it on the shelf. Returns the merged block."""
         before, after = block.prev, block.next
         block.state = FREE
         if after is not None and after.state == FREE:
@@ -124,7 +124,7 @@ class Shelf:
 
 
 class Pool:
-    """Blocks of one kind, small or large, with a shelf for every stream."""
+    """Blocks of one kind, small or large, with one shelf per stream."""
 
     __slots__ = ("least_rest", "owner", "searches", "shelves", "small")
 
@@ -136,23 +136,23 @@ class Pool:
         self.least_rest = MIN_BLOCK if small else MiB + 1
 
     def shelf(self, stream: int) -> Shelf:
-        """The free blocks of that stream."""
+        """Return the stream's shelf, and create it if there is none."""
         found = self.shelves.get(stream)
         if found is None:
             found = self.shelves[stream] = Shelf(self, stream)
         return found
 
     def split_from(self, least_rest: int) -> None:
-        """From now on a block is split where at least so many bytes are left over."""
+        """Split blocks only if at least `least_rest` bytes remain."""
         self.least_rest = least_rest
         for shelf in self.shelves.values():
             shelf.least_rest = least_rest
 
     def in_order(self) -> list[Block]:
-        """The free blocks as they are gone through when memory is given back: by stream, size and address."""
+        """Return the free blocks in the order in which memory is released: by stream, size and address."""
         return [block for stream in sorted(self.shelves) for block in self.shelves[stream].blocks]
 
     @property
     def pool_id(self) -> tuple[int, int]:
-        """The private pool's id."""
+        """The id of the private pool, or `NO_POOL`."""
         return NO_POOL if self.owner is None else self.owner.pool_id

@@ -1,7 +1,7 @@
-"""The CUDA caching allocator, by its own rules (c10/cuda/CUDACachingAllocator.cpp, torch 2.13), without a device.
+"""Simulates the CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp, torch 2.13) without a device.
 
-Streams are numbers, 0 the default one; a private pool is a pair of numbers. Not knowable here: where a driver puts segments
-(`driver`), in which order a process looks at its streams (`streams`), what other processes take.
+Streams are numbers, and 0 is the default stream. A private pool is a pair of numbers. Not covered, because only a real process
+knows: where a driver places segments (`driver`), the order in which streams are checked (`streams`), what other processes take.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from memfit.allocators.streams import StreamEvents
 
 
 class CachingAllocator:
-    """What a process reserves on a device for what it allocates there.
+    """Simulates what a process reserves on a device for its allocations.
 
-    `capacity`: bytes the driver has for this process, None for no end. With a `per_process_memory_fraction` below 1 it must be
-    given, or `device_memory`, the device's bytes that the fraction is of, where more than the capacity.
+    `capacity`: bytes the driver has for this process, None for unlimited. A `per_process_memory_fraction` below 1 is a share of
+    `device_memory` (bytes), which defaults to the capacity; one of the two must be given.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class CachingAllocator:
         self.driver = Driver(capacity) if driver is None else driver
         self.small, self.large = Pool(small=True), Pool(small=False)
         self.heads: dict[int, Block] = {}
-        """Every segment's first block, by its address."""
+        """The first block of every segment, by address."""
         self.allocated = self.peak_allocated = 0
-        """Bytes of the blocks handed out, and the most so far."""
+        """Bytes of allocated blocks, now and at the peak."""
         self.reserved = self.peak_reserved = 0
-        """Bytes of the segments, and the most so far."""
+        """Bytes of segments, now and at the peak."""
         self.requested = 0
-        """Bytes asked for in the blocks that are handed out or pending."""
+        """Bytes requested in the blocks that are allocated or pending."""
         self.pending = 0
-        """Bytes of the blocks that are freed and still used on another stream."""
+        """Bytes of blocks that are freed but still used on another stream."""
         self.retries = self.failures = 0
-        """How often all that was cached went back for one request, and how often that did not help."""
+        """Requests that released all cached memory, and requests that ran out of memory."""
         self.events: list[SegmentEvent] = []
-        """What happened to the segments, in order."""
+        """Segment events, in order."""
         self._live: dict[int, Block] = {}
         self._stream_events = StreamEvents()
         self.private = PrivatePools(self._set_splitting)
@@ -58,7 +58,7 @@ class CachingAllocator:
         self.set_settings(settings)
 
     def set_settings(self, settings: AllocatorSettings) -> None:
-        """Follow other settings from now on, as after torch.cuda.memory._set_allocator_settings."""
+        """Apply other settings, as torch.cuda.memory._set_allocator_settings does."""
         if settings.backend != "native":
             raise UsageError(
                 f"the caching allocator with backend:{settings.backend}",
@@ -70,7 +70,7 @@ class CachingAllocator:
         self.collects = self.allowed is not None and settings.garbage_collection_threshold > 0
         self._rounds = settings.rounds_to_powers
         self._plain = settings.splits_everything and not self.collects and not settings.expandable_segments
-        # Blocks left from expandable segments are not for others: the search must look at each.
+        # Without expandable segments, blocks left from them serve no request: the search must skip them one by one.
         self._plain = self._plain and all(head.reservation is None for head in self.heads.values())
         for pool in self._pools():
             self._set_splitting(pool)
@@ -98,7 +98,7 @@ class CachingAllocator:
     # ---- allocating
 
     def malloc(self, size: int, stream: int = 0) -> int:
-        """The address of `size` more bytes on the stream; 0 for no bytes. Raises Exhausted."""
+        """Allocate `size` bytes on the stream and return their address; 0 for no bytes. Raises Exhausted."""
         if size <= 0:
             return 0
         if self._stream_events:
@@ -122,7 +122,7 @@ class CachingAllocator:
         return block.address
 
     def hand_out(self, block: Block, size: int) -> None:
-        """A block that is on no shelf is in use from now on, for `size` bytes."""
+        """Mark a block that is off its shelf as allocated, for a request of `size` bytes."""
         block.state = LIVE
         block.requested = size
         self._live[block.address] = block
@@ -132,11 +132,11 @@ class CachingAllocator:
             self.peak_allocated = self.allocated
 
     def _may_split(self, shelf: Shelf, size: int) -> bool:
-        """Whether a rest may be cut off at all: not from an oversize request, but small and expandable blocks always."""
+        """Whether a block may be split: small and expandable blocks always, others not for an oversize request."""
         return shelf.pool.small or self.settings.expandable_segments or size < self.settings.max_split_size
 
     def search(self, shelf: Shelf, size: int) -> int:
-        """Where the block to hand out for a rounded size stands on the shelf; past its end for none."""
+        """Return the index on the shelf of the block that serves a rounded size; past the end if there is none."""
         nothing = len(shelf.blocks)
         at = shelf.first_fit(size)
         if at == nothing:
@@ -151,14 +151,14 @@ class CachingAllocator:
         return at
 
     def _fits(self, block: int, size: int) -> bool:
-        """Oversize blocks are for oversize requests, and only where not too much is wasted."""
+        """Oversize blocks serve only oversize requests, and only if they do not waste too much."""
         limit = self.settings.max_split_size
         if size < limit:
             return block < limit
         return block < size + self.settings.max_non_split_rounding
 
     def _obtain(self, shelf: Shelf, size: int) -> Block:
-        """A block from the driver, after giving back what stands in its way."""
+        """Get a block from the driver. Releases cached memory if it is in the way."""
         if self.collects and self.allowed is not None:
             collect_garbage(self, self.allowed)
         block = self._new_block(shelf, size)
@@ -189,13 +189,13 @@ class CachingAllocator:
         return block
 
     def took(self, action: str, address: int, size: int, shelf: Shelf) -> None:
-        """Count and note memory that came from the driver."""
+        """Record memory taken from the driver."""
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._note(action, address, size, shelf)
 
     def gave(self, action: str, address: int, size: int, shelf: Shelf) -> None:
-        """Count and note memory that went back to the driver."""
+        """Record memory returned to the driver."""
         self.reserved -= size
         self._note(action, address, -size, shelf)
 
@@ -207,7 +207,7 @@ class CachingAllocator:
     # ---- freeing
 
     def free(self, address: int) -> None:
-        """Give back what `malloc` returned; 0 is nothing."""
+        """Free the block that `malloc` returned; address 0 does nothing."""
         block = self._live.pop(address, None)
         if block is None:
             if address == 0:
@@ -233,7 +233,7 @@ class CachingAllocator:
         self._stream_events.record(block, capturing=bool(self.private.routes))
 
     def used_on(self, address: int, stream: int) -> None:
-        """The block there is used on another stream too (Tensor.record_stream): freed, it waits for `complete`."""
+        """Mark a block as used on another stream too (Tensor.record_stream): once freed, it waits for `complete`."""
         block = self._live.get(address)
         if block is None:
             raise self._nothing_at(address, "using")
@@ -241,12 +241,12 @@ class CachingAllocator:
             self._stream_events.use(block, stream, capturing=bool(self.private.routes))
 
     def complete(self, stream: int) -> None:
-        """Everything that was freed so far is done on that stream; the allocator notices at its next `malloc` or `poll`."""
+        """Complete everything freed so far on that stream; the allocator notices at its next `malloc` or `poll`."""
         self._stream_events.complete(stream)
 
     def poll(self) -> None:
-        """Take back the pending blocks whose streams are done."""
-        if self.private.routes:  # events cannot be asked for while a graph is captured
+        """Free the pending blocks whose streams are done."""
+        if self.private.routes:  # events cannot be queried during graph capture
             return
         self._take_back(self._stream_events.record_deferred())
         self._take_back(self._stream_events.finished())
@@ -257,10 +257,10 @@ class CachingAllocator:
             self.requested -= block.requested
             block.shelf.settle(block)
 
-    # ---- giving back to the driver
+    # ---- releasing to the driver
 
     def empty_cache(self, pool_id: PoolId = NO_POOL) -> None:
-        """Give back every segment nobody uses, as torch.cuda.empty_cache; of a private pool only once that is released."""
+        """Release every unused segment, as torch.cuda.empty_cache does; a private pool's only once the pool is released."""
         if pool_id == NO_POOL:
             self._release_all()
             return
@@ -289,24 +289,24 @@ class CachingAllocator:
     # ---- private pools
 
     def create_pool(self, pool_id: PoolId, *, no_split: bool = False) -> None:
-        """A private pool (torch.cuda.MemPool), in use until `release_pool`; without splitting its blocks stay whole."""
+        """Create a private pool (torch.cuda.MemPool), in use until `release_pool`; `no_split` keeps its blocks whole."""
         private = self.private.get(pool_id)
         private.users += 1
         if no_split:
             self.private.forbid_splitting(private)
 
     def begin_pool(self, pool_id: PoolId, *, streams: Collection[int] | None = None) -> None:
-        """From now on allocations (of these streams) go to the private pool: a graph's capture, or use_mem_pool."""
+        """Route allocations (on `streams`, if given) to the private pool, as graph capture and use_mem_pool do."""
         self.private.begin(pool_id, streams)
 
     def end_pool(self, pool_id: PoolId) -> None:
-        """Allocations go where they went before; the pool stays in use."""
+        """Stop routing allocations to the pool; it stays in use."""
         self.private.end(pool_id)
 
     def release_pool(self, pool_id: PoolId) -> None:
-        """One user fewer of a private pool; once there is none its free segments may go back."""
+        """Drop one user of a private pool; without users its free segments may be released."""
         self.private.known(pool_id).users -= 1
 
     def reset_peaks(self) -> None:
-        """Count the peaks from now on."""
+        """Reset the peaks to the current values."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved

@@ -1,8 +1,8 @@
-"""The driver under the allocator: so many bytes of memory, handed out at addresses of its own choosing.
+"""The simulated driver below the allocator: a fixed amount of memory, handed out at addresses it chooses.
 
-Not knowable without the process: where the driver puts a segment. Here each new one lies above all before it, on a boundary
-of 2 MiB, and addresses are not used again; a real driver mostly does the same, and reuses what was given back as it likes.
-Addresses decide between free blocks of the same size alone. Memory is counted in whole units of 2 MiB, as the driver does.
+Not covered: where a real driver places a segment, which only the process knows. Here each new segment lies above all earlier
+ones, on a 2 MiB boundary, and addresses are not reused. A real driver mostly does the same, but may reuse released addresses.
+Addresses decide only between free blocks of the same size. Memory is counted in units of 2 MiB, as the driver counts it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from memfit._units import MiB
 GRANULARITY = 2 * MiB
 FIRST_ADDRESS = 0x7F00_0000_0000
 UNLIMITED_SPAN = 1 << 44
-"""Address space of an expandable segment where nobody says how much memory there is."""
+"""Address space of an expandable segment if the driver's memory is unlimited."""
 
 
 def whole_units(size: int) -> int:
-    """`size` in the units memory is handed out in."""
+    """Round `size` up to the driver's granularity."""
     return -(-size // GRANULARITY) * GRANULARITY
 
 
 class Driver:
-    """Memory of `capacity` bytes (None: as much as is asked for)."""
+    """Memory of `capacity` bytes (None: unlimited)."""
 
     def __init__(self, capacity: int | None = None, *, first_address: int = FIRST_ADDRESS) -> None:
         self.capacity = capacity
@@ -31,21 +31,21 @@ class Driver:
 
     @property
     def free(self) -> int | None:
-        """Bytes left; None where there is no end."""
+        """Bytes left; None if unlimited."""
         return None if self.capacity is None else self.capacity - self.held
 
     def allocate(self, size: int) -> int | None:
-        """The address of a new segment, or None where there is no room."""
+        """Return the address of a new segment, or None if there is no room."""
         if not self.back(size):
             return None
         return self.place(size)
 
     def release(self, size: int) -> None:
-        """A segment's or pages' memory comes back."""
+        """Take back the memory of a segment or of pages."""
         self.held -= whole_units(size)
 
     def back(self, size: int) -> bool:
-        """Take memory for pages or a segment, all of it or none."""
+        """Take memory for pages or a segment, all of it or none. Returns whether there was enough."""
         units = whole_units(size)
         if self.capacity is not None and self.held + units > self.capacity:
             return False
@@ -53,16 +53,16 @@ class Driver:
         return True
 
     def place(self, size: int) -> int:
-        """An address with that much space behind it."""
+        """Return an address with `size` bytes of address space behind it."""
         address = self._next
         self._next += whole_units(size)
         return address
 
     def avoid(self, end: int) -> None:
-        """New segments lie above this address."""
+        """Place new segments above this address."""
         self._next = max(self._next, whole_units(end))
 
     def span(self, page: int) -> int:
-        """Bytes of address space of an expandable segment: nine eighths of the memory, in whole pages."""
+        """Return the address space of an expandable segment in bytes: nine eighths of the memory, in whole pages."""
         room = UNLIMITED_SPAN if self.capacity is None else self.capacity + self.capacity // 8
         return -(-room // page) * page

@@ -1,4 +1,4 @@
-"""What the allocator did to its segments, and the error it ends with."""
+"""Segment events of the simulated allocator, and its out-of-memory error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEGMENT_ACTIONS = ("segment_alloc", "segment_free", "segment_map", "segment_unma
 
 
 class SegmentEvent(NamedTuple):
-    """Memory taken from the driver or given back; the words are those of torch's own trace."""
+    """Memory taken from the driver or returned to it, named as in torch's own trace."""
 
     action: str
     """"segment_alloc", "segment_free", "segment_map" or "segment_unmap"."""
@@ -20,11 +20,11 @@ class SegmentEvent(NamedTuple):
     """Bytes."""
     stream: int
     pool_id: tuple[int, int]
-    """(0, 0), or the private pool's."""
+    """(0, 0), or the private pool's id."""
 
 
 class Exhausted(MemfitError, RuntimeError):
-    """A request that no cached block and no new segment can serve, all cached memory given back."""
+    """Out of memory: no cached block and no new segment can serve a request, even after all cached memory is released."""
 
     def __init__(
         self, asked: str, *, found: str, next_move: str, figures: tuple[int, int, int, int | None] = (0, 0, 0, None)
@@ -34,7 +34,7 @@ class Exhausted(MemfitError, RuntimeError):
 
     @classmethod
     def of(cls, size: int, *, allocated: int, reserved: int, capacity: int | None) -> Exhausted:
-        """The error for a request of `size` bytes; `capacity` is what the process may reserve, None if only refused."""
+        """Build the error for a request of `size` bytes; `capacity` is the known limit of reserved bytes, if any."""
         limit = "the driver refuses more" if capacity is None else f"{format_bytes(capacity)} may be reserved"
         return cls(
             f"{format_bytes(size)} more ({size} bytes)",

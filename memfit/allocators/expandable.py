@@ -1,4 +1,4 @@
-"""Expandable segments: address space taken once, memory mapped behind it page by page.
+"""Expandable segments: address space is reserved once, and memory is mapped into it page by page.
 
 Not covered: pages of an odd number of MiB (`large_segment_size_mb:21`), which a real driver may refuse to create.
 """
@@ -24,11 +24,11 @@ class Reservation:
         self.base, self.page, self.span = base, page, span
 
     def page_before(self, address: int) -> int:
-        """The page boundary at or below an address."""
+        """Return the page boundary at or below an address."""
         return address - (address - self.base) % self.page
 
     def page_after(self, address: int) -> int:
-        """The page boundary at or above an address."""
+        """Return the page boundary at or above an address."""
         return address + (self.base - address) % self.page
 
 
@@ -37,13 +37,13 @@ def _by_address(block: Block) -> int:
 
 
 def reach(block: Block) -> int:
-    """The bytes a free block could grow to without another block's memory."""
+    """Return the bytes a free block can grow to without another block's memory."""
     after = block.next
     return block.size + (after.size if after is not None and after.state == UNMAPPED else 0)
 
 
 def best_reach(shelf: Shelf, at: int) -> int:
-    """From the best fit onwards: the next block as long as that one can grow to strictly less."""
+    """Starting at the best fit, move to the next block as long as it can grow to strictly less."""
     blocks = shelf.blocks
     while blocks[at].reservation and at + 1 < len(blocks) and reach(blocks[at + 1]) < reach(blocks[at]):
         at += 1
@@ -51,9 +51,9 @@ def best_reach(shelf: Shelf, at: int) -> int:
 
 
 def grow(allocator: CachingAllocator, shelf: Shelf, size: int) -> Block | None:
-    """A free block of at least `size` bytes at the lowest address with room, off the shelf; None if memory runs out.
+    """Return a free block of at least `size` bytes at the lowest address with room, off its shelf; None if memory runs out.
 
-    What was mapped before memory ran out stays mapped, as in torch.
+    Pages mapped before memory ran out stay mapped, as in torch.
     """
     found = _lowest_room(allocator, shelf, size)
     block = map_pages(allocator, found, min(found.size, size)) if found.state == UNMAPPED else found
@@ -88,7 +88,7 @@ def _has_room(block: Block, size: int) -> bool:
 
 
 def reserve(allocator: CachingAllocator, shelf: Shelf, reservation: Reservation) -> Block:
-    """The address space as one unmapped block."""
+    """Add the address space as one unmapped block."""
     block = Block(reservation.base, reservation.span, shelf, reservation)
     block.state = UNMAPPED
     insort(shelf.unmapped, block, key=_by_address)
@@ -97,7 +97,7 @@ def reserve(allocator: CachingAllocator, shelf: Shelf, reservation: Reservation)
 
 
 def map_pages(allocator: CachingAllocator, block: Block, size: int) -> Block | None:
-    """Memory behind the first `size` bytes of an unmapped block, in whole pages; the free block it became part of."""
+    """Map the first `size` bytes of an unmapped block, in whole pages. Returns the free block they join, if memory suffices."""
     reservation, shelf = block.reservation, block.shelf
     assert reservation is not None and block.state == UNMAPPED
     start = block.address
@@ -115,7 +115,7 @@ def map_pages(allocator: CachingAllocator, block: Block, size: int) -> Block | N
 
 
 def unmap_pages(allocator: CachingAllocator, block: Block) -> None:
-    """Give back the whole pages inside a free block; what is left at its edges stays free."""
+    """Release the whole pages inside a free block; the remainders at its edges stay free."""
     reservation, shelf = block.reservation, block.shelf
     assert reservation is not None
     start = reservation.page_after(block.address)
@@ -138,7 +138,7 @@ def unmap_pages(allocator: CachingAllocator, block: Block) -> None:
 
 
 def _unmapped(shelf: Shelf, block: Block) -> Block:
-    """A block loses its memory and becomes one with unmapped neighbours."""
+    """Mark a block as unmapped, and merge it with its unmapped neighbors."""
     block.state = UNMAPPED
     before, after = block.prev, block.next
     if after is not None and after.state == UNMAPPED:

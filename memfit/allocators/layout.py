@@ -1,4 +1,4 @@
-"""The segments of an allocator as values, as a snapshot shows them; and an allocator that begins with such segments."""
+"""Represents an allocator's segments as plain values, as a snapshot shows them, and starts an allocator from them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class BlockView(NamedTuple):
     size: int
     """Bytes."""
     requested: int
-    """Bytes asked for; of a free block 0, or in a snapshot what was asked for last."""
+    """Bytes requested; for a free block 0, or in a snapshot its last request."""
     state: str
     """"inactive", "active_allocated" or "active_pending_free"."""
 
 
 class SegmentView(NamedTuple):
-    """A segment, or a mapped stretch of an expandable one."""
+    """A segment, or a mapped range of an expandable one."""
 
     address: int
     size: int
@@ -44,18 +44,18 @@ class SegmentView(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """Whose it is: stream, private pool, and whether small."""
+        """What the segment belongs to: stream, private pool, and whether small."""
         return self.stream, self.pool_id, self.small
 
 
 def layout_of(allocator: CachingAllocator) -> list[SegmentView]:
-    """Every segment with its blocks, by address."""
+    """Return every segment with its blocks, by address."""
     stretches = [each for head in allocator.heads.values() for each in _stretches(head)]
     return sorted((_view(blocks) for blocks in stretches), key=lambda segment: segment.address)
 
 
 def _stretches(head: Block) -> Iterator[list[Block]]:
-    """The mapped blocks of a chain, cut where memory is missing."""
+    """Yield the mapped ranges of a chain, split at unmapped blocks."""
     run: list[Block] = []
     for block in head.chain():
         if block.state != UNMAPPED:
@@ -77,10 +77,10 @@ def _view(blocks: list[Block]) -> SegmentView:
 
 
 def adopt(allocator: CachingAllocator, segments: Iterable[SegmentView], lowest: Mapping[Kind, int] = _NOWHERE) -> None:
-    """Give an allocator that has nothing yet these segments, at their addresses, as if it had made them.
+    """Start an empty allocator with these segments, at their addresses, as if it had allocated them.
 
-    Pending blocks wait for events on a stream of their own, the negative of their address. Where
-    an expandable segment's address space begins is not known: at the lowest address there is, or at a lower one in `lowest`.
+    Pending blocks wait for events on a stream of their own, the negative of their address. The start of an expandable segment's
+    address space is unknown: it is taken to be the lowest mapped address, or a lower one in `lowest`.
     """
     expandable: dict[Shelf, list[SegmentView]] = {}
     for segment in sorted(segments, key=lambda each: each.address):
@@ -116,7 +116,7 @@ def _adopt_expandable(
     first = stretches[0].address
     base = min(first, lowest.get(stretches[0].kind, first))
     if (first - base) % page:
-        base = first  # another address space
+        base = first  # `lowest` is in another address space
     end = stretches[-1].address + stretches[-1].size
     span = max(allocator.driver.span(page), -(-(end - base) // page) * page)
     allocator.driver.avoid(base + span)
@@ -131,7 +131,7 @@ def _adopt_expandable(
 
 
 def _unmapped_at(rest: Block, address: int) -> Block:
-    """The part of an unmapped block from that address on."""
+    """Return the part of an unmapped block that starts at `address`."""
     if rest.address == address:
         return rest
     part = rest.cut(address - rest.address)
@@ -141,7 +141,7 @@ def _unmapped_at(rest: Block, address: int) -> Block:
 
 
 def _occupy(allocator: CachingAllocator, block: Block, views: tuple[BlockView, ...]) -> None:
-    """Cut a free block that is on its shelf into such blocks."""
+    """Split a free block that is on its shelf into these blocks."""
     shelf = block.shelf
     shelf.remove(block)
     for at, view in enumerate(views):

@@ -1,8 +1,8 @@
-"""What a pickle would do, read without doing any of it.
+"""Checks what a pickle would do, without doing any of it.
 
-Python's unpickler calls what a pickle names, and may reserve gigabytes for ten bytes of it (a place in its memo, a length).
-Here the opcodes are read first, one after the other: only those that make None, numbers, text, bytes, lists, tuples and dicts
-pass. Not covered: pickles of protocol 0 and 1, which torch does not write.
+Python's unpickler calls what a pickle names, and ten bytes can make it reserve gigabytes (a memo index, a length). This module
+reads the opcodes first, in order, and accepts only those that make None, numbers, text, bytes, lists, tuples and dicts.
+Not covered: pickles of protocol 0 and 1, which torch does not write.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import re
 
 _LENGTHS = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x42: 4, 0x43: 1, 0x8A: 1, 0x8B: 4}
-"""Opcodes with a length in so many bytes and then as many bytes of text (the first three), bytes or a long number."""
+"""Opcodes and the bytes of their length field. As many bytes of text (the first three), bytes or a long integer follow."""
 _TEXTS = (0x58, 0x8C, 0x8D)
 _PROTO, _LONG_BINPUT, _STOP, _GLOBAL, _INST, _STACK_GLOBAL = 0x80, 0x72, 0x2E, 0x63, 0x69, 0x93
 _CROWDED, _FEW = 4, 1000
-"""Bytes per list or dict below which a pickle with more than a few is none of torch's: a snapshot has dozens, and empty ones,
-which take 60 bytes of memory for one of the file, are what would exhaust it."""
-# Numbers, True, False and None: what tuples are made of. Tuples in tuples would be hashed by recursion, to any depth.
-# Before each of them a frame may begin (PEP 3154): Python's pickler ends one every 64 KiB.
+"""Fewest bytes per list or dict in a pickle with more than a few of them. A snapshot has dozens of bytes for each. Empty ones
+are the danger: each takes 60 bytes of memory for one byte of the file."""
+# Tuples may hold numbers, True, False and None. Nested tuples would be hashed by recursion, to any depth. A frame may begin
+# before each of them (PEP 3154): Python's pickler ends one every 64 KiB.
 _LONG = rb"\x8a(?:\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
 _SCALAR = rb"(?:(?:\x95.{8})?(?:[N\x88\x89]|K.|M..|J.{4}|G.{8}|" + _LONG + rb"))"
 _TUPLE = rb"\)|" + _SCALAR + rb"\x85|" + _SCALAR + rb"{2}\x86|" + _SCALAR + rb"{3}\x87|\(" + _SCALAR + rb"{4,16}t"
-# Opcodes whose arguments have a fixed length, many at a time; bounded, as the engine remembers every turn of a loop.
+# Matches many opcodes with arguments of fixed length at once. Bounded, because the regex engine stores every iteration.
 _FIXED = _TUPLE + rb"|[(}\]aesudlN\x88\x89\x94]|[hqK].|M..|[jJ].{4}|[G\x95].{8}|\x80[\x02-\x05]"
 _RUN = re.compile(rb"(?:" + _FIXED + rb"){1,512}", re.DOTALL)
 _NESTED = (0x74, 0x85, 0x86, 0x87)
@@ -34,7 +34,7 @@ _NAMES = {
 
 
 def objection(data: bytes) -> str | None:
-    """What speaks against loading the pickle, in words; None if it holds containers and scalars alone."""
+    """Explain why the pickle must not be loaded; None if it holds only containers and scalars."""
     if data.count(b"}") + data.count(b"]") > _FEW + len(data) // _CROWDED:
         return f"it has a list or a dict for every {_CROWDED} bytes or fewer, which no snapshot has"
     at, texts = 0, ["?", "?"]

@@ -1,4 +1,4 @@
-"""Private pools: what CUDA graphs capture into, and torch.cuda.MemPool."""
+"""Private pools, which CUDA graph capture and torch.cuda.MemPool use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PoolId = tuple[int, int]
 
 
 class PrivatePool:
-    """A small and a large pool of their own; their memory goes back only once nobody uses the pool."""
+    """A separate small and large pool. Their memory is released only once the pool has no users."""
 
     __slots__ = ("held", "large", "no_split", "pool_id", "small", "users")
 
@@ -27,21 +27,21 @@ class PrivatePool:
 
 
 class Route(NamedTuple):
-    """Allocations that go to a private pool while it lasts."""
+    """Sends allocations to a private pool for as long as it is in place."""
 
     pool: PrivatePool
     streams: Collection[int] | None
-    """Those of these streams; None: all."""
+    """Streams whose allocations it sends; None for all."""
 
 
 class PrivatePools:
-    """All private pools of an allocator, and which allocations go there now."""
+    """All private pools of an allocator, and the routes to them now in place."""
 
     __slots__ = ("_new", "_pools", "routes")
 
     def __init__(self, new: Callable[[Pool], None]) -> None:
         self._new = new
-        """Called with each pool that is made, and again when it becomes one that never splits."""
+        """Called with each new pool, and again when a pool stops splitting blocks."""
         self._pools: dict[PoolId, PrivatePool] = {}
         self.routes: list[Route] = []
 
@@ -49,7 +49,7 @@ class PrivatePools:
         return iter(list(self._pools.values()))
 
     def get(self, pool_id: PoolId) -> PrivatePool:
-        """The pool of that id, made where there is none; by itself not in use."""
+        """Return the pool with that id, created if there is none; a new pool has no users."""
         found = self._pools.get(pool_id)
         if found is None:
             found = self._pools[pool_id] = PrivatePool(pool_id)
@@ -58,7 +58,7 @@ class PrivatePools:
         return found
 
     def known(self, pool_id: PoolId) -> PrivatePool:
-        """The pool of that id. Raises UsageError where there is none."""
+        """Return the pool with that id. Raises UsageError if there is none."""
         if pool_id not in self._pools:
             raise UsageError(
                 f"private pool {pool_id}",
@@ -68,17 +68,17 @@ class PrivatePools:
         return self._pools[pool_id]
 
     def drop(self, pool: PrivatePool) -> None:
-        """A pool that holds nothing is gone."""
+        """Delete a pool that holds no memory."""
         del self._pools[pool.pool_id]
 
     def forbid_splitting(self, pool: PrivatePool) -> None:
-        """Its blocks stay whole from now on."""
+        """Stop splitting the pool's blocks."""
         pool.no_split = True
         self._new(pool.small)
         self._new(pool.large)
 
     def begin(self, pool_id: PoolId, streams: Collection[int] | None) -> None:
-        """Allocations go to the pool from now on, the latest of several first."""
+        """Route allocations to the pool. The latest of several routes takes precedence."""
         if any(route.pool.pool_id == pool_id for route in self.routes):
             raise UsageError(
                 f"allocations to pool {pool_id}", found="they go there already", next_move="end_pool before another begin_pool"
@@ -88,11 +88,11 @@ class PrivatePools:
         self.routes.append(Route(pool, streams))
 
     def end(self, pool_id: PoolId) -> None:
-        """Allocations go where they went before."""
+        """Remove the route to the pool."""
         self.routes = [route for route in self.routes if route.pool.pool_id != pool_id]
 
     def routed(self, pool: Pool, stream: int) -> Pool:
-        """Where an allocation on that stream goes that would go to `pool`."""
+        """Return the pool that serves an allocation on `stream` meant for `pool`."""
         for route in reversed(self.routes):
             if route.streams is None or stream in route.streams:
                 return route.pool.small if pool.small else route.pool.large

@@ -1,4 +1,4 @@
-"""Giving cached memory back to the driver: what is old, what is oversize, or all that is whole."""
+"""Releases cached memory to the driver: old segments, oversize segments, or all unused segments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def release_segment(allocator: CachingAllocator, block: Block) -> None:
-    """Give back a segment that is one free block."""
+    """Release a segment that is one free block."""
     assert block.whole and block.reservation is None
     block.shelf.remove(block)
     del allocator.heads[block.address]
@@ -21,7 +21,7 @@ def release_segment(allocator: CachingAllocator, block: Block) -> None:
 
 
 def release_pool(allocator: CachingAllocator, pool: Pool) -> None:
-    """Give back every whole segment of a pool, then every whole page inside its free blocks."""
+    """Release every unused segment of a pool, then every whole page inside its free expandable blocks."""
     expandable = []
     for block in pool.in_order():
         if block.reservation is not None:
@@ -33,7 +33,7 @@ def release_pool(allocator: CachingAllocator, pool: Pool) -> None:
 
 
 def oversize(allocator: CachingAllocator, shelf: Shelf, size: int) -> list[Block]:
-    """The oversize blocks of the shelf that go back for a request, just enough of them or all there are."""
+    """Select the oversize blocks of the shelf to release for a request: enough to serve it, or all of them."""
     limit = allocator.settings.max_split_size
     wanted = max(size, limit)
     at = shelf.first_fit(wanted)
@@ -50,7 +50,7 @@ def oversize(allocator: CachingAllocator, shelf: Shelf, size: int) -> list[Block
 
 
 def release_oversize(allocator: CachingAllocator, shelf: Shelf, size: int) -> bool:
-    """Give back oversize blocks for a request, where there is such a thing; whether it was enough."""
+    """Release oversize blocks for a request, if max_split_size is set. Returns whether they are enough."""
     if allocator.settings.splits_everything:
         return False
     chosen = oversize(allocator, shelf, size)
@@ -61,7 +61,7 @@ def release_oversize(allocator: CachingAllocator, shelf: Shelf, size: int) -> bo
 
 
 def garbage(allocator: CachingAllocator, allowed: int) -> list[Block]:
-    """The large segments that lay free longest, until no more is reserved than the threshold says."""
+    """Select the large segments that were free longest, until reserved memory falls to the garbage collection threshold."""
     target = allocator.reserved - int(allocator.settings.garbage_collection_threshold * allowed)
     pool = allocator.large
     aged = [(pool.searches - block.born, block) for block in pool.in_order() if block.whole]
@@ -81,6 +81,6 @@ def garbage(allocator: CachingAllocator, allowed: int) -> list[Block]:
 
 
 def collect_garbage(allocator: CachingAllocator, allowed: int) -> None:
-    """Give back what lay free longest."""
+    """Release the segments that were free longest."""
     for block in garbage(allocator, allowed):
         release_segment(allocator, block)

@@ -1,13 +1,13 @@
-"""A recorded trace through the simulated allocator: does it take and give back the same segments?
+"""Replays a recorded trace through the simulated allocator, and checks that it takes and releases the same segments.
 
-What the driver decided is taken from the trace: where segments lie, and when it refused one, which shows as segments that go
-back. All else is the simulation's own and compared: which request needs a segment, of what size, at which address in it a
-block lies, which segments go back, what is left at the end.
+The driver's decisions come from the trace: where segments lie, and when the driver refused one, which shows as released
+segments. Everything else is simulated and compared: which request needs a segment, the segment's size, the address of each
+block, which segments are released, what is left at the end.
 
-Not recorded, so not told apart: torch.cuda.empty_cache() from running out of memory; which private pools never split (say it
-with no_split=); private pools at all before torch wrote them into traces; settings that changed while recording; expandable
-segments that grew for a request before memory ran out on it; uses on other streams that ended while memory was being released
-for a request that their blocks would have served.
+Not recorded, so not distinguished: torch.cuda.empty_cache() from running out of memory; which private pools never split (pass
+`no_split`); private pools at all, in traces from before torch recorded them; settings that changed while recording; expandable
+segments that grew for a request before it ran out of memory; uses on other streams that ended while memory was released for a
+request that their blocks would have served.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from memfit.allocators.undo import Beginning, CannotUndo, undo
 _GIVES = ("segment_free", "segment_unmap")
 _ALWAYS = 1 << 62
 _ELSEWHERE = 1 << HIGHEST_BITS
-"""Addresses no real process has, for segments the trace does not know."""
+"""Addresses from here on occur in no real process. Segments that the trace does not know get them."""
 
 
 def replay(
@@ -42,9 +42,9 @@ def replay(
     device_memory: int | None = None,
     no_split: Collection[tuple[int, int]] = (),
 ) -> Agreement:
-    """Replay one device's trace and compare; under `settings` in place of those the snapshot recorded.
+    """Replay one device's trace and compare it with the recording; `settings` replaces the recorded settings.
 
-    `device_memory` (bytes) is needed where a memory fraction is set. Raises UsageError where there is no such device.
+    `device_memory` (bytes) is needed if a memory fraction is set. Raises UsageError if there is no such device.
     """
     if not 0 <= device < len(snapshot.devices):
         raise UsageError(
@@ -66,7 +66,7 @@ def replay(
 
 
 class _TraceDriver(Driver):
-    """A driver that puts segments where the trace has them, and refuses when told to."""
+    """A driver that places segments where the trace has them, and refuses on demand."""
 
     hint: TraceEntry | None = None
     refusals = 0
@@ -85,7 +85,7 @@ class _TraceDriver(Driver):
 
 
 class _Replay:
-    """The allocator, the trace, and where they part."""
+    """The allocator, the trace, and the first difference between them."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Replay:
         self.moved: dict[int, int] = {}
         self.pools: set[tuple[int, int]] = set()
         self.group: list[TraceEntry] = []
-        """Segments taken and given back since the last call of the program."""
+        """Segment events since the program's last call to the allocator."""
         for pool_id in {segment.pool_id for segment in beginning.segments}:
             self.use(pool_id)
         adopt(allocator, beginning.segments, beginning.lowest)
@@ -112,7 +112,7 @@ class _Replay:
                 self.moved[block.address] = block.address
 
     def use(self, pool_id: tuple[int, int]) -> None:
-        """A private pool is in use from the first time it is seen."""
+        """Mark a private pool as in use when it first appears."""
         if pool_id != NO_POOL and pool_id not in self.pools:
             self.pools.add(pool_id)
             self.allocator.create_pool(pool_id, no_split=pool_id in self.no_split)
@@ -132,7 +132,7 @@ class _Replay:
                 self.flush(at)
                 self.free(at, entry, at_once=_completes_at_once(trace, at))
             elif entry.action == "free_completed" and not last_give[at]:
-                # Where segments go back after it, the waiting for all streams did this: it must stay pending till then.
+                # If segments are released next, the wait for all streams completes the block: it stays pending until then.
                 self.allocator.complete(-self.moved.get(entry.address, entry.address))
                 self.allocator.poll()
         self.flush(len(trace))
@@ -165,7 +165,7 @@ class _Replay:
         self.moved[entry.address] = address
 
     def run_out(self, at: int, entry: TraceEntry) -> None:
-        """An allocation for which the driver refused every segment."""
+        """Replay an allocation for which the driver refused every segment."""
         group, self.group = self.group, []
         self.driver.refusals = _ALWAYS
         try:
@@ -189,7 +189,7 @@ class _Replay:
             self.allocator.release_pool(pool_id)
 
     def give_back(self, gives: list[TraceEntry], entry: TraceEntry) -> None:
-        """Make happen what made these segments go back before an allocation."""
+        """Reproduce what released these segments before an allocation."""
         refusals = refusals_for(self.allocator, entry.size, entry.stream, [each.address for each in gives])
         if refusals is None or any(each.pool_id not in (None, NO_POOL) for each in gives):
             self.empty(gives)
@@ -197,7 +197,7 @@ class _Replay:
             self.driver.refusals = refusals
 
     def empty(self, gives: list[TraceEntry]) -> None:
-        """What torch.cuda.empty_cache() does, for each pool that gave something back."""
+        """Do what torch.cuda.empty_cache() does, for each pool that released something."""
         pool_ids = {each.pool_id or NO_POOL for each in gives}
         for pool_id in pool_ids - {NO_POOL}:
             self.pools.discard(pool_id)
@@ -208,7 +208,7 @@ class _Replay:
             self.allocator.empty_cache()
 
     def flush(self, at: int) -> None:
-        """What happened to segments with no allocation behind it: the cache was emptied."""
+        """Replay segment events without an allocation after them: the cache was emptied."""
         group, self.group = self.group, []
         if group:
             self.empty([each for each in group if each.action in _GIVES])
@@ -226,7 +226,7 @@ class _Replay:
     # ---- what differs
 
     def compare(self, at: int, group: list[TraceEntry]) -> None:
-        """The segments of one call of the program against those of the replay."""
+        """Compare the segment events of one call of the program with those of the replay."""
         replayed = list(self.allocator.events)
         self.allocator.events.clear()
         recorded = [SegmentEvent(e.action, e.address, e.size, e.stream, e.pool_id or NO_POOL) for e in group]
@@ -239,7 +239,7 @@ class _Replay:
             self.compared += not self.difference
 
     def differ(self, at: int, words: str) -> None:
-        """Note the first difference; the replay goes on with addresses of its own."""
+        """Record the first difference; the replay continues with its own addresses."""
         if not self.difference:
             self.difference = f"entry {at} of {len(self.memory.trace)}: recorded {words}"
 
@@ -261,9 +261,9 @@ class _Replay:
 
 
 def refusals_for(allocator: CachingAllocator, size: int, stream: int, gone: list[int]) -> int | None:
-    """How often a driver refused a segment for this request, when just the segments at `gone` went back for it, in that order.
+    """Return how often the driver refused a segment for this request, if exactly those at `gone` were released, in order.
 
-    None where emptying the cache explains it as well.
+    None if emptying the cache explains the releases as well.
     """
     settings, allowed = allocator.settings, allocator.allowed
     rounded = rounded_size(size, settings)
@@ -286,7 +286,7 @@ def _completes_at_once(trace: Sequence[TraceEntry], at: int) -> bool:
 
 
 def _next_give(trace: Sequence[TraceEntry]) -> list[bool]:
-    """For each entry whether segments go back before the program's next call."""
+    """Return for each entry whether segments are released before the program's next call."""
     answers, giving = [False] * len(trace), False
     for at in range(len(trace) - 1, -1, -1):
         answers[at] = giving

@@ -1,4 +1,4 @@
-"""The allocator's arithmetic: what a request is rounded to, and how much the driver is asked for, as in torch 2.13."""
+"""The allocator's size rules, as in torch 2.13: how a request is rounded, and how much the driver is asked for."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from memfit.allocators.settings import INTERVALS, AllocatorSettings
 
 MIN_BLOCK = 512
 SMALL = MiB
-"""Requests up to this size, once rounded, live in the small pool."""
+"""Requests that round to at most this size use the small pool."""
 SMALL_SEGMENT = 2 * MiB
 MIN_LARGE = 10 * MiB
-"""From here on a request has a segment of its own size."""
+"""Requests of at least this size get a segment of their own size."""
 ROUND_LARGE = 2 * MiB
 
 
 def rounded_size(size: int, settings: AllocatorSettings) -> int:
-    """The bytes of a block for a request of `size` bytes."""
+    """Return the block size for a request of `size` bytes."""
     if size < MIN_BLOCK:
         return MIN_BLOCK
     interval = min(max(size.bit_length() - 1 - 20, 0), INTERVALS - 1)
@@ -26,7 +26,7 @@ def rounded_size(size: int, settings: AllocatorSettings) -> int:
 
 
 def _next_division(size: int, divisions: int) -> int:
-    """`size` rounded up to a part of the power of two below it; powers of two stay."""
+    """Round `size` up to a division of the power of two below it; powers of two stay."""
     if size & (size - 1) == 0:
         return size
     part = (1 << (size.bit_length() - 1)) >> (divisions.bit_length() - 1)
@@ -34,7 +34,7 @@ def _next_division(size: int, divisions: int) -> int:
 
 
 def segment_size(rounded: int, settings: AllocatorSettings) -> int:
-    """The bytes asked of the driver for a block of `rounded` bytes that no cached one can serve."""
+    """Return the bytes to request from the driver for a block of `rounded` bytes that is not cached."""
     if rounded <= SMALL:
         return SMALL_SEGMENT
     if rounded < MIN_LARGE:
@@ -43,5 +43,5 @@ def segment_size(rounded: int, settings: AllocatorSettings) -> int:
 
 
 def page_size(*, small: bool, settings: AllocatorSettings) -> int:
-    """The bytes an expandable segment grows by."""
+    """Return the bytes by which an expandable segment grows."""
     return SMALL_SEGMENT if small else settings.large_segment_size

@@ -1,8 +1,8 @@
-"""The CUDA caching allocator's settings, from the text of PYTORCH_ALLOC_CONF as torch 2.13 reads it.
+"""Parses the CUDA caching allocator's settings from PYTORCH_ALLOC_CONF as torch 2.13 does.
 
-torch reads the text by position and is lenient: a number may be followed by anything ("25abc" is 25), a negative one wraps
-around, the segment size is looked for before everything else wherever it stands. Both are followed here, as the numbers
-matter. Refused although torch's CPU build takes it: an item that is not `key:value` (torch's CUDA build refuses it too).
+torch reads the text by position and is lenient: anything may follow a number ("25abc" is 25), a negative number wraps around,
+and the segment size is read before all other keys. This parser does the same, because the numbers matter. Unlike torch's CPU
+build, it rejects an item that is not `key:value` (torch's CUDA build rejects it too).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from memfit._errors import UsageError
 from memfit._units import MiB
 
 INTERVALS = 16
-"""Powers of two that have their own number of divisions: from 1 MiB to 32 GiB; what is below or above takes the nearest."""
+"""Powers of two with their own number of divisions, from 1 MiB to 32 GiB; sizes below or above use the nearest."""
 UNLIMITED = 2**64 - 1
-"""A max_split_size that is not set: every block may be split."""
+"""The max_split_size if none is set: every block may be split."""
 LARGE_SEGMENT = 20 * MiB
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""The environment variables, the one that goes first in front."""
+"""The environment variables; the first takes precedence."""
 
 _MOST_MIB = UNLIMITED // MiB
 _WHOLE = re.compile(r"[+-]?\d+")
@@ -29,40 +29,40 @@ _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """How the caching allocator rounds, splits, keeps and limits; the defaults are torch's."""
+    """Settings of the caching allocator: rounding, splitting, caching and limits. The defaults are torch's."""
 
     max_split_size: int = UNLIMITED
-    """Bytes from which on a block is never split."""
+    """Blocks of at least this many bytes are never split."""
     max_non_split_rounding: int = LARGE_SEGMENT
-    """Bytes by which a block that is never split may exceed what is asked of it."""
+    """Bytes by which a block that is never split may exceed the request."""
     roundup_power2_divisions: tuple[int, ...] = (0,) * INTERVALS
-    """Into how many parts each power of two is cut for rounding; 0 or 1: multiples of 512 bytes."""
+    """Rounding divisions of each power of two; 0 or 1: multiples of 512 bytes."""
     expandable_segments: bool = False
     """Whether segments grow page by page."""
     garbage_collection_threshold: float = 0.0
-    """The share of the allowed memory from which on old cached segments are given back; 0: never."""
+    """Fraction of the allowed memory above which old cached segments are released; 0: never."""
     large_segment_size: int = LARGE_SEGMENT
-    """Bytes of a segment for requests of more than 1 and less than 10 MiB; with expandable segments a page's."""
+    """Bytes of a segment for requests of more than 1 and less than 10 MiB; with expandable segments, of a page."""
     per_process_memory_fraction: float = 1.0
-    """The share of the device's memory the process may reserve."""
+    """Fraction of the device's memory that the process may reserve."""
     backend: str = "native"
-    """"native", or "cudaMallocAsync", which none of this describes."""
+    """"native", or "cudaMallocAsync", which is not simulated."""
     ignored: tuple[str, ...] = field(default=(), compare=False)
-    """Keys of the text that mean nothing here: unknown, or about pinned memory and locks."""
+    """Keys of the text without effect here: unknown, or about pinned memory and locks."""
 
     @classmethod
     def from_text(cls, text: str, *, variable: str = VARIABLES[0]) -> AllocatorSettings:
-        """The settings in a text such as "expandable_segments:True,max_split_size_mb:128".
+        """Parse a text such as "expandable_segments:True,max_split_size_mb:128".
 
-        Raises UsageError for what torch refuses.
+        Raises UsageError for what torch rejects.
         """
         return _Parser(text, variable).settings(cls())
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> AllocatorSettings:
-        """The settings in force in such an environment.
+        """Return the settings that the environment puts in force.
 
-        Of two variables PYTORCH_ALLOC_CONF goes first, but for the memory fraction and the backend, where the CUDA one does.
+        PYTORCH_ALLOC_CONF takes precedence, except for the memory fraction and the backend, where PYTORCH_CUDA_ALLOC_CONF does.
         """
         found = [name for name in VARIABLES if name in environ]
         if not found:
@@ -82,7 +82,7 @@ class AllocatorSettings:
 
 
 class _Parser:
-    """One text, cut into tokens as torch cuts it, read from left to right."""
+    """Parses one text, split into tokens as torch splits it, from left to right."""
 
     def __init__(self, text: str, variable: str) -> None:
         self.text, self.variable = text, variable
@@ -101,7 +101,7 @@ class _Parser:
         return replace(default, **self.values, ignored=tuple(self.ignored))  # type: ignore[arg-type]
 
     def _items(self) -> list[tuple[str, list[str]]]:
-        """Each key with the tokens of its value: one, or those of a list with its brackets."""
+        """Return each key with the tokens of its value: one, or a list with its brackets."""
         items, at = [], 0
         while at < len(self.tokens):
             key, end = self.tokens[at], at + 3
@@ -155,7 +155,7 @@ class _Parser:
         number = int(found[0])
         if abs(number) > UNLIMITED:
             raise self._error(f"{key} is {number}, more than 64 bits hold")
-        return number % 2**64  # as unsigned numbers wrap around
+        return number % 2**64  # wraps around like an unsigned number
 
     def _share(self, key: str, value: list[str], *, open_ended: bool) -> float:
         found = _NUMBER.match(value[0])

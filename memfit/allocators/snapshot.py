@@ -1,6 +1,6 @@
-"""What torch.cuda.memory._snapshot() recorded, read from its pickle without running anything that is in it.
+"""Reads the pickle of torch.cuda.memory._snapshot() without running anything in it.
 
-Not covered: stack frames, times and annotations, which are passed over; a device's memory, which a snapshot does not hold.
+Not covered: stack frames, times and annotations, which are skipped; a device's total memory, which a snapshot does not hold.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from memfit.allocators.opcodes import objection
 from memfit.allocators.settings import INTERVALS, UNLIMITED, VARIABLES, AllocatorSettings
 
 HIGHEST_BITS, SIZE_BITS = ADDRESS_BITS - 1, 48
-"""What addresses and sizes of a real process fit into; the addresses above are for what a replay adds."""
+"""Bits that hold every address and size of a real process. A replay uses the addresses above for what it adds."""
 DEVICE_BITS = 10
 """No machine has more than a thousand devices."""
 LARGEST = 4 * GiB
-"""Bytes of a snapshot's file that are read without being asked to."""
+"""Largest snapshot file, in bytes, that is read by default."""
 _STATES = {"active_awaiting_free": "active_pending_free"}
-"""A word of torch's documentation, and the one its code writes."""
+"""A state's name in torch's documentation, and the one that torch's code writes."""
 _HOW = "record it with torch.cuda.memory._record_memory_history() and torch.cuda.memory._dump_snapshot(path)"
 
 
 class TraceEntry(NamedTuple):
-    """One thing the allocator did."""
+    """One action of the allocator."""
 
     action: str
     """"alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom",
     "snapshot", "user_defined" or what later versions of torch add."""
     address: int
-    """For "oom" the bytes the device had free."""
+    """For "oom", the bytes the device had free."""
     size: int
-    """Bytes asked for, or of the segment."""
+    """Bytes of the request or the segment."""
     stream: int
     pool_id: tuple[int, int] | None
-    """None where the version of torch did not record it."""
+    """None if the version of torch did not record it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class DeviceMemory:
     """One device's part of a snapshot."""
 
     trace: tuple[TraceEntry, ...]
-    """What was recorded, oldest first; what came before the first is not known."""
+    """The recorded entries, oldest first; what came before the first is unknown."""
     segments: tuple[SegmentView, ...]
     """The segments when the snapshot was taken, by address."""
 
@@ -62,16 +62,16 @@ class Snapshot:
 
     devices: tuple[DeviceMemory, ...]
     settings: AllocatorSettings
-    """Those that were recorded; the defaults where none were."""
+    """The recorded settings; the defaults if none were recorded."""
     settings_recorded: bool
-    """Whether they could be read in full; a segment size that is not torch's own is in their text alone."""
+    """Whether they could be read in full; only their text holds a segment size that is not torch's default."""
 
 
 def read_snapshot(path: str | Path, *, largest: int = LARGEST) -> Snapshot:
-    """The snapshot in a file of torch.cuda.memory._dump_snapshot.
+    """Read a snapshot from a file of torch.cuda.memory._dump_snapshot.
 
-    Raises UsageError for a file that is too large, broken off, no snapshot, or that holds anything but containers and scalars;
-    nothing in it is run.
+    Raises UsageError if the file is too large, truncated, not a snapshot, or holds anything but containers and scalars. Nothing
+    in it is run.
     """
     try:
         if Path(path).exists() and not Path(path).is_file():
@@ -89,7 +89,7 @@ def read_snapshot(path: str | Path, *, largest: int = LARGEST) -> Snapshot:
 
 
 class _ContainersAlone(pickle.Unpickler):
-    """Python's unpickler with its doors shut, behind the reading of the opcodes."""
+    """An unpickler that loads no code and no outside references: a second guard behind the check of the opcodes."""
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is code")
@@ -101,12 +101,12 @@ class _ContainersAlone(pickle.Unpickler):
 def _load(path: str | Path, data: bytes) -> object:
     try:
         return _ContainersAlone(io.BytesIO(data)).load()
-    except Exception as error:  # a damaged pickle makes the unpickler raise anything; nothing of the user's runs here
+    except Exception as error:  # a damaged pickle can raise anything; no user code runs here
         _refuse(path, f"it is no pickle that loads: {error or type(error).__name__}", _HOW)
 
 
 def _shown(value: object) -> str:
-    """A value in few words, however large or nested it is."""
+    """Describe a value briefly, however large or nested it is."""
     if isinstance(value, int):
         return str(value) if abs(value) < 1 << 70 else "a number of more than 70 bits"
     return repr(value)[:80] if isinstance(value, (str, bytes, float)) else f"a {type(value).__name__}"
@@ -117,7 +117,7 @@ def _refuse(name: object, found: str, next_move: str) -> NoReturn:
 
 
 def parse_snapshot(content: object, *, name: str = "given as an object") -> Snapshot:
-    """The snapshot in what torch.cuda.memory._snapshot() returns. Raises UsageError for anything else."""
+    """Parse what torch.cuda.memory._snapshot() returns. Raises UsageError for anything else."""
     if not isinstance(content, Mapping) or "segments" not in content or "device_traces" not in content:
         keys = ", ".join(map(_shown, islice(content, 5))) if isinstance(content, Mapping) else f"a {type(content).__name__}"
         _refuse(name, f"it holds {keys or 'nothing'}, not 'segments' and 'device_traces'", _HOW)
@@ -140,7 +140,7 @@ def _device(trace: tuple[TraceEntry, ...], segments: list[SegmentView]) -> Devic
 
 
 class _Reader:
-    """Values out of a snapshot's dicts, with the place named where one is wrong."""
+    """Reads values from a snapshot's dicts, and names the place of a wrong one."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -150,7 +150,7 @@ class _Reader:
         _refuse(self.name, f"{where}: {found}", "record it again with torch.cuda.memory._dump_snapshot")
 
     def rows(self, value: object) -> Sequence[Any]:
-        """A list that stands in one place: what is named a thousand times in a few bytes would be read as often."""
+        """Return a list that may appear only once: a few bytes could otherwise make one list be read a thousand times."""
         if not isinstance(value, (list, tuple)):
             self.wrong("a list", f"a {type(value).__name__}")
         if value and id(value) in self._seen:
@@ -159,7 +159,7 @@ class _Reader:
         return value
 
     def number(self, row: object, key: str, where: str, *, default: int | None = None, bits: int = 64) -> int:
-        """A whole number from 0 to `bits` bits; streams, recorded as signed, come as they are."""
+        """Return an unsigned integer of at most `bits` bits. Streams are recorded as signed: see `stream`."""
         if not isinstance(row, Mapping):
             self.wrong(where, f"a {type(row).__name__} instead of a dict")
         value = row.get(key, default)
@@ -218,7 +218,7 @@ class _Reader:
         return BlockView(address, size, self.number(row, "requested_size", where, default=size), state)
 
     def settings(self, row: Any) -> tuple[AllocatorSettings, bool]:
-        """The text that was recorded, and over it the values that were; and whether all could be read."""
+        """Return the recorded text's settings, overridden by the recorded values, and whether the text could be read."""
         if not isinstance(row, Mapping):
             return AllocatorSettings(), False
         text = next((row[name] for name in VARIABLES if isinstance(row.get(name), str)), "")

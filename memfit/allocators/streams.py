@@ -1,6 +1,6 @@
-"""Blocks freed while another stream still uses them: one event per stream, each stream's complete in their order.
+"""Blocks freed while another stream still uses them: one event per stream. Each stream's events complete in order.
 
-Not knowable: in which order a real process looks at its streams. Here it is the order in which they were first used.
+Not covered: the order in which a real process checks its streams. Here it is the order of their first use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from memfit.allocators.blocks import Block
 
 
 class StreamEvents:
-    """The outstanding events of every stream, and the blocks that have none yet."""
+    """The outstanding events of every stream, and the blocks whose events are deferred."""
 
     __slots__ = ("_captured", "_complete", "_deferred", "_queues")
 
@@ -26,7 +26,7 @@ class StreamEvents:
         return bool(self._queues) or bool(self._deferred)
 
     def use(self, block: Block, stream: int, *, capturing: bool) -> None:
-        """A stream uses the block beside its own."""
+        """Mark the block as used on a stream besides its own."""
         if block.uses is None:
             block.uses = set()
         block.uses.add(stream)
@@ -34,7 +34,7 @@ class StreamEvents:
             self._captured.setdefault(block, set()).add(stream)
 
     def record(self, block: Block, *, capturing: bool) -> None:
-        """The block is freed: one event on every stream that uses it; while capturing, none can be recorded yet."""
+        """Record one event for a freed block on every stream that uses it; during capture, defer that."""
         if capturing:
             self._deferred.append(block)
             return
@@ -44,7 +44,7 @@ class StreamEvents:
             self._queues.setdefault(stream, deque()).append(block)
 
     def record_deferred(self) -> list[Block]:
-        """After a capture: its own uses are done with it, earlier ones have their events now; the blocks without any."""
+        """After a capture, drop its own uses and record events for earlier ones. Returns the blocks without events."""
         deferred, self._deferred = self._deferred, []
         for block in deferred:
             block.uses = (block.uses or set()) - self._captured.pop(block, set())
@@ -52,12 +52,12 @@ class StreamEvents:
         return [block for block in deferred if block.events == 0]
 
     def complete(self, stream: int) -> None:
-        """All that was recorded on the stream so far is done; the blocks come back when the allocator looks."""
+        """Complete all events recorded on the stream so far; the allocator frees the blocks when it polls."""
         if stream in self._queues:
             self._complete[stream] = len(self._queues[stream])
 
     def finished(self) -> list[Block]:
-        """The blocks whose last event is done, taken off the queues."""
+        """Remove the completed events, and return the blocks whose last event is done."""
         done = []
         for stream, count in self._complete.items():
             queue = self._queues[stream]
@@ -69,7 +69,7 @@ class StreamEvents:
         return done
 
     def wait(self, chosen: Callable[[Block], bool]) -> list[Block]:
-        """Wait for every event of the chosen blocks; those that have none left."""
+        """Wait for every event of the chosen blocks. Returns those with no events left."""
         done: list[Block] = []
         for stream, queue in list(self._queues.items()):
             ahead = self._complete.pop(stream, 0)

@@ -1,8 +1,8 @@
-"""What there was before the first entry of a trace: the snapshot's segments with the whole trace undone.
+"""Reconstructs the segments before a trace's first entry: the snapshot's segments with the whole trace undone.
 
-The size of a block that was there before the trace and freed in it is not recorded. It is what its request rounds to, and in
-the large pool up to 1 MiB more where less than that lies between it and its neighbour (no block there is smaller). Where the
-neighbour was not seen, no more is assumed, and counted.
+The size of a block that was allocated before the trace and freed in it is not recorded. It is what its request rounds to. In
+the large pool it extends to its neighbor if at most 1 MiB lies between them (no block there is smaller). If the gap is larger,
+an unseen neighbor may lie in it: the rounded size is assumed, and counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memfit.allocators.snapshot import DeviceMemory, TraceEntry
 
 
 class CannotUndo(Exception):
-    """A trace whose beginning cannot be worked out; the message says at which entry."""
+    """The start of a trace cannot be reconstructed; the message says why, and at which entry if one is at fault."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Beginning:
 
     segments: tuple[SegmentView, ...]
     assumed: int
-    """Blocks whose size is assumed."""
+    """Number of blocks whose size is assumed."""
     lowest: Mapping[Kind, int]
-    """The lowest address of each kind that was ever mapped in an expandable segment: where its address space may begin."""
+    """The lowest address of each kind ever mapped in an expandable segment: its address space may begin there."""
 
 
 def undo(memory: DeviceMemory, settings: AllocatorSettings, *, no_split: Collection[tuple[int, int]] = ()) -> Beginning:
-    """The beginning of a device's trace. Raises CannotUndo where trace and segments contradict each other."""
+    """Reconstruct the start of a device's trace. Raises CannotUndo if trace and segments contradict each other."""
     state = _Undoing(memory, settings)
     for at in range(len(memory.trace) - 1, -1, -1):
         state.undo(at, memory.trace[at])
@@ -47,11 +47,11 @@ class _Block:
     state: str
     size: int | None
     freed_at: int
-    """The entry that freed it; only where the size is not known."""
+    """The entry that freed it; used only if the size is unknown."""
 
 
 class _Undoing:
-    """Segments and the blocks in use, going backwards."""
+    """The segments and the blocks in use, while the trace is undone backwards."""
 
     def __init__(self, memory: DeviceMemory, settings: AllocatorSettings) -> None:
         self.memory, self.settings = memory, settings
@@ -91,7 +91,7 @@ class _Undoing:
             self._add(entry, expandable=action == "segment_unmap")
 
     def _remove(self, at: int, address: int, size: int) -> None:
-        """Take memory away that came with an entry."""
+        """Remove the memory that an entry took."""
         place = bisect_right(self.starts, address) - 1
         region = self.regions[self.starts[place]] if place >= 0 else None
         if region is None or address + size > region.address + region.size:
@@ -104,7 +104,7 @@ class _Undoing:
                 self._put(region._replace(address=start, size=end - start))
 
     def _add(self, entry: TraceEntry, *, expandable: bool) -> None:
-        """Put memory back that went with an entry."""
+        """Restore the memory that an entry released."""
         small = self._small_at(entry.address) if expandable else entry.size <= SMALL_SEGMENT
         pool_id = entry.pool_id or NO_POOL
         region = SegmentView(entry.address, entry.size, entry.stream, small, pool_id, expandable, ())
@@ -113,7 +113,7 @@ class _Undoing:
         self._put(region)
 
     def _joined(self, region: SegmentView) -> SegmentView:
-        """With the mapped stretches it touches."""
+        """Return the region merged with the mapped regions it touches."""
         place = bisect_left(self.starts, region.address)
         for neighbour in (place, place - 1):
             other = self.regions.get(self.starts[neighbour]) if 0 <= neighbour < len(self.starts) else None
@@ -136,13 +136,13 @@ class _Undoing:
         self.starts.insert(place, region.address)
 
     def _small_at(self, address: int) -> bool:
-        """Which pool an expandable segment belongs to: that of the block nearest to the address."""
+        """Whether an expandable segment belongs to a small pool, as the block nearest to the address does."""
         place = bisect_left(self.kinds, (address, False))
         near = self.kinds[max(place - 1, 0) : place + 1]
         return min(near, key=lambda kind: abs(kind[0] - address))[1] if near else False
 
     def beginning(self, no_split: Collection[tuple[int, int]]) -> Beginning:
-        """The segments as they are now, all undone."""
+        """Return the segments, with the whole trace undone."""
         used, assumed, segments = sorted(self.blocks), 0, []
         for start in self.starts:
             region = self.regions[start]
@@ -162,7 +162,7 @@ class _Undoing:
         return Beginning(tuple(segments), assumed, self.lowest)
 
     def _block(self, address: int, bound: int, region: SegmentView, whole: bool) -> tuple[BlockView, bool]:
-        """The block at an address, at most up to `bound`, and whether its size is assumed."""
+        """Return the block at an address, which ends at `bound` at most, and whether its size is assumed."""
         block = self.blocks[address]
         size, guessed = block.size, False
         if size is None:
@@ -173,7 +173,7 @@ class _Undoing:
         return BlockView(address, size, block.requested, block.state), guessed
 
     def _seen_before(self, address: int, bound: int, freed_at: int) -> int:
-        """Where the next block begins that was handed out while this one was in use."""
+        """Return the start of the next block that was allocated while this one was in use, or `bound`."""
         place = bisect_right(self.handed_out, address)
         while place < len(self.handed_out) and (other := self.handed_out[place]) < bound:
             if self.first_at[other] < freed_at:

@@ -1,1 +1,1 @@
-"""What memory there is: the device, what of it may be used, and how much this process holds."""
+"""Describes the available memory: the device, how much of it may be used, and how much this process holds."""

@@ -1,4 +1,4 @@
-"""How much memory the training may have: what the user allows, held against what the machine can give.
+"""Determines how much memory the training may use: the user's budget, checked against what the machine can give.
 
 Not covered: memory that other processes take after the probe.
 """
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 _TORCHS_OWN = re.compile(r"\s*(cpu|cuda|xpu|mps|meta|hpu|xla|privateuseone)(?:[\s:]*(\d{1,4}))?\s*", re.IGNORECASE)
 
-SMALLEST = 1 * MiB  # an int below this was not meant in bytes
+SMALLEST = 1 * MiB  # an int below this is not meant in bytes
 
-# Under a real limit on the CPU the kernel's peak followed the prediction to about 11 MiB (glibc's trimmed heap,
-# Python's own objects); 1 % covers what grows with the size.
+# Measured under a real limit on the CPU: the kernel's peak follows the prediction to about 11 MiB (glibc's trimmed heap,
+# Python's own objects). 1 % covers what grows with the size.
 CPU_MARGIN = 16 * MiB
-# Kernels and library handles that load after the probe: 100-200 MiB in the driver's figure on models of 0.1-0.35 B
+# Kernels and library handles that load after the probe take 100-200 MiB in the driver's figure, on models of 0.1-0.35 B
 # parameters.
 ACCELERATOR_MARGIN = 256 * MiB
 SPARE = 32
-"""A budget that is suggested is one part in so many larger than what was missing: another run was seen to need 2.4 % more."""
+"""A budget suggested for a present device is larger than needed by one part in this many: another run needed 2.4 % more."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Budget:
     limit: int
     """Most bytes the process may hold, on the scale of `held`."""
     held: int
-    """Bytes it holds already and cannot reuse (cached allocator blocks are not among them)."""
+    """Bytes it already holds and cannot reuse (cached allocator blocks do not count)."""
     margin: int
     """Bytes kept free for what cannot be predicted."""
     source: str
-    """Where `limit` comes from, in words."""
+    """Where `limit` comes from, as text."""
     device: Device
-    """The device as it was found."""
+    """The device as probed."""
     notes: tuple[str, ...] = ()
     """What the reader should know about these numbers."""
 
@@ -58,12 +58,12 @@ class Budget:
         return self.limit - self.held - self.margin
 
     def with_held(self, held: int) -> Budget:
-        """The same budget with `held` bytes counted as held already."""
+        """Return the same budget with `held` bytes counted as already held."""
         return replace(self, held=held)
 
     def with_room_for(self, missing: int) -> str:
-        """The size to ask for so that `missing` bytes more are room: the margin grows with it, and on a device that is here,
-        planning anew holds a little more than planning did."""
+        """Return the budget to ask for so that `missing` more bytes fit. The margin grows with the budget; and on a device that
+        is present, planning again holds a little more."""
         kind, least = self.device.kind, self.limit + missing
         limit = least
         for _ in range(4):
@@ -79,25 +79,25 @@ class Budget:
 
 
 def probe(*, budget: int | float | str | None = None, device: torch.device | str | None = None) -> Budget:
-    """How much memory your training may use: asks the machine, or holds your `budget` against what it can give.
+    """Determine how much memory your training may use: ask the machine, or check your `budget` against what it can give.
 
     `budget` is the most memory this process may hold on the device (on the CPU: beyond what it holds now):
 
     - None: all it can get now (what it holds plus what is free);
     - an int: bytes;
     - a str: a size such as "6GiB", "800 MiB" or "24GB";
-    - a float in (0, 1]: that share of the device's total.
+    - a float in (0, 1]: that fraction of the device's total.
 
-    On CUDA the driver's figure counts (allocator, context and libraries). On the CPU an explicit budget counts what
-    the training itself takes, not the interpreter around it: `held` is 0 until `Budget.with_held` says what the model
-    holds. Without an explicit budget `held` is this process's anonymous memory. A budget larger than what is there is
-    lowered to that, with a note.
+    On CUDA the driver's figure counts (allocator, context and libraries). On the CPU an explicit budget covers what the
+    training itself takes, not the interpreter: `held` is 0 until `Budget.with_held` sets what the model holds. Without an
+    explicit budget, `held` is this process's anonymous memory. A budget larger than the available memory is lowered to it, with
+    a note.
 
-    `device` defaults to the current accelerator if torch has one, else the CPU. An accelerator not used yet gets its
-    context; nothing is allocated. The name of a card that is not here ("a100-40gb", "rtx-4090", or a size such as "24GiB")
-    gives the budget that it would have.
+    `device` defaults to the current accelerator if torch has one, else the CPU. An accelerator gets its context if it has none
+    yet; nothing is allocated. The name of a card that is not present ("a100-40gb", "rtx-4090", or a size such as "24GiB") gives
+    the budget that the card would have.
 
-    Raises UsageError if `budget` cannot be meant as it stands (6, 6.0, True, "6"), torch cannot use the device, or no card has
+    Raises UsageError if `budget` is implausible (6, 6.0, True, "6"), torch cannot use the device, or no card has
     that name.
 
     >>> memfit.probe(budget="6GiB", device="cpu").room
@@ -111,7 +111,7 @@ def probe(*, budget: int | float | str | None = None, device: torch.device | str
 
 
 def shared_among(budget: Budget, processes: int) -> Budget:
-    """A budget that was probed, where as many processes train on that device: what is free is divided among them."""
+    """Divide the free memory of a probed budget among `processes` that train on the same device."""
     if processes < 2:
         return budget
     limit = budget.held + (budget.limit - budget.held) // processes
@@ -120,19 +120,19 @@ def shared_among(budget: Budget, processes: int) -> Budget:
 
 
 def card_named(device: object) -> Card | None:
-    """The card of the catalogue that a `device=` names; None for what torch could mean. Raises UsageError, also for what is no
-    name."""
+    """Return the catalogue card that a `device=` names; None for what torch may know. Raises UsageError for an unknown card or
+    what is not a name."""
     name = torchs_name(device)
     return card(name) if isinstance(name, str) and not _TORCHS_OWN.fullmatch(name) else None
 
 
 def torchs_name(device: Any) -> Any:
-    """A `device=` as torch writes it, where it is one of torch's: "cuda:0" for "Cuda 0". Raises UsageError for what is neither
-    a name nor a torch.device."""
+    """Normalize a `device=` that torch knows: "cuda:0" for "Cuda 0". Other names stay. Raises UsageError for what is neither a
+    name nor a torch.device."""
     own = _TORCHS_OWN.fullmatch(device) if isinstance(device, str) else None
     if own is not None:
         return own[1].lower() + (f":{int(own[2])}" if own[2] else "")
-    # Only what has a `type` and an `index` can be a torch.device: torch is not imported to know.
+    # A torch.device has a `type` and an `index`. Checking these avoids importing torch.
     if device is None or isinstance(device, str) or (hasattr(device, "type") and hasattr(device, "index")):
         return device
     kind = type(device).__name__
@@ -142,7 +142,7 @@ def torchs_name(device: Any) -> Any:
 
 
 def budget_for(device: Device, asked: int | float | str | None = None) -> Budget:
-    """`probe` over a photograph: values in, a value out."""
+    """Compute the budget for a described device, without asking the machine. See `probe`."""
     if asked is None:
         limit = device.in_use + device.free
         source = f"probed ({device.limits[0].name})" if device.limits else "probed"
@@ -156,14 +156,14 @@ def budget_for(device: Device, asked: int | float | str | None = None) -> Budget
 
 
 def margin_for(kind: str, limit: int) -> int:
-    """Bytes to keep free under `limit` on a device of this kind."""
+    """Return the bytes to keep free under `limit` on a device of this kind."""
     if kind == "cpu":
         return CPU_MARGIN + limit // 100
     return min(ACCELERATOR_MARGIN + limit // 100, limit // 10)
 
 
 def asked_bytes(asked: int | float | str, total: int) -> int:
-    """The bytes that a budget of `asked` means on a device of `total` bytes. UsageError if it has none."""
+    """Return the bytes that a budget of `asked` means on a device of `total` bytes. Raises UsageError if it has no meaning."""
     if isinstance(asked, str):
         return _positive(parse_bytes(asked), asked)
     if isinstance(asked, bool) or not isinstance(asked, (Integral, float)):
@@ -198,7 +198,7 @@ def _positive(size: int, asked: object) -> int:
 
 
 def _meant(number: int | float) -> str:
-    """The reader's own number with the unit that was probably in mind."""
+    """Suggest the user's number with the unit that was probably meant."""
     if number >= SMALLEST:
         return f"did you mean {int(number)} (bytes, an int)?"
     return f"did you mean '{number:g}GiB'?" if number < 1024 else f"did you mean '{number:.10g}MiB'?"

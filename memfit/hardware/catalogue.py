@@ -1,11 +1,11 @@
-"""Devices that are not here: what a card has and does, so that a training can be planned before the card is rented or bought.
+"""A catalogue of cards that are not present: their memory and speed, to plan a training before renting or buying one.
 
-The figures lie in `devices.json`, each group with its sources. Memory is what torch reports as the card's total, which is
-less than the maker prints on the box; of several reports under Linux the least counts, because drivers have kept more
-with every year. Speed is the maker's dense peak (no sparsity), reached by no training: it compares cards, and bounds a time.
+The figures lie in `devices.json`, each group with its sources. Memory is the total that torch reports, which is less than the
+maker prints on the box. Of several reports under Linux the smallest counts, because drivers have kept more with every year.
+Speed is the maker's dense peak (no sparsity), which no training reaches: it compares cards, and bounds the time.
 
-Not covered: slices of a card (MIG, vGPU), several cards in one box, what else runs on the card, Windows (it shows a
-program the whole memory and lends it out piece by piece), a card whose ECC is switched from how it is delivered.
+Not covered: slices of a card (MIG, vGPU), several cards in one box, what else runs on the card, Windows (it shows a program the
+whole memory and hands it out piece by piece), cards whose ECC is not set as delivered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from memfit.hardware.dtypes import cuda_fast_dtypes
 from memfit.hardware.limits import Limit
 
 CONTEXT = 500 * MiB
-"""Bytes of a CUDA context with the kernels that a training loads into it. Published: 256 MiB idle (RTX 3090, torch 2.7,
+"""Bytes of a CUDA context with the kernels that a training loads. Published: 256 MiB idle (RTX 3090, torch 2.7,
 InvokeAI #9413), 300 to 400 (pytorch #107667, #109888), 481 growing to 942 (A100, torch 2.1, stas00/ml-engineering), up to
 1823 where all kernels are loaded at once (A100, torch 1.10, before CUDA 11.7 made loading lazy)."""
 
@@ -34,47 +34,47 @@ CONTEXT_ROCM = 800 * MiB
 """The same on ROCm, from a single report: an MI300X of 191.69 GiB had 186.02 GiB free and 4.89 GiB allocated by torch."""
 
 SHOWN = 8
-"""The most cards an error lists."""
+"""Most cards that an error lists."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A device as its maker and its driver describe it. Nothing of it was measured here."""
+    """Describes a device by its maker's and its driver's figures, none of them measured by memfit."""
 
     name: str
-    """What `card` finds it by: "a100-80gb", "rtx-4090"."""
+    """The name by which `card` finds it: "a100-80gb", "rtx-4090"."""
     title: str
-    """What people call it."""
+    """Its usual name."""
     aliases: tuple[str, ...]
-    """What else it goes by, names it shares with other cards ("a100") included."""
+    """Its other names, including names shared with other cards ("a100")."""
     vendor: str
     """"NVIDIA" or "AMD"; "" for an unnamed card."""
     architecture: str
-    """The generation, in the maker's word: "Ampere", "CDNA 3"; "" for an unnamed card."""
+    """The generation, as the maker names it: "Ampere", "CDNA 3"; "" for an unnamed card."""
     capability: tuple[int, int] | None
     """CUDA compute capability; None for AMD."""
     memory: int
     """Bytes that torch reports as the total (`torch.cuda.get_device_properties(...).total_memory`)."""
     bandwidth: float
-    """Bytes per second between the chip and its memory, at peak; 0 if unknown."""
+    """Peak bytes per second between the chip and its memory; 0 if unknown."""
     flops: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Dense peak in FLOP per second by "float32" (without tensor cores), "tf32", "float16" and "bfloat16" (tensor cores,
-    accumulating in float32: half the rate in print on GeForce). What the card lacks is left out; empty if unknown."""
+    accumulating in float32: half the printed rate on GeForce). Dtypes the card lacks are omitted; empty if unknown."""
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    """Where the figures come from, by group: "memory", "bandwidth", "flops"."""
+    """Sources of the figures, by group: "memory", "bandwidth", "flops"."""
     unverified: tuple[str, ...] = ()
-    """Groups of figures whose named source could not be opened, nor a public copy or quotation of it; usually empty."""
+    """Groups of figures for which neither the named source nor a public copy or quotation could be opened; usually empty."""
     nominal: int = 0
-    """Bytes on the box."""
+    """Bytes that the maker prints on the box."""
     reported: bool = True
-    """Whether `memory` was published for this very card; False if it follows from a sister's, as `sources` tells."""
+    """Whether `memory` was published for this exact card; False if it is derived from a sister card's, as `sources` says."""
     gfx: str = ""
-    """The architecture as ROCm names it ("gfx942"); "" for NVIDIA."""
+    """The architecture's name in ROCm ("gfx942"); "" for NVIDIA."""
 
     def as_device(self) -> Device:
-        """The card as `photograph` would find it idle, in a process that has opened it and allocated nothing yet.
+        """Return the idle card as `photograph` would describe it, in a process that has opened it and allocated nothing yet.
 
-        `free` is the total less the context (`CONTEXT`, `CONTEXT_ROCM`), which counts as held.
+        `free` is the total minus the context (`CONTEXT`, `CONTEXT_ROCM`), which counts as held.
         """
         context = CONTEXT_ROCM if self.gfx else CONTEXT
         capability = _rocm_capability(self.gfx) if self.gfx else self.capability
@@ -106,10 +106,10 @@ class Card:
 
 
 def card(name: str) -> Card:
-    """The card of that name: "a100-80gb", "RTX 4090", "NVIDIA A100-SXM4-80GB" as torch and nvidia-smi print it.
+    """Look up a card by name: "a100-80gb", "RTX 4090", or "NVIDIA A100-SXM4-80GB" as torch and nvidia-smi print it.
 
-    Case, blanks, hyphens and underscores do not matter, nor do the makers' words ("NVIDIA", "GeForce", "Tesla", ...). A
-    size such as "24GiB" is an unnamed card with so many bytes in all: compute capability (8, 0), speed unknown.
+    Case, blanks, hyphens, underscores and the makers' words ("NVIDIA", "GeForce", "Tesla", ...) do not matter. A size such as
+    "24GiB" gives an unnamed card with that total: compute capability (8, 0), speed unknown.
 
     Raises UsageError if no card has that name, or several do ("a100").
 
@@ -133,7 +133,7 @@ def card(name: str) -> Card:
 
 @functools.cache
 def cards() -> tuple[Card, ...]:
-    """All named cards, by vendor, architecture and name."""
+    """Return all named cards, by vendor, architecture and name."""
     text = resources.files("memfit.hardware").joinpath("devices.json").read_text(encoding="utf-8")
     found = (_read(entry) for entry in json.loads(text))
     return tuple(sorted(found, key=lambda one: (one.vendor, one.architecture, one.name)))
@@ -145,14 +145,14 @@ _MAKERS_WORDS = {"nvidia", "geforce", "tesla", "amd", "instinct", "radeon", "gpu
 
 
 def _key(name: str) -> str:
-    """`name` without what people write differently."""
+    """Normalize `name`: drop what people write differently."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     return "".join(word for word in words if word not in _MAKERS_WORDS).replace("mobile", "laptop")
 
 
 @functools.cache
 def _index() -> dict[str, tuple[Card, ...]]:
-    """The cards by the keys of their names, titles and aliases; several where one name does not tell them apart."""
+    """Map the keys of names, titles and aliases to cards; to several if a name is ambiguous."""
     found: dict[str, dict[str, Card]] = {}
     for one in cards():
         for name in (one.name, one.title, *one.aliases):
@@ -182,7 +182,7 @@ def _unknown(name: str) -> UsageError:
 
 
 def _size(name: str) -> int | None:
-    """The bytes that `name` says; None if it is not a size."""
+    """Return the bytes that `name` means; None if it is not a size."""
     try:
         return parse_bytes(name)
     except UsageError:
@@ -229,6 +229,6 @@ def _read(entry: Mapping[str, Any]) -> Card:
 
 
 def _rocm_capability(gfx: str) -> tuple[int, int]:
-    """What torch reports as capability for an architecture of ROCm: (9, 4) for "gfx942", (11, 0) for "gfx1100"."""
+    """Return the capability that torch reports for a ROCm architecture: (9, 4) for "gfx942", (11, 0) for "gfx1100"."""
     digits = gfx.removeprefix("gfx")
     return int(digits[:-2]), int(digits[-2])

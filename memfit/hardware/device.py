@@ -1,7 +1,7 @@
-"""A photograph of the device to train on: what it is, what is free, what this process holds, what bounds it.
+"""Describes the device to train on at one moment: what it is, what is free, what this process holds, what limits it.
 
-Not covered: other accelerators than CUDA (ROCm included), XPU and MPS; what changes after the photograph. The parts for
-accelerators are checked against hand-made handles.
+Not covered: accelerators other than CUDA (ROCm included), XPU and MPS; changes after that moment. The parts for accelerators
+are tested with hand-made handles.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Device:
-    """What a device was like at one moment, seen from this process."""
+    """Describes a device at one moment, as seen from this process."""
 
     kind: str
     """"cpu", "cuda" (ROCm included), "mps" or "xpu"."""
     index: int | None
-    """Which device of its kind, as torch counts them; None where there is only one."""
+    """Its index among devices of its kind, as torch counts them; None if there is only one."""
     name: str
-    """What the maker calls it."""
+    """The maker's name for it."""
     total: int
-    """Bytes this process could have if everybody else left: the least total of `limits`."""
+    """Bytes this process could have if all others left: the smallest `total` of `limits`."""
     free: int
-    """Bytes this process could still get, blocks its own allocator has cached included: the least left of `limits`."""
+    """Bytes this process can still get, including blocks cached by its own allocator: the smallest `left` of `limits`."""
     held: int
     """Bytes this process holds, on the scale of `Meter`."""
     cached: int = 0
-    """Bytes counted in both `held` and `free`: the allocator keeps them, to hand out again."""
+    """Bytes counted in both `held` and `free`: the allocator caches them for reuse."""
     others: int | None = None
-    """Bytes other processes hold on the device; None if unknown."""
+    """Bytes that other processes hold on the device; None if unknown."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None for other kinds."""
     fast_dtypes: tuple[str, ...] = ("float32",)
-    """Of "float32", "bfloat16" and "float16" those it computes in at least as fast as in float32."""
+    """Those of "float32", "bfloat16" and "float16" in which it computes at least as fast as in float32."""
     limits: tuple[Limit, ...] = ()
-    """What bounds this process's memory here, the tightest first."""
+    """What limits this process's memory here, tightest first."""
     here: bool = True
-    """False for a card of the catalogue, on which nothing can be measured."""
+    """False for a catalogue card, on which nothing can be measured."""
     notes: tuple[str, ...] = ()
-    """Circumstances worth telling: allocator settings, slices, fractions, what could not be found out."""
+    """Relevant circumstances: allocator settings, slices, fractions, what could not be determined."""
 
     @property
     def in_use(self) -> int:
-        """Bytes this process holds and cannot give to something new: `in_use + free` is what it can have in all."""
+        """Bytes this process holds and cannot reuse: `in_use + free` is all it can have."""
         return self.held - self.cached
 
     def __str__(self) -> str:
@@ -64,13 +64,12 @@ class Device:
 
 
 def photograph(device: torch.device | None = None, *, nvml: Any | None = None) -> Device:
-    """What `device` is like now; the current accelerator where torch has one, else the CPU, if `device` is None.
+    """Describe `device` as it is now. None means the current accelerator if torch has one, else the CPU.
 
-    `nvml` is a module like pynvml (`load_nvml()`); without it other processes on a CUDA device are unknown and the
-    memory of its context is estimated. On an accelerator that was not used yet this creates its context. Nothing is
-    allocated.
+    `nvml` is a module like pynvml (`load_nvml()`); without it, other processes on a CUDA device are unknown and its context's
+    memory is estimated. This creates the context of an accelerator that has none yet. Nothing is allocated.
 
-    Raises UsageError if torch cannot use the device, or if nothing tells how much memory there is.
+    Raises UsageError if torch cannot use the device, or if the amount of memory cannot be determined.
     """
     chosen = default_device() if device is None else device
     _check_usable(chosen)
@@ -82,7 +81,7 @@ def photograph(device: torch.device | None = None, *, nvml: Any | None = None) -
 
 
 def default_device() -> torch.device:
-    """The current accelerator if torch has a supported one, else the CPU."""
+    """Return the current accelerator if torch has a supported one, else the CPU."""
     import torch
 
     for kind in ("cuda", "xpu"):
@@ -115,7 +114,7 @@ def _check_usable(device: torch.device) -> None:
 
 
 def photograph_cpu(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> Device:
-    """`photograph` for the CPU, with the proc file system and the cgroups at these places."""
+    """Describe the CPU, with the proc file system and the cgroups at these paths."""
     limits = host_limits(proc, cgroup)
     total, free = _tightest(limits)
     name, flags = cpu_facts(proc)
@@ -144,7 +143,7 @@ def _photograph_driver(device: torch.device, nvml: Any | None) -> Device:
 
 
 def device_from_driver(kind: str, index: int, properties: Any, memory: DriverMemory) -> Device:
-    """The photograph from torch's description of a device and the numbers of its driver."""
+    """Build the description of a device from torch's properties and the driver's numbers."""
     limits = memory.limits(f"{kind}:{index}")
     total, free = _tightest(limits)
     rocm = getattr(properties, "gcnArchName", "") if hip_build() else ""
@@ -183,7 +182,7 @@ def _photograph_mps() -> Device:
 def device_from_metal(
     recommended: int, held: int, allocated: int, shared: tuple[Limit, ...], environ: Mapping[str, str]
 ) -> Device:
-    """The photograph from Metal's numbers; the memory is the machine's own: what bounds that (`shared`) counts too."""
+    """Build the description from Metal's numbers. The memory is the machine's own, so its limits (`shared`) count too."""
     cached = max(0, held - allocated)
     found = [Limit("Metal's recommended working set", max(0, recommended - held), recommended), *shared]
     limits = tuple(Limit(limit.name, limit.left + cached, limit.total) for limit in sorted(found, key=_left))
@@ -210,7 +209,7 @@ def _left(limit: Limit) -> int:
 
 
 def _tightest(limits: tuple[Limit, ...]) -> tuple[int, int]:
-    """The least total and the least left."""
+    """Return the smallest `total` and the smallest `left`. Raises UsageError without limits."""
     if not limits:
         found = f"neither the kernel nor the standard library tells on {platform.system() or 'this system'}"
         raise UsageError(
@@ -234,7 +233,7 @@ def _driver_notes(kind: str, properties: Any, memory: DriverMemory) -> Iterator[
 
 
 def environment_notes(environ: Mapping[str, str]) -> Iterator[str]:
-    """Settings in the environment that change how memory behaves: reported, never changed."""
+    """Yield environment variables that change how memory behaves: reported, never changed."""
     for name in (*ALLOCATOR_VARIABLES, "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_MPS_HIGH_WATERMARK_RATIO"):
         if environ.get(name):
             yield f"{name} {environ[name]}"

@@ -1,10 +1,11 @@
-"""What the driver and torch's caching allocator say about a CUDA or XPU device, and what follows for this process.
+"""Reads what the driver and torch's caching allocator report about a CUDA or XPU device, for this process.
 
-Asking the driver creates a context on the device (hundreds of MiB) if there is none yet, so only the device in
-question is asked. Nothing here synchronises, allocates or changes a setting.
+Querying the driver creates a context on the device (hundreds of MiB) if there is none yet, so only the device in question is
+queried. Nothing here synchronizes, allocates or changes a setting.
 
-Not covered: memory that Windows lends from the host; blocks the allocator holds but cannot hand out because they are in
-pieces (they count as free: it gives whole segments back before it fails).
+Not covered: memory that Windows lends from the host; fragmentation, which can keep cached blocks from being handed out (they
+count
+as free: the allocator releases whole segments before it fails).
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from memfit.hardware.nvml import find_device, held_by_processes, is_shared_slice
 if TYPE_CHECKING:
     import torch
 
-# Context and kernels take up to 1.8 GiB on the devices people have published (A100, eager loading; usually 0.3-0.9).
-# What is missing beyond that belongs to other processes, and counting it as ours would make a budget in bytes
-# meaningless.
+# Published contexts with kernels take up to 1.8 GiB (A100, eager loading; usually 0.3-0.9). What is missing beyond that belongs
+# to other processes. Counting it as ours would make a budget in bytes meaningless.
 BEYOND_MOST = 2 * GiB
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -37,17 +37,17 @@ class DriverMemory:
     total: int
     """Bytes of the device, or of its MIG slice."""
     free: int
-    """Bytes the driver could still give to anybody."""
+    """Bytes the driver can still give to any process."""
     reserved: int
     """Bytes that torch's allocator took from the driver."""
     allocated: int
     """Bytes of `reserved` that tensors use."""
     fraction: float = 1.0
-    """Share of `total` that torch's allocator may reserve."""
+    """Fraction of `total` that torch's allocator may reserve."""
     own: int | None = None
-    """Bytes of this process by NVML; None if unknown."""
+    """Bytes of this process according to NVML; None if unknown."""
     others: int | None = None
-    """Bytes of other processes by NVML; None if unknown."""
+    """Bytes of other processes according to NVML; None if unknown."""
 
     @property
     def cached(self) -> int:
@@ -56,13 +56,13 @@ class DriverMemory:
 
     @property
     def beyond(self) -> int:
-        """Bytes of this process that the allocator does not count: context, libraries. Without NVML at most."""
+        """Bytes of this process outside the allocator: context, libraries. An upper bound without NVML."""
         if self.own is not None:
             return max(0, self.own - self.reserved)
         return min(max(0, self.total - self.free - self.reserved), BEYOND_MOST)
 
     def limits(self, label: str) -> tuple[Limit, ...]:
-        """What bounds this process on the device called `label`, the tightest first."""
+        """Return what limits this process on the device called `label`, tightest first."""
         found = [Limit(f"memory of {label}", self.free + self.cached, self.total)]
         if self.fraction < 1:
             allowed = int(self.total * self.fraction)
@@ -72,14 +72,14 @@ class DriverMemory:
 
 
 def trusted(memory: DriverMemory) -> DriverMemory:
-    """`memory` without NVML's figures if they cannot be ours: in a container another process may bear our number."""
+    """Drop NVML's figures if they cannot be ours: in a container, another process may have our process id."""
     if memory.own is None or memory.reserved <= memory.own <= memory.total - memory.free:
         return memory
     return replace(memory, own=None, others=None)
 
 
 def numbered(device: torch.device) -> torch.device:
-    """`device` with its number: "cuda" is whichever device is current, and that may change."""
+    """Return `device` with its index: "cuda" means the current device, which may change."""
     import torch
 
     if device.index is not None:
@@ -88,8 +88,8 @@ def numbered(device: torch.device) -> torch.device:
 
 
 def identity(device: torch.device) -> Hashable:
-    """What tells an accelerator from the others of its machine, the same in all processes: its number is not, as each may see
-    other devices (CUDA_VISIBLE_DEVICES). None for the CPU."""
+    """Return an identity for an accelerator that is the same in all processes; None for other devices. The index may differ,
+    because each process may see other devices (CUDA_VISIBLE_DEVICES)."""
     import torch
 
     if device.type not in ("cuda", "xpu"):
@@ -102,14 +102,14 @@ def identity(device: torch.device) -> Hashable:
 
 
 def read_driver(device: torch.device, nvml: Any | None = None) -> DriverMemory:
-    """What driver, allocator and NVML say about `device` ("cuda" or "xpu", numbered) now."""
+    """Read what driver, allocator and NVML report now about `device` ("cuda" or "xpu", with index)."""
     import torch
 
     return read_backend(getattr(torch, device.type), device.index, os.environ, nvml)
 
 
 def read_backend(backend: Any, index: int, environ: Mapping[str, str], nvml: Any | None = None) -> DriverMemory:
-    """`read_driver` over a module like `torch.cuda`."""
+    """`read_driver` for a module like `torch.cuda`."""
     properties = backend.get_device_properties(index)
     reserved, allocated = backend.memory_reserved(index), backend.memory_allocated(index)
     free, total = _driver_free(backend, index, properties.total_memory, reserved)
@@ -119,7 +119,7 @@ def read_backend(backend: Any, index: int, environ: Mapping[str, str], nvml: Any
 
 
 def memory_fraction(backend: Any, index: int, environ: Mapping[str, str]) -> float:
-    """The share of the device that torch's allocator may reserve, as far as it can be read."""
+    """Return the fraction of the device that torch's allocator may reserve, as far as it can be read."""
     if hasattr(backend, "get_per_process_memory_fraction"):  # torch 2.8
         return float(backend.get_per_process_memory_fraction(index))
     settings = " ".join(environ.get(name, "") for name in ALLOCATOR_VARIABLES)
@@ -128,7 +128,7 @@ def memory_fraction(backend: Any, index: int, environ: Mapping[str, str]) -> flo
 
 
 def _driver_free(backend: Any, index: int, total: int, reserved: int) -> tuple[int, int]:
-    """Free and total bytes, as if alone where the driver cannot be asked (some Intel devices, XPU before torch 2.6)."""
+    """Return free and total bytes, as if alone if the driver cannot be queried (some Intel devices, XPU before torch 2.6)."""
     alone = max(0, total - reserved), total
     if not hasattr(backend, "mem_get_info"):
         return alone

@@ -1,6 +1,6 @@
-"""The C library's heap: giving free pages back to the kernel, and how much of it is free (glibc only).
+"""Returns free pages of the C library's heap to the kernel, and reports how much of the heap is free (glibc only).
 
-Not covered: other C libraries, where nothing is given back and nothing counts as free.
+Not covered: other C libraries, where nothing is returned and nothing counts as free.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 
 
 def give_back_free_heap() -> None:
-    """Let the C library return the heap pages that are free, so that they do not count as held."""
+    """Return the heap's free pages to the kernel, so that they do not count as held."""
     if sys.platform != "linux":
         return
     try:
@@ -29,7 +29,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def free_heap() -> int:
-    """Bytes of the heap that the C library holds and nobody uses; 0 where it does not tell."""
+    """Return the unused bytes of the C library's heap; 0 if it does not report them."""
     if sys.platform != "linux":
         return 0
     try:

@@ -1,7 +1,7 @@
-"""What bounds the host memory of this process: cgroups and every one of their ancestors, rlimits, the machine itself.
+"""Finds what limits this process's host memory: cgroups and all their ancestors, rlimits, the machine itself.
 
-Not covered: swap (training that swaps has already failed), limits per user or per NUMA node, Windows job objects. The
-readers for Windows and macOS are checked against hand-made handles only.
+Not covered: swap (training that swaps has already failed), limits per user or per NUMA node, Windows job objects. The readers
+for Windows and macOS are tested with hand-made handles only.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ except ImportError:  # Windows
 
 @dataclass(frozen=True)
 class Limit:
-    """One bound on memory and how far away it is."""
+    """One limit on memory, and how much is left below it."""
 
     name: str
-    """What sets the bound, as its owner would look it up ("cgroup v2 memory.max of /a/b")."""
+    """What sets the limit, in words to look it up ("cgroup v2 memory.max of /a/b")."""
     left: int
-    """Bytes this process could still get before the bound is met."""
+    """Bytes this process can still get before it reaches the limit."""
     total: int
-    """Bytes the bound allows in all, to everybody it holds for."""
+    """Bytes the limit allows in total, to everything it applies to."""
 
 
 def host_limits(
     proc: str = "/proc", cgroup: str = "/sys/fs/cgroup", resource_module: Any = _resource
 ) -> tuple[Limit, ...]:
-    """Everything that bounds this process's host memory, the tightest first."""
+    """Return every limit on this process's host memory, tightest first."""
     found = cgroup_limits(proc, cgroup) + rlimits(proc, resource_module) + physical(proc)
     return tuple(sorted(found, key=lambda limit: limit.left))
 
 
 def read_status(proc: str = "/proc") -> dict[str, int]:
-    """The sizes in `<proc>/self/status` in bytes ("VmSize", "RssAnon", ...); empty where there is no such file."""
+    """Return the sizes in `<proc>/self/status` in bytes ("VmSize", "RssAnon", ...); empty if there is no such file."""
     return _sizes(f"{proc}/self/status")
 
 
@@ -50,7 +50,7 @@ def read_status(proc: str = "/proc") -> dict[str, int]:
 
 
 def rlimits(proc: str = "/proc", resource_module: Any = _resource) -> tuple[Limit, ...]:
-    """RLIMIT_AS held against VmSize and RLIMIT_DATA against VmData, where they are set and the kernel keeps count."""
+    """Return RLIMIT_AS compared with VmSize and RLIMIT_DATA with VmData, where they are set and the kernel keeps count."""
     status = read_status(proc)
     found = []
     for name, counted in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
@@ -61,7 +61,7 @@ def rlimits(proc: str = "/proc", resource_module: Any = _resource) -> tuple[Limi
 
 
 def is_set(name: str, resource_module: Any = _resource) -> bool:
-    """Whether this rlimit ("RLIMIT_AS", ...) is known here and bounds the process."""
+    """Whether this rlimit ("RLIMIT_AS", ...) exists here and limits the process."""
     return _soft(name, resource_module) is not None
 
 
@@ -77,7 +77,7 @@ def _soft(name: str, resource_module: Any) -> int | None:
 
 
 def physical(proc: str = "/proc") -> tuple[Limit, ...]:
-    """The machine's own memory; empty where neither the kernel nor the standard library tells."""
+    """Return the machine's own memory; empty if neither the kernel nor the standard library reports it."""
     meminfo = _sizes(f"{proc}/meminfo")
     if "MemTotal" in meminfo and "MemAvailable" in meminfo:
         return (Limit("physical memory", meminfo["MemAvailable"], meminfo["MemTotal"]),)
@@ -107,7 +107,7 @@ class _MemoryStatusEx(ctypes.Structure):
 
 
 def windows_memory(kernel32: Any) -> tuple[Limit, ...]:
-    """What GlobalMemoryStatusEx of `kernel32` says: physical memory, and what Windows is still ready to promise."""
+    """Return what GlobalMemoryStatusEx of `kernel32` reports: physical memory, and what Windows can still commit."""
     status = _MemoryStatusEx(length=ctypes.sizeof(_MemoryStatusEx))
     if not kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
         return ()
@@ -118,7 +118,7 @@ def windows_memory(kernel32: Any) -> tuple[Limit, ...]:
 
 
 def mac_memory(vm_stat: str, total: int) -> tuple[Limit, ...]:
-    """The memory of a Mac from what `vm_stat` printed and its size in bytes."""
+    """Return a Mac's memory, from the output of `vm_stat` and its size in bytes."""
     page = re.search(r"page size of (\d+) bytes", vm_stat)
     pages = [re.search(rf"Pages {kind}:\s+(\d+)", vm_stat) for kind in ("free", "speculative", "inactive")]
     if page is None or not total:
@@ -148,28 +148,27 @@ def _sysconf(name: str) -> int:
 
 @dataclass(frozen=True)
 class _Version:
-    """The file names of one generation of cgroups."""
+    """The file names of one cgroup version."""
 
     label: str
-    """How the limit is called."""
+    """The version's name, as limits show it."""
     bounds: tuple[str, ...]
-    """Files that hold a bound in bytes."""
+    """Files that hold a limit in bytes."""
     usage: str
-    """File with the bytes in use, file cache included."""
+    """File with the bytes in use, including file cache."""
     cache: str
-    """Line of memory.stat with file cache that the kernel drops before it kills anybody."""
+    """Line of memory.stat with the file cache that the kernel drops before it kills a process."""
 
 
-# memory.high does not kill, but beyond it the kernel slows a process without swap to a standstill: a bound all the
-# same.
+# memory.high does not kill, but counts: beyond it the kernel slows a process without swap to a standstill.
 _V2 = _Version("cgroup v2", ("memory.max", "memory.high"), "memory.current", "inactive_file")
 _V1 = _Version("cgroup v1", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 
-_Mount = tuple[_Version, str, Path]  # generation, the cgroup that the mount shows at its top, where it is mounted
+_Mount = tuple[_Version, str, Path]  # version, the cgroup at the mount's root, the mount point
 
 
 def cgroup_limits(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> tuple[Limit, ...]:
-    """Bounds set by the memory cgroups this process is in, and by all their ancestors that can be seen from here."""
+    """Return the limits of this process's memory cgroups and of all their visible ancestors."""
     mounts = list(_mounts(proc, Path(cgroup)))
     found = []
     for version, path in _memberships(proc):
@@ -179,7 +178,7 @@ def cgroup_limits(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> tuple[
 
 
 def _memberships(proc: str) -> Iterator[tuple[_Version, str]]:
-    """The generation and path of each cgroup that could count this process's memory."""
+    """Yield the version and path of each cgroup that may count this process's memory."""
     for line in _lines(f"{proc}/self/cgroup"):
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -190,7 +189,7 @@ def _memberships(proc: str) -> Iterator[tuple[_Version, str]]:
 
 
 def _mounts(proc: str, cgroup: Path) -> Iterator[_Mount]:
-    """Where cgroups are mounted by mountinfo; the usual places for a generation it does not know."""
+    """Yield the cgroup mounts in mountinfo, and the usual places for a version it does not list."""
     told = list(_told_mounts(proc, cgroup))
     usual = ((_V2, "/", cgroup), (_V2, "/", cgroup / "unified"), (_V1, "/", cgroup / "memory"))
     yield from told
@@ -210,30 +209,30 @@ def _told_mounts(proc: str, cgroup: Path) -> Iterator[_Mount]:
 
 
 def _ancestry(version: _Version, path: str, mounts: list[_Mount]) -> Iterator[tuple[Path, str]]:
-    """The directory of the cgroup `path`, then of each ancestor, with the name each has below its mount."""
+    """Yield the directory of the cgroup `path`, then of each ancestor, with its name below the mount."""
     seen = [(root, point) for kind, root, point in mounts if kind is version and os.path.isdir(point)]
     if not seen:
         return
-    # Of several mounts the one that shows the most ancestors; one that does not show the process at all comes last.
+    # Prefer the mount that shows the most ancestors. A mount that does not show the process at all comes last.
     root, point = min(seen, key=lambda mount: (_below(path, mount[0]) is None, len(mount[0])))
     below = _below(path, root)
     parts = _existing(point, _parts(path) if below is None else below)
     for depth in range(len(parts), -1, -1):
         directory = point.joinpath(*parts[:depth])
         if depth < len(parts) and version is _V1 and _number(directory / "memory.use_hierarchy") == 0:
-            return  # such a parent does not count what its children use
+            return  # such a parent does not count its children's memory
         yield directory, "/" + "/".join(parts[:depth])
 
 
 def _below(path: str, root: str) -> list[str] | None:
-    """The steps from the cgroup `root` down to `path`; None if it is not below (seen from another namespace)."""
+    """Return the steps from the cgroup `root` down to `path`; None if it is not below (seen from another namespace)."""
     steps, top = _parts(path), _parts(root)
     rest = steps[len(top) :]
     return rest if steps[: len(top)] == top and ".." not in rest else None
 
 
 def _existing(point: Path, parts: list[str]) -> list[str]:
-    """The longest end of `parts` that is a directory under `point`: a container may be shown only its own part."""
+    """Return the longest suffix of `parts` that is a directory under `point`: a container may see only its own part."""
     if ".." in parts:
         return []
     ends = (parts[start:] for start in range(len(parts)))
@@ -268,7 +267,7 @@ def _parts(path: str) -> list[str]:
 
 
 def _moved(point: str, cgroup: Path) -> Path:
-    """The mount point, below `cgroup` where it lies in the usual place."""
+    """Return the mount point, moved below `cgroup` if it lies in the usual place."""
     usual = Path("/sys/fs/cgroup")
     return cgroup / Path(point).relative_to(usual) if Path(point).is_relative_to(usual) else Path(point)
 
@@ -278,13 +277,13 @@ def _unescaped(text: str) -> str:
 
 
 def _sizes(file: str) -> dict[str, int]:
-    """The lines `name:  number kB` of a kernel file, in bytes."""
+    """Return the lines `name:  number kB` of a kernel file, in bytes."""
     fields = (line.split() for line in _lines(file) if line.endswith(" kB"))
     return {words[0][:-1]: int(words[1]) * 1024 for words in fields if len(words) == 3 and words[1].isdecimal()}
 
 
 def _lines(file: str | Path) -> list[str]:
-    """The lines of a file; none if it is missing, unreadable or not text."""
+    """Return the lines of a file; none if it is missing, unreadable or not text."""
     try:
         with open(file, encoding="utf-8") as opened:
             return opened.read().splitlines()

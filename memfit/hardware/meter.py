@@ -1,12 +1,12 @@
-"""How many bytes this process holds on a device, now and at most since a given moment. Cheap enough for every step.
+"""Measures the bytes this process holds on a device, now and at the peak since a given moment. Cheap enough for every step.
 
-Not covered: pages of this process that were swapped out, memory shared with other processes, two meters on the same
-host memory at once (the kernel keeps one record per process). The kernel counts in batches per core: on machines with
-many cores its record can be off by some MiB (0.75 with 2 cores, 6 with 16; see `BATCHED`).
+Not covered: this process's swapped-out pages, memory shared with other processes, two meters on the same host memory at once
+(the kernel keeps one record, or peak, per process). The kernel counts in batches per core: with many cores its record can be
+off by some MiB (0.75 with 2 cores, 6 with 16; see `BATCHED`).
 
-Two scales on the CPU: *resident* is what lies in RAM, which cgroups and the machine bound; *reserved* is what the process has
-asked for, touched or not, which RLIMIT_DATA and RLIMIT_AS bound (getrlimit(2)). Kernels reserve scratch and code buffers that
-they hardly touch, so that the two differ by tens of MiB for convolutions.
+Two scales on the CPU: *resident* is what lies in RAM, which cgroups and the machine limit; *reserved* is what the process has
+requested, touched or not, which RLIMIT_DATA and RLIMIT_AS limit (getrlimit(2)). Kernels reserve scratch and code buffers that
+they hardly touch, so the two differ by tens of MiB for convolutions.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ if TYPE_CHECKING:
 
 _CORES = os.cpu_count() or 1
 BATCHED = max(1 << 20, 3 * max(32, 2 * _CORES) * _CORES * mmap.PAGESIZE)
-"""Bytes by which the record may differ from what is counted, and fall without being cleared. Linux since 6.2 counts pages of
-three kinds per core, in batches of max(32, 2 x cores) (lib/percpu_counter.c); it adds the cores up for what it says is held
-now (fs/proc/task_mmu.c, since 6.17), and not for the record. VmHWM is then the larger of the two at the time of asking."""
+"""Bytes by which the record may differ from the count, and fall without being cleared. Linux since 6.2 counts pages of three
+kinds per core, in batches of max(32, 2 x cores) (lib/percpu_counter.c). It adds up the cores for the current value
+(fs/proc/task_mmu.c, since 6.17), but not for the record. VmHWM is then the larger of the two at the time of reading."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One reading of a counter that also keeps a record."""
+    """One reading of a counter that also keeps a record (its peak)."""
 
     held: int
     """Bytes this process holds."""
     counted: int
-    """Bytes the record counts: `held` and what cannot be told from it in the record (file pages in RAM)."""
+    """Bytes the record counts: `held`, and what the record does not separate from it (file pages in RAM)."""
     record: int | None
-    """Most bytes ever counted, or since the record was cleared; None where no record is kept."""
+    """Peak bytes counted, ever or since the record was cleared; None if no record is kept."""
     freed: int | None = None
-    """Bytes given back so far in all; None where nobody counts them."""
+    """Total bytes released so far; None if not counted."""
     cached: int = 0
-    """Bytes of `held` that no tensor uses: the allocator hands them out again."""
+    """Bytes of `held` that no tensor uses: the allocator can hand them out again."""
 
 
 class Meter:
-    """Reads the bytes this process holds on one device; never synchronises it and never resets torch's statistics.
+    """Reads the bytes this process holds on one device; never synchronizes it and never resets torch's statistics.
 
-    On the CPU under Linux these are the anonymous pages in RAM; under macOS the resident and under Windows the
-    committed bytes. On CUDA they are what the allocator has reserved, plus context and libraries as of the last
-    `refresh()`. On XPU they are the reserved bytes, on MPS all that Metal allocated for this process.
+    On the CPU under Linux these are the anonymous pages in RAM; under macOS the resident and under Windows the committed bytes.
+    On CUDA they are the allocator's reserved bytes, plus context and libraries as of the last `refresh()`. On XPU they are the
+    reserved bytes, on MPS all that Metal allocated for this process.
 
-    `reserved` counts on the CPU under Linux the private writable memory the process has asked for instead. `proc` is the
-    root of the proc file system, `nvml` a module like pynvml (without it context and libraries on CUDA are estimated).
+    On the CPU under Linux, `reserved` counts the private writable memory that the process has requested instead. `proc` is the
+    root of the proc file system, `nvml` a module like pynvml (without it, context and libraries on CUDA are estimated).
     """
 
     def __init__(
@@ -75,36 +75,36 @@ class Meter:
         self.reset_peak()
 
     def held(self) -> int:
-        """Bytes this process holds now."""
+        """Return the bytes this process holds now."""
         return self._read().held + self._beyond
 
     def in_use(self) -> int:
-        """Bytes this process holds now and cannot give to something new: `held()` without what the allocator has cached."""
+        """Return the bytes this process holds now and cannot reuse: `held()` without the allocator's cache."""
         level = self._read()
         return level.held - level.cached + self._beyond
 
     def reset_peak(self) -> None:
-        """Start counting the peak anew. On Linux this clears VmHWM of this process where the kernel allows it."""
+        """Reset the peak. On Linux this clears the process's VmHWM if the kernel allows it."""
         self._clear()
         self._start = self._read()
 
     def peak(self) -> int | None:
-        """Most bytes held since `reset_peak()` or construction; None where the platform cannot tell."""
+        """Return the peak bytes held since `reset_peak()` or construction; None if the platform cannot tell."""
         most = peak_between(self._start, self._read())
         return None if most is None else most + self._beyond
 
     def refresh(self) -> None:
-        """Ask the driver again what lies beyond the allocator (it grows as kernels load). Slow: not for every step."""
+        """Query the driver again for memory outside the allocator (it grows as kernels load). Slow: not for every step."""
         self._beyond = self._measure_beyond()
 
 
 def peak_between(start: Level, now: Level) -> int | None:
-    """Most bytes held between two readings, or None if the record cannot tell.
+    """Return the peak bytes held between two readings, or None if the record cannot tell.
 
-    Three cases are certain: nothing was given back in between (then `now` is the most); the record has been broken
-    since `start`; or `start` stood at the record, as near as the kernel counts, which then is the most. A record that fell by
-    more than that was cleared by somebody else. File pages that came or went since the peak go wrong in the difference, so the
-    result is at least what was held at either end.
+    Three cases are certain: nothing was released in between (then `now` is the peak); the record was exceeded since `start`; or
+    `start` stood at the record, within the kernel's accuracy, which then is the peak. A record that fell by more than that was
+    cleared by somebody else. File pages that came or went since the peak distort the difference, so the result is at least what
+    was held at either end.
     """
     if now.freed is not None and now.freed == start.freed:
         return max(start.held, now.held)
@@ -120,7 +120,7 @@ def peak_between(start: Level, now: Level) -> int | None:
 
 
 def host_level(proc: str = "/proc") -> Level:
-    """This process's anonymous memory as the platform counts it."""
+    """Read this process's anonymous memory, as the platform counts it."""
     status = read_status(proc)
     if "VmRSS" in status:
         held = status.get("RssAnon", status["VmRSS"])
@@ -132,15 +132,15 @@ def host_level(proc: str = "/proc") -> Level:
 
 
 def reserved_level(proc: str = "/proc") -> Level:
-    """This process's private writable memory, touched or not, as RLIMIT_DATA counts it (VmData; the record is VmPeak's)."""
+    """Read this process's private writable memory, touched or not, as RLIMIT_DATA counts it (VmData; the record is VmPeak)."""
     status = read_status(proc)
     return Level(status.get("VmData", 0), status.get("VmSize", 0), status.get("VmPeak"))
 
 
 class _Padding:
-    """Address space without access that lifts VmSize to its record VmPeak, which nobody can clear: what comes next shows.
+    """Inaccessible address space that lifts VmSize to its record VmPeak, which cannot be cleared: any growth then shows.
 
-    It holds no memory and RLIMIT_DATA does not count it. RLIMIT_AS would: where that is set, nothing is padded.
+    It holds no memory, and RLIMIT_DATA does not count it. RLIMIT_AS does: if that is set, nothing is padded.
     """
 
     def __init__(self, proc: str) -> None:
@@ -156,11 +156,11 @@ class _Padding:
         try:
             self._padding = mmap.mmap(-1, missing, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
         except (OSError, ValueError):
-            pass  # peak() then goes by the record as it stands
+            pass  # peak() then uses the record as it is
 
 
 def allocator_level(statistics: dict[str, Any]) -> Level:
-    """A reading from the nested statistics of torch's caching allocator (empty before the device was first used)."""
+    """Read the nested statistics of torch's caching allocator (empty before the device is first used)."""
     reserved = statistics.get("reserved_bytes", {}).get("all", {})
     held, most = reserved.get("current", 0), reserved.get("peak", 0)
     allocated = statistics.get("allocated_bytes", {}).get("all", {}).get("current", 0)
@@ -177,7 +177,7 @@ class _ProcessMemoryCounters(ctypes.Structure):
 
 
 def windows_level(kernel32: Any) -> Level:
-    """The committed bytes of this process from K32GetProcessMemoryInfo of `kernel32`: what Windows bounds."""
+    """Read this process's committed bytes, which Windows limits, from K32GetProcessMemoryInfo of `kernel32`."""
     counters = _ProcessMemoryCounters(size=ctypes.sizeof(_ProcessMemoryCounters))
     this_process = ctypes.c_void_p(-1)
     if not kernel32.K32GetProcessMemoryInfo(this_process, ctypes.byref(counters), counters.size):
@@ -186,14 +186,14 @@ def windows_level(kernel32: Any) -> Level:
 
 
 def mac_resident(libc: Any) -> int | None:
-    """The resident bytes of this process from proc_pid_rusage of `libc`; None if it refuses."""
+    """Return this process's resident bytes from proc_pid_rusage of `libc`; None if it refuses."""
     usage = (ctypes.c_uint64 * 12)()  # struct rusage_info_v0: 16 bytes of uuid, then ten counters of 8 bytes
     failed = libc.proc_pid_rusage(os.getpid(), 0, ctypes.byref(usage))
     return None if failed else usage[8]
 
 
 def _unix_level() -> Level:
-    """Where there is no /proc (macOS, BSD): resident bytes, and the record that getrusage keeps."""
+    """Read the resident bytes without /proc (macOS, BSD), and the record that getrusage keeps."""
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -217,7 +217,7 @@ def _reader(device: torch.device, proc: str) -> Callable[[], Level]:
         return partial(host_level, proc)
     if device.type == "mps":
         return _metal_level
-    # The flat statistics that torch.cuda.memory_reserved() goes through take several times as long.
+    # torch.cuda.memory_reserved() builds flat statistics, which takes several times as long.
     statistics = getattr(torch, device.type).memory_stats_as_nested_dict
     return lambda: allocator_level(statistics(device))
 
@@ -233,7 +233,7 @@ def _clear_record(proc: str) -> None:
         with open(f"{proc}/self/clear_refs", "w") as file:
             file.write("5")  # since Linux 4.0: set VmHWM to what is resident now
     except OSError:
-        pass  # not ours to clear, or no Linux: peak_between() then goes by the record as it stands
+        pass  # not permitted, or not Linux: peak_between() then uses the record as it is
 
 
 def _nothing() -> int:

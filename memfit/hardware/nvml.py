@@ -1,10 +1,10 @@
-"""Who holds how much of an NVIDIA device, by NVIDIA's management library.
+"""Reads how much of an NVIDIA device each process holds, from NVIDIA's management library (NVML).
 
-`nvml` is always a module with the functions of `pynvml` (package nvidia-ml-py), which is optional. Devices are looked
-up by UUID or PCI bus id: NVML knows nothing of CUDA_VISIBLE_DEVICES.
+`nvml` is always a module with the functions of `pynvml` (package nvidia-ml-py), which is optional. Devices are looked up by
+UUID or PCI bus id, because NVML ignores CUDA_VISIBLE_DEVICES.
 
-Not covered: a container with its own process numbers, where NVML lists the host's; Windows (WDDM), where it lists no
-bytes. Both read as unknown.
+Not covered: a container with its own process ids, where NVML lists the host's; Windows (WDDM), where it lists no bytes. Both
+read as unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LISTS = (
 
 
 def load_nvml() -> Any | None:
-    """The module `pynvml`, ready for use; None where it or NVIDIA's driver is missing."""
+    """Import and initialize `pynvml`; None if it or NVIDIA's driver is missing."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the package once called pynvml warns that it was renamed
@@ -36,7 +36,7 @@ def load_nvml() -> Any | None:
 
 
 def find_device(nvml: Any, properties: Any) -> Any | None:
-    """NVML's handle for the device that `torch.cuda.get_device_properties` describes; None if NVML does not know it."""
+    """Return NVML's handle for the device that `torch.cuda.get_device_properties` describes; None if NVML does not know it."""
     uuid = getattr(properties, "uuid", None)  # torch 2.5
     if uuid is not None:
         for prefix in ("MIG-", "GPU-"):
@@ -51,7 +51,7 @@ def find_device(nvml: Any, properties: Any) -> Any | None:
 
 
 def held_by_processes(nvml: Any, handle: Any) -> dict[int, int | None] | None:
-    """Bytes each process holds on the device (None where NVML does not tell), by process id; None without a list."""
+    """Return the bytes on the device by process id (None for a process NVML reports none for); None if NVML has no list."""
     lists = [_ask(nvml, getattr(nvml, name, None), handle) for name in _LISTS]
     known = [entries for entries in lists if entries is not None]
     if not known:
@@ -64,7 +64,7 @@ def held_by_processes(nvml: Any, handle: Any) -> dict[int, int | None] | None:
 
 
 def own_and_others(held: dict[int, int | None] | None, pid: int | None = None) -> tuple[int | None, int | None]:
-    """Bytes of this process and of all others together; None for what the list does not tell."""
+    """Return the bytes of this process and of all others together; None for what the list does not contain."""
     own = (held or {}).get(os.getpid() if pid is None else pid)
     if held is None or own is None:
         return None, None
@@ -74,7 +74,7 @@ def own_and_others(held: dict[int, int | None] | None, pid: int | None = None) -
 
 
 def is_shared_slice(nvml: Any, handle: Any) -> bool:
-    """Whether the device is cut into MIG slices and `handle` stands for all of it, other slices' processes included."""
+    """Whether the device is split into MIG slices and `handle` is the whole device, including other slices' processes."""
     if _ask(nvml, getattr(nvml, "nvmlDeviceIsMigDeviceHandle", None), handle):
         return False
     mode = _ask(nvml, getattr(nvml, "nvmlDeviceGetMigMode", None), handle)
@@ -82,7 +82,7 @@ def is_shared_slice(nvml: Any, handle: Any) -> bool:
 
 
 def _ask(nvml: Any, question: Any | None, *arguments: Any) -> Any | None:
-    """The answer, or None where this NVML, driver or device has none."""
+    """Return the answer, or None if this NVML, driver or device has none."""
     if question is None:
         return None
     try:

@@ -1,6 +1,6 @@
-"""How many processes train together, and which one this is, as the launcher or torch.distributed tells.
+"""Reads the rank and the world size from the launcher or torch.distributed.
 
-Not covered: whether memfit can serve them (the caller's question), and launchers that tell by arguments.
+Not covered: whether memfit supports them (the caller decides), and launchers that pass them as arguments.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """The processes of one training; a process by itself is a world of size 1."""
+    """Describes this process's place among the ranks of one training; a single process is a world of size 1."""
 
     rank: int
-    """This process's number among all, from 0."""
+    """This process's rank, from 0."""
     size: int
-    """Processes in all."""
+    """Number of processes."""
     local_rank: int
-    """This process's number on its machine, from 0."""
+    """This process's rank on its machine, from 0."""
     launcher: str
-    """Who says so: "torch.distributed", "accelerate", "torchrun", "environment", "mpi", "slurm", or "none"."""
+    """Source of these values: "torch.distributed", "accelerate", "torchrun", "environment", "mpi", "slurm", or "none"."""
 
 
 def world(environ: Mapping[str, str] = os.environ) -> World:
-    """The world this process is in: an initialised torch.distributed group counts before the launcher's variables.
+    """Return this process's world. An initialized torch.distributed process group takes precedence over the launcher.
 
-    Variables that are not numbers or contradict each other are taken as not set.
+    Variables that are not numbers or contradict each other count as unset.
     """
     return _by_group(environ) or _by_launcher(environ) or World(0, 1, 0, "none")
 
@@ -56,7 +56,7 @@ def _by_launcher(environ: Mapping[str, str]) -> World | None:
 def _is_slurm_task(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process as one of several.
 
-    The batch script itself sees the job's SLURM_NTASKS too, as SLURM_PROCID 0, but runs once and in no step.
+    The batch script itself also sees the job's SLURM_NTASKS, with SLURM_PROCID 0, but runs once and outside any step.
     """
     if (_number(environ, "SLURM_NTASKS") or 0) < 2:
         return False
@@ -64,7 +64,7 @@ def _is_slurm_task(environ: Mapping[str, str]) -> bool:
 
 
 def _name(launcher: str, environ: Mapping[str, str]) -> str:
-    """The launcher behind RANK and WORLD_SIZE, by what else it sets (accelerate sets torchrun's variables too)."""
+    """Return the launcher behind RANK and WORLD_SIZE, by its other variables (accelerate sets torchrun's variables too)."""
     if launcher != "environment":
         return launcher
     if any(name.startswith("ACCELERATE_") for name in environ):

@@ -1,1 +1,1 @@
-"""Which kernels a GPU would run, and what they allocate inside, told on a machine that has none."""
+"""Predicts which kernels a GPU runs and what they allocate internally, on a machine without a GPU."""

@@ -1,8 +1,8 @@
-"""Which kernel `scaled_dot_product_attention` takes on CUDA, and a call of just that kernel on fake tensors.
+"""Predicts which kernel `scaled_dot_product_attention` runs on CUDA, and calls that kernel on fake tensors.
 
-The rules are those of aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. cuDNN's kernel, which torch prefers on sm_90 and
-sm_100 since cuDNN 9.15, returns and saves the same as flash attention and is traced as that.
-Not covered: nested tensors; masks that kernels are given as their causal bias.
+The rules follow aten/src/ATen/native/transformers/cuda/sdp_utils.cpp. torch prefers cuDNN's kernel on sm_90 and sm_100 since
+cuDNN 9.15. That kernel returns and saves the same as flash attention, and is traced as flash attention.
+Not covered: nested tensors; masks passed to kernels as their causal bias.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def kernel_of(
     grouped: bool,
     target: Target,
 ) -> str:
-    """flash, efficient or math."""
+    """Return the kernel: "flash", "efficient" or "math"."""
     tensors = (query, key, value)
     if any(t.dim() != 4 for t in tensors) or len({t.dtype for t in tensors}) > 1 or 0 in (query.shape[2], key.shape[2]):
         return "math"
@@ -43,7 +43,7 @@ def kernel_of(
 
 
 def attend(kernel: str, arguments: dict[str, Any]) -> torch.Tensor:
-    """The output of that kernel; `arguments` are those of `scaled_dot_product_attention`, by name."""
+    """Run that kernel and return its output; `arguments` are those of `scaled_dot_product_attention`, by name."""
     query, key, value, mask = (arguments[name] for name in ("query", "key", "value", "attn_mask"))
     dropout, causal, scale = (arguments[name] for name in ("dropout_p", "is_causal", "scale"))
     if kernel == "flash":
@@ -96,7 +96,7 @@ def _flash(
 ) -> torch.Tensor:
     head = query.shape[3]
     missing = -head % 8
-    if missing:  # the kernel takes multiples of eight; torch pads (pad_last_dim in attention.cpp)
+    if missing:  # the kernel needs multiples of 8; torch pads (pad_last_dim in attention.cpp)
         scale = head**-0.5 if scale is None else scale
         query, key, value = (F.pad(t, (0, missing)) for t in (query, key, value))
     found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)
@@ -104,7 +104,7 @@ def _flash(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The mask as the memory-efficient kernel takes it: additive, aligned, seen from every head (preprocess_mask)."""
+    """Convert the mask for the memory-efficient kernel: additive, aligned, expanded to every head (preprocess_mask)."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     missing = -mask.shape[-1] % MASK_ALIGNMENT

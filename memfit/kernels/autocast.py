@@ -1,7 +1,7 @@
-"""CUDA's autocast on tensors that are not on CUDA: which functions compute in which precision.
+"""Applies CUDA's autocast to tensors that are not on CUDA: which functions compute in which precision.
 
-The lists are those of aten/src/ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, ...). A script's own
-`torch.autocast("cuda")`, or of "cpu" while a GPU is traced for, is in force as CUDA's inside `available()`.
+The lists follow aten/src/ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, ...). Inside `available()`, while
+a step is traced for a GPU, a script's own `torch.autocast` of "cuda" or "cpu" acts as CUDA's.
 Not covered: functions that C++ calls inside another; `custom_fwd`.
 """
 
@@ -31,24 +31,24 @@ _FLOAT = frozenset(
     upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d""".split()
 )
 SETS_DTYPE = frozenset("prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum".split())
-"""Functions that take `dtype`: it becomes float32 where the script gives none."""
+"""Functions with a `dtype` argument, which becomes float32 if the script gives none."""
 _PROMOTED = frozenset(
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sample grid_sampler index_put tensordot scatter_add".split()
 )
 
 
 class Casts:
-    """Casts the arguments of functions as CUDA's autocast does, and keeps the copies of weights as long as it does."""
+    """Casts function arguments as CUDA's autocast does, and caches the cast weights for as long."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def forget(self) -> None:
-        """Drop the copies of weights: the outermost autocast ended."""
+        """Drop the cached weights, because the outermost autocast ended."""
         self._copies.clear()
 
     def cast(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as the function called `name` gets them inside the autocast in force."""
+        """Return the arguments that the function called `name` gets inside the active autocast."""
         if name in _LOWER:
             return self._all_to(torch.get_autocast_dtype("cuda"), args, kwargs)
         if name in _FLOAT:
@@ -87,13 +87,13 @@ _OWN_IS_ENABLED, _OWN_DTYPE = torch.is_autocast_enabled, torch.get_autocast_dtyp
 _LOCK = threading.Lock()
 _tracing = threading.local()
 _traces = 0
-"""How many threads trace now."""
+"""Number of threads that are tracing."""
 
 
 @contextmanager
 def available(ended: Callable[[], None]) -> Iterator[None]:
-    """Inside, and in this thread alone, autocast on "cuda" can be entered without a GPU, and on "cpu" is taken to be on "cuda";
-    `ended` is called whenever the outermost one ends."""
+    """Let this thread enter autocast on "cuda" without a GPU, and treat autocast on "cpu" as "cuda". Calls `ended` whenever the
+    outermost autocast ends."""
     before = getattr(_tracing, "ended", None)
     _patch(1)
     _tracing.ended = ended
@@ -111,7 +111,7 @@ def _patch(more: int) -> None:
         _traces += more
         init, leave = (_begun, _left) if _traces else (_OWN_INIT, _OWN_EXIT)
         torch.autocast.__init__, torch.autocast.__exit__ = init, leave  # pyright: ignore[reportAttributeAccessIssue]
-        # What asks for the state on the CPU means to enter it again, as activation checkpointing does.
+        # Code that queries the CPU's state does so to enter it again, as activation checkpointing does.
         enabled, dtype = (_is_enabled, _dtype) if _traces else (_OWN_IS_ENABLED, _OWN_DTYPE)
         torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, dtype  # pyright: ignore[reportAttributeAccessIssue]
 

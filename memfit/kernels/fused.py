@@ -1,6 +1,6 @@
-"""Kernels that only CUDA has, as functions on shapes: what they return, save, and make in their backward.
+"""Models of kernels that only CUDA has: what they return, save for backward, and allocate in backward.
 
-They compute nothing and are for fake tensors alone. Not covered: double backward.
+They compute nothing and are for fake tensors only. Not covered: double backward.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 KERNEL: ContextVar[str] = ContextVar("memfit_kernel", default="")
-"""The kernel that the allocations made now stand for; "" outside of them."""
+"""The kernel whose allocations are being modeled; "" outside of one."""
 
 
 def _called(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function that makes what the kernel of that name makes."""
+    """Mark a function as the model of the kernel of that name."""
 
     def named(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -34,8 +34,8 @@ def _called(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """`rms_norm` in one kernel, which saves its input and one float32 per row (aten/src/ATen/native/cuda/layer_norm_kernel.cu,
-    `_fused_rms_norm_cuda`)."""
+    """Models `rms_norm` as one kernel, which saves its input and one float32 (float64 for float64) per row
+    (aten/src/ATen/native/cuda/layer_norm_kernel.cu, `_fused_rms_norm_cuda`)."""
 
     @staticmethod
     @_called("_fused_rms_norm")
@@ -58,7 +58,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 class SoftmaxToFloat(torch.autograd.Function):
-    """Softmax or its logarithm of a half precision tensor in float32, in one kernel (`half_to_float` in
+    """Models softmax or log_softmax of a half-precision tensor in float32 as one kernel (`half_to_float` in
     aten/src/ATen/native/cuda/SoftMax.cu)."""
 
     @staticmethod
@@ -77,8 +77,8 @@ class SoftmaxToFloat(torch.autograd.Function):
 
 
 class CudnnRNN(torch.autograd.Function):
-    """A recurrent network in one cuDNN call. Its reserve space is cuDNN's own; it is taken to hold the gates and the states
-    of every layer, direction and step, which its interface has to keep for backward."""
+    """Models a recurrent network as one cuDNN call. The content of its reserve space is internal to cuDNN. It is assumed to
+    hold the gates and the states of every layer, direction and step, which cuDNN's interface has to keep for backward."""
 
     GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 

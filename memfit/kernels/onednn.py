@@ -1,10 +1,9 @@
-"""What convolutions hold on the CPU beside the tensors that go in and come out.
+"""Predicts what convolutions hold on the CPU beside their input and output tensors.
 
-oneDNN copies weights, and tensors that are not channels-last, into blocks of 16 channels; in half precision the gradients of
-weights gather in float32 first. Where torch does not hand a convolution to oneDNN (float64, a single small image, oneDNN
-switched off) it unfolds the images. Figures are those of processors with AVX-512, measured operation by operation (peak of
-resident memory). Not covered: other libraries' kernels, dilated or transposed convolutions without oneDNN, what threads add up
-apart where there are many.
+oneDNN copies weights, and tensors that are not channels-last, into blocks of 16 channels. In half precision, weight gradients
+accumulate in float32 first. Where torch does not use oneDNN for a convolution (float64, a single small image, oneDNN disabled),
+it unfolds the images. Figures are for processors with AVX-512, measured operation by operation (peak resident memory).
+Not covered: other libraries' kernels, dilated or transposed convolutions without oneDNN, partial sums of many threads.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from typing import Any
 import torch
 
 BLOCK = 16
-"""Channels are filled up to multiples of this."""
+"""Channels are padded to a multiple of this."""
 FEW, FEWEST = 8, 4
-"""Input channels up to which float32 takes blocks of half the width, and below which it reads the images as they are."""
+"""Input channels up to which float32 uses blocks of half the width, and below which it does not copy the images."""
 WIDE = 4
-"""Depthwise kernels from this width on run in an implementation of their own: 3 does not, 5 and 7 do."""
+"""Depthwise kernels of at least this width run in a separate implementation: 3 does not, 5 and 7 do."""
 _ONEDNN = ("Mkldnn", "MkldnnTranspose", "???")
-"""torch's names for what oneDNN computes; it forgot to name the transposed one (python_enum in torch/csrc/Module.cpp)."""
+"""torch's names for oneDNN's backends. "???" is the transposed one, left unnamed by python_enum (torch/csrc/Module.cpp)."""
 _HALF = (torch.bfloat16, torch.float16)
 _ATEN = torch.ops.aten
 
 
 def stages(func: Any, args: tuple[Any, ...], out: Any) -> tuple[int, ...]:
-    """Bytes that one operation on the CPU holds beside arguments and results, in each of its stages; for most there is none.
+    """Return the bytes that one CPU operation holds beside its arguments and results, per stage; empty for most operations.
 
-    Each grows evenly with the samples; which of them is the largest may change.
+    Each grows linearly with the samples; which one is the largest may change.
     """
     if func is _ATEN.convolution.default:
         call = _Call.of(args[0], args[1], args[3:9])
@@ -52,16 +51,16 @@ class _Call:
     groups: int
     by_onednn: bool
     unfolds: bool
-    """Whether torch lays every patch of the images side by side."""
+    """Whether torch unfolds the images into patches."""
     layout: torch.memory_format
-    """The order of elements that operands are brought into first, where they are not in it."""
+    """The memory format to which operands are converted first, if they do not have it."""
 
     @staticmethod
     def of(x: torch.Tensor, weight: torch.Tensor, options: tuple[Any, ...]) -> _Call:
         stride, padding, dilation, transposed, beyond, groups = options
         backend = torch._C._select_conv_backend(x, weight, None, stride, padding, dilation, transposed, beyond, groups, None)
         layout = torch.contiguous_format
-        if x.dim() > 3:  # the images of a convolution in one dimension have a height of 1
+        if x.dim() > 3:  # the images of a 1d convolution have a height of 1
             layout = torch._C._conv_determine_backend_memory_format(x, weight, backend)
         unfolds = backend.name == "Slow2d" and groups == 1
         return _Call(x, weight, tuple(stride), tuple(padding), transposed, groups, backend.name in _ONEDNN, unfolds, layout)
@@ -80,7 +79,7 @@ class _Call:
 
     @property
     def points(self) -> int:
-        """Elements of the kernel for one pair of channels."""
+        """Kernel elements per pair of channels."""
         return self.weight.shape[2:].numel()
 
     @property
@@ -88,11 +87,11 @@ class _Call:
         return self.depthwise and self.weight.shape[-1] >= WIDE
 
     def ordered(self, tensor: torch.Tensor) -> int:
-        """Bytes of the copy that brings an operand into the layout; 0 where it is in it."""
+        """Return the bytes of the copy that converts an operand to the layout; 0 if it has it."""
         return 0 if tensor.is_contiguous(memory_format=self.layout) else _size(tensor)
 
     def blocked(self, tensor: torch.Tensor) -> int:
-        """Bytes of images in blocks of channels; 0 where they are read as they are."""
+        """Return the bytes of images in blocks of channels; 0 if they are not copied."""
         return 0 if self.channels_last else _filled(tensor, BLOCK)
 
     def blocked_input(self) -> int:
@@ -114,7 +113,7 @@ class _Call:
 
 
 def _forward(call: _Call, out: torch.Tensor) -> tuple[int, ...]:
-    """Computing on copies, then putting the result back in order."""
+    """Stages of forward: computing on copies, then reordering the result."""
     if not call.by_onednn:
         return (_patches(call, out),) if call.unfolds else ()
     copies = call.ordered(call.x) + call.ordered(call.weight)
@@ -125,7 +124,7 @@ def _forward(call: _Call, out: torch.Tensor) -> tuple[int, ...]:
 
 
 def _backward(call: _Call, gradient: torch.Tensor, wanted: Any) -> tuple[int, ...]:
-    """The gradient of the images, gathering that of the weights, and putting it back in order."""
+    """Stages of backward: the image gradient, accumulating the weight gradient, and reordering it."""
     if not call.by_onednn:
         return (_patches(call, gradient),) if call.unfolds else ()
     copies = call.ordered(gradient) + call.ordered(call.x) + call.ordered(call.weight)
@@ -151,8 +150,8 @@ def _weights_gradient(call: _Call, gradient: torch.Tensor, copies: int, weights:
 
 
 def _turned(call: _Call, gradient: torch.Tensor) -> int:
-    """In half precision, every thread turns the images it is at, so that it can multiply pairs of neighbours; threads share
-    the groups out first."""
+    """In half precision, every thread transposes the images it works on, to multiply pairs of neighbors. Threads divide the
+    groups among themselves first."""
     few = call.x.shape[1] < BLOCK
     if not call.half or call.channels_last or call.transposed or call.points == 1 or few or not len(call.x):
         return 0
@@ -171,7 +170,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _filled(tensor: torch.Tensor, block: int) -> int:
-    """Bytes of images with as many channels as blocks have."""
+    """Return the bytes of images with their channels padded to whole blocks."""
     return _size(tensor) // max(1, tensor.shape[1]) * _up(tensor.shape[1], block)
 
 

@@ -1,8 +1,8 @@
-"""What CUDA kernels allocate inside a call and free before it returns, in bytes, by operation.
+"""Predicts the scratch bytes that CUDA kernels allocate inside a call and free before it returns, by operation.
 
-Each rule names the source it was read in (aten/src/ATen/native of torch 2.6 to 2.13). Operations that are known to allocate,
-but not how much, are in `UNKNOWN`: reports name them, and predictions that rest on them get a wider interval.
-Not covered: operations of other libraries than torch.
+Each rule names its source (aten/src/ATen/native of torch 2.6 to 2.13). `UNKNOWN` lists operations that allocate an unknown
+amount: reports name them, and predictions that use them get a wider interval.
+Not covered: operations of libraries other than torch.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import torch
 aten = torch.ops.aten
 
 DIRECT_INDICES, ROWS_PER_THREAD = 3072, 10
-"""Embedding backward: up to that many indices are added directly; more are sorted, and added in runs of that many rows."""
+"""Embedding backward: up to this many indices are added directly; more are sorted, and added in runs of this many rows."""
 SORTED_IN_PLACE, SORTED_ALONE = 4096, 1_000_000
-"""Sorting: rows up to that long take no buffer; rows from that length on are sorted one by one."""
+"""Sort: rows up to the first length use no buffer; rows of at least the second length are sorted one by one."""
 CHUNK = 65536
-"""Elements that kernels over lists of tensors take at a time."""
+"""Elements per chunk in kernels over lists of tensors."""
 BACKWARD = 1.5
-"""Times the operands' bytes that the backward of a convolution takes (see `_convolution_backward`)."""
+"""Scratch of a convolution's backward, as a multiple of its operands' bytes (see `_convolution_backward`)."""
 
 
 def scratch(func: Any, args: tuple[Any, ...], out: Any) -> int:
-    """Bytes that the kernel of `func` holds beside its arguments and what it returns."""
+    """Return the bytes that the kernel of `func` holds beside its arguments and results."""
     rule = _RULES.get(func)
     return 0 if rule is None else rule(args, out)
 
 
 def is_unknown(func: Any) -> bool:
-    """Whether that operation allocates an amount no rule tells."""
+    """Whether the operation allocates an amount that no rule predicts."""
     return func in UNKNOWN or func.namespace not in ("aten", "prims", "prim", "profiler")
 
 
 def _flash_backward(args: Any, out: Any) -> int:
-    """Gradients of queries gather in float32; one number per row; gradients of shared keys before they are summed
+    """Float32 accumulators of query gradients, one number per row, and gradients of shared keys and values before their sum
     (transformers/cuda/flash_attn/flash_api.cpp, mha_bwd)."""
     _, query, key = args[:3]
     batch, heads, rows, head = query.shape
@@ -47,7 +47,7 @@ def _flash_backward(args: Any, out: Any) -> int:
 
 
 def _efficient(args: Any, out: Any) -> int:
-    """Heads that do not fit into registers: the output gathers in float32 (kNeedsOutputAccumulatorBuffer in
+    """For heads that do not fit into registers, the output accumulates in float32 (kNeedsOutputAccumulatorBuffer in
     mem_eff_attention/kernel_forward.h)."""
     query, value = args[0], args[2]
     gathers = query.dtype is not torch.float32 and _widest(query, value) > 128
@@ -55,10 +55,10 @@ def _efficient(args: Any, out: Any) -> int:
 
 
 def _efficient_backward(args: Any, out: Any) -> int:
-    """One sum per row, which float32 makes by single operations before; then gradients of queries by tile, and those of keys
-    and values where heads do not fit into registers (transformers/cuda/attention_backward.cu, workspace_size in
-    mem_eff_attention/kernel_backward.h). Tiles are those of data centre cards since sm_80 (kernels/generate_kernels.py); those
-    of others round up to less, and cards with little shared memory gather more for heads above 64."""
+    """One sum per row, which float32 computes with separate operations first. Then query gradients by tile, and key and value
+    gradients where heads do not fit into registers (transformers/cuda/attention_backward.cu, workspace_size in
+    mem_eff_attention/kernel_backward.h). Tiles are those of data center cards since sm_80 (kernels/generate_kernels.py). Tiles
+    of other cards round up to less, and cards with little shared memory accumulate more for heads above 64."""
     query, key, value = args[1:4]
     (batch, heads, rows, head), columns = query.shape, key.shape[2]
     half, widest = query.dtype is not torch.float32, _widest(query, value)
@@ -76,7 +76,7 @@ def _widest(query: torch.Tensor, value: torch.Tensor) -> int:
 
 
 def _embedding_backward(args: Any, out: Any) -> int:
-    """Sorted indices, runs of equal ones, and a sum per run (cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu)."""
+    """Sorted indices, runs of equal indices, and a sum per run (cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu)."""
     grad, indices, weights, padding = args[:4]
     count = indices.numel()
     if count <= DIRECT_INDICES and padding < 0:
@@ -88,8 +88,8 @@ def _embedding_backward(args: Any, out: Any) -> int:
 
 
 def _index_put(args: Any, out: Any) -> int:
-    """Accumulating takes the linear indices, their order, both sorted, and a second buffer to sort them with; values that are
-    broadcast are spread (index_put_with_sort_kernel in cuda/Indexing.cu)."""
+    """Accumulation needs the linear indices, their order, both sorted, and a second sort buffer. Broadcast values are expanded
+    (index_put_with_sort_kernel in cuda/Indexing.cu)."""
     target, indices, values = args[:3]
     given = [i for i in indices if i is not None]
     if not (len(args) > 3 and args[3]) or not given or given[0].dtype is torch.bool:
@@ -101,26 +101,26 @@ def _index_put(args: Any, out: Any) -> int:
 
 
 def _product_of_gradient_and_output(args: Any, out: Any) -> int:
-    """`grad * output` is made first (cuda/SoftMax.cu, softmax_backward_cuda_out)."""
+    """`grad * output` is computed first (cuda/SoftMax.cu, softmax_backward_cuda_out)."""
     return args[0].numel() * args[0].element_size()
 
 
 def _safe_softmax(args: Any, out: Any) -> int:
-    """Whether an element is masked, and whether all of its row is, one byte each (_safe_softmax in SoftMax.cpp, torch 2.5 and
-    later): what attention takes that no fused kernel computes."""
+    """One byte per element for whether it is masked, and one per row for whether all of it is (_safe_softmax in SoftMax.cpp,
+    torch 2.5 and later). Attention uses it where no fused kernel runs."""
     dim = args[1]
     return out.numel() + (out.numel() // out.shape[dim] if out.numel() else 0)
 
 
 def _group_norm(args: Any, out: Any) -> int:
-    """A factor and a summand per sample and channel (cuda/group_norm_kernel.cu)."""
+    """A scale and a shift per sample and channel (cuda/group_norm_kernel.cu)."""
     given, weight, bias, batch, channels, pixels = args[:6]
     return 0 if pixels == 1 or (weight is None and bias is None) else _exact(given) * 2 * batch * channels
 
 
 def _group_norm_backward(args: Any, out: Any) -> int:
-    """Two sums per sample and channel; for the gradient of the input two factors per sample and group, and one per channel
-    where there are weights (GroupNormBackwardKernelImplInternal in cuda/group_norm_kernel.cu)."""
+    """Per sample, two sums per channel; for the input gradient also two factors per group, and one per channel if there are
+    weights (GroupNormBackwardKernelImplInternal in cuda/group_norm_kernel.cu)."""
     given, weight, batch, channels, pixels, groups = args[1], *args[4:9]
     found = 2 * channels if pixels > 1 else 0
     if args[9][0]:
@@ -129,9 +129,9 @@ def _group_norm_backward(args: Any, out: Any) -> int:
 
 
 def _layer_norm_backward(args: Any, out: Any) -> int:
-    """Many short rows: sums of 32 rows at a time, for weight and bias, at most 32,768 by warp
-    (LaunchGammaBetaBackwardCUDAKernel in cuda/layer_norm_kernel.cu, torch 2.8 and later). How short they have to be depends on
-    the number of multiprocessors, which is taken to be 108."""
+    """Many short rows: partial sums of 32 rows each for weight and bias, in at most 32,768 warps
+    (LaunchGammaBetaBackwardCUDAKernel in cuda/layer_norm_kernel.cu, torch 2.8 and later). How short they must be depends on the
+    number of multiprocessors, assumed to be 108."""
     given, weight, mask = args[1], args[5], args[7]
     if weight is None or not any(mask[1:]):
         return 0
@@ -143,16 +143,16 @@ def _layer_norm_backward(args: Any, out: Any) -> int:
 
 
 def _convolution(args: Any, out: Any) -> int:
-    """cuDNN's tensor cores compute with channels last; other layouts are transposed into its workspace, and back (NVIDIA,
-    Convolutional Layers User's Guide, "Tensor layouts"): the input and the output. Windows of one pixel are matrix products,
-    and convolutions of single channels have kernels of their own; neither is transposed."""
+    """cuDNN's tensor-core kernels compute in channels-last. They transpose other layouts into the workspace and back (NVIDIA,
+    Convolutional Layers User's Guide, "Tensor layouts"): the input and the output. 1x1 convolutions are matrix products, and
+    convolutions with one channel per group have their own kernels; neither transposes."""
     given, weight, groups = args[0], args[1], args[8]
     return _bytes(given) + _bytes(out) if _transposes(given, weight, groups) else 0
 
 
 def _convolution_backward(args: Any, out: Any) -> int:
-    """As for the forward, with the gradient of the output. Of the factors tried on 19 rows that others published, one and a
-    half has the least mean error (`benchmarks/prediction_timm.py`)."""
+    """As in forward, with the output's gradient. Of the factors tried on 19 rows that others published, 1.5 has the least mean
+    error (`benchmarks/prediction_timm.py`)."""
     grad, given, weight, groups = args[0], args[1], args[2], args[9]
     return int(BACKWARD * (_bytes(grad) + _bytes(given))) if _transposes(given, weight, groups) else 0
 
@@ -164,8 +164,8 @@ def _transposes(given: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
 
 
 def _sort(args: Any, out: Any) -> int:
-    """Short rows are sorted in place. Long ones take the indices to begin with, and keys and values in a second buffer; a few
-    at once are sorted as a whole, with their number beside the index; what does not lie row by row is copied
+    """Short rows are sorted in place. Long rows need initial indices, and a second buffer for keys and values. Fewer than 128
+    rows are sorted as a whole, with the row number beside each index. Input that is not contiguous along `dim` is copied
     (sort_cuda_kernel in cuda/Sort.cpp, cuda/SortStable.cu)."""
     given, dim = args[0], args[1] if len(args) > 1 and isinstance(args[1], int) else -1
     count, size = given.numel(), given.element_size()
@@ -184,12 +184,12 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _exact(tensor: torch.Tensor) -> int:
-    """Bytes of a number that sums over such a tensor are kept in."""
+    """Return the bytes of one accumulator for sums over the tensor."""
     return max(4, tensor.element_size())
 
 
 def _foreach_norm(args: Any, out: Any) -> int:
-    """A sum for each chunk of each tensor, as many for all as the largest has (cuda/ForeachReduceOp.cu; kChunkSize in
+    """One sum per chunk of each tensor, with as many chunks for all as the largest has (cuda/ForeachReduceOp.cu; kChunkSize in
     cuda/MultiTensorApply.cuh)."""
     tensors = args[0]
     return _exact(tensors[0]) * len(tensors) * max(_pieces(t.numel(), CHUNK) for t in tensors) if tensors else 0

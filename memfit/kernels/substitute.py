@@ -1,6 +1,6 @@
-"""While this mode is on, functions take the kernels that CUDA would take, on fake tensors of any device.
+"""A mode in which functions run the kernels that CUDA would run, on fake tensors of any device.
 
-Functions of torch that are written in Python are entered again under the mode, so that what they call is seen as well.
+torch's Python functions are entered again under the mode, so that it sees the functions they call.
 Not covered: kernels that C++ chooses inside another function; scripted functions.
 """
 
@@ -25,7 +25,7 @@ from memfit.kernels.target import Target
 
 
 class CudaKernels(TorchFunctionMode):
-    """Substitutes the kernels of a CUDA device, its autocast included."""
+    """Substitutes the kernels of a CUDA device, including its autocast."""
 
     def __init__(self, target: Target) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class CudaKernels(TorchFunctionMode):
 
 @contextmanager
 def cuda_kernels(target: Target | None) -> Iterator[None]:
-    """Inside, what runs takes the kernels of `target`; None: those of the device the tensors are on."""
+    """Run the code inside with the kernels of `target`; None keeps those of the tensors' device."""
     if target is None:
         yield
         return
@@ -95,7 +95,7 @@ def _named(defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Dropout keeps one byte per element on CUDA (`is_fused_kernel_acceptable` in aten/src/ATen/native/Dropout.cpp)."""
+    """Dropout saves one byte per element on CUDA (`is_fused_kernel_acceptable` in aten/src/ATen/native/Dropout.cpp)."""
     if train and 0 < p < 1 and input.numel():
         return torch.native_dropout(input, p, True)[0]
     return torch.dropout(input, p, train)
@@ -114,7 +114,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """What is computed again in backward takes the same kernels."""
+    """Run backward under the mode, so that recomputation runs the same kernels."""
     torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
@@ -128,7 +128,7 @@ def _softmax(func: Any) -> Callable[..., torch.Tensor]:
 
 
 def _cross_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Cross entropy of classes as its two parts, so that autocast reaches the logarithm as it does on CUDA."""
+    """Split cross entropy over class indices into its two parts, so that autocast reaches log_softmax as it does on CUDA."""
     given = inspect.signature(_CROSS_ENTROPY).bind(*args, **kwargs)
     given.apply_defaults()
     found = given.arguments
@@ -164,11 +164,11 @@ def _recurrent(kind: str) -> Callable[..., Any]:
 
 @cache
 def _reentered(func: Any) -> Callable[..., Any] | None:
-    """The same function without its question whether somebody overrides it, which the mode has answered; None for what is
-    not written in Python, or asks in another way."""
+    """Return the function without its has_torch_function check, which the mode has answered. None for functions that are not
+    written in Python, or check in another way."""
     asked = [name for name in getattr(func, "__globals__", ()) if name.startswith("has_torch_function")]
     if not asked or not isinstance(func, FunctionType) or "__class__" in func.__code__.co_freevars:
-        return None  # what calls `super()` would come back here as itself
+        return None  # a function that calls `super()` would come back here as itself
     globals_ = {**func.__globals__, **dict.fromkeys(asked, _nobody)}
     found = FunctionType(func.__code__, globals_, func.__name__, func.__defaults__, func.__closure__)
     found.__kwdefaults__ = func.__kwdefaults__

@@ -1,4 +1,4 @@
-"""The device a step is traced for, where it is not the one the tensors are on."""
+"""The GPU that a step is traced for, if it is not the device the tensors are on."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU, as far as the choice of kernels depends on it."""
+    """Describes a GPU as far as the choice of kernels depends on it."""
 
     capability: tuple[int, int]
-    """Compute capability, or what comes nearest to it on another vendor's device."""
+    """Compute capability, or its nearest equivalent on another vendor's device."""
     kind: str = "cuda"
-    """The device type that scripts name."""
+    """The device type that scripts use."""
 
     @property
     def has_bfloat16(self) -> bool:
