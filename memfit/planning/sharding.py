@@ -24,7 +24,7 @@ class Standing:
     state: int
     """Bytes of the optimizer's state."""
     gathered: int
-    """Bytes of parameters and gradients that are gathered or in flight at once where each unit is gathered while it computes."""
+    """Bytes of parameters and gradients gathered or in flight at once, where each unit is gathered while it computes."""
     gathered_whole: int
     """The same where all parameters stay gathered from the first forward to the end of backward."""
     part: float

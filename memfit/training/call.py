@@ -34,7 +34,6 @@ from memfit.engine.staged import Staging, gathers_in_parts
 from memfit.engine.unchanged import Keys, Modified, Unchanged
 from memfit.training.buffers import WrittenBuffers
 from memfit.training.outputs import Joining, Outputs
-from memfit.training.planned import Planned
 
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
 Split = Callable[[Any, list[int]], Sequence[Any]]
@@ -52,10 +51,10 @@ class Call:
     have been computed, `pending` how many losses computed theirs and still wait for their backward. `several` are the calls of
     a joint call. `offsets` maps the `number` of each of its `calls` to where that call's outputs begin in its own. `begins` is
     the joint call's micro-batch that this call is about to run in. `whole` is the output if the call ran whole after all,
-    `planned` the plan it ran by. `composition` says how the state that the forward moves is composed. `host_draws` tells
-    whether calls draw from Python's or NumPy's generators. `noted` holds what expression nodes summed to over the samples (by
-    id: the node, its sum). With `copies`, micro-batches are copies: a model that writes into its input then leaves the batch
-    alone.
+    `activate` puts the plan that it ran by in force again. `composition` says how the state that the forward moves is
+    composed. `host_draws` tells whether calls draw from Python's or NumPy's generators. `noted` holds what expression nodes
+    summed to over the samples (by id: the node, its sum). With `copies`, micro-batches are copies: a model that writes into
+    its input then leaves the batch alone.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Call:
         self.random: list[RandomState] = []
         self.begins: int | None = None
         self.whole: list[Any] | None = None
-        self.planned: Planned | None = None
+        self.activate: Callable[[], object] | None = None
         self.composition = Composition()
         self.host_draws = HostDraws(lambda: None)
         self.values: list[torch.Tensor | None] | None = None

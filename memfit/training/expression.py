@@ -18,10 +18,11 @@ from memfit.engine.context import Autocast, autocasting
 from memfit.engine.handover import ALMOST, Factor
 from memfit.engine.terms import told
 from memfit.engine.unchanged import Unchanged
-from memfit.training.stated import EITHER, NOTHING
 
 Divisor = int | float | torch.Tensor | None
 """Denominator of a sum over the batch; None: the sum is not divided."""
+NOTHING, EITHER = -2.0, -1.0
+"""Codes for a sum's divisor: none; or, for one sample, none or the number of samples."""
 Leaf = tuple[int, int]
 """A call's number, and the index of a leaf of its output."""
 

@@ -22,10 +22,9 @@ from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging
 from memfit.ranks.overlapped import Buckets, Flight
 from memfit.ranks.ranks import Ranks
-from memfit.training.company import Company
 from memfit.training.laps import Clock
 from memfit.training.recover import Again
-from memfit.training.stated import Stated, check_rivals, number_of, share_of
+from memfit.training.stated import RankFacts, Stated, check_rivals, number_of, share_of
 from memfit.training.trials import Trials
 
 WORTH = 1 << 20
@@ -40,7 +39,7 @@ class Meeting(Protocol):
 
     mean: bool
     """Whether sums are divided by the number of ranks."""
-    company: Company | None
+    company: RankFacts | None
     """What ranks tell each other about themselves, if they do."""
 
     def told_early(self, sums: Total, weighting: Weighting, *, willing: bool) -> list[Stated]:

@@ -438,7 +438,7 @@ class Script:
     def _first_pass(self, call: Call) -> None:
         UNDERWAY.make_room(call)
         core, planned, repeated = self._core, self._replay_plan(call), bool(call.pieces)
-        call.planned, tries = planned, itertools.count()
+        call.activate, tries = partial(core.activate, planned), itertools.count()
 
         def attempt(largest: int) -> None:
             call.kept.clear()
@@ -475,8 +475,8 @@ class Script:
         UNDERWAY.make_room(call)
         self._gathers(call)
         core = self._core
-        if call.planned is not None:
-            core.activate(call.planned)
+        if call.activate is not None:
+            call.activate()
         receivers = self.receivers(call)
         self._about_to_hand_over(receivers)
         tries = itertools.count()
@@ -612,7 +612,8 @@ class Script:
         core = self._core
         call.check_unchanged()
         UNDERWAY.make_room(call)
-        planned = call.planned = self._kinds.planned(call, consumer, weighting)
+        planned = self._kinds.planned(call, consumer, weighting)
+        call.activate = partial(core.activate, planned)
         if core.reference is None:
             core.reference = _reference(call, consumer, weighting)
         work = consumer.work(call, planned.plan.precision)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from memfit._errors import Refused
 from memfit.engine.handover import Factor
+from memfit.training.expression import EITHER, NOTHING
 
 MOST_RIVALS = 6
 """Maximum number of counts compared between ranks; there are seldom two."""
@@ -18,10 +21,24 @@ STATED = ABOUT + 2 * MOST_RIVALS
 """Numbers that every rank reports of a step before those about its parameters."""
 EXACT = 1e-9
 """Relative tolerance for proportional counts: rounding."""
-NOTHING, EITHER = -2.0, -1.0
-"""Codes for a sum's divisor: none; or, for one sample, none or the number of samples."""
 BITS = 48
 """Booleans per number: what a float64 holds exactly."""
+
+
+class RankFacts(Protocol):
+    """What the ranks tell each other about themselves, in the exchange that ends a step."""
+
+    def stated(self) -> list[float]:
+        """Return what this rank states about itself."""
+        ...
+
+    def heard(self, told: Sequence[Sequence[float]], step: int) -> None:
+        """Process what all ranks stated in a step."""
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Context manager for waits on other ranks during micro-batches."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from memfit.engine.staged import Staging, sparse_parameters
 from memfit.hardware.exhausted import patiently
 from memfit.ranks.buckets import Reducer
 from memfit.ranks.ranks import Ranks
-from memfit.training.company import Company
 from memfit.training.overlap import EARLY, Overlap
 from memfit.training.stated import (
     MOST_RIVALS,
     STATED,
+    RankFacts,
     Stated,
     are_apart,
     check_rivals,
@@ -75,7 +75,7 @@ class Together:
         self.ranks = ranks
         self.mean, self._shares_buffers = (False, True) if taken is None else (taken.mean, taken.shares_buffers)
         self._model, self._staging = model, staging
-        self.company: Company | None = None
+        self.company: RankFacts | None = None
         self._heard: list[list[float]] = []
         self._parameters: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
