@@ -63,9 +63,9 @@ def tried(name: str, first: int, most: int) -> dict[str, Any]:
 def put_back(name: str) -> Iterator[None]:
     """Inside, memfit has the fault."""
     import memfit
-    import memfit.training.script
-    import memfit.training.step
-    import memfit.training.stepweights  # noqa: F401
+    import memfit.modes.script
+    import memfit.modes.step
+    import memfit.modes.stepweights  # noqa: F401
 
     undo: list[Callable[[], None]] = []
     for where, attribute, replacement in FAULTS[name]():
@@ -99,7 +99,7 @@ Patch = Iterator[tuple[Any, str, Any]]
 
 def in_place_on_a_loss_that_waits() -> Patch:
     """`loss.div_(4)`: answered as if it had happened."""
-    from memfit.training import standin
+    from memfit.capture import standin
 
     def rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return isinstance(args[0], standin.StandIn) and args[0]._scalar is not None
@@ -109,7 +109,7 @@ def in_place_on_a_loss_that_waits() -> Patch:
 
 def in_place_on_a_plain_tensor() -> Patch:
     """`total += out.detach().mean()`: computed out of place."""
-    from memfit.training import standin
+    from memfit.capture import standin
 
     answer = standin._answer
 
@@ -159,7 +159,7 @@ def every_micro_batch_moves_state() -> Patch:
 
 def moving_state_is_not_seen() -> Patch:
     """Nothing is said to move."""
-    from memfit.training import moving
+    from memfit.equivalence import moving
 
     yield moving, "composition_of", lambda *args, **kwargs: moving.STILL
 
@@ -173,14 +173,14 @@ def second_pass_moves_state() -> Patch:
 
 def values_that_decide() -> Patch:
     """A comparison of the batch's values on the host is not seen to decide."""
-    from memfit.training import reads
+    from memfit.equivalence import reads
 
     yield reads, "decided", lambda *args: None
 
 
 def numbers_that_decide() -> Patch:
     """`out[:64]`, `chunk(4)`: positions and numbers of samples are not seen to decide."""
-    from memfit.training import positions
+    from memfit.capture import positions
 
     yield positions, "told_by_positions", lambda *args, **kwargs: False
     yield positions, "first_that_decides", lambda *args, **kwargs: None
@@ -188,14 +188,14 @@ def numbers_that_decide() -> Patch:
 
 def losses_that_decide() -> Patch:
     """A loss that picks samples by what the model computed is not seen to."""
-    from memfit.training import decides
+    from memfit.equivalence import decides
 
     yield decides, "told_by", lambda looks: None
 
 
 def hooks_on_saved_tensors() -> Patch:
     """Hooks on what the loss saves for backward: not looked for."""
-    from memfit.training import standin
+    from memfit.capture import standin
 
     yield standin, "_watching_saved_tensors", lambda: False
 

@@ -137,10 +137,10 @@ def traced_profile(model: Any, optimizer: Any, sample: Any, loss_fn: Any, *, che
     import torch
 
     import memfit
+    from memfit.autotune.settings import Settings
     from memfit.levers.checkpoint import candidate_blocks
-    from memfit.training.core import Core
-    from memfit.training.settings import Settings
-    from memfit.training.step import Stepper
+    from memfit.modes.step import Stepper
+    from memfit.runtime.core import Core
 
     here = torch.device("cpu")
     core = Core(model, optimizer, here, memfit.probe(device=here), Settings(), compiled=False)

@@ -23,7 +23,7 @@ if _typing.TYPE_CHECKING:
     from memfit.profiling.profile import Profile as Profile
     from memfit.reporting.report import Report as Report
     from memfit.reporting.verification import Verification as Verification
-    from memfit.training.events import Event as Event
+    from memfit.runtime.events import Event as Event
     from memfit.training.run import Run as Run
 
 __version__ = "0.1.0"
@@ -39,7 +39,7 @@ _HOME = {
     "Profile": "memfit.profiling.profile",
     "Report": "memfit.reporting.report",
     "Verification": "memfit.reporting.verification",
-    "Event": "memfit.training.events",
+    "Event": "memfit.runtime.events",
     "Run": "memfit.training.run",
 }
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -26,14 +26,14 @@ from memfit._values import (
     not_of_type,
     precision_from,
 )
+from memfit.autotune.settings import Settings
 from memfit.batches.tree import tensors
 from memfit.hardware.budget import torchs_name
 from memfit.levers.checkpoint import candidate_blocks
 from memfit.planning.plan import Plan
 from memfit.planning.sharding import LEVELS
 from memfit.ranks.ranks import Ranks
-from memfit.training.inexact import inexact_from
-from memfit.training.settings import Settings
+from memfit.runtime.inexact import inexact_from
 
 
 def check_model(model: Any) -> torch.device:

@@ -23,23 +23,23 @@ from memfit._values import (
     precision_from,
 )
 from memfit._wrap import wrap
+from memfit.autotune.settings import Settings
+from memfit.autotune.task import Task
 from memfit.batches.tree import tensors
+from memfit.capture.works import LossFn
 from memfit.engine.intercept import is_compiled
 from memfit.engine.kept import reaching
 from memfit.hardware.budget import Budget, card_named, probe
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
+from memfit.modes.kinds import Kinds
+from memfit.modes.step import Stepper
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
 from memfit.profiling.loop import Loop
 from memfit.profiling.profile import Profile
 from memfit.reporting.verification import Verification
-from memfit.training.core import Core
-from memfit.training.kinds import Kinds
+from memfit.runtime.core import Core
 from memfit.training.run import Run
-from memfit.training.settings import Settings
-from memfit.training.step import Stepper
-from memfit.training.task import Task
-from memfit.training.works import LossFn
 
 
 def profile(

@@ -29,6 +29,12 @@ from memfit._errors import RankFailed, UsageError
 from memfit._several import BESIDE, Runs, wrap_several
 from memfit._tested import untested
 from memfit._values import check_flag
+from memfit.autotune.settings import Settings
+from memfit.capture.works import LossFn
+from memfit.distributed.catchup import CatchUp
+from memfit.distributed.joining import WRAPPING, beginning, beside, check_alike, check_share, start_alike
+from memfit.distributed.takeover import TakenOver, loss_of_outer, refuse_synchronised_norms, taken_over
+from memfit.distributed.together import Together
 from memfit.engine.intercept import interception_of, is_compiled
 from memfit.hardware.budget import Budget, budget_for, probe, shared_among
 from memfit.hardware.catalogue import Card
@@ -36,24 +42,18 @@ from memfit.hardware.exhausted import free_unused
 from memfit.loading.iterate import PassedThrough
 from memfit.loading.loader import EffectiveLoader, leftover
 from memfit.loading.pool import planning_pool
+from memfit.modes.script import Script
+from memfit.modes.step import Stepper
 from memfit.planning.plan import Plan
 from memfit.profiling.build import model_facts
 from memfit.ranks.join import join
 from memfit.ranks.ranks import Ranks
 from memfit.reporting.stderr import tell
-from memfit.training.catchup import CatchUp
-from memfit.training.company import Company
-from memfit.training.core import Core
-from memfit.training.guard import AccumulationGuard
-from memfit.training.joining import WRAPPING, beginning, beside, check_alike, check_share, start_alike
+from memfit.runtime.company import Company
+from memfit.runtime.core import Core
+from memfit.runtime.guard import AccumulationGuard
 from memfit.training.run import Run
-from memfit.training.script import Script
-from memfit.training.settings import Settings
 from memfit.training.sharding import Sharding
-from memfit.training.step import Stepper
-from memfit.training.takeover import TakenOver, loss_of_outer, refuse_synchronised_norms, taken_over
-from memfit.training.together import Together
-from memfit.training.works import LossFn
 
 
 @overload

@@ -20,7 +20,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 import memfit
-from memfit.training.planner import Planner
+from memfit.autotune.planner import Planner
 
 
 def rank() -> int:

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memfit.autotune.settings import Settings
 from memfit.batches.tree import map_leaves, tensors
 from memfit.hardware.budget import probe
 from memfit.kernels.onednn import stages
+from memfit.modes.step import Stepper
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import MEMFITS, Loop
 from memfit.profiling.profile import Profile
 from memfit.profiling.timeline import Timeline
-from memfit.training.core import Core
-from memfit.training.settings import Settings
-from memfit.training.step import Stepper
+from memfit.runtime.core import Core
 
 CPU = torch.device("cpu")
 LossFn = Callable[[nn.Module, Any], Tensor]

@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from zoo import FAMILIES, first_batch
 
 import memfit
+from memfit.autotune.settings import Settings
 from memfit.hardware.budget import probe
 from memfit.levers.checkpoint import candidate_blocks
+from memfit.modes.step import Stepper
 from memfit.planning.search import with_blocks
 from memfit.profiling.profile import Profile
-from memfit.training.core import Core
-from memfit.training.settings import Settings
-from memfit.training.step import Stepper
+from memfit.runtime.core import Core
 
 HERE = torch.device("cpu")
 SIZES = (2, 3, 4, 7, 16, 61)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import memfit
-from memfit.training.expression import SMALL
+from memfit.capture.expression import SMALL
 
 N = 12
 Loss = Callable[[Tensor, Tensor], Tensor]

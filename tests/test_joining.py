@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.batches.cut import Axis
-from memfit.training.outputs import Joining, Leaf
-from memfit.training.prove import relative_difference
+from memfit.capture.outputs import Joining, Leaf
+from memfit.equivalence.prove import relative_difference
 
 SIZES = (2, 3, 1)
 

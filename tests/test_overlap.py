@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import AdamW
 
 import memfit
+from memfit.autotune.trials import TRIED, Trials
 from memfit.ranks import buckets
 from memfit.ranks.overlapped import Buckets
-from memfit.training.trials import TRIED, Trials
 
 STEPS = 12
 SHARES = {1: (24,), 2: (15, 9), 3: (11, 7, 6)}

@@ -27,6 +27,10 @@ from zoo.plain import gradients_of, relative_error
 
 import memfit
 from memfit import DoesNotFit, Run, UsageError
+from memfit.autotune import measure
+from memfit.autotune.measure import Excess, Measurer, busy_note, excess_beside
+from memfit.autotune.memory import Memory
+from memfit.autotune.task import Task
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Work
@@ -38,10 +42,6 @@ from memfit.profiling.ledger import Ledger
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import Timing
 from memfit.profiling.timing import Stopwatch
-from memfit.training import measure
-from memfit.training.measure import Excess, Measurer, busy_note, excess_beside
-from memfit.training.memory import Memory
-from memfit.training.task import Task
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD
 
 import memfit
-from memfit.training.memory import Memory
+from memfit.autotune.memory import Memory
 
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

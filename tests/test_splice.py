@@ -12,11 +12,11 @@ from handmade import Course
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from memfit.capture.works import StepWork
 from memfit.engine.accumulate import Weighting
 from memfit.profiling.splice import continued
 from memfit.profiling.timeline import Timeline
 from memfit.profiling.trace import trace_step
-from memfit.training.works import StepWork
 
 BY_SAMPLES = Weighting("samples", "by samples")
 

@@ -14,12 +14,12 @@ from processes import in_a_new_process
 from torch import nn
 
 from memfit._units import MiB
+from memfit.capture.works import StepWork
 from memfit.engine.accumulate import Weighting
 from memfit.engine.staged import Staging, sparse_parameters
 from memfit.profiling.build import stepping_bytes
 from memfit.profiling.seconds import Timing, line_through, measured_sizes, never_slower, timing_at
 from memfit.profiling.timing import Stopwatch, time_sizes
-from memfit.training.works import StepWork
 
 KIB = 1 << 10
 SIZES = (1, 2, 4, 8)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from memfit.autotune import laps
+from memfit.autotune.tune import ENOUGH, Tuner, spread
 from memfit.batches.pieces import next_size
 from memfit.planning.search import micro_batch_sizes
-from memfit.training import laps
-from memfit.training.tune import ENOUGH, Tuner, spread
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,8 @@ from zoo.plain import gradients_of, relative_error
 
 import memfit
 from memfit import Refused
+from memfit.autotune.tune import Tuner
 from memfit.batches.samples import SampleBatch
-from memfit.training.tune import Tuner
 
 EXACT = 1e-12
 CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)

@@ -15,6 +15,7 @@ import torch
 from memfit import _verbs as verbs
 from memfit._errors import DoesNotFit, UsageError
 from memfit._units import format_bytes
+from memfit.autotune.elsewhere import on_card, target_of
 from memfit.hardware.budget import Budget, budget_for, card_named
 from memfit.hardware.catalogue import Card, cards
 from memfit.kernels.alike import noting_alike, step_of
@@ -29,7 +30,6 @@ from memfit.reporting.cards import Comparison, Row, in_order
 from memfit.reporting.drawing import drawing_modules
 from memfit.reporting.progress import Progress
 from memfit.reporting.report import Report, made_now, make_report
-from memfit.training.elsewhere import on_card, target_of
 
 _HOST = torch.device("cpu")
 

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from memfit._errors import UsageError
+from memfit.autotune.elsewhere import is_elsewhere
 from memfit.hardware.budget import Budget
 from memfit.hardware.device import Device
 from memfit.planning.plan import Plan
 from memfit.reporting.cards import Comparison
 from memfit.reporting.files import read_text, write_text
 from memfit.reporting.report import Report, make_report
-from memfit.training.elsewhere import is_elsewhere
 
 
 def show(report: Report | Comparison) -> None:

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit._errors import UsageError
+from memfit.capture.works import LossFn
+from memfit.distributed.takeover import TakenOver
 from memfit.engine.intercept import Interception
 from memfit.levers.precision import script_precision
 from memfit.loading.iterate import PassedThrough
 from memfit.loading.loader import BatchInfo, EffectiveLoader
+from memfit.modes.script import Script
+from memfit.modes.step import Stepper
 from memfit.planning.plan import Plan
-from memfit.training.core import Core
-from memfit.training.events import Event
-from memfit.training.finite import LossWatch
-from memfit.training.guard import AccumulationGuard
-from memfit.training.script import Script
+from memfit.runtime.core import Core
+from memfit.runtime.events import Event
+from memfit.runtime.finite import LossWatch
+from memfit.runtime.guard import AccumulationGuard
 from memfit.training.sharding import Sharding
 from memfit.training.state import Held, load, written
-from memfit.training.step import Stepper
-from memfit.training.takeover import TakenOver
-from memfit.training.works import LossFn
 
 if TYPE_CHECKING:
     from memfit.reporting.plain import PlainReport
@@ -443,7 +443,7 @@ class Run:
                 next_move="pass loss_fn= to memfit.wrap, or call the model in your own loop",
             )
         from memfit.batches.samples import SampleBatch
-        from memfit.training.works import moved
+        from memfit.capture.works import moved
 
         self._clock.begin()
         self.optimizer.zero_grad(set_to_none=True)

@@ -11,7 +11,7 @@ from memfit.planning.sharding import LEVELS, Standing, least_shard, levels_from
 from memfit.profiling.build import model_facts, state_bytes
 from memfit.ranks.barrier import helping
 from memfit.ranks.ranks import Ranks
-from memfit.training.core import Core
+from memfit.runtime.core import Core
 
 SHARDING = "choosing what to hold in parts"
 

@@ -25,7 +25,7 @@ from memfit.loading.loader import EffectiveLoader
 from memfit.loading.position import Position
 from memfit.ranks.ranks import Ranks
 from memfit.reporting.stderr import tell
-from memfit.training.core import Core
+from memfit.runtime.core import Core
 
 VERSION = 1
 """Version of the states that this code writes. Later versions are refused."""

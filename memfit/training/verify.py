@@ -21,9 +21,9 @@ from memfit.engine.accumulate import CountOf, Work, accumulate, checked_loss
 from memfit.engine.context import without_autocast
 from memfit.engine.kept import reaching
 from memfit.engine.slices import Draws
+from memfit.equivalence.prove import comparable
 from memfit.reporting.verification import Verification
-from memfit.training.core import Core, Reference
-from memfit.training.prove import comparable
+from memfit.runtime.core import Core, Reference
 
 MOST = 32
 """Maximum number of samples for a verification."""

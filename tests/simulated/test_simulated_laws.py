@@ -22,8 +22,8 @@ from zoo import FAMILIES, first_batch
 from zoo.plain import relative_error
 
 import memfit
+from memfit.capture.works import moved
 from memfit.hardware.budget import margin_for
-from memfit.training.works import moved
 
 MiB = 1 << 20
 WIDE = 2048

@@ -1,0 +1,1 @@
+"""Turns work into a plan: profiles, times and searches, and measures further while training."""

@@ -1,0 +1,492 @@
+"""A deferred training call of the model: it has not run yet, or ran in micro-batches without keeping its activations."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit._errors import Refused, UsageError
+from memfit.batches.cut import Axis, Layout, cut_samples, cutter
+from memfit.batches.pieces import bounds
+from memfit.batches.shapes import Shapes, shapes_per_sample
+from memfit.batches.tree import flat, leaves, map_leaves, rebuild, tensors
+from memfit.capture.outputs import Joining, Outputs
+from memfit.engine.buffers import WrittenBuffers
+from memfit.engine.composed import Composition
+from memfit.engine.context import (
+    Autocast,
+    autocast_now,
+    autocasting,
+    modes_as,
+    modes_of,
+    requires_of,
+    requiring_as,
+    without_autocast,
+)
+from memfit.engine.generators import HostDraws, RandomState
+from memfit.engine.modules import modules_of, parameters_in
+from memfit.engine.staged import Staging, gathers_in_parts
+from memfit.engine.unchanged import Keys, Modified, Unchanged
+
+Tree = tuple[tuple[Any, ...], dict[str, Any]]
+Split = Callable[[Any, list[int]], Sequence[Any]]
+"""Maps a batch and sizes in samples to batches of those sizes."""
+Pieces = Callable[[int], Sequence[int]]
+"""Maps a number of samples to the sizes it is cut into."""
+_NUMBERS = itertools.count()
+
+
+class Call:
+    """Holds the arguments and context of a call, how it is cut, and what is known of its outputs.
+
+    The first pass fixes `pieces`, the micro-batch sizes, and the random state of each; later passes repeat both exactly.
+    `receivers` are what gradients of the outputs flow into, once the call has outputs. `gathered` tells whether such gradients
+    have been computed, `pending` how many losses computed theirs and still wait for their backward. `several` are the calls of
+    a joint call. `offsets` maps the `number` of each of its `calls` to where that call's outputs begin in its own. `begins` is
+    the joint call's micro-batch that this call is about to run in. `whole` is the output if the call ran whole after all,
+    `activate` puts the plan that it ran by in force again. `composition` says how the state that the forward moves is
+    composed. `host_draws` tells whether calls draw from Python's or NumPy's generators. `noted` holds what expression nodes
+    summed to over the samples (by id: the node, its sum). With `copies`, micro-batches are copies: a model that writes into
+    its input then leaves the batch alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plain: Callable[..., Any],
+        tree: Tree,
+        layout: Layout,
+        outputs: Outputs,
+        device: torch.device,
+        *,
+        autocast: Sequence[Autocast] | None = None,
+        split: Split | None = None,
+    ) -> None:
+        self.model, self.plain, self.tree, self.layout, self.outputs, self.device = (
+            model, plain, tree, layout, outputs, device,
+        )  # fmt: skip
+        self.samples, self.split, self.whole_piece = layout.samples, split, False
+        self.number = next(_NUMBERS)
+        self.several: tuple[Call, ...] = ()
+        self.offsets = {self.number: 0}
+        self.key: tuple[Any, ...] = ()
+        self.autocast = autocast_now((device.type, "cpu")) if autocast is None else tuple(autocast)
+        modules = modules_of(model)
+        self.modes, self.requires = modes_of(modules), requires_of(modules)
+        self.copies = self.gathered = False
+        self.pending = 0
+        self.receivers: Sequence[torch.Tensor] | None = None
+        self.pieces: tuple[int, ...] = ()
+        self.random: list[RandomState] = []
+        self.begins: int | None = None
+        self.whole: list[Any] | None = None
+        self.activate: Callable[[], object] | None = None
+        self.composition = Composition()
+        self.host_draws = HostDraws(lambda: None)
+        self.values: list[torch.Tensor | None] | None = None
+        self.kept: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}
+        self.inputs = InputGradients(tree, layout)
+        self.noted: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.standins: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        written = (*tensors(tree), *(() if gathers_in_parts(model) else (p for p, _ in self.requires)))
+        self._written = written
+        self.note_now()
+        self._cut: Callable[[int, int], Tree] | None = None
+        self._as_called = False
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """The shapes per sample of its arguments."""
+        return shapes_per_sample(self.tree, self.layout)
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls of a joint call, or just this one."""
+        return self.several or (self,)
+
+    def check_unchanged(self) -> None:
+        """Raise autograd's own error if an input or a parameter was modified since the call, and Refused if a parameter was
+        replaced. A repeated pass starts from the state of the first one, so places that the forward itself moves may differ."""
+        for each in self.calls:
+            each._check_places()
+            moved = each.composition.keys if each.pieces else frozenset()
+            each._unchanged.check("runs this call in micro-batches when its loss is computed", moved)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether `check_unchanged` passes."""
+        try:
+            self.check_unchanged()
+        except (Modified, Refused):
+            return False
+        return True
+
+    def _check_places(self) -> None:
+        """Raise Refused if the model's parameters were replaced: the new ones would get the gradients."""
+        there = () if gathers_in_parts(self.model) else parameters_in(modules_of(self.model))
+        if there and [id(p) for p in there] != [id(p) for p, _ in self.requires]:
+            raise Refused(
+                "running a call in micro-batches when its loss is computed",
+                found="parameters of the model were replaced since the call",
+                next_move='compute the loss and run its backward first, or pass micro_batch="off"',
+            )
+
+    def check_data(self) -> None:
+        """Raise autograd's own error if an input or a parameter was written through `.data` since `note_now`."""
+        for each in self.calls:
+            each._unchanged.check_data("has computed the gradients with the loss", each.composition.keys)
+
+    def note_now(self) -> None:
+        """Record the inputs and parameters as they are: they must not change from now on."""
+        self._unchanged = Unchanged(self._written)
+
+    def accept(self, written: Keys) -> None:
+        """Accept what a first pass over another call wrote at these places."""
+        self._unchanged.accept(written)
+
+    def ran(self) -> Keys:
+        """Mark a first pass as done. Return the places it moved: its forwards may write inputs and parameters themselves."""
+        found = self.composition.keys
+        for each in (self, *self.several):
+            if written := each._unchanged.written:
+                found |= written
+                each.note_now()
+        return found
+
+    def begin(self, pieces: Sequence[int]) -> bool:
+        """Fix how the call is cut. Return True for the first pass over it, False if an earlier pass is repeated."""
+        if self.pieces:
+            return False
+        for each in (self, *self.several):
+            each.pieces, each.random = tuple(pieces), []
+        return True
+
+    def note(self, node: Any, value: torch.Tensor) -> None:
+        """Remember the value of a sum over the samples."""
+        for each in self.calls:
+            each.noted[id(node)] = node, value.detach()
+
+    def forget_pass(self) -> None:
+        """Undo `begin`: the pass failed and another one takes its place."""
+        for each in (self, *self.several):
+            each.pieces, each.random, each.kept, each.begins, each.values, each.noted = (), [], {}, None, None, {}
+
+    @contextmanager
+    def as_called(self) -> Iterator[None]:
+        """Context manager for a pass: parameters require gradients and modules are in the modes as when the call was made."""
+        before, self._as_called = self._as_called, True
+        try:
+            with requiring_as(self.requires), modes_as(self.modes):
+                yield
+        finally:
+            self._as_called = before
+
+    def first(self, samples: int, *, backwards: bool = False) -> Call:
+        """Return a call on copies of the first `samples` samples, in reverse order if `backwards` (not if only `split` can cut
+        them). The copies require no gradients, unless `split` makes them."""
+        if self.split is not None:
+            tree, layout = map_leaves(copied, self.arguments(0, samples)), Layout(self.layout.axes, samples)
+            return Call(
+                self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast, split=self.split
+            )
+        found = [leaf for _, leaf in leaves(self.arguments(0, samples))]
+        made = [_copied(leaf, axis, backwards) for leaf, axis in zip(found, self.layout.axes)]
+        tree = rebuild(self.tree, iter(made))
+        layout = Layout(self.layout.axes, samples)
+        made = Call(self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast)
+        made.copies = True  # they may be run more than once
+        return made
+
+    def chosen(self, indices: Sequence[int]) -> Call:
+        """Return a call on copies of these samples, in the same modes and autocast. Not for calls that only `split` can cut."""
+        tree = map_leaves(copied, cut_samples(self.tree, self.layout, indices))
+        layout = Layout(self.layout.axes, len(indices))
+        made = Call(self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast)
+        made.modes, made.requires, made.copies = self.modes, self.requires, True
+        return made
+
+    def output(self, tree: Tree | None = None) -> Any:
+        """Run the model on these arguments (None: the call's own) in the call's modes and autocast and the current grad
+        mode."""
+        args, kwargs = self.tree if tree is None else tree
+        with nullcontext() if self._as_called else modes_as(self.modes), autocasting(self.autocast):
+            return self.plain(*args, **kwargs)
+
+    def run(self, tree: Tree) -> list[Any]:
+        """Return the leaves of `output`."""
+        return flat(self.output(tree))
+
+    def checked(self, tree: Tree) -> list[Any]:
+        """Return the leaves of `output`. Raises Otherwise if they do not match what is known of the call's output."""
+        output = self.output(tree)
+        found = flat(output)
+        self.outputs.check(output, found)
+        return found
+
+    def arguments(self, start: int, stop: int) -> Tree:
+        """Return the arguments of one micro-batch; those that require gradients are leaf tensors of their own."""
+        if self.whole_piece:
+            return self.tree
+        if self.split is not None:
+            return self._split(start, stop)
+        piece = self.samples_of(start, stop)
+        piece = map_leaves(copied, piece) if self.copies else piece
+        return self.inputs.own(piece, start) if self.inputs.wanted else piece
+
+    def samples_of(self, start: int, stop: int) -> Tree:
+        """Return views of these samples, for inspection."""
+        if self.whole_piece:
+            return self.tree
+        if self.split is not None:
+            with torch.no_grad():
+                return part_of_split(self.split, self.tree, start, stop, self.samples)
+        if self._cut is None:
+            self._cut = cutter(self.tree, self.layout)
+        return self._cut(start, stop)
+
+    def _split(self, start: int, stop: int) -> Tree:
+        """`arguments` with `split`: gradients flow through the user's function into leaf tensors of the whole batch."""
+        assert self.split is not None
+        if not self.inputs.wanted or not torch.is_grad_enabled():
+            return part_of_split(self.split, self.tree, start, stop, self.samples)
+        own = self.inputs.own(self.tree, 0)
+        piece = part_of_split(self.split, own, start, stop, self.samples)
+        leaves_of_own = {id(tensor) for tensor in tensors(own)}
+        if not any(tensor.grad_fn is not None or id(tensor) in leaves_of_own for tensor in tensors(piece)):
+            raise Refused(
+                "gradients for what the model is given, beside split=",
+                found="the batches that split= returned have no graph that leads to the batch it was given",
+                next_move="cut with operations that autograd follows, such as torch.split and indexing",
+            )
+        return piece
+
+    def run_whole(self) -> None:
+        """Run the call as the script wrote it: its outputs are tensors with a graph of their own."""
+        for each in self.calls:
+            each.check_unchanged()
+            if each.whole is None:
+                with each.as_called(), torch.enable_grad():
+                    each.whole = each.run(each.tree)
+                each.values = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in each.whole]
+
+    def compute_values(
+        self,
+        pieces: Sequence[int],
+        keep: int,
+        staging: Staging,
+        buffers: WrittenBuffers,
+        cut: Pieces,
+        before_each: Callable[[], None],
+    ) -> None:
+        """Run the first pass of replay: compute the whole output and keep the activations of the last `keep` micro-batches
+        only. If another pass came before, its micro-batches run again, and `cut` may cut them further."""
+        self.check_unchanged()
+        first = self.begin(pieces)
+        self.inputs.forget()
+        ran = [tuple(cut(size)) for size in self.pieces]
+        joins = [Joining(leaf, tuple(itertools.chain.from_iterable(ran))) for leaf in self.outputs.leaves]
+        moving = self.composition.over_pass() if first else self.composition.kept()
+        written = staging.versions
+        with moving, buffers.kept(not first), nullcontext() if first else self.drawing_again():
+            for index, (start, _) in enumerate(bounds(self.pieces)):
+                self.draw_from(index)
+                kept = index >= len(self.pieces) - keep and len(ran[index]) == 1
+                for low, high in bounds(ran[index]):
+                    before_each()
+                    self.composition.before_micro_batch()
+                    with torch.set_grad_enabled(kept):
+                        found = self._forward_of(start + low, start + high, staging)
+                    self.composition.after_micro_batch(high - low)
+                    if kept and staging.versions != written:  # the next forward would invalidate the graph
+                        keep, kept = 0, False
+                        self.kept.clear()
+                    if kept:
+                        self.kept[index] = found, self.inputs.at(start)
+                    for i, join in enumerate(joins):
+                        join.add(found[i].detach() if isinstance(found[i], torch.Tensor) else found[i])
+                    del found
+        self.values = [join.whole() for join in joins]
+
+    def joined(self, parts: Sequence[dict[int, torch.Tensor]]) -> list[torch.Tensor | None]:
+        """Return the leaves of the whole output, joined from what the micro-batches kept; None for other leaves."""
+        whole: list[torch.Tensor | None] = [None] * len(self.outputs.leaves)
+        for i in parts[0]:
+            leaf, found = self.outputs.leaves[i], [part[i] for part in parts]
+            leaf.check(found, self.pieces)
+            whole[i] = leaf.join(found, self.pieces)
+        return whole
+
+    def draw_from(self, index: int) -> None:
+        """Restore the random state at the start of micro-batch `index`, or record it on the first pass."""
+        if index < len(self.random):
+            self.random[index].restore(self.device)
+            return
+        self.random.append(RandomState.capture(self.device, host=self.host_draws.kept))
+        for each in self.several:
+            each.begins = index
+
+    def begun(self) -> None:
+        """Record the random state right before this call's forward in a joint call, so that it can also be repeated alone."""
+        if self.begins is not None:
+            self.draw_from(self.begins)
+            self.begins = None
+
+    def drawing_again(self) -> AbstractContextManager[None]:
+        """Return the context manager for a repeated pass: it restores the current random state on exit."""
+        return self.host_draws.repeated(self.device, self.random)
+
+    def replay(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        staging: Staging,
+        buffers: WrittenBuffers,
+        cut: Pieces,
+        before_each: Callable[[], None],
+    ) -> None:
+        """Run the second pass of replay: rerun each micro-batch and backpropagate the gradients of its outputs.
+
+        `cut` may cut the first pass's micro-batches further; draws then continue from the start of each. `before_each` is
+        called before each of them.
+        """
+        self.check_unchanged()
+        self.inputs.forget()
+        kept = sorted(self.kept)
+        # (backward recomputes checkpointed blocks)
+        with buffers.kept(True), self.drawing_again(), staging.swapped():
+            # Kept micro-batches go first: that frees their memory before anything reruns, and their graphs may hold state that
+            # must stay where their forward left it.
+            with self.composition.kept(from_call=False):
+                for index in kept:
+                    before_each()
+                    start = sum(self.pieces[:index])
+                    self._backward_of(index, start, start + self.pieces[index], gradients, staging)
+            with self.composition.kept():
+                for index in sorted(set(range(len(self.pieces))).difference(kept)):
+                    start = sum(self.pieces[:index])
+                    self.random[index].restore(self.device)
+                    for low, high in bounds(cut(self.pieces[index])):
+                        before_each()
+                        self.composition.before_micro_batch()
+                        self._backward_of(index, start + low, start + high, gradients, staging)
+
+    def _forward_of(self, start: int, stop: int, staging: Staging) -> list[Any]:
+        if not torch.is_grad_enabled():
+            return self.checked(self.arguments(start, stop))
+        with staging.swapped():
+            return self.checked(self.arguments(start, stop))
+
+    def _backward_of(
+        self, index: int, start: int, stop: int, gradients: Sequence[torch.Tensor | None], staging: Staging
+    ) -> None:
+        if index in self.kept:
+            found, own = self.kept.pop(index)
+            self.inputs.put_back(own, start)
+        else:
+            with torch.enable_grad():
+                found = self._forward_of(start, stop, staging)
+        roots, incoming = [], []
+        for i, gradient in enumerate(gradients):
+            part = self._gradient_part(i, gradient, start, stop)
+            if part is not None and found[i].requires_grad:
+                roots.append(found[i])
+                incoming.append(part)
+        del found
+        with without_autocast(self.device):
+            torch.autograd.backward(roots, incoming)
+
+    def _gradient_part(self, leaf: int, gradient: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+        about = self.outputs.leaves[leaf]
+        if gradient is None:
+            return None
+        if about.axis is not None:
+            return about.axis.narrow(gradient, start, stop)
+        if about.joined == "first":
+            return gradient if start == 0 else None
+        return gradient if about.joined == "sum" else gradient * ((stop - start) / self.samples)
+
+
+def _copied(leaf: Any, axis: Axis | None, backwards: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor) or axis is None:
+        return leaf
+    return axis.reversed(leaf.detach()) if backwards else leaf.detach().clone()
+
+
+def copied(leaf: Any) -> Any:
+    """Return a copy of a batch leaf that may be written into; non-tensors pass through."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def part_of_split(split: Split, batch: Any, start: int, stop: int, samples: int) -> Any:
+    """Return the samples `start:stop` of a batch that only `split` can cut."""
+    sizes = [start, stop - start, samples - stop]
+    wanted = [size for size in sizes if size]
+    parts = split(batch, wanted)
+    if not isinstance(parts, (list, tuple)) or len(parts) != len(wanted):
+        what = f"{len(parts)} parts" if isinstance(parts, (list, tuple)) else f"something of type {type(parts).__name__}"
+        raise UsageError(
+            f"cutting the batch with split= into parts of {', '.join(map(str, wanted))} samples",
+            found=f"it returned {what}",
+            next_move="return a list with one batch for each of the sizes it was given",
+        )
+    return parts[1 if start else 0]
+
+
+class InputGradients:
+    """Gathers the gradients of arguments that require them from the micro-batches of one pass."""
+
+    def __init__(self, tree: Tree, layout: Layout) -> None:
+        found = [leaf for _, leaf in leaves(tree)]
+        self._axes = {
+            i: axis
+            for i, (leaf, axis) in enumerate(zip(found, layout.axes))
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        }
+        self.wanted: list[torch.Tensor] = [found[i] for i in self._axes]
+        """The arguments that gradients flow into."""
+        self._own: dict[int, dict[int, torch.Tensor]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin another pass: drop what an earlier one (a proof, a failed attempt) left."""
+        self._own = {i: {} for i in self._axes}
+
+    def own(self, piece: Tree, start: int) -> Tree:
+        """Give the arguments that require gradients in `piece`, which starts at sample `start`, leaf tensors of their own."""
+        found = [leaf for _, leaf in leaves(piece)]
+        for i, axis in self._axes.items():
+            made = found[i].detach().requires_grad_()
+            if axis is None:  # not cut: all micro-batches share its leaf
+                made = self._own[i].setdefault(0, made)
+            self._own[i][0 if axis is None else start] = found[i] = made
+        return rebuild(piece, iter(found))
+
+    def at(self, start: int) -> dict[int, torch.Tensor]:
+        """Return the leaf tensors of the piece that starts at `start`."""
+        return {i: self._own[i][0 if axis is None else start] for i, axis in self._axes.items()}
+
+    def put_back(self, own: dict[int, torch.Tensor], start: int) -> None:
+        """Put back leaf tensors of an earlier pass whose activations were kept."""
+        for i, leaf in own.items():
+            self._own[i][start if self._axes[i] is not None else -1] = leaf
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each wanted argument, None if none arrived, and forget them."""
+        gradients = [self._joined(i, axis) for i, axis in self._axes.items()]
+        self.forget()
+        return gradients
+
+    def _joined(self, index: int, axis: Axis | None) -> torch.Tensor | None:
+        pieces = [piece for _, piece in sorted(self._own[index].items())]
+        known = [piece.grad for piece in pieces if piece.grad is not None]
+        if not known:
+            return None
+        if axis is None:
+            return sum(known[1:], start=known[0])
+        return axis.join([torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in pieces])

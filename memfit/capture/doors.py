@@ -1,0 +1,115 @@
+"""Side effects: tensors that leave a forward by other ways than its output. They are taken per micro-batch, joined like the
+output, and put in place for the script.
+
+Not covered: places outside the model's modules that every forward creates again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from types import CellType
+from typing import Any
+
+from memfit.capture.outputs import Beside
+
+_MISSING: Any = object()
+
+
+class Variable(dict[str, Any]):
+    """A closure variable of a function around a forward hook, as a one-item mapping."""
+
+    def __init__(self, cell: CellType) -> None:
+        super().__init__()
+        self._cell = cell
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:
+            return default
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._cell.cell_contents = value
+
+    def pop(self, key: str, *default: Any) -> None:
+        del self._cell.cell_contents
+
+
+class Door:
+    """A place `owner[key]` where a forward leaves a side effect. A list or dict that stays the same object is filled."""
+
+    def __init__(self, name: str, owner: MutableMapping[str, Any], key: str) -> None:
+        self.name, self._owner, self._key = name, owner, key
+        self._fills = False
+
+    def before(self) -> tuple[Any, Any]:
+        """Return what is there before a forward."""
+        found = self._owner.get(self._key, _MISSING)
+        return found, found.copy() if isinstance(found, (list, dict)) else None
+
+    def taken(self, before: tuple[Any, Any]) -> Any:
+        """Return what a forward left there, and restore what was there before."""
+        old, contents = before
+        found = self._owner.get(self._key, _MISSING)
+        self._fills = found is old and contents is not None
+        if contents is None or found is not old:
+            self._put_back(old)
+            return None if found is _MISSING or found is old else found
+        if isinstance(found, dict):
+            new: Any = {key: value for key, value in found.items() if value is not contents.get(key, _MISSING)}
+            found.clear()
+            found.update(contents)
+            return new
+        grown = len(found) > len(contents)
+        new = found[len(contents) :] if grown else [a if a is not b else None for a, b in zip(found, contents)]
+        found[:] = contents
+        return new
+
+    def put(self, value: Any) -> None:
+        """Leave this value there, as a forward would."""
+        if value is None:
+            return
+        if not self._fills:
+            self._owner[self._key] = value
+            return
+        there = self._owner.get(self._key)
+        if isinstance(there, dict):
+            there.update(value)
+        elif isinstance(there, list):
+            if len(value) == len(there) and any(item is None for item in value):
+                value = [old if new is None else new for old, new in zip(there, value)]
+                there.clear()
+            there.extend(value)
+
+    def _put_back(self, old: Any) -> None:
+        if old is _MISSING:
+            self._owner.pop(self._key, None)
+        else:
+            self._owner[self._key] = old
+
+
+class Doorway:
+    """Wraps a forward to return its output together with the side effects it leaves at `doors`."""
+
+    def __init__(self, plain: Callable[..., Any], doors: Sequence[Door]) -> None:
+        self.plain, self.doors = plain, tuple(doors)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Beside:
+        before = [door.before() for door in self.doors]
+        beside = {}
+        try:
+            output = self.plain(*args, **kwargs)
+        finally:
+            for door, was in zip(self.doors, before):
+                beside[door.name] = door.taken(was)
+        return Beside(output, beside)
+
+
+def through(plain: Callable[..., Any], output: Any) -> Any:
+    """Return the output of a call, with its side effects put in their places."""
+    if not isinstance(output, Beside):
+        return output
+    assert isinstance(plain, Doorway)
+    for door in plain.doors:
+        door.put(output.beside[door.name])
+    return output.output

@@ -1,0 +1,1 @@
+"""One effective batch over several ranks: agreeing, reducing gradients, starting and stopping together."""

@@ -1,0 +1,1 @@
+"""What script mode and step mode share while they train: the core, events, faults, loss scale, facts about ranks."""
