@@ -16,9 +16,9 @@ from memfit._errors import UsageError
 from memfit.profiling.modelled import in_micro_batch, operation_seconds
 from memfit.profiling.profile import ModuleFacts, Profile
 from memfit.profiling.seconds import Timing
-from memfit.profiling.telling import tree_rows
+from memfit.profiling.telling import LOOSE, tree_rows
 from memfit.profiling.timeline import CATEGORIES
-from memfit.profiling.tree import ITSELF, LOOSE, ModuleCost, kept_by_forward, together
+from memfit.profiling.tree import ITSELF, ModuleCost, kept_by_forward, together
 
 TRACED = ("gpt", "resnet", "lstm")
 

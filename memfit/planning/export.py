@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from memfit.planning.plan import Plan
+if TYPE_CHECKING:
+    from memfit.planning.plan import Plan
+
 
 WIDTH = 110
 """Maximum line length of exported code."""

@@ -9,26 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memfit.profiling.allocator import Peak
-from memfit.profiling.profile import Profile
+from memfit.profiling.telling import NAMES, explanation_lines
 from memfit.profiling.timeline import CATEGORIES, Timeline
 from memfit.profiling.tree import ITSELF, ModuleCost, check_samples, module_tree, together, unfollowed
+
+if TYPE_CHECKING:
+    from memfit.profiling.profile import Profile
 
 MODULES, TENSORS = 16, 10
 """Maximum number of modules, and of kinds of tensors, that an explanation names."""
 LARGE = 0.1
 """A module with more than this share of the peak is split into its children."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-NAMES = {
-    "input": "the input",
-    "hand over": "the hand-over of gradients",
-    "clip": "the clipping of gradients",
-    "optimizer": "the optimizer's step",
-}
-"""Phases of the step, in display form."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,6 @@ class Explanation:
         return self.peak.allocated - self.tensors
 
     def __str__(self) -> str:
-        from memfit.profiling.telling import explanation_lines
 
         return "\n".join(explanation_lines(self))
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memfit.hardware.catalogue import Card
-from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import Timing
 from memfit.profiling.timeline import Timeline
+
+if TYPE_CHECKING:
+    from memfit.profiling.profile import Profile
 
 ARITHMETIC, TRAFFIC = 0.6, 0.8
 """Shares of a card's peak rates that large matrix products and pointwise kernels reach; data sheets list peaks."""

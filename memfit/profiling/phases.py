@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memfit._errors import UsageError
 from memfit.profiling.allocator import Peak
-from memfit.profiling.profile import Profile
 from memfit.profiling.timeline import CATEGORIES
 from memfit.profiling.tree import check_samples
+
+if TYPE_CHECKING:
+    from memfit.profiling.profile import Profile
 
 _VARIABLES = [CATEGORIES.index(name) for name in ("input", "other")]
 

@@ -7,11 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from memfit._units import format_bytes, format_count, format_flops, format_seconds
-from memfit.profiling.explain import NAMES, Explanation
-from memfit.profiling.tree import LOOSE, ModuleCost, ModuleTree
 
+if TYPE_CHECKING:
+    from memfit.profiling.explain import Explanation
+    from memfit.profiling.tree import ModuleCost, ModuleTree
+
+NAMES = {
+    "input": "the input",
+    "hand over": "the hand-over of gradients",
+    "clip": "the clipping of gradients",
+    "optimizer": "the optimizer's step",
+}
+"""Phases of the step, in display form."""
+LOOSE = "(outside its modules)"
+"""Stands for the model itself: its own forward, the loss, the optimizer."""
 DEPTH = 3
 """Levels of modules shown below the model."""
 SHARES = 9

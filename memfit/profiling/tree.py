@@ -10,20 +10,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from memfit._errors import UsageError
 from memfit.profiling.modelled import in_micro_batch, operation_seconds
-from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import measured_sizes, timing_at
+from memfit.profiling.telling import LOOSE, tree_lines
 from memfit.profiling.timeline import CATEGORIES, Timeline
+
+if TYPE_CHECKING:
+    from memfit.profiling.profile import Profile
 
 ITSELF = "(itself)"
 """The entry for what a module does outside its children."""
-LOOSE = "(outside its modules)"
-"""The same for the whole model: its own forward, the loss, the optimizer."""
 ADDED = ("parameters", "trainable", "kept", "flops_forward", "flops_backward", "forward_seconds", "seconds")
 """Figures of a module that are the sum of its children's; bytes at the peak are, too."""
 _LISTS = ("ModuleList", "ModuleDict")
@@ -102,7 +103,6 @@ class ModuleTree:
     """Why memory figures are missing; "" if they are not."""
 
     def __str__(self) -> str:
-        from memfit.profiling.telling import tree_lines
 
         return "\n".join(tree_lines(self))
 

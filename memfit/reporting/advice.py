@@ -6,12 +6,15 @@ Not covered: advice that needs another run.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from memfit._units import count, format_bytes, format_seconds
 from memfit.reporting.facts import Offer
 from memfit.reporting.pace import loader_share, typical_wait
-from memfit.reporting.report import Report
 from memfit.reporting.words import instead, less_or_more, percent, speed
+
+if TYPE_CHECKING:
+    from memfit.reporting.report import Report
 
 WAITING = 0.05
 """Fraction of the time from batch to batch spent waiting for the loader, above which the report mentions it."""

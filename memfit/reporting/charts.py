@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit._units import format_bytes, format_seconds, in_unit, unit_for
 from memfit.planning.plan import Option
@@ -20,9 +20,11 @@ from memfit.reporting.colours import COLOURS, colour
 from memfit.reporting.facts import Curve
 from memfit.reporting.lines import at_moment
 from memfit.reporting.pace import seconds_of, steady
-from memfit.reporting.report import Report
 from memfit.reporting.tables import MOST
 from memfit.reporting.words import printable
+
+if TYPE_CHECKING:
+    from memfit.reporting.report import Report
 
 Figure = dict[str, Any]
 SHORT = 18

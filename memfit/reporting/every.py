@@ -6,11 +6,14 @@ Not covered: work outside the micro-batches and the gradient reduction (loading,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from memfit._units import format_bytes, format_seconds
 from memfit.reporting.facts import RankFacts
-from memfit.reporting.report import Report
 from memfit.reporting.words import percent
+
+if TYPE_CHECKING:
+    from memfit.reporting.report import Report
 
 APART = 1.05
 """Ratio of budgets above which they count as different: free memory varies by less on one machine."""

@@ -6,15 +6,17 @@ Not covered: browsers without JavaScript show the tables but no charts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit._units import format_bytes, format_seconds
 from memfit.reporting.charts import charts
 from memfit.reporting.colours import COLOURS, MEANING, colour
 from memfit.reporting.lines import answers, at_moment, comparison, headline, peak_holds, verdict
 from memfit.reporting.pages import environment, rendered
-from memfit.reporting.report import Report
 from memfit.reporting.tables import MOST, Table, blocks, events, every_rank, levers, notes, options, phases, sizes, waiting
+
+if TYPE_CHECKING:
+    from memfit.reporting.report import Report
 
 
 def page(report: Report) -> str:

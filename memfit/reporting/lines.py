@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 from memfit._units import alike, count, format_bytes, format_count, format_seconds, in_unit, three_digits, unit_for
 from memfit.planning.plan import Option
@@ -17,8 +18,10 @@ from memfit.reporting.every import together
 from memfit.reporting.facts import Moment
 from memfit.reporting.pace import asked_seconds, not_run_yet, seconds_of, steady
 from memfit.reporting.rates import rate_rules
-from memfit.reporting.report import Report
 from memfit.reporting.words import alike_seconds, blocks_listed, listed, percent, speed
+
+if TYPE_CHECKING:
+    from memfit.reporting.report import Report
 
 MODELLED = "modelled from its data sheet, not measured"
 """The source of seconds for a device that is not present."""

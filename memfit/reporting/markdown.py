@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from memfit.reporting.lines import answers, comparison, headline, verdict
-from memfit.reporting.report import Report, made_with
 from memfit.reporting.tables import Table, notes, tables
-from memfit.reporting.words import printable
+from memfit.reporting.words import made_with, printable
+
+if TYPE_CHECKING:
+    from memfit.reporting.report import Report
 
 _MARKUP = re.compile(r"([\\`*_{}\[\]()#|~])")
 

@@ -6,10 +6,13 @@ Not covered: how a step spends its time; the profile times that.
 from __future__ import annotations
 
 from statistics import median
+from typing import TYPE_CHECKING
 
 from memfit.planning.plan import Option
 from memfit.reporting.facts import Pace
-from memfit.reporting.report import Report
+
+if TYPE_CHECKING:
+    from memfit.reporting.report import Report
 
 CHANGES = ("plan", "replan", "out of memory")
 """Kinds of events after which another plan may be in force."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from memfit._units import format_bytes, format_count
 from memfit.profiling.telling import TreeRow, explanation_facts, tree_columns, tree_notes, tree_rows
@@ -16,8 +17,10 @@ from memfit.reporting.facts import Curve
 from memfit.reporting.html import Part
 from memfit.reporting.pages import rendered
 from memfit.reporting.profile_tables import module_table, tensor_table
-from memfit.reporting.profiled import ProfileReport
 from memfit.reporting.words import printable
+
+if TYPE_CHECKING:
+    from memfit.reporting.profiled import ProfileReport
 
 OPEN, MOST = 1, 2000
 """Levels unfolded at first; maximum rows of the tree, above which it shows fewer levels."""

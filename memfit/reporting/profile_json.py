@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.profiling.allocator import Peak
 from memfit.profiling.explain import made_by
@@ -19,7 +19,9 @@ from memfit.profiling.seconds import Timing
 from memfit.profiling.timeline import CATEGORIES, Timeline
 from memfit.profiling.tree import ModuleCost
 from memfit.reporting.files import strict
-from memfit.reporting.profiled import ProfileReport
+
+if TYPE_CHECKING:
+    from memfit.reporting.profiled import ProfileReport
 
 VERSION = 1
 """Version of the format."""

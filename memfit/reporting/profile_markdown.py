@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from memfit.profiling.telling import explanation_facts, tree_notes
 from memfit.reporting.markdown import escaped, table_lines
 from memfit.reporting.profile_tables import module_table, tensor_table, tree_table
-from memfit.reporting.profiled import ProfileReport
-from memfit.reporting.report import made_with
+from memfit.reporting.words import made_with
+
+if TYPE_CHECKING:
+    from memfit.reporting.profiled import ProfileReport
 
 
 def markdown(report: ProfileReport) -> str:

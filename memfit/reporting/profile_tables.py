@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from memfit.profiling.explain import MODULES
 from memfit.profiling.telling import share_cells, tensor_cells, tree_columns, tree_rows
-from memfit.reporting.profiled import ProfileReport
 from memfit.reporting.tables import Table
+
+if TYPE_CHECKING:
+    from memfit.reporting.profiled import ProfileReport
 
 
 def module_table(report: ProfileReport) -> Table:

@@ -19,8 +19,10 @@ from memfit.profiling.telling import (
     tree_rows,
 )
 from memfit.reporting.colours import colour
-from memfit.reporting.profiled import ProfileReport
 from memfit.reporting.words import printable
+
+if TYPE_CHECKING:
+    from memfit.reporting.profiled import ProfileReport
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -270,9 +270,3 @@ def software() -> tuple[tuple[str, str], ...]:
         except PackageNotFoundError:  # memfit runs from a checkout
             continue
     return tuple(found)
-
-
-def made_with(made: str, packages: Sequence[tuple[str, str]]) -> str:
-    """Say in words when and with what a report was made."""
-    versions = ", ".join(f"{package} {version}" for package, version in packages)
-    return f"made {made}" + (f" with {versions}" if versions else "")

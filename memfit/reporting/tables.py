@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import TYPE_CHECKING
 
 from memfit._units import format_bytes, format_seconds, in_unit, unit_for
 from memfit.planning.plan import Option
@@ -14,8 +15,10 @@ from memfit.reporting.colours import COLOURS
 from memfit.reporting.facts import BlockCost, Moment, RankFacts
 from memfit.reporting.lines import not_equal
 from memfit.reporting.pace import loader_share, not_run_yet, seconds_of, steady, typical_wait
-from memfit.reporting.report import Report
 from memfit.reporting.words import instead, more_bytes, more_seconds, percent
+
+if TYPE_CHECKING:
+    from memfit.reporting.report import Report
 
 RANK_COLUMNS = (
     *("rank", "host", "device", "share", "micro-batch x steps", "blocks checkpointed", "precision"),

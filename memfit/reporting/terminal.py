@@ -14,9 +14,11 @@ from memfit.planning.wording import FACTORS, SHOWN, nearest, of_median, reason, 
 from memfit.reporting.colours import colour
 from memfit.reporting.lines import Entry, answers, comparison, headline, verdict
 from memfit.reporting.pace import seconds_of
-from memfit.reporting.report import Report
 from memfit.reporting.tables import every_rank, notes, without
 from memfit.reporting.words import printable
+
+if TYPE_CHECKING:
+    from memfit.reporting.report import Report
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -94,3 +94,9 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     """List up to `most` of the names, and how many more there are."""
     more = [f"{len(names) - most} more"] if len(names) > most else []
     return ", ".join([*names[:most], *more])
+
+
+def made_with(made: str, packages: Sequence[tuple[str, str]]) -> str:
+    """Say in words when and with what a report was made."""
+    versions = ", ".join(f"{package} {version}" for package, version in packages)
+    return f"made {made}" + (f" with {versions}" if versions else "")
