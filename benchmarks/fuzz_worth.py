@@ -63,9 +63,9 @@ def tried(name: str, first: int, most: int) -> dict[str, Any]:
 def put_back(name: str) -> Iterator[None]:
     """Inside, memfit has the fault."""
     import memfit
-    import memfit.modes.script
-    import memfit.modes.step
-    import memfit.modes.stepweights  # noqa: F401
+    import memfit.modes.script_mode
+    import memfit.modes.step_mode
+    import memfit.modes.step_weighting  # noqa: F401
 
     undo: list[Callable[[], None]] = []
     for where, attribute, replacement in FAULTS[name]():
@@ -99,7 +99,7 @@ Patch = Iterator[tuple[Any, str, Any]]
 
 def in_place_on_a_loss_that_waits() -> Patch:
     """`loss.div_(4)`: answered as if it had happened."""
-    from memfit.capture import standin
+    from memfit.capture import lazy_tensor as standin
 
     def rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return isinstance(args[0], standin.StandIn) and args[0]._scalar is not None
@@ -109,7 +109,7 @@ def in_place_on_a_loss_that_waits() -> Patch:
 
 def in_place_on_a_plain_tensor() -> Patch:
     """`total += out.detach().mean()`: computed out of place."""
-    from memfit.capture import standin
+    from memfit.capture import lazy_tensor as standin
 
     answer = standin._answer
 
@@ -123,7 +123,7 @@ def in_place_on_a_plain_tensor() -> Patch:
 
 def data_written_before_the_loss() -> Patch:
     """`p.data.mul_(0.9)` between forward and loss: not looked for."""
-    from memfit.engine.unchanged import Unchanged
+    from memfit.engine.version_checks import Unchanged
 
     yield Unchanged, "check", lambda self, when, moved=frozenset(): None
     yield Unchanged, "check_data", lambda self, when, moved=frozenset(): None
@@ -131,7 +131,7 @@ def data_written_before_the_loss() -> Patch:
 
 def planning_leaves_lists_and_counters() -> Patch:
     """What planning does to attributes, lists and closures is not put back."""
-    from memfit.engine.kept import Kept
+    from memfit.engine.undo_state import Kept
 
     undo = Kept.undo
 
@@ -151,7 +151,7 @@ def planning_leaves_tensors() -> Patch:
 
 def every_micro_batch_moves_state() -> Patch:
     """State that a forward moves is not composed: each micro-batch moves it once more."""
-    from memfit.engine.composed import Composition
+    from memfit.engine.compose_state import Composition
 
     yield Composition, "before_micro_batch", lambda self: None
     yield Composition, "after_micro_batch", lambda self, samples: None
@@ -159,28 +159,28 @@ def every_micro_batch_moves_state() -> Patch:
 
 def moving_state_is_not_seen() -> Patch:
     """Nothing is said to move."""
-    from memfit.equivalence import moving
+    from memfit.equivalence import side_effects as moving
 
     yield moving, "composition_of", lambda *args, **kwargs: moving.STILL
 
 
 def second_pass_moves_state() -> Patch:
     """A second pass moves state as the first one did."""
-    from memfit.engine.composed import Composition
+    from memfit.engine.compose_state import Composition
 
     yield Composition, "repeated", lambda self: self.afresh()
 
 
 def values_that_decide() -> Patch:
     """A comparison of the batch's values on the host is not seen to decide."""
-    from memfit.equivalence import reads
+    from memfit.equivalence import host_reads as reads
 
     yield reads, "decided", lambda *args: None
 
 
 def numbers_that_decide() -> Patch:
     """`out[:64]`, `chunk(4)`: positions and numbers of samples are not seen to decide."""
-    from memfit.capture import positions
+    from memfit.capture import size_dependence as positions
 
     yield positions, "told_by_positions", lambda *args, **kwargs: False
     yield positions, "first_that_decides", lambda *args, **kwargs: None
@@ -188,14 +188,14 @@ def numbers_that_decide() -> Patch:
 
 def losses_that_decide() -> Patch:
     """A loss that picks samples by what the model computed is not seen to."""
-    from memfit.equivalence import decides
+    from memfit.equivalence import loss_branches as decides
 
     yield decides, "told_by", lambda looks: None
 
 
 def hooks_on_saved_tensors() -> Patch:
     """Hooks on what the loss saves for backward: not looked for."""
-    from memfit.capture import standin
+    from memfit.capture import lazy_tensor as standin
 
     yield standin, "_watching_saved_tensors", lambda: False
 
@@ -219,7 +219,7 @@ def divisors_that_changed() -> Patch:
 
 def draws_of_their_own() -> Patch:
     """A repeated forward draws other random numbers."""
-    from memfit.engine.generators import RandomState
+    from memfit.engine.random_state import RandomState
 
     yield RandomState, "restore", lambda self, device: None
 

@@ -139,7 +139,7 @@ def traced_profile(model: Any, optimizer: Any, sample: Any, loss_fn: Any, *, che
     import memfit
     from memfit.autotune.settings import Settings
     from memfit.levers.checkpoint import candidate_blocks
-    from memfit.modes.step import Stepper
+    from memfit.modes.step_mode import Stepper
     from memfit.runtime.core import Core
 
     here = torch.device("cpu")

@@ -89,7 +89,7 @@ def looped(model: Any, size: tuple[int, int, int], batch: int) -> Any:
     """The timeline of some iterations of timm's training loop."""
     import torch
 
-    from memfit.engine.shadow import shadow_optimizer, step_by_lists
+    from memfit.engine.shadow_optimizer import shadow_optimizer, step_by_lists
     from memfit.kernels.scratch import scratch
     from memfit.kernels.substitute import cuda_kernels
     from memfit.kernels.target import Target

@@ -33,7 +33,7 @@ from memfit.levers.checkpoint import candidate_blocks
 from memfit.planning.plan import Plan
 from memfit.planning.sharding import LEVELS
 from memfit.ranks.ranks import Ranks
-from memfit.runtime.inexact import inexact_from
+from memfit.runtime.allow_inexact import inexact_from
 
 
 def check_model(model: Any) -> torch.device:

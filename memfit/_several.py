@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from memfit._errors import UsageError
+from memfit.runtime.allow_inexact import is_known
 from memfit.runtime.events import Event
-from memfit.runtime.inexact import is_known
 from memfit.training.run import Run
 
 STEP_MODE = ("loss_fn", "before_step", "sample", "weight", "plan")

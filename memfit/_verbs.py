@@ -26,13 +26,13 @@ from memfit._wrap import wrap
 from memfit.autotune.settings import Settings
 from memfit.autotune.task import Task
 from memfit.batches.tree import tensors
-from memfit.capture.works import LossFn
+from memfit.capture.workloads import LossFn
 from memfit.engine.intercept import is_compiled
-from memfit.engine.kept import reaching
+from memfit.engine.undo_state import reaching
 from memfit.hardware.budget import Budget, card_named, probe
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
-from memfit.modes.kinds import Kinds
-from memfit.modes.step import Stepper
+from memfit.modes.call_kinds import Kinds
+from memfit.modes.step_mode import Stepper
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
 from memfit.profiling.loop import Loop

@@ -30,11 +30,11 @@ from memfit._several import BESIDE, Runs, wrap_several
 from memfit._tested import untested
 from memfit._values import check_flag
 from memfit.autotune.settings import Settings
-from memfit.capture.works import LossFn
-from memfit.distributed.catchup import CatchUp
-from memfit.distributed.joining import WRAPPING, beginning, beside, check_alike, check_share, start_alike
-from memfit.distributed.takeover import TakenOver, loss_of_outer, refuse_synchronised_norms, taken_over
-from memfit.distributed.together import Together
+from memfit.capture.workloads import LossFn
+from memfit.distributed.join import WRAPPING, beginning, beside, check_alike, check_share, start_alike
+from memfit.distributed.reduction import Together
+from memfit.distributed.step_sync import CatchUp
+from memfit.distributed.unwrap_ddp import TakenOver, loss_of_outer, refuse_synchronised_norms, taken_over
 from memfit.engine.intercept import interception_of, is_compiled
 from memfit.hardware.budget import Budget, budget_for, probe, shared_among
 from memfit.hardware.catalogue import Card
@@ -42,16 +42,16 @@ from memfit.hardware.exhausted import free_unused
 from memfit.loading.iterate import PassedThrough
 from memfit.loading.loader import EffectiveLoader, leftover
 from memfit.loading.pool import planning_pool
-from memfit.modes.script import Script
-from memfit.modes.step import Stepper
+from memfit.modes.script_mode import Script
+from memfit.modes.step_mode import Stepper
 from memfit.planning.plan import Plan
 from memfit.profiling.build import model_facts
 from memfit.ranks.join import join
 from memfit.ranks.ranks import Ranks
 from memfit.reporting.stderr import tell
-from memfit.runtime.company import Company
+from memfit.runtime.accumulation_guard import AccumulationGuard
 from memfit.runtime.core import Core
-from memfit.runtime.guard import AccumulationGuard
+from memfit.runtime.rank_facts import Company
 from memfit.training.run import Run
 from memfit.training.sharding import Sharding
 

@@ -16,7 +16,7 @@ from memfit.autotune.settings import Settings
 from memfit.batches.tree import map_leaves, tensors
 from memfit.hardware.budget import probe
 from memfit.kernels.onednn import stages
-from memfit.modes.step import Stepper
+from memfit.modes.step_mode import Stepper
 from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import MEMFITS, Loop
 from memfit.profiling.profile import Profile

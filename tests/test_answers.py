@@ -15,7 +15,7 @@ from helpers import Forwards, mlp, points, wrapped
 from torch import Tensor, nn
 from zoo.plain import gradients_of, relative_error
 
-from memfit.engine.unchanged import Modified
+from memfit.engine.version_checks import Modified
 
 X, Y = points()
 T = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

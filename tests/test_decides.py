@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo.plain import gradients_of, relative_error
 
 import memfit
-from memfit.equivalence.decides import Decides, told_by
+from memfit.equivalence.loss_branches import Decides, told_by
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

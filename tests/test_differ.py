@@ -19,7 +19,7 @@ from processes import Processes
 
 import memfit
 from memfit.batches.pieces import divided, part_of
-from memfit.distributed.speeds import Speeds
+from memfit.distributed.load_balance import Speeds
 from memfit.loading.shares import Shares
 from memfit.planning.balance import balanced, most_samples, slowest
 from memfit.planning.plan import Plan

@@ -11,8 +11,8 @@ import torch
 from helpers import Notes, wrapped
 from torch import Tensor, nn
 
-from memfit.engine import generators
-from memfit.engine.generators import HostDraws, HostRandom, RandomState, random_state_kept
+from memfit.engine import random_state as generators
+from memfit.engine.random_state import HostDraws, HostRandom, RandomState, random_state_kept
 
 DRAWS: dict[str, Callable[[], object]] = {
     "nothing": lambda: None,

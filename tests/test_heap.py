@@ -14,14 +14,14 @@ from helpers import Notes
 from torch import nn
 
 import memfit
-from memfit.autotune.heap import HeapWatch
 from memfit.autotune.memory import BETWEEN
+from memfit.autotune.trim_heap import HeapWatch
 
 ROOT = Path(__file__).resolve().parent.parent
 FRAGMENTED = """
 import torch
 from memfit.hardware.meter import Meter
-from memfit.autotune.heap import HeapWatch
+from memfit.autotune.trim_heap import HeapWatch
 
 meter, watch = Meter(torch.device("cpu")), HeapWatch()
 torch.empty(31 * 2**20, dtype=torch.uint8)  # freed: glibc's dynamic threshold rises, and what follows lives in the heap

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.batches.cut import Axis
 from memfit.capture.outputs import Joining, Leaf
-from memfit.equivalence.prove import relative_difference
+from memfit.equivalence.proofs import relative_difference
 
 SIZES = (2, 3, 1)
 

@@ -19,7 +19,7 @@ from zoo.plain import gradients_of, relative_error
 import memfit
 from memfit import UsageError
 from memfit.engine.intercept import interception_of
-from memfit.engine.unchanged import Modified
+from memfit.engine.version_checks import Modified
 from memfit.levers.arguments import as_it_was
 from memfit.levers.checkpoint import candidate_blocks, checkpoint_blocks, checkpointed
 from memfit.levers.precision import lower_precisions, parse_precision, precision_applied, script_precision

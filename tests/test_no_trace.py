@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo import FAMILIES, Family, first_batch
 
 import memfit
-from memfit.engine.kept import kept
+from memfit.engine.undo_state import kept
 
 
 class Ticks:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import memfit
-from memfit.autotune.trials import TRIED, Trials
+from memfit.autotune.overlap_trials import TRIED, Trials
 from memfit.ranks import buckets
 from memfit.ranks.overlapped import Buckets
 

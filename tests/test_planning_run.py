@@ -27,8 +27,8 @@ from zoo.plain import gradients_of, relative_error
 
 import memfit
 from memfit import DoesNotFit, Run, UsageError
-from memfit.autotune import measure
-from memfit.autotune.measure import Excess, Measurer, busy_note, excess_beside
+from memfit.autotune import measure_sizes as measure
+from memfit.autotune.measure_sizes import Excess, Measurer, busy_note, excess_beside
 from memfit.autotune.memory import Memory
 from memfit.autotune.task import Task
 from memfit.batches.samples import SampleBatch

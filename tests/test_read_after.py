@@ -11,7 +11,7 @@ from helpers import Forwards, mlp, points, wrapped
 from torch import Tensor
 from torch.optim import SGD
 
-from memfit.modes import script
+from memfit.modes import script_mode as script
 
 X, Y = points(12)
 TARGET = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

@@ -15,7 +15,7 @@ from zoo.plain import gradients_of, relative_error
 
 import memfit
 from memfit import Refused
-from memfit.runtime.flags import MOST, Flags
+from memfit.runtime.module_flags import MOST, Flags
 
 X, Y = points(12)
 EXACT = 1e-12

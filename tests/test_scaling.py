@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from zoo.plain import Gradients, gradients_of, relative_error
 
-from memfit.runtime.scaling import SMALLEST, START
+from memfit.runtime.loss_scale import SMALLEST, START
 
 Batch = tuple[Tensor, Tensor]
 

@@ -12,7 +12,7 @@ from handmade import Course
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from memfit.capture.works import StepWork
+from memfit.capture.workloads import StepWork
 from memfit.engine.accumulate import Weighting
 from memfit.profiling.splice import continued
 from memfit.profiling.timeline import Timeline

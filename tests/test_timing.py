@@ -14,7 +14,7 @@ from processes import in_a_new_process
 from torch import nn
 
 from memfit._units import MiB
-from memfit.capture.works import StepWork
+from memfit.capture.workloads import StepWork
 from memfit.engine.accumulate import Weighting
 from memfit.engine.staged import Staging, sparse_parameters
 from memfit.profiling.build import stepping_bytes

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from memfit.autotune import laps
-from memfit.autotune.tune import ENOUGH, Tuner, spread
+from memfit.autotune import timer as laps
+from memfit.autotune.tuner import ENOUGH, Tuner, spread
 from memfit.batches.pieces import next_size
 from memfit.planning.search import micro_batch_sizes
 

@@ -20,8 +20,8 @@ from zoo.plain import gradients_of, relative_error
 import memfit
 from memfit import Refused
 from memfit.engine import handover
-from memfit.modes import script
-from memfit.modes.underway import UNDERWAY
+from memfit.modes import script_mode as script
+from memfit.modes.pending_calls import UNDERWAY
 
 X, Y = points()
 T = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -20,7 +20,7 @@ from zoo.plain import gradients_of, relative_error
 
 import memfit
 from memfit import Refused
-from memfit.autotune.tune import Tuner
+from memfit.autotune.tuner import Tuner
 from memfit.batches.samples import SampleBatch
 
 EXACT = 1e-12

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import CheckpointError
 
 from memfit._errors import DoesNotFit, first_line
 from memfit._units import format_bytes
-from memfit.autotune.elsewhere import CardMeasurer, not_measurable, target_of
-from memfit.autotune.measure import Measurer
+from memfit.autotune.absent_device import CardMeasurer, not_measurable, target_of
+from memfit.autotune.measure_sizes import Measurer
 from memfit.autotune.memory import Memory
+from memfit.autotune.precision_shift import gradient_shift
 from memfit.autotune.settings import Settings
-from memfit.autotune.shift import gradient_shift
 from memfit.autotune.task import Task
 from memfit.engine.modules import normalises_batches
-from memfit.engine.recover import surviving
+from memfit.engine.recovery import surviving
 from memfit.engine.staged import Staging
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import candidate_blocks, checkpointed

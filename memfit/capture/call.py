@@ -19,8 +19,7 @@ from memfit.batches.shapes import Shapes, shapes_per_sample
 from memfit.batches.tree import flat, leaves, map_leaves, rebuild, tensors
 from memfit.capture.outputs import Joining, Outputs
 from memfit.engine.buffers import WrittenBuffers
-from memfit.engine.composed import Composition
-from memfit.engine.context import (
+from memfit.engine.call_context import (
     Autocast,
     autocast_now,
     autocasting,
@@ -30,10 +29,11 @@ from memfit.engine.context import (
     requiring_as,
     without_autocast,
 )
-from memfit.engine.generators import HostDraws, RandomState
+from memfit.engine.compose_state import Composition
 from memfit.engine.modules import modules_of, parameters_in
+from memfit.engine.random_state import HostDraws, RandomState
 from memfit.engine.staged import Staging, gathers_in_parts
-from memfit.engine.unchanged import Keys, Modified, Unchanged
+from memfit.engine.version_checks import Keys, Modified, Unchanged
 
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
 Split = Callable[[Any, list[int]], Sequence[Any]]

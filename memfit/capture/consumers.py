@@ -11,9 +11,9 @@ import torch
 from memfit.batches.cut import Axis
 from memfit.capture.call import Call
 from memfit.capture.expression import Cut, Node, Part, all_nodes, narrow_firsts, twinned
-from memfit.capture.learn import twin_of_part
-from memfit.capture.works import CallWork, ExpressionWork, OutputsWork
-from memfit.engine.unchanged import Unchanged
+from memfit.capture.infer_layout import twin_of_part
+from memfit.capture.workloads import CallWork, ExpressionWork, OutputsWork
+from memfit.engine.version_checks import Unchanged
 
 Twin = Callable[[torch.Tensor], torch.Tensor]
 

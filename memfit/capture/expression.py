@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from memfit.batches.cut import Axis
-from memfit.engine.context import Autocast, autocasting
+from memfit.engine.call_context import Autocast, autocasting
 from memfit.engine.handover import ALMOST, Factor
-from memfit.engine.terms import told
-from memfit.engine.unchanged import Unchanged
+from memfit.engine.known_means import told
+from memfit.engine.version_checks import Unchanged
 
 Divisor = int | float | torch.Tensor | None
 """Denominator of a sum over the batch; None: the sum is not divided."""

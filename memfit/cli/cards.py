@@ -15,7 +15,7 @@ import torch
 from memfit import _verbs as verbs
 from memfit._errors import DoesNotFit, UsageError
 from memfit._units import format_bytes
-from memfit.autotune.elsewhere import on_card, target_of
+from memfit.autotune.absent_device import on_card, target_of
 from memfit.hardware.budget import Budget, budget_for, card_named
 from memfit.hardware.catalogue import Card, cards
 from memfit.kernels.alike import noting_alike, step_of

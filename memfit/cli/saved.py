@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from memfit._errors import UsageError
-from memfit.autotune.elsewhere import is_elsewhere
+from memfit.autotune.absent_device import is_elsewhere
 from memfit.hardware.budget import Budget
 from memfit.hardware.device import Device
 from memfit.planning.plan import Plan

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 
 from memfit._errors import RankFailed, Refused
-from memfit.autotune.laps import Clock
-from memfit.autotune.trials import Trials
-from memfit.distributed.stated import RankFacts, Stated, check_rivals, number_of, share_of
+from memfit.autotune.overlap_trials import Trials
+from memfit.autotune.timer import Clock
+from memfit.distributed.rank_reports import RankFacts, Stated, check_rivals, number_of, share_of
 from memfit.engine.accumulate import BY_SAMPLES, AroundLast, Weighting
 from memfit.engine.handover import Factor, Total
-from memfit.engine.recover import Again
+from memfit.engine.recovery import Again
 from memfit.engine.staged import Staging
 from memfit.ranks.overlapped import Buckets, Flight
 from memfit.ranks.ranks import Ranks

@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memfit._errors import UsageError
 from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
-from memfit.engine.composed import Composition
-from memfit.engine.context import without_autocast
+from memfit.engine.call_context import without_autocast
+from memfit.engine.compose_state import Composition
 from memfit.engine.divisors import Divided, How, read
 from memfit.engine.handover import Factor, Total
+from memfit.engine.known_means import Term, Terms, is_only_term, standing_in
 from memfit.engine.staged import Staging
-from memfit.engine.terms import Term, Terms, is_only_term, standing_in
 
 CountOf = Callable[[Any], Count]
 AroundLast = Callable[[Total], AbstractContextManager[None]]

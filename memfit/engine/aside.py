@@ -9,7 +9,7 @@ import torch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.engine.terms import unseen
+from memfit.engine.known_means import unseen
 
 
 @contextmanager

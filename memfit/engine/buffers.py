@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from memfit.engine.context import restore_tensors
+from memfit.engine.call_context import restore_tensors
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.engine.terms import HALF
+from memfit.engine.known_means import HALF
 
 Number = float | torch.Tensor
 """A number on the host or on a device."""

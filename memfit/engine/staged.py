@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from memfit._errors import Refused
+from memfit.engine.known_means import leaves_of, nodes_of
 from memfit.engine.modules import modules_of, parameters_in
-from memfit.engine.terms import leaves_of, nodes_of
 
 
 @dataclass(frozen=True)

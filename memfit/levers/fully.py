@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from memfit._errors import RankFailed, Refused
 from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.aside import aside
-from memfit.engine.context import restore_tensors
+from memfit.engine.call_context import restore_tensors
 from memfit.engine.modules import modules_of
 from memfit.engine.staged import AS_GIVEN, LET_GO, bytes_here
 from memfit.levers.checkpoint import candidate_blocks

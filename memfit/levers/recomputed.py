@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engine.composed import Data, Place
-from memfit.engine.context import is_faking
-from memfit.engine.generators import HostRandom
-from memfit.engine.kept import Snapshot, holds
+from memfit.engine.call_context import is_faking
+from memfit.engine.compose_state import Data, Place
+from memfit.engine.random_state import HostRandom
 from memfit.engine.staged import gathers_in_parts
-from memfit.engine.unchanged import Unchanged
+from memfit.engine.undo_state import Snapshot, holds
+from memfit.engine.version_checks import Unchanged
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Moving] = weakref.WeakKeyDictionary()
 """What is known about blocks. It outlives the plans that checkpoint them."""

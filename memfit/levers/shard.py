@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from memfit._errors import RankFailed, Refused, first_line
-from memfit.engine.shadow import shadow_optimizer
+from memfit.engine.shadow_optimizer import shadow_optimizer
 from memfit.ranks.ranks import Ranks
 
 STEPPING = "an optimizer step"

@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from memfit.engine.generators import HostRandom
+from memfit.engine.random_state import HostRandom
 from memfit.loading.parts import Part
 from memfit.loading.watch import Watch
 

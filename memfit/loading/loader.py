@@ -23,7 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from memfit._errors import UsageError
 from memfit.batches.pieces import part_of
 from memfit.batches.samples import SampleBatch
-from memfit.engine.generators import HostRandom
+from memfit.engine.random_state import HostRandom
 from memfit.loading.common import CommonDraws
 from memfit.loading.draws import Stream, generator_of, keeps_own_order, mixed, peek_seed, seeded, spend_seed
 from memfit.loading.inner import grouping_of, inner_loader, iterations

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from memfit.engine.generators import HostRandom
+from memfit.engine.random_state import HostRandom
 from memfit.loading.draws import Order, draw_seed, generator_of
 
 REMEMBERED = 8

@@ -27,7 +27,7 @@ HEAP_TENSOR = 32 * MiB
 """Tensors this large never live in glibc's heap: its dynamic mmap threshold ends here (DEFAULT_MMAP_THRESHOLD_MAX)."""
 HEAP_WASTE = 0.8
 """Upper bound of heap fragmentation: bytes the heap may keep beyond its tensors, as a share of their bytes. It assumes that
-free pages are given back in time (`autotune/heap.py`). Without that, benchmarks/heap.py measured 0.3 to 0.8 for models whose
+free pages are given back in time (`autotune/trim_heap.py`). Without that, benchmarks/heap.py measured 0.3 to 0.8 for models whose
 samples have one size, and up to 2.1 with recomputed blocks and with samples of different sizes."""
 HIGH_HEAP_WASTE = 2.0
 """The same where the reserved memory of the process is limited (RLIMIT_DATA, RLIMIT_AS), because pages given back still count

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.engine.accumulate import Weighting, Work
-from memfit.engine.shadow import shadow_optimizer, step
+from memfit.engine.shadow_optimizer import shadow_optimizer, step
 from memfit.engine.staged import Staging, sparse_parameters
 from memfit.hardware.exhausted import patiently
 from memfit.kernels.target import Target

@@ -15,7 +15,7 @@ from torch import nn
 
 from memfit.batches.tree import tensors
 from memfit.engine.accumulate import Work
-from memfit.engine.context import uncompiled
+from memfit.engine.call_context import uncompiled
 from memfit.kernels.onednn import stages
 from memfit.kernels.scratch import scratch
 from memfit.profiling.ledger import Ledger

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as _KeptVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.engine.context import uncompiled
+from memfit.engine.call_context import uncompiled
 
 _STATISTICS = ("running_mean", "running_var")
 _UNSAID = {

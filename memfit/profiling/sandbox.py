@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engine.composed import Data, Place
-from memfit.engine.context import autocast_kept, modes_as, modes_of, restore_tensors, without_saved_tensors_hooks
-from memfit.engine.generators import random_state_kept
-from memfit.engine.kept import Kept, kept
+from memfit.engine.call_context import autocast_kept, modes_as, modes_of, restore_tensors, without_saved_tensors_hooks
+from memfit.engine.compose_state import Data, Place
 from memfit.engine.modules import modules_of
+from memfit.engine.random_state import random_state_kept
 from memfit.engine.staged import gathers_in_parts, let_go
+from memfit.engine.undo_state import Kept, kept
 from memfit.profiling.guard import UndoLog, writes_undone
 
 

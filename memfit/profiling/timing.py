@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from memfit._units import MiB
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import CountOf, Pass, Weighting, Work, gathering
-from memfit.engine.shadow import shadow_optimizer, step
+from memfit.engine.shadow_optimizer import shadow_optimizer, step
 from memfit.engine.staged import Staging
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.hardware.heap import free_heap, give_back_free_heap

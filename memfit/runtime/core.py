@@ -15,27 +15,27 @@ from torch.optim import Optimizer
 
 from memfit._errors import Refused
 from memfit._units import format_bytes
-from memfit.autotune.elsewhere import CardMemory
-from memfit.autotune.heap import HeapWatch
+from memfit.autotune.absent_device import CardMemory
+from memfit.autotune.active_plan import Planned
 from memfit.autotune.memory import Memory
-from memfit.autotune.planned import Planned
 from memfit.autotune.planner import Planner
 from memfit.autotune.settings import Settings
-from memfit.autotune.tune import Tuner
+from memfit.autotune.trim_heap import HeapWatch
+from memfit.autotune.tuner import Tuner
 from memfit.batches.pieces import equal_sizes, next_size, sizes
-from memfit.distributed.catchup import CatchUp
 from memfit.distributed.overlap import Load
-from memfit.distributed.takeover import TakenOver
-from memfit.distributed.together import Together
+from memfit.distributed.reduction import Together
+from memfit.distributed.step_sync import CatchUp
+from memfit.distributed.unwrap_ddp import TakenOver
 from memfit.engine.accumulate import AroundLast, SharesDiffer, Weighting, Work, accumulate
 from memfit.engine.buffers import WrittenBuffers
-from memfit.engine.composed import Composition
-from memfit.engine.context import Autocast, in_functional_call
-from memfit.engine.generators import HostDraws
+from memfit.engine.call_context import Autocast, in_functional_call
+from memfit.engine.compose_state import Composition
 from memfit.engine.handover import Total
-from memfit.engine.inference import Caches
+from memfit.engine.inference_caches import Caches
 from memfit.engine.modules import normalises_batches
-from memfit.engine.recover import Again, Recovery
+from memfit.engine.random_state import HostDraws
+from memfit.engine.recovery import Again, Recovery
 from memfit.engine.staged import Staging, bytes_here, check_nothing_escaped
 from memfit.hardware.budget import Budget
 from memfit.hardware.heap import give_back_free_heap
@@ -46,11 +46,11 @@ from memfit.planning.search import NORMS, WHOLE_NORMS
 from memfit.profiling.profile import Profile
 from memfit.reporting.stderr import tell
 from memfit.reporting.verification import Verification
-from memfit.runtime.company import Company
+from memfit.runtime.batchnorm import WholeNorms
 from memfit.runtime.events import Events
-from memfit.runtime.flags import Flags
-from memfit.runtime.scaling import HalfGraphs, LossScale, computes_in_half
-from memfit.runtime.wholenorm import WholeNorms
+from memfit.runtime.loss_scale import HalfGraphs, LossScale, computes_in_half
+from memfit.runtime.module_flags import Flags
+from memfit.runtime.rank_facts import Company
 
 NOTICEABLE = 8 << 20
 """Bytes that a new size of micro-batch may keep before it is not worth trying (a ResNet: 4 MiB resident, 40 reserved)."""

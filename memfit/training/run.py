@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit._errors import UsageError
-from memfit.capture.works import LossFn
-from memfit.distributed.takeover import TakenOver
+from memfit.capture.workloads import LossFn
+from memfit.distributed.unwrap_ddp import TakenOver
 from memfit.engine.intercept import Interception
 from memfit.levers.precision import script_precision
 from memfit.loading.iterate import PassedThrough
 from memfit.loading.loader import BatchInfo, EffectiveLoader
-from memfit.modes.script import Script
-from memfit.modes.step import Stepper
+from memfit.modes.script_mode import Script
+from memfit.modes.step_mode import Stepper
 from memfit.planning.plan import Plan
+from memfit.runtime.accumulation_guard import AccumulationGuard
 from memfit.runtime.core import Core
 from memfit.runtime.events import Event
-from memfit.runtime.finite import LossWatch
-from memfit.runtime.guard import AccumulationGuard
+from memfit.runtime.loss_watch import LossWatch
 from memfit.training.sharding import Sharding
 from memfit.training.state import Held, load, written
 
@@ -443,7 +443,7 @@ class Run:
                 next_move="pass loss_fn= to memfit.wrap, or call the model in your own loop",
             )
         from memfit.batches.samples import SampleBatch
-        from memfit.capture.works import moved
+        from memfit.capture.workloads import moved
 
         self._clock.begin()
         self.optimizer.zero_grad(set_to_none=True)

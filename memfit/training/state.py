@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit._errors import UsageError
-from memfit.engine.generators import RandomState
+from memfit.engine.random_state import RandomState
 from memfit.loading.draws import draw_seed, mixed
 from memfit.loading.loader import EffectiveLoader
 from memfit.loading.position import Position

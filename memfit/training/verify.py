@@ -18,10 +18,10 @@ from memfit._errors import UsageError
 from memfit.batches.pieces import sizes
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import CountOf, Work, accumulate, checked_loss
-from memfit.engine.context import without_autocast
-from memfit.engine.kept import reaching
-from memfit.engine.slices import Draws
-from memfit.equivalence.prove import comparable
+from memfit.engine.call_context import without_autocast
+from memfit.engine.random_slices import Draws
+from memfit.engine.undo_state import reaching
+from memfit.equivalence.proofs import comparable
 from memfit.reporting.verification import Verification
 from memfit.runtime.core import Core, Reference
 

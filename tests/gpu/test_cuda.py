@@ -20,7 +20,7 @@ WITHOUT_BATCH_NORM = [name for name, family in FAMILIES.items() if not family.mi
 
 
 def on_device(batch: object) -> object:
-    from memfit.capture.works import moved
+    from memfit.capture.workloads import moved
 
     return moved(batch, DEVICE)
 

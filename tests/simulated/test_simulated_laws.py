@@ -22,7 +22,7 @@ from zoo import FAMILIES, first_batch
 from zoo.plain import relative_error
 
 import memfit
-from memfit.capture.works import moved
+from memfit.capture.workloads import moved
 from memfit.hardware.budget import margin_for
 
 MiB = 1 << 20

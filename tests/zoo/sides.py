@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit import Run
-from memfit.capture.works import moved
+from memfit.capture.workloads import moved
 from zoo.family import Family, first_batch
 from zoo.losses import Variant
 from zoo.plain import Gradients, gradients_of

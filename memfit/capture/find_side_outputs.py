@@ -1,0 +1,215 @@
+"""Finds what enters or leaves a forward in another way than its arguments and its output.
+
+Tensors with a graph that stay in attributes or in lists filled by forward hooks are joined like outputs. Otherwise only the
+last micro-batch's tensor would remain, and gradients would be lost. Parameters of other modules that the forward uses are
+found so that their gradients are staged, too. Not covered: detached values, and behavior that the checked samples do not
+trigger.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import types
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from memfit._errors import Refused
+from memfit.batches.tree import leaves, tensors
+from memfit.capture.call import Call
+from memfit.capture.side_outputs import Door, Doorway, Variable
+from memfit.engine.call_context import uncompiled
+from memfit.engine.known_means import leaves_of
+from memfit.engine.staged import gathers_in_parts
+from memfit.profiling.sandbox import leave_no_trace
+
+
+@dataclass(frozen=True)
+class SideEntrances:
+    """What a forward uses and changes besides its module's own state."""
+
+    parameters: tuple[torch.Tensor, ...]
+    """Parameters outside the module that receive gradients through it."""
+    writes_input: bool
+    """Whether it writes into its input tensors."""
+
+
+class FoundDoors(Exception):
+    """A forward leaves tensors in places where they can be joined."""
+
+    def __init__(self, doors: Sequence[Door]) -> None:
+        super().__init__(", ".join(door.name for door in doors))
+        self.doors = tuple(doors)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor was found. `door` is None if it cannot be joined there."""
+
+    name: str
+    door: Door | None = None
+
+
+def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
+    """Find the side entrances of a call's forward. Raises FoundDoors if a tensor with a graph outlives it outside its output,
+    Refused if that cannot be joined."""
+    named = _computed_by_hooks(call.model)
+    looked_at = copy.copy(call)
+    looked_at.copies = True
+    with leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
+        tree = looked_at.arguments(0, samples)
+        given = [(t, t._version) for t in tensors(tree)]
+        watch = _Made()
+        with watch:
+            output = looked_at.output(tree)
+        mine = {id(leaf) for _, leaf in leaves(output)}
+        alive = [t for t in (reference() for reference in watch.made) if t is not None and id(t) not in mine]
+        found = _holders(alive, call.model, inside=_reachable(leaf for _, leaf in leaves(output)))
+        places = [place for place in found if place.name not in named]
+        own = {id(t) for t in (*call.model.parameters(), *(t for t, _ in given))}
+        leaves_ = [] if gathers_in_parts(call.model) else leaves_of(tensors(output))
+        strangers = tuple(p for p in leaves_ if isinstance(p, nn.Parameter) and id(p) not in own)
+        entrances = SideEntrances(strangers, any(t._version != version for t, version in given))
+    doors = [place.door for place in places]
+    known = isinstance(call.plain, Doorway)
+    if places and not known and None not in doors:
+        raise FoundDoors(doors)  # type: ignore[arg-type]
+    if places:
+        name = next((place.name for place in places if place.door is None or known), places[0].name)
+        raise Refused(
+            "cutting the batch into micro-batches",
+            found=f"{name} holds a tensor with a graph after the forward; of several micro-batches only the last would "
+            "be left there, and its gradient would be lost",
+            next_move="return it from forward, or store it detached",
+        )
+    return entrances
+
+
+class _Made(TorchFunctionMode):
+    """Collects weak references to all new tensors with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for item in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(item, torch.Tensor) and item.grad_fn is not None:
+                self.made.append(weakref.ref(item))
+        return out
+
+
+def _holders(alive: list[torch.Tensor], model: nn.Module, inside: set[int]) -> list[_Place]:
+    """Places that refer to these tensors, other than the graph and the objects `inside` the output."""
+    if not alive:
+        return []
+    wanted = {id(t) for t in alive}
+    modules = {id(m.__dict__): (name, m.__dict__) for name, m in model.named_modules()}
+    variables = _variables(model)
+    found: list[_Place] = []
+    for holder in gc.get_referrers(*alive):
+        if holder is alive or id(holder) in inside or isinstance(holder, types.FrameType):
+            continue
+        if isinstance(holder, types.CellType):
+            found += [_place(variables[id(holder)], Variable(holder), "it")] if id(holder) in variables else []
+        elif id(holder) in modules:
+            name, attributes = modules[id(holder)]
+            keys = [key for key, value in attributes.items() if id(value) in wanted]
+            found += [_place(f"{name}.{key}" if name else key, attributes, key) for key in keys]
+        elif isinstance(holder, (list, tuple, dict, set)):
+            found += _container(holder, modules, wanted)
+        elif not _is_ours(holder):
+            held = getattr(holder, "__dict__", {})
+            kept = [key for key, value in held.items() if id(value) in wanted]
+            found += [_place(f"{type(holder).__name__}.{key}", held, key) for key in kept]
+    return list({place.name: place for place in found}.values())
+
+
+def _place(name: str, owner: Any, key: str) -> _Place:
+    return _Place(name, Door(name, owner, key))
+
+
+def _variables(model: nn.Module) -> dict[int, str]:
+    """Closure variables of the model's forward hooks, by id."""
+    found = {}
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            code = getattr(hook, "__code__", None)
+            if code is not None:
+                names = zip(code.co_freevars, getattr(hook, "__closure__", None) or ())
+                found |= {id(cell): f"the variable {name} of {hook.__qualname__}" for name, cell in names}
+    return found
+
+
+def _container(holder: Any, modules: dict[int, tuple[str, dict[str, Any]]], wanted: set[int]) -> list[_Place]:
+    for name, attributes in modules.values():
+        for key, value in attributes.items():
+            if value is holder:
+                place = f"{name}.{key}" if name else key
+                return [_Place(place) if isinstance(holder, set) else _place(place, attributes, key)]
+    if isinstance(holder, tuple) or _belongs_to_ours(holder):
+        return []
+    for owner in gc.get_referrers(holder):
+        if isinstance(holder, dict) and getattr(owner, "__dict__", None) is holder:
+            keys = [key for key, value in holder.items() if id(value) in wanted]
+            return [_place(f"{getattr(owner, '__name__', type(owner).__name__)}.{key}", holder, key) for key in keys]
+    if isinstance(holder, set):
+        return []
+    name = f"a {type(holder).__name__} outside the model (filled by a forward hook?)"
+    return [_place(name, {"it": holder}, "it")]
+
+
+def _belongs_to_ours(holder: Any) -> bool:
+    """Whether the container is, or lies in, an object that is not the script's."""
+    open_, seen = [holder], {id(holder)}
+    for _ in range(3):
+        owners = [o for o in gc.get_referrers(*open_) if o is not open_ and id(o) not in seen and not _is_looking(o)]
+        if any(_is_ours(owner) for owner in owners):
+            return True
+        seen.update(id(owner) for owner in owners)
+        open_ = [owner for owner in owners if isinstance(owner, (list, tuple, dict, set))]
+        if not open_:
+            return False
+    return False
+
+
+def _is_looking(owner: Any) -> bool:
+    """Whether it refers to a place only to search it, or to serve another model."""
+    return isinstance(owner, Door) or (isinstance(owner, types.FrameType) and owner.f_code.co_filename == __file__)
+
+
+def _is_ours(owner: Any) -> bool:
+    """Whether it is state of a custom autograd function, or belongs to torch or memfit."""
+    if isinstance(owner, types.FrameType):
+        return "memfit" in owner.f_code.co_filename
+    kind = type(owner).__module__.split(".")[0]
+    return isinstance(owner, (torch._C._FunctionBase, torch.Tensor)) or kind in ("torch", "memfit", "weakref")
+
+
+def _reachable(roots: Iterable[Any]) -> set[int]:
+    """Ids of objects in the output other than its leaves, such as caches."""
+    found: set[int] = set()
+    open_ = [root for root in roots if not isinstance(root, (torch.Tensor, nn.Module, type, types.FunctionType))]
+    for _ in range(6):
+        fresh = [o for o in open_ if id(o) not in found]
+        found.update(id(o) for o in fresh)
+        kinds = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType)
+        open_ = [o for o in gc.get_referents(*fresh) if not isinstance(o, kinds)] if fresh else []
+    return found
+
+
+def _computed_by_hooks(model: nn.Module) -> set[str]:
+    """Attributes that a hook recomputes before every forward (weight norm, spectral norm)."""
+    return {
+        f"{name}.{hook.name}" if name else hook.name  # type: ignore[attr-defined]
+        for name, module in model.named_modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(getattr(hook, "name", None), str)
+    }

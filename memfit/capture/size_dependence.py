@@ -1,0 +1,248 @@
+"""Detects code that acts differently on many samples than on few: takes the first 64, runs four at a time, asks how many.
+
+On a few samples such code may treat the whole and its parts alike. The signs are the functions and modules it calls and the
+non-tensor arguments of functions. Not covered: what a size decides without any of these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from memfit.batches.tree import tensors
+from memfit.engine.call_context import uncompiled
+from memfit.engine.random_state import HostRandom
+from memfit.profiling.failures import TraceFailed
+from memfit.profiling.fake import ZeroArrays
+from memfit.profiling.twins import on_twins
+
+SPLITTING = frozenset("split unsafe_split".split())
+"""Functions that split into pieces of a given size."""
+CHUNKING = frozenset("chunk unsafe_chunk tensor_split".split())
+"""Functions that split into a given number of pieces."""
+COMPARING = frozenset("lt le gt ge eq ne less less_equal greater greater_equal not_equal".split())
+"""Comparisons. A number compared with consecutive numbers is a position."""
+SHAPING = frozenset("view reshape unsqueeze to long int float double".split())
+"""Functions that keep consecutive numbers consecutive."""
+STEP = "step"
+"""Stands for a slice's step, in place of a function's name."""
+Taken = tuple[str, int, int, int]
+"""A bound, step, size or number of pieces: (function, dimension, its size, number)."""
+
+
+SIZE = "the number of samples"
+"""The name of what decides, in error messages."""
+FEW, MORE = 2, 3
+"""Numbers of samples that are assumed to be treated like any other number."""
+
+
+class Positions(TorchFunctionMode):
+    """Records indexing by position in `taken`, called functions with their non-tensor arguments in `functions`, and the `calls`
+    of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: set[Taken] = set()
+        self.functions: list[tuple[Any, tuple[Any, ...]]] = []
+        self.calls: Counter[int] = Counter()
+        self._counting = WeakTensorKeyDictionary()
+        """Tensors of consecutive numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = func.__name__.strip("_")
+        result = func(*args, **(kwargs or {}))
+        self.taken.update(taken(name, args, kwargs or {}))
+        self.functions.append((func, tuple(_plain((args, kwargs)))))
+        given = tensors((args, kwargs or {}))
+        counting = bool(given) and all(tensor in self._counting for tensor in given)
+        if name == "arange" or (counting and name in SHAPING):
+            for made in tensors(result):
+                self._counting[made] = True
+        elif counting:
+            long = [(name, axis, size, args[-1]) for axis, size in enumerate(given[0].shape) if size > 1]
+            if name in COMPARING and type(args[-1]) is int and len(long) == 1:  # (else the counting dimension is unknown)
+                self.taken.update(long)
+        return result
+
+    @contextmanager
+    def watching(self) -> Iterator[Positions]:
+        """Records everything that runs inside."""
+        hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: self.calls.update((id(module),)))
+        try:
+            with self:
+                yield self
+        finally:
+            hook.remove()
+
+
+def decides_by_position(looks: Sequence[tuple[int, Positions]]) -> bool:
+    """Whether positions decide, by looks at a number of samples each: first the whole, then its parts."""
+    (samples, whole), *parts = looks
+    if told_by_positions(samples, whole.taken, [(count, part.taken) for count, part in parts]):
+        return True
+    return any(not _is_affine({count: look.calls[module] for count, look in looks}) for module in whole.calls)
+
+
+def first_that_decides(
+    model: nn.Module,
+    device: torch.device,
+    prepared: Callable[[Callable[[torch.Tensor], torch.Tensor], int], Callable[[], Any]],
+    sizes: Sequence[int],
+) -> int | None:
+    """Returns the first of `sizes` (numbers of samples) for which code, run on fake tensors, acts differently than for few.
+
+    `prepared(twin, samples)` returns the code to run on copies of one sample, so that values decide nothing. A finding must
+    recur in a second run, because in the first the code may build a cache for that many samples.
+    """
+    sizes, state = [size for size in sizes if size > MORE], HostRandom.capture()
+
+    def look(samples: int, *, warm: bool) -> tuple[int, Positions]:
+        state.restore()
+        with on_twins(model, device) as world:
+            run = prepared(world.twin, samples)
+            with world.entered(), uncompiled(), torch.enable_grad(), ZeroArrays():
+                if warm:
+                    run()
+                with Positions().watching() as found:
+                    run()
+        return samples, found
+
+    def first(sizes: Sequence[int], *, warm: bool) -> int | None:
+        few, more = look(FEW, warm=warm), look(MORE, warm=warm)
+        return next((size for size in dict.fromkeys(sizes) if decides_by_size(few, more, look(size, warm=warm))), None)
+
+    try:
+        found = first(sizes, warm=False) if sizes else None
+        return None if found is None else first(sizes, warm=True)
+    except TraceFailed:
+        return None
+    finally:
+        state.restore()
+
+
+def decides_by_size(few: tuple[int, Positions], many: tuple[int, Positions], all_: tuple[int, Positions]) -> bool:
+    """Whether looks at a few samples, a few more, and all of them show that their number decides."""
+    looks = dict((few, many, all_))
+    counts = {n: Counter(func for func, _ in look.functions) for n, look in looks.items()}
+    (less, one), (more, other), (n, _) = few, many, all_
+    if told_by_positions(more, other.taken, [(less, one.taken)], most=n):
+        return True
+    by_function = ({n: count[func] for n, count in counts.items()} for func in set().union(*counts.values()))
+    if not all(_is_affine(times, absent=True) for times in by_function):
+        return True
+    found = [look.functions for look in looks.values()]
+    if len({len(functions) for functions in found}) > 1:
+        return False  # called once per sample, so calls cannot be matched
+    for given in zip(*found):
+        if len({func for func, _ in given}) > 1 or len({len(values) for _, values in given}) > 1:
+            return True
+        if any(_is_chosen(dict(zip(looks, values))) for values in zip(*(values for _, values in given))):
+            return True
+    return False
+
+
+def _is_chosen(values: Mapping[int, Any]) -> bool:
+    """Whether an argument is equal for few samples and a few more but differs for all, or is a number that grows with the
+    samples up to a limit."""
+    its, more, whole = values.values()
+    if type(its) is type(more) and its == more:
+        return type(whole) is not type(its) or bool(whole != its)
+    if all(type(value) is int for value in (its, more, whole)):
+        return not _is_affine(dict(values), absent=True)
+    return False
+
+
+def _plain(value: Any) -> Iterator[Any]:
+    """Yield the numbers and strings in any nesting."""
+    if isinstance(value, (int, float, complex, str, type(None))):
+        yield value
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _plain(item)
+    elif isinstance(value, dict):
+        yield from _plain(tuple(value.values()))
+
+
+def told_by_positions(
+    samples: int, whole: set[Taken], parts: Sequence[tuple[int, set[Taken]]], *, most: int | None = None
+) -> bool:
+    """Whether numbers along the samples are equal for the whole and its parts. `most`: the number of samples that will run;
+    numbers beyond it decide nothing."""
+    if not any(count < samples for count, _ in parts):
+        return False
+    for name, axis, size, number in whole:
+        each, rest = divmod(size, samples)
+        if rest or not each or (name == STEP and each % number == 0):
+            continue
+        if most is not None and (name in CHUNKING or (name != STEP and abs(number) >= each * most)):
+            continue
+        if all((name, axis, each * count, number) in part for count, part in parts):
+            return True
+    return False
+
+
+def _is_affine(numbers: Mapping[int, int], *, absent: bool = False) -> bool:
+    """Whether counts by number of samples are constant or affine. If some are zero, as for a mixture-of-experts module that is
+    not called, values decide, and this returns True unless `absent`."""
+    if len(numbers) < 3 or not (absent or all(numbers.values())):
+        return True
+    (a, its), (b, more), *others = sorted(numbers.items())
+    return all((number - its) * (b - a) == (more - its) * (n - a) for n, number in others)
+
+
+def taken(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Taken]:
+    """Yields the numbers in a call that would mean something else for another size of the dimension: out-of-range bounds,
+    steps, piece sizes not below the dimension's size, and numbers of pieces."""
+    if name in ("getitem", "setitem") and len(args) > 1:
+        for axis, index in _sliced(args[0], args[1]):
+            size = args[0].shape[axis]
+            for bound in (index.start, index.stop):
+                if type(bound) is int and bound and abs(bound) >= size:
+                    yield name, axis, size, bound
+            if type(index.step) is int and index.step > 1:
+                yield STEP, axis, size, index.step
+    elif name in SPLITTING | CHUNKING:
+        tensor, pieces, axis = _splitting(args, kwargs)
+        if isinstance(tensor, torch.Tensor) and type(pieces) is int and type(axis) is int:
+            if name in CHUNKING or pieces >= tensor.shape[axis]:
+                yield name, axis % tensor.dim(), tensor.shape[axis], pieces
+
+
+def _splitting(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """(tensor, size or number of pieces, dimension) of a function that splits; keywords come in any order."""
+    tensor, pieces, axis = (*args[:3], *[None] * 3)[:3]
+    for name, value in kwargs.items():
+        if name in ("input", "tensor", "self"):
+            tensor = value
+        elif name == "dim":
+            axis = value
+        else:
+            pieces = value
+    return tensor, pieces, 0 if axis is None else axis
+
+
+def _sliced(tensor: torch.Tensor, index: Any) -> Iterator[tuple[int, slice]]:
+    """Yield (dimension, slice) for the slices in an index."""
+    entries = index if isinstance(index, tuple) else (index,)
+    used = [_dimensions(entry) for entry in entries]
+    axis = 0
+    for entry, dimensions in zip(entries, used):
+        if isinstance(entry, slice):
+            yield axis, entry
+        axis += tensor.dim() - sum(used) if entry is Ellipsis else dimensions
+
+
+def _dimensions(entry: Any) -> int:
+    """Return the number of dimensions that an index entry consumes."""
+    if entry is None or entry is Ellipsis or isinstance(entry, bool):
+        return 0
+    return entry.dim() if isinstance(entry, torch.Tensor) and entry.dtype in (torch.bool, torch.uint8) else 1

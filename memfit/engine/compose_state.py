@@ -1,0 +1,423 @@
+"""Side effects of a forward, composed over micro-batches to what one forward over the full batch would leave.
+
+Each micro-batch starts with the state at the call. Afterwards the states that the micro-batches left are joined by a rule that
+was proven with a full batch and unequal parts. Not covered: state outside the process, and state that did not change in the
+proof but does later.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from memfit.batches.tree import map_leaves
+from memfit.engine.call_context import restore_tensors
+
+MISSING: Any = object()
+"""The value of an absent entry."""
+
+
+class Place(Protocol):
+    """A place where code may leave state."""
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+        ...
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Identity of the place while it exists."""
+        ...
+
+    def value(self) -> Any:
+        """The current value, as a snapshot that later writes do not change."""
+        ...
+
+    def put(self, value: Any) -> None:
+        """Set the value."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A dictionary entry: an attribute of an object, a global variable, a dictionary's item."""
+
+    holder: dict[Any, Any]
+    name: Any
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return id(self.holder), self.name
+
+    def value(self) -> Any:
+        return self.holder.get(self.name, MISSING)
+
+    def put(self, value: Any) -> None:
+        if value is MISSING:
+            self.holder.pop(self.name, None)
+        else:
+            self.holder[self.name] = value
+
+
+@dataclass(frozen=True, eq=False)
+class Attribute:
+    """An attribute of a class, or of an object with a slot for it."""
+
+    holder: Any
+    name: str
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "attribute", id(self.holder), self.name
+
+    def value(self) -> Any:
+        if isinstance(self.holder, type):
+            return vars(self.holder).get(self.name, MISSING)  # not an inherited attribute
+        return getattr(self.holder, self.name, MISSING)
+
+    def put(self, value: Any) -> None:
+        kind = type if isinstance(self.holder, type) else object  # bypasses the checks of frozen dataclasses
+        try:
+            kind.__delattr__(self.holder, self.name) if value is MISSING else kind.__setattr__(self.holder, self.name, value)
+        except AttributeError:  # read-only after construction
+            return
+
+
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """A closure variable."""
+
+    cell: types.CellType
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (id(self.cell),)
+
+    def value(self) -> Any:
+        return self.cell.cell_contents
+
+    def put(self, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The items of a list or a deque."""
+
+    container: list[Any] | deque[Any]
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (id(self.container),)
+
+    def value(self) -> Any:
+        return list(self.container)
+
+    def put(self, value: Any) -> None:
+        self.container.clear()
+        self.container.extend(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """The values of a tensor."""
+
+    tensor: torch.Tensor
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.tensor.untyped_storage()._cdata,)
+
+    def value(self) -> torch.Tensor:
+        return self.tensor.detach().clone()
+
+    def put(self, value: torch.Tensor) -> None:
+        restore_tensors([(self.tensor, value)])
+
+
+@dataclass(frozen=True, eq=False)
+class Array:
+    """The values of a NumPy array."""
+
+    array: Any
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "array", id(self.array)
+
+    def value(self) -> Any:
+        return self.array.copy()
+
+    def put(self, value: Any) -> None:
+        self.array[...] = value
+
+
+@dataclass(frozen=True, eq=False)
+class Assigned:
+    """The values of a tensor whose data was assigned (`p.data = ...`) and has another storage now."""
+
+    tensor: torch.Tensor
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "data", id(self.tensor)
+
+    def value(self) -> torch.Tensor:
+        return self.tensor.detach().clone()
+
+    def put(self, value: torch.Tensor) -> None:
+        restore_tensors([(self.tensor, value)])
+
+
+@dataclass(frozen=True, eq=False)
+class WithoutGraph:
+    """The value of another place, detached from the graph of its micro-batch, which backward frees."""
+
+    place: Place
+
+    @property
+    def label(self) -> str:
+        return self.place.label
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.place.key
+
+    def value(self) -> Any:
+        return without_graph(self.place.value())
+
+    def put(self, value: Any) -> None:
+        self.place.put(value)
+
+
+def without_graph(value: Any) -> Any:
+    """Detach every tensor in a tree."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+class Rule(Protocol):
+    """How the values that parts leave give the value of the full batch."""
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """The value after a full batch, given the value at the call and those after micro-batches of these sizes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Last:
+    """Every part leaves the full batch's value: a counter of forwards."""
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        return values[-1]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean over samples: a running center."""
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        total = sum(sizes)
+        return sum(value * (size / total) for value, size in zip(values, sizes))
+
+
+@dataclass(frozen=True)
+class Added:
+    """The sum of what the parts add: a count of samples."""
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        return before + sum(value - before for value in values)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Concatenation along a dimension: the outputs of the last forward."""
+
+    dim: int
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        if isinstance(values[0], torch.Tensor):
+            return torch.cat(list(values), self.dim)
+        import numpy as np
+
+        return np.concatenate(list(values), self.dim)
+
+
+@dataclass(frozen=True)
+class Appended:
+    """A list to which every part appends as many items as the full batch, each joined by its own rule. If a checkpoint of the
+    script recomputes them, they are appended again."""
+
+    rules: tuple[Rule, ...]
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        made = [appended(before, value) for value in values]
+        rules = enumerate(itertools.islice(itertools.cycle(self.rules), len(made[0])))
+        return [*before, *(rule.joined(MISSING, [m[i] for m in made], sizes) for i, rule in rules)]
+
+
+@dataclass(frozen=True)
+class Inside:
+    """A tuple, list or dictionary, item by item."""
+
+    rules: Mapping[Any, Rule]
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        made = {key: rule.joined(MISSING, [value[key] for value in values], sizes) for key, rule in self.rules.items()}
+        first = values[0]
+        return {**first, **made} if isinstance(first, dict) else type(first)(made[i] for i in range(len(first)))
+
+
+def appended(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+    """Return the items appended to a list, or to a deque that drops its first items."""
+    for start in range(len(before) + 1):
+        kept = before[start:]
+        if len(kept) <= len(after) and all(a is b for a, b in zip(kept, after)):
+            return list(after[len(kept) :])
+    return list(after)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place and the rule that composes its value."""
+
+    place: Place
+    rule: Rule
+
+
+class Composition:
+    """State over the micro-batches of one pass: `slots` are composed, `moved` are all places that a forward changes."""
+
+    def __init__(self, slots: Sequence[Slot] = (), moved: Sequence[Place] = ()) -> None:
+        self.slots, self.moved = tuple(slots), tuple(moved)
+        self._there: list[Any] | None = None
+        self._before: list[Any] = []
+        self._after: list[list[Any]] = []
+        self._sizes: list[int] = []
+
+    @property
+    def keys(self) -> frozenset[tuple[Any, ...]]:
+        """Keys of the places that change."""
+        return frozenset(place.key for place in self.moved)
+
+    @property
+    def in_sequence(self) -> bool:
+        """Whether the state depends on the order of samples: rows, items, and state that is right only if parts run in
+        sequence."""
+        any_order = {id(slot.place) for slot in self.slots if isinstance(slot.rule, (Last, Mean, Added))}
+        told = [place.value() for place in self.moved if id(place) not in any_order]
+        return any(not (is_number(value) or isinstance(value, bool) or value is MISSING) for value in told)
+
+    @property
+    def trained(self) -> list[Data]:
+        """Trainable parameters that a forward writes."""
+        return [place for place in self.moved if isinstance(place, Data) and place.tensor.requires_grad]
+
+    def afresh(self) -> Composition:
+        """A copy for another call, without the values of this one."""
+        return Composition(self.slots, self.moved)
+
+    @contextmanager
+    def over_pass(self) -> Iterator[None]:
+        """Context of a pass over all micro-batches. Restores the state if the pass fails."""
+        if not self.moved:
+            yield
+            return
+        self._there = there = [place.value() for place in self.moved]
+        at = {place.key: value for place, value in zip(self.moved, there)}
+        self._before, self._after, self._sizes = [at[slot.place.key] for slot in self.slots], [], []
+        try:
+            yield
+        except BaseException:
+            _put(self.moved, there)
+            raise
+        if len(self._sizes) > 1:
+            _put([slot.place for slot in self.slots], self._joined())
+        self._after = []
+
+    def _joined(self) -> list[Any]:
+        values = zip(*self._after)
+        return [slot.rule.joined(before, its, self._sizes) for slot, before, its in zip(self.slots, self._before, values)]
+
+    def before_micro_batch(self) -> None:
+        """Reset the state to its value at the call."""
+        if self._sizes:
+            _put([slot.place for slot in self.slots], self._before)
+
+    def after_micro_batch(self, samples: int) -> None:
+        """Record the state after the forward over `samples` samples and its backward, which may recompute parts of it."""
+        if self.slots:
+            self._after.append([slot.place.value() for slot in self.slots])
+            self._sizes.append(samples)
+
+    @contextmanager
+    def kept(self, wanted: bool = True, *, from_call: bool = True) -> Iterator[None]:
+        """Context of a pass that repeats another. It starts with the state that the first one started with (unless not
+        `from_call`) and leaves the state unchanged."""
+        if not wanted:
+            yield
+            return
+        now = [place.value() for place in self.moved]
+        with ExitStack() as versions:  # graphs that saved a parameter must not see a newer version of it
+            for place in self.trained:
+                versions.enter_context(_unsafe_preserve_version_counter(place.tensor))
+            try:
+                if from_call:
+                    self.undone()
+                yield
+            finally:
+                _put(self.moved, now)
+
+    def undone(self) -> None:
+        """Restore the state before the latest pass."""
+        if self._there is not None:
+            _put(self.moved, self._there)
+
+    def repeated(self) -> Composition:
+        """The composition for a pass that repeats the first one."""
+        return _Repeated(self)
+
+
+class _Repeated(Composition):
+    """Starts with the state of another pass and leaves the state unchanged."""
+
+    def __init__(self, first: Composition) -> None:
+        super().__init__(first.slots, first.moved)
+        self._first = first
+
+    @contextmanager
+    def over_pass(self) -> Iterator[None]:
+        with self._first.kept():
+            yield
+
+    def before_micro_batch(self) -> None:
+        self._first.before_micro_batch()
+
+    def after_micro_batch(self, samples: int) -> None:
+        pass
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a Python or NumPy number (not a bool)."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _put(places: Sequence[Place], values: Sequence[Any]) -> None:
+    for place, value in zip(places, values):
+        place.put(value)

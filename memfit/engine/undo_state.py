@@ -1,0 +1,542 @@
+"""Undoes side effects of user code on Python objects after planning. Objects keep their identity; contents are restored.
+
+Planning runs the model, its hooks and the loss on few samples and fake tensors. One walk visits all they can reach:
+attributes, containers of any depth, closure variables, partials, bound methods, and globals and class attributes named in user
+code. The write guard restores the values of tensors, and iterators are rewound (`engine/rewindable.py`). Not covered: files,
+other processes, datasets, state in extensions, and objects of installed packages that hold more than data (loggers, trackers).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import io
+import logging
+import random
+import sys
+import sysconfig
+import threading
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from memfit.engine.compose_state import MISSING, Array, Assigned, Attribute, Contents, Data, Entry, Place, Variable
+from memfit.engine.rewindable import Drawn, Position, Rewound, go_back, position_of, rewound_of, untouched
+
+KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Where modules keep their hooks. Prefixed with "_global": where torch keeps the hooks of all modules."""
+_PLANNING: ContextVar[bool] = ContextVar("planning", default=False)
+_REACHED: ContextVar[tuple[Any, ...]] = ContextVar("reached", default=())
+"""What planning calls besides the model: the loss function, and functions that cut and weight batches."""
+MOST = 200_000
+"""Maximum number of objects visited."""
+LONG = 10_000
+"""Maximum number of entries of a container that is visited."""
+LARGE = 64 << 20
+"""Maximum bytes of a NumPy array that is copied."""
+_SIMPLE = frozenset((type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice))
+_SHARED: tuple[type, ...] = (
+    type, types.CodeType, types.GeneratorType, types.CoroutineType, types.FrameType, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size, torch.jit.ScriptModule, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
+    DataLoader, Dataset, Sampler, enum.Enum, io.IOBase, logging.Logger, logging.Handler, threading.Thread,
+    type(threading.Lock()), type(threading.RLock()), threading.Event, threading.Condition, torch._C._FunctionBase,
+)  # fmt: skip
+_CONTAINERS = (dict, list, set, deque)
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OF_MODULES = frozenset((*KINDS, "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+_OURS = ("forward", "training", *_OF_MODULES)
+"""Attributes of modules that are not state of a forward."""
+Undo = Callable[[], object]
+
+
+@contextmanager
+def kept(model: nn.Module) -> Iterator[Kept]:
+    """Undo afterwards all changes to what the model and the `reaching` roots reach."""
+    token = _PLANNING.set(True)
+    found = Kept({id(module.__dict__): name for name, module in model.named_modules()})
+    hooks = [hook for kind in KINDS for hook in getattr(nn.modules.module, "_global" + kind, {}).values()]
+    found.look((model, *hooks, *_REACHED.get()))
+    try:
+        yield found
+    finally:
+        found.undo()
+        _PLANNING.reset(token)
+
+
+def is_planning() -> bool:
+    """Whether side effects of the running code are undone afterwards."""
+    return _PLANNING.get()
+
+
+@contextmanager
+def reaching(*roots: Any) -> Iterator[None]:
+    """Declare that planning calls these besides the model."""
+    token = _REACHED.set((*_REACHED.get(), *roots))
+    try:
+        yield
+    finally:
+        _REACHED.reset(token)
+
+
+def refilled(container: Any, items: Any) -> None:
+    """Restore the contents of a container if they changed."""
+    if isinstance(container, (list, deque)):
+        if len(container) != len(items) or any(a is not b for a, b in zip(container, items)):
+            container.clear()
+            container.extend(items)
+    elif isinstance(container, dict):
+        if list(container) != list(items) or any(container[key] is not items[key] for key in items):
+            kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # it keeps its own order
+            kind.clear(container)
+            kind.update(container, items)
+    elif container != items:
+        container.clear()
+        container.update(items)
+
+
+def put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    """Restore the attributes of an object. None of them is missing at any moment."""
+    for name in attributes.keys() - before.keys():
+        del attributes[name]
+    attributes.update(before)
+
+
+class Snapshot:
+    """A snapshot of all that `roots` reach. `copy_of` returns a copy of a tensor, or None to leave it out, as for parameters.
+    Iterators become rewindable for good."""
+
+    def __init__(self, roots: Iterable[Any], copy_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        found = Kept({})
+        found.look(roots)
+        self._watches = found._watches
+        tensors = [t for t in found._held if not t.requires_grad and t.untyped_storage().nbytes() <= LARGE]
+        self._tensors = [(tensor, copy) for tensor in tensors if (copy := copy_of(tensor)) is not None]
+        found.undo(iterators=False)
+
+    def moved(self) -> list[tuple[Place, Any]]:
+        """Return (place, old value) of all that changed."""
+        # compares values, as writes to `.data` do not change the version
+        written = [(Data(tensor, "a tensor"), copy) for tensor, copy in self._tensors if not holds(tensor, copy)]
+        return [*(move for watch in self._watches for move in watch()), *written]
+
+
+def holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a tensor has the values of a copy, which may be on another device."""
+    return torch.equal(tensor.detach().to(copy.device), copy)
+
+
+class Kept:
+    """All objects reached, and how to restore them. `names` maps ids of attribute dictionaries to module names."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self._names_of = names
+        self._no_state: set[int] = set()
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._held: list[torch.Tensor] = []
+        self._seen: set[int] = set()
+        self._classes: set[type] = set()
+        self._undo: list[Undo] = []
+        self._unwrap: list[Undo] = []
+        self._open: deque[Any] = deque()
+        # Partials hold the objects, so that a search for whatever refers to a container does not find this list.
+        self._alive: list[Undo] = []
+        self._watches: list[Callable[[], list[tuple[Place, Any]]]] = []
+
+    def look(self, roots: Iterable[Any]) -> None:
+        """Visit everything these roots reach."""
+        self._open.extend(roots)
+        while self._open and len(self._seen) < MOST:
+            value = self._open.popleft()
+            if type(value) not in _SIMPLE and id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._alive.append(functools.partial(id, value))
+                self._one(value)
+        self._open.clear()
+
+    def undo(self, *, iterators: bool = True) -> None:
+        """Restore everything; raises the first error at the end. `iterators`: also unwrap those never drawn from."""
+        failed: BaseException | None = None
+        for undo in (*reversed(self._undo), *(reversed(self._unwrap) if iterators else ())):
+            try:
+                undo()
+            except Exception as error:
+                failed = failed or error
+        self._undo, self._unwrap, self._alive, self._watches = [], [], [], []
+        if failed is not None:
+            raise failed
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """Return the name of a buffer or parameter of the model."""
+        storage = tensor.untyped_storage()._cdata
+        return next((name for name, own in self._tensors if own.untyped_storage()._cdata == storage), "a tensor")
+
+    def holder_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the visited tensor at the same place, which keeps the state if `.data` is assigned; else `tensor`."""
+        place = _place(tensor)
+        return next((held for held in self._held if _place(held) == place), tensor)
+
+    def moved(self) -> list[tuple[Place, Any]]:
+        """Return (place, old value) of all that changed."""
+        return [move for watch in self._watches for move in watch()]
+
+    def _watch(self, moved: Callable[..., list[tuple[Place, Any]]], *given: Any) -> None:
+        self._watches.append(functools.partial(moved, *given))
+
+    def _one(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._tensor(value)
+        elif isinstance(value, nn.Module):
+            owner = self._names_of.get(id(value.__dict__), type(value).__name__)
+            for name, tensor in (*value._parameters.items(), *value._buffers.items()):
+                if tensor is not None and type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
+                    self._tensors.append((f"{owner}.{name}".lstrip("."), tensor))
+            self._no_state.update(id(value.__dict__.get(name)) for name in _OF_MODULES if name != "_buffers")
+            self._names_of.setdefault(id(value._buffers), owner)
+            self._attributes(value)
+            self._class(type(value))
+        elif isinstance(value, _CONTAINERS):
+            self._container(value)
+        elif isinstance(value, (tuple, frozenset)):
+            self._open.extend(value)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, functools.partial):
+            self._rewindable(functools.partial(_set_arguments, value), value.args)
+            self._open.extend((value.func, value.args, value.keywords))
+        elif isinstance(value, types.MethodType):
+            self._open.extend((value.__self__, value.__func__))
+        elif isinstance(value, types.BuiltinMethodType):
+            self._open.extend(() if isinstance(value.__self__, (types.ModuleType, type(None))) else (value.__self__,))
+        elif isinstance(value, types.CellType):
+            self._cell(value)
+        elif isinstance(value, Rewound):
+            self._iterator(value)
+        elif isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy"):
+            self._state(value)
+        elif not isinstance(value, (*_SHARED, types.ModuleType)) and not _only_draws(value):
+            self._object(value)
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        """Watch its data (`p.data = ...`) and its gradient."""
+        if hasattr(tensor, "to_local") or tensor.layout is not torch.strided or not tensor.is_leaf or tensor.is_nested:
+            return
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return
+        self._held.append(tensor)
+        data, gradient = tensor.detach(), tensor.grad
+        self._watch(_moved_data, tensor, data, _place(data), self.name_of)
+
+        def undo() -> None:
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
+            if _place(tensor) != _place(data):
+                tensor.data = data
+
+        self._undo.append(undo)
+
+    def _iterator(self, rewound: Rewound) -> None:
+        """Watch its position."""
+        position, rehearsing = position_of(rewound), rewound.rehearsing
+        rewound.rehearsing = True
+
+        def undo() -> None:
+            go_back(rewound, position)
+            rewound.rehearsing = rehearsing
+
+        self._undo.append(undo)
+        self._watch(_moved_position, rewound, position)
+
+    def _rewindable(self, put: Callable[[Any], object], value: Any) -> Any:
+        """Make the iterators in a value rewindable and store the result with `put`. Iterators that were never drawn from are
+        unwrapped at the end."""
+        found: list[Rewound] = []
+        made = _rewinding(value, found)
+        if not found:
+            return value
+        put(made)
+
+        def undo() -> None:
+            if all(untouched(rewound) is not None for rewound in found):
+                put(value)
+
+        self._unwrap.append(undo)
+        return made
+
+    def _rewindable_entries(self, holder: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        for name, value in [(name, value) for name, value in items if type(value) not in _SIMPLE]:
+            self._rewindable(functools.partial(holder.__setitem__, name), value)
+
+    def _container(self, container: Any) -> None:
+        if isinstance(container, dict):
+            self._rewindable_entries(container, container.items())
+        elif not isinstance(container, set) and len(container) <= LONG:
+            self._rewindable_entries(container, enumerate(container))
+        items = container.copy()
+        self._undo.append(lambda: refilled(container, items))
+        if isinstance(container, dict):
+            if id(container) not in self._no_state:
+                self._watch(_moved_entries, container, items, self._names_of.get(id(container), "a dictionary"))
+        elif isinstance(container, (list, deque)):
+            self._watch(_moved_contents, container, items, "a list")
+        if len(items) <= LONG:
+            self._open.extend(items.values() if isinstance(items, dict) else items)
+        if type(container) not in (*_CONTAINERS, OrderedDict) and not is_installed(type(container).__module__):
+            self._attributes(container)
+
+    def _function(self, function: types.FunctionType) -> None:
+        self._rewindable(functools.partial(setattr, function, "__defaults__"), function.__defaults__)
+        self._open.extend((function.__closure__, function.__defaults__, function.__kwdefaults__))
+        if function.__dict__:
+            self._open.append(function.__dict__)
+        if not is_installed(function.__globals__.get("__name__")):
+            self._names(function.__globals__, names_in(function.__code__))
+
+    def _cell(self, cell: types.CellType) -> None:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # unassigned
+            return
+
+        value = self._rewindable(Variable(cell, "a variable").put, value)
+
+        def undo() -> None:
+            cell.cell_contents = value
+
+        self._undo.append(undo)
+        self._watch(_moved_variable, cell, value)
+        self._open.append(value)
+
+    def _names(self, known: dict[str, Any], names: Iterable[str]) -> None:
+        """Visit globals that code names, and the data in user modules that it names."""
+        for name in names:
+            value = known.get(name)
+            if value is None and name not in known:
+                continue
+            if isinstance(value, types.ModuleType):
+                self._module(value)
+            elif isinstance(value, type):
+                self._class(value)
+            else:
+                value = self._rewindable(functools.partial(known.__setitem__, name), value)
+                self._undo.append(functools.partial(_rebound, known, name, value))
+                self._watch(_moved_global, known, name, value)
+                self._open.append(value)
+
+    def _module(self, module: types.ModuleType) -> None:
+        if id(module) in self._seen or is_installed(module.__name__):
+            return
+        self._seen.add(id(module))
+        self._names(module.__dict__, [name for name, value in module.__dict__.items() if _is_data(name, value)])
+
+    def _object(self, value: Any) -> None:
+        kind = type(value)
+        if not is_installed(kind.__module__) or _holds_data(value):
+            self._attributes(value)
+            self._class(kind)
+
+    def _attributes(self, value: Any) -> None:
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            self._rewindable_entries(own, own.items())
+            items = dict(own)
+            self._undo.append(lambda: put_back(own, items))
+            self._watch(_moved_entries, own, items, self._names_of.get(id(own), type(value).__name__))
+            self._open.extend(item for name, item in items.items() if name not in _OF_MODULES or item)
+        for name in _slots(type(value)):
+            self._attribute(Attribute(value, name, f"{type(value).__name__}.{name}"))
+
+    def _attribute(self, place: Attribute) -> None:
+        """Visit an attribute of a class or in a slot."""
+        item = self._rewindable(place.put, place.value())
+        self._undo.append(functools.partial(_set_again, place, item))
+        self._watch(_moved_attribute, place, item)
+        self._open.append(item)
+
+    def _class(self, kind: type) -> None:
+        """Visit counters and registries on user classes, and what their methods name."""
+        for base in kind.__mro__:
+            if base in self._classes or is_installed(base.__module__) or issubclass(base, enum.Enum):
+                continue
+            self._classes.add(base)
+            for name, item in list(vars(base).items()):
+                if isinstance(item, (staticmethod, classmethod)):
+                    item = item.__func__
+                if isinstance(item, property):
+                    self._open.extend((item.fget, item.fset))
+                elif isinstance(item, types.FunctionType):
+                    self._open.append(item)
+                elif not name.startswith("__") and not hasattr(type(item), "__get__"):
+                    self._attribute(Attribute(base, name, f"{base.__name__}.{name}"))
+            names = frozenset(vars(base))
+            self._undo.append(lambda base=base, names=names: [place.put(MISSING) for place, _ in _added_to(base, names)])
+            self._watch(_added_to, base, names)
+
+    def _state(self, value: Any) -> None:
+        """Watch generators and arrays, which expose their own state."""
+        if isinstance(value, torch.Generator):
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._undo.append(functools.partial(value.setstate, value.getstate()))
+        elif hasattr(value, "bit_generator"):
+            self._undo.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif hasattr(value, "set_state"):
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
+        elif hasattr(value, "flags") and value.flags.writeable and not value.dtype.hasobject and value.nbytes <= LARGE:
+            array, copy = Array(value, "an array"), value.copy()
+            self._undo.append(functools.partial(array.put, copy))
+            self._watch(_moved_array, array, copy)
+
+
+def is_installed(module: str | None) -> bool:
+    """Whether a module is not the user's: built-in, of the standard library, of an installed package, or of memfit."""
+    found = sys.modules.get(module or "")
+    if module in (None, "__main__") or found is None:  # code run by exec() has no module
+        return False
+    file = getattr(found, "__file__", None)
+    if file is None:
+        return getattr(getattr(found, "__spec__", None), "origin", None) in ("built-in", "frozen")
+    return file.startswith(_INSTALLED) or module.partition(".")[0] in ("memfit", "torch")
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether it is an iterator of Python or of a library, whose future items cannot be inspected."""
+    kind = type(value)
+    draws = hasattr(kind, "__next__") and hasattr(kind, "__iter__") and not isinstance(value, (Rewound, io.IOBase))
+    return draws and is_installed(kind.__module__)
+
+
+def _rewinding(value: Any, found: list[Rewound]) -> Any:
+    """Make the iterators in a value rewindable and add them to `found`. Tuples are rebuilt."""
+    if _is_iterator(value):
+        found.append(rewound_of(value))
+        return found[-1]
+    if isinstance(value, types.MethodWrapperType) and value.__name__ == "__next__" and _is_iterator(value.__self__):
+        found.append(rewound_of(cast("Iterator[Any]", value.__self__)))
+        return found[-1].__next__
+    if isinstance(value, tuple) and len(value) <= LONG:
+        before = len(found)
+        items = [item if type(item) in _SIMPLE else _rewinding(item, found) for item in value]
+        if len(found) > before:
+            return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)  # type: ignore[attr-defined]
+    return value
+
+
+def _set_arguments(partial: functools.partial[Any], arguments: tuple[Any, ...]) -> None:
+    partial.__setstate__((partial.func, arguments, partial.keywords, partial.__dict__))  # type: ignore[attr-defined]
+
+
+def _only_draws(value: Any) -> bool:
+    """Whether it has `__next__` and is not an iterator of the script, whose state is in its attributes."""
+    kind = type(value)
+    return hasattr(kind, "__next__") and (not hasattr(kind, "__iter__") or is_installed(kind.__module__))
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that code and its inner functions look up, globals and attributes alike."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)
+
+
+def _moved_entries(holder: dict[Any, Any], before: dict[Any, Any], owner: str) -> list[tuple[Place, Any]]:
+    found: list[tuple[Place, Any]] = []
+    for name in [*before, *(name for name in holder if name not in before)]:
+        value, now = before.get(name, MISSING), holder.get(name, MISSING)
+        if now is not value and not (name in _OURS or _is_ours(value) or _is_ours(now)):
+            found.append((Entry(holder, name, f"{owner}.{name}".lstrip(".")), value))
+    return found
+
+
+def _moved_contents(container: Any, before: Any, owner: str) -> list[tuple[Place, Any]]:
+    same = len(container) == len(before) and all(a is b for a, b in zip(container, before))
+    return [] if same else [(Contents(container, owner), list(before))]
+
+
+def _moved_data(
+    tensor: torch.Tensor, data: torch.Tensor, place: tuple[Any, ...], name_of: Callable[[torch.Tensor], str]
+) -> list[tuple[Place, Any]]:
+    return [] if _place(tensor) == place else [(Assigned(tensor, name_of(data)), data.clone())]
+
+
+def _moved_position(rewound: Rewound, before: Position) -> list[tuple[Place, Any]]:
+    return [] if position_of(rewound) == before else [(Drawn(rewound, "an iterator"), before)]
+
+
+def _moved_attribute(place: Attribute, before: Any) -> list[tuple[Place, Any]]:
+    return [] if place.value() is before else [(place, before)]
+
+
+def _added_to(kind: type, before: frozenset[str]) -> list[tuple[Place, Any]]:
+    added = [name for name in vars(kind) if name not in before and not name.startswith("__")]
+    return [(Attribute(kind, name, f"{kind.__name__}.{name}"), MISSING) for name in added]
+
+
+def _moved_array(array: Array, before: Any) -> list[tuple[Place, Any]]:
+    return [] if array.array.tobytes() == before.tobytes() else [(array, before)]
+
+
+def _moved_variable(cell: types.CellType, before: Any) -> list[tuple[Place, Any]]:
+    return [] if cell.cell_contents is before else [(Variable(cell, "a variable"), before)]
+
+
+def _moved_global(known: dict[str, Any], name: str, before: Any) -> list[tuple[Place, Any]]:
+    return [] if known.get(name, MISSING) is before else [(Entry(known, name, name), before)]
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("memfit")
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    try:
+        storage = tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        storage = 0
+    return storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _rebound(known: dict[str, Any], name: str, value: Any) -> None:
+    if known.get(name) is not value:
+        known[name] = value
+
+
+def _set_again(place: Attribute, item: Any) -> None:
+    if place.value() is not item:
+        place.put(item)
+
+
+def _is_data(name: str, value: Any) -> bool:
+    return not name.startswith("__") and not isinstance(value, (types.ModuleType, type, types.FunctionType))
+
+
+def _holds_data(value: Any, depth: int = 3) -> bool:
+    """Whether an object holds only numbers, strings, tensors, and containers and objects of these."""
+    own = getattr(value, "__dict__", None)
+    return own is not None and depth > 0 and all(_is_plain(item, depth) for item in own.values())
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    if type(value) in _SIMPLE or isinstance(value, (torch.Tensor, nn.Module, type, torch.dtype, torch.device)):
+        return True
+    if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
+        items = value.values() if isinstance(value, dict) else value
+        return len(value) <= LONG and all(_is_plain(item, depth) for item in items)
+    return not isinstance(value, _SHARED) and _holds_data(value, depth - 1)
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        names = base.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name

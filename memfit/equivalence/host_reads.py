@@ -1,0 +1,128 @@
+"""Detects data-dependent control flow: a forward or loss that reads batch values on the host and branches on them.
+
+`if x.abs().max() > c`, `if loss > 1` or `if (y == 2).sum() > 2` may agree on a proof's few samples, and differ between the
+parts and the whole of a later batch. The sign is a read (`.item()`) of a comparison or number computed from the batch. Reads
+once per sample do not count, nor do those that differ between whole and parts while the results agree. Not covered: integers
+read as such (`int(lengths.max())`), `any` or `all` of a mask or of labels, and equality with a number, which makes masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from memfit.engine.user_line import line_of_script
+
+Value = float | bool
+aten = torch.ops.aten
+_COMPARING = frozenset(getattr(aten, name) for name in ("gt", "lt", "ge", "le"))
+_FINITE = frozenset(getattr(aten, name) for name in ("isnan", "isinf", "isfinite", "isposinf", "isneginf"))
+_COUNTING = frozenset((aten.sum, aten.count_nonzero))
+_READING = aten._local_scalar_dense
+DECIDING = 2
+"""Mark of a comparison of numbers. 1 marks a count of entries, 0 anything else computed from the batch."""
+MOST = 4
+"""Number of reads that are tried."""
+FAR = 1e30
+"""Replaces a number that is read, with either sign, to see whether the result depends on it."""
+
+
+class Reads(TorchDispatchMode):
+    """Records reads of batch values while active: `reads` has comparisons and numbers, `taken` (the comparison, the line that
+    reads it). `put` = (n, value) replaces the n-th of `reads`."""
+
+    def __init__(self, put: tuple[int, Value] | None = None) -> None:
+        super().__init__()
+        self.taken: list[tuple[bool, str]] = []
+        self.reads: list[Value] = []
+        self._put = put
+        self._of_batch = WeakTensorKeyDictionary()
+
+    def of(self, inputs: Iterable[torch.Tensor]) -> Reads:
+        """Marks these tensors as the batch; returns self."""
+        for tensor in inputs:
+            self._of_batch[tensor] = 0
+        return self
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports dynamo
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        marks = [self._of_batch[t] for t in _tensors((args, kwargs)) if t in self._of_batch]
+        if not marks:
+            return out
+        packet = func.overloadpacket
+        if packet is _READING:
+            return self._read(args[0], out, marks[0])
+        mark = _mark(packet, args, max(marks))
+        for tensor in _tensors(out):
+            self._of_batch[tensor] = mark
+        return out
+
+    def _read(self, tensor: torch.Tensor, value: Any, mark: int) -> Any:
+        if tensor.dtype is torch.bool and mark == DECIDING:
+            self.taken.append((value, line_of_script()))
+        elif not tensor.is_floating_point():
+            return value
+        self.reads.append(value)
+        return self._put[1] if self._put is not None and self._put[0] == len(self.reads) - 1 else value
+
+
+def _mark(packet: Any, args: Any, given: int) -> int:
+    if packet in _FINITE:
+        return 0
+    if packet in _COMPARING:
+        infinite = any(type(value) is float and math.isinf(value) for value in args[1:])
+        return DECIDING if not infinite and (given or args[0].is_floating_point()) else 0
+    if packet in _COUNTING and not args[0].is_floating_point():
+        return 1
+    return given
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        return _tensors(list(tree.values()))
+    return [tensor for item in tree for tensor in _tensors(item)] if isinstance(tree, (list, tuple)) else []
+
+
+def decided(
+    whole: Reads, parts: Sequence[Reads], run: Callable[[tuple[int, Value]], Any], same: Callable[[Any], bool]
+) -> str | None:
+    """Returns the line whose comparison of batch values decides, or a note for a number; None if whole and parts show none.
+    `run` reruns the whole with the n-th read replaced. `same` tells whether its result is unchanged. A check that only raises
+    decides nothing."""
+    line = _compared(whole.taken, [part.taken for part in parts])
+    reads = [(index, read) for index, read in enumerate(whole.reads) if line is not None or not isinstance(read, bool)]
+    for index, read in reads[:MOST]:
+        others = (not read,) if isinstance(read, bool) else (FAR, -FAR)
+        if any(_hangs_on(index, other, run, same) for other in others):
+            return line or "a number that is read"
+    return line if len(reads) > MOST else None
+
+
+def _compared(mine: Sequence[tuple[bool, str]], theirs: Sequence[Sequence[tuple[bool, str]]]) -> str | None:
+    """Return the line of a comparison with equal results for whole and parts, which may be chance."""
+    if not mine or [value for part in theirs for value, _ in part] == [value for value, _ in mine]:
+        return None  # one read per sample
+    alike = all([value for value, _ in part] == [value for value, _ in mine] for part in theirs)
+    return mine[0][1] or "a comparison" if alike else None
+
+
+def _hangs_on(index: int, value: Value, run: Callable[[tuple[int, Value]], Any], same: Callable[[Any], bool]) -> bool:
+    """Whether the result changes if this value is read instead. A run that fails tells nothing."""
+    try:
+        with redirect_stdout(None), redirect_stderr(None):
+            made = run((index, value))
+        return not same(made)
+    except (Exception, SystemExit):
+        return False

@@ -1,0 +1,407 @@
+"""Infers how the losses of micro-batches are weighted from a few samples, and proves it on losses and gradients.
+
+It runs like the proofs of `prove.py`, and keeps gradients of a bounded choice of parameters only.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit._units import MiB
+from memfit.batches.pieces import bounds
+from memfit.batches.tree import Path, leaf_at, leaves, path_name, tensors
+from memfit.batches.weights import Count, entries_other_than
+from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_loss
+from memfit.engine.divisors import How, Number, divisors_of, how_divided, off_by
+from memfit.engine.intercept import is_compiled
+from memfit.engine.known_means import Terms, is_only_term, leaves_of
+from memfit.engine.random_slices import Draws
+from memfit.engine.staged import Staging, gathers_in_parts, gradients_of
+from memfit.equivalence.host_reads import Reads, Value, decided
+from memfit.equivalence.loss_branches import Decides, told_by
+from memfit.equivalence.proofs import comparable
+from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
+from memfit.equivalence.tolerances import TOLERANCE, Deviation, in_double, tolerance
+
+PROBED = 32 * MiB
+"""Bytes of parameters whose gradients a proof compares."""
+
+
+DECIDES = "it decides by values that it reads of the batch"
+
+
+def infer_weighting(
+    work: Work,
+    sizes: Sequence[int],
+    staging: Staging,
+    model: nn.Module,
+    *,
+    decides: bool = False,
+    double: Work | None = None,
+) -> tuple[Weighting | None, Deviation, Moves]:
+    """Infers the weighting (reduction) that makes the whole's loss from the losses of parts of these sizes.
+
+    Returns the weighting, the deviation, and how the state that the loss changes is composed. The weighting is None if none
+    holds, or if all do (a mask leaves nothing of these samples), as the deviation tells. Parameters that only the loss uses are
+    staged from now on. `decides`: doubts losses that decide by what the model computed, and treats tensors with a graph as
+    state, for works that call the model and not its forward. `double`: the same samples twice, to find how state changes.
+    """
+    look = partial(_inferred, work, sizes, staging, model, decides, double)
+    found = look(by_operations=False) or look(by_operations=True)
+    assert found is not None  # the second look takes every draw
+    weighting, deviation, moves, foreign = found
+    if weighting is not None and moves.decides is not None:
+        weighting = replace(weighting, doubt=f"{DECIDES} ({moves.decides})")
+    # Tensors that the loss function creates on each run are gone by now.
+    staging.stage_also([leaf for leaf in (reference() for reference in foreign) if leaf is not None])
+    return weighting, deviation, moves
+
+
+def _inferred(
+    work: Work,
+    sizes: Sequence[int],
+    staging: Staging,
+    model: nn.Module,
+    decides: bool,
+    double: Work | None,
+    *,
+    by_operations: bool,
+) -> tuple[Weighting | None, Deviation, Moves, Sequence[weakref.ref[torch.Tensor]]] | None:
+    """Return (weighting, deviation, changed state, other leaves reached), or None if draws could not be sliced."""
+    samples, draws = sum(sizes), Draws(by_operations=by_operations)
+    with comparable(model, work.device) as traces, staging.swapped():
+        staged, counts = staging.parameters(), _count_candidates(work, samples)
+        # A stand-in would make compiled code recompile.
+        look = _Look(work, model, probes_of(staged), counts, not is_compiled(model), model if decides else None)
+        reads = Reads()
+        with draws.recording():
+            whole, reached = look.at(0, samples, reads)
+        if draws.unsliced and not by_operations:
+            return None
+        moved = bool(traces.moved())
+
+    def run(start: int, stop: int, reads: Reads | None = None) -> torch.Tensor:
+        given = work.inputs(start, stop, None)[0]
+        looking = nullcontext() if reads is None else reads.of(tensors(given))
+        with staging.swapped(), draws.sliced(start, stop, samples), looking:
+            return work.loss(work.forward(given))
+
+    aside, moves = partial(comparable, model, work.device), STILL
+
+    def in_parts(looks: list[Reads]) -> list[_Measured]:
+        parts = []
+        with staging.swapped(), moves.composition.over_pass():
+            for start, stop in bounds(sizes):
+                moves.composition.before_micro_batch()
+                looks.append(Reads())
+                with draws.sliced(start, stop, samples):
+                    parts.append(look.at(start, stop, looks[-1])[0])
+                moves.composition.after_micro_batch(stop - start)
+        return parts
+
+    looks, parts, again = list[Reads](), list[_Measured](), list[_Measured]()
+    if not moved:
+        with aside() as traces:
+            parts = in_parts(looks)
+            moved = bool(traces.moved())  # the whole changes nothing if state kept by size already has its size
+    if moved:
+        moves = composition_of((Trial(run, sizes), *_twice(double, staging, aside)), aside, graphs=decides)
+        looks = []
+        with aside():
+            parts = in_parts(looks)
+            again = in_parts([]) if moves.composition.slots else []
+    if again:
+        with aside():
+            run(0, samples)
+            with staging.swapped(), draws.sliced(0, samples, samples):
+                later = look.at(0, samples, Reads())[0]
+        if _choose(later, again, counts)[0] is None:
+            moves = replace(moves, deviation=moves.misread())
+
+    def put(read: tuple[int, Value]) -> tuple[float, list[torch.Tensor | None]]:
+        with aside(), staging.swapped(), draws.sliced(0, samples, samples):
+            answered = look.at(0, samples, Reads(read))[0]
+        return answered.loss, answered.gradients
+
+    chosen, deviation = _choose(whole, parts, counts)
+    moves = replace(moves, decides=decided(reads, looks, put, partial(same, (whole.loss, whole.gradients))))
+    known = {id(p) for p in staged}
+    return chosen, deviation, moves, [leaf for leaf in reached if id(leaf()) not in known]
+
+
+def _twice(double: Work | None, staging: Staging, aside: Callable[[], AbstractContextManager[Any]]) -> tuple[Trial, ...]:
+    """Return a trial on the same samples twice."""
+    if double is None:
+        return ()
+    samples, draws = double.samples, Draws()
+
+    def run(start: int, stop: int) -> torch.Tensor:
+        return double.loss(double.forward(double.inputs(start, stop, None)[0]))
+
+    with aside(), staging.swapped(), draws.recording():
+        run(0, samples)
+
+    def sliced(start: int, stop: int) -> torch.Tensor:
+        with staging.swapped(), draws.sliced(start, stop, samples):
+            return run(start, stop)
+
+    return () if draws.unsliced else (Trial(sliced, (samples // 2, samples // 2)),)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The loss of some samples and what may weight it."""
+
+    samples: int
+    loss: float
+    gradients: list[torch.Tensor | None]
+    terms: int
+    only_term: bool
+    by_name: bool
+    term_count: float
+    counts: tuple[float, ...]
+    divisors: list[Number] | None
+    dtype: torch.dtype
+    decides: Decides | None
+
+    @property
+    def says_something(self) -> bool:
+        """Whether it has a loss or a gradient. If not, the rest equals the whole under any weighting."""
+        return self.loss != 0 or any(g is not None and bool(g.any()) for g in self.gradients)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Measures the losses of some samples."""
+
+    work: Work
+    model: nn.Module
+    probes: Sequence[torch.Tensor]
+    counts: Sequence[LeafCount]
+    by_name: bool
+    called: nn.Module | None
+    """The model, to detect a loss that decides by what it computed; None: not checked."""
+
+    def at(self, start: int, stop: int, reads: Reads) -> tuple[_Measured, list[weakref.ref[torch.Tensor]]]:
+        """Return (the loss of the samples `start:stop` with what may weight it, the leaves that receive gradients)."""
+        found: list[Count | float] = []
+
+        def count(inputs: Any) -> Count:
+            for candidate in self.counts:
+                try:
+                    found.append(candidate(inputs))
+                except WeightsChanged:
+                    found.append(math.nan)  # this part has no such tensor, so it weights nothing
+            return 0
+
+        inputs, _ = self.work.inputs(start, stop, count)
+        decides = None if self.called is None else Decides(self.called)
+        with reads.of(tensors(inputs)):
+            outputs = self.work.forward(inputs)
+            with Terms(alone=False, by_name=None if self.by_name else False) as terms, decides or nullcontext():
+                loss = checked_loss(self.work.loss(outputs))
+        divisors = divisors_of(loss, terms.given)
+        given = {id(tensor) for tensor in (*tensors(inputs), *self.work.extra_receivers())}
+        reached = [weakref.ref(leaf) for leaf in self._leaves(loss) if id(leaf) not in given]
+        gradients = gradients_of(loss, self.probes, self.model)
+        measured = _Measured(
+            samples=stop - start,
+            loss=float(loss.detach()),
+            gradients=[None if g is None else g.detach().to_dense() if g.is_sparse else g.detach() for g in gradients],
+            terms=len(terms.found),
+            only_term=len(terms.found) == 1 and is_only_term(loss, terms.found[0]),
+            by_name=self.by_name and terms.only_by_name,
+            term_count=float(terms.found[0].count) if terms.found else 0.0,
+            counts=tuple(float(c) for c in found),
+            divisors=divisors,
+            dtype=terms.lowest or (loss.dtype if loss.dtype in TOLERANCE else torch.float32),
+            decides=decides,
+        )
+        return measured, reached
+
+    def _leaves(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the leaves that receive gradients. Sharded parameters are other tensors while they are gathered."""
+        return () if gathers_in_parts(self.model) else leaves_of([loss])
+
+
+def _choose(
+    whole: _Measured, parts: Sequence[_Measured], counts: Sequence[LeafCount]
+) -> tuple[Weighting | None, Deviation]:
+    limit = max(tolerance(whole.dtype), max((tolerance(g.dtype) for g in whole.gradients if g is not None), default=0.0))
+    if not any(measured.says_something for measured in (whole, *parts)):
+        return None, Deviation("the loss", 0.0, limit)
+    by_name = all(m.by_name for m in (whole, *parts))
+    if all(m.only_term for m in (whole, *parts)):
+        ways = [(Weighting("term", "by what its mean divides by", by_name=by_name), [p.term_count for p in parts])]
+    else:
+        watch = whole.terms > 0
+        ways = [(Weighting("samples", "by samples", watch=watch, by_name=by_name), [float(p.samples) for p in parts])]
+    if not whole.terms:
+        ways += [
+            (Weighting("count", f"by {count.label}", count=count, inferred=True), [p.counts[i] for p in parts])
+            for i, count in enumerate(counts)
+        ]
+    tells_sums = all(part.says_something for part in parts)
+    if tells_sums:
+        ways.append((Weighting("sum", "as a sum"), []))
+    how = how_divided(whole.divisors, [part.divisors for part in parts])
+    tried = [(_difference(whole, parts, weights, how), weighting, weights) for weighting, weights in ways]
+    fitting = [(weighting, weights) for difference, weighting, weights in tried if difference <= limit]
+    best = min(difference for difference, _, _ in tried)
+    deviation = Deviation("the loss", best, limit)
+    if not fitting:
+        return None, deviation
+    chosen = replace(fitting[0][0], divided=how)
+    if not tells_sums:
+        chosen = replace(chosen, sums=_difference(whole, parts, [], how) <= limit)
+    chosen = _with_rivals(chosen, fitting[1:])
+    looks = [(m.samples, m.decides) for m in (whole, *parts) if m.decides]
+    return replace(chosen, doubt=_doubt(looks, chosen.kind)), deviation
+
+
+def _doubt(looks: Sequence[tuple[int, Decides]], kind: str) -> str | None:
+    """Return why a weighting that holds on these samples may fail on others. One known mean's denominator is checked in every
+    micro-batch."""
+    alone = None if kind == "term" else next((decides.how for _, decides in looks if decides.how), None)
+    return alone or (told_by(looks) if looks else None)
+
+
+def _with_rivals(chosen: Weighting, others: Sequence[tuple[Weighting, list[float]]]) -> Weighting:
+    """Keep the counts (rivals) that these samples cannot tell from the chosen weighting, to check them on later batches."""
+    if chosen.kind not in ("samples", "count") or chosen.watch:
+        return chosen
+    return replace(chosen, rivals=tuple(other.count for other, _ in others if other.count is not None))
+
+
+def without_idle_rivals(weighting: Weighting, whole: Callable[[], Any]) -> Weighting:
+    """Drops rivals of a weighting by samples that count every entry of the batch `whole()`, to save counting parts."""
+    if weighting.kind != "samples" or not weighting.rivals:
+        return weighting
+    batch = whole()
+    idle = [isinstance(rival, LeafCount) and rival.counts_all(batch) for rival in weighting.rivals]
+    return replace(weighting, rivals=tuple(rival for rival, is_idle in zip(weighting.rivals, idle) if not is_idle))
+
+
+def _difference(
+    whole: _Measured, parts: Sequence[_Measured], weights: list[float], how: Sequence[How] | None
+) -> float:
+    """Return the relative difference between the whole's and the weighted parts' ([]: summed) loss and gradients, and between
+    these weights and the loss's denominators."""
+    total = sum(weights)
+    if weights and total == 0:
+        return float("inf")
+    shares = [w / total for w in weights] if weights else [1.0] * len(parts)
+    loss = sum(s * p.loss for s, p in zip(shares, parts) if s)
+    error = abs(loss - whole.loss) / max(abs(whole.loss), 1e-12)
+    squares, norm = 0.0, 0.0
+    for i, gradient in enumerate(whole.gradients):
+        pieces = [(s, p.gradients[i]) for s, p in zip(shares, parts) if s]
+        known = [(s, g) for s, g in pieces if g is not None]
+        if gradient is not None:
+            known.append((-1.0, gradient))
+            norm += sum(float(some.square().sum()) for (some,) in in_double(gradient))
+        for some in in_double(*(g for _, g in known)) if known else ():
+            off = sum(piece * share for piece, (share, _) in zip(some, known))
+            squares += float(torch.as_tensor(off).square().sum())
+    columns = list(zip(*(map(float, part.divisors or ()) for part in parts)))
+    return max(error, (squares / max(norm, 1e-30)) ** 0.5, off_by(how or (), columns, weights))
+
+
+@dataclass(frozen=True)
+class LeafCount:
+    """Counts valid entries in one leaf of a micro-batch."""
+
+    path: Path
+    """Path to the leaf."""
+    rule: str
+    """labels: entries other than -100. shifted: likewise without the first position. mask: the sum. nonzero: other than 0."""
+    label: str
+    """Description."""
+
+    def __call__(self, inputs: Any) -> Count:
+        leaf = leaf_at(inputs, self.path)
+        if not isinstance(leaf, torch.Tensor):
+            raise WeightsChanged(f"there is no {path_name(self.path)} to count in")
+        if self.rule == "labels":
+            return entries_other_than(leaf, -100)
+        if self.rule == "shifted":
+            return entries_other_than(leaf[..., 1:], -100)
+        return entries_other_than(leaf, 0) if self.rule == "nonzero" else self._sum(leaf)
+
+    def counts_all(self, inputs: Any) -> bool:
+        """Whether every entry counts one, so that counts are proportional to samples; False if the host does not know."""
+        leaf = leaf_at(inputs, self.path)
+        if type(leaf) is not torch.Tensor or leaf.device.type != "cpu":
+            return False
+        if self.rule == "mask":
+            return bool((_readable(leaf) == 1).all())
+        count = self(inputs)
+        return isinstance(count, int) and count == (leaf[..., 1:] if self.rule == "shifted" else leaf).numel()
+
+    def _sum(self, mask: torch.Tensor) -> Count:
+        # NumPy reads a count on the CPU without anything that looks like a device synchronization.
+        if mask.device.type != "cpu" or type(mask) is not torch.Tensor:
+            return mask.sum()
+        total = float(_readable(mask).sum())
+        if not total.is_integer():
+            raise WeightsChanged(f"{path_name(self.path)} no longer holds ones and zeros alone")
+        return int(total)
+
+
+def _readable(tensor: torch.Tensor) -> Any:
+    """Return values on the host for NumPy, which lacks bfloat16."""
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def _count_candidates(work: Work, samples: int) -> list[LeafCount]:
+    """Return the counts of the inputs that a hand-written loss could divide by."""
+    found: list[LeafCount] = []
+
+    def look(inputs: Any) -> Count:
+        for path, leaf in leaves(inputs):
+            if isinstance(leaf, torch.Tensor):
+                found.extend(_rules(path, leaf))
+        return 0
+
+    work.inputs(0, samples, look)
+    return found
+
+
+def _rules(path: Path, leaf: torch.Tensor) -> Iterator[LeafCount]:
+    name = path_name(path)
+    is_mask = leaf.dtype is torch.bool or (leaf.dim() > 0 and not leaf.is_complex() and _zeros_and_ones(leaf))
+    if is_mask:
+        yield LeafCount(path, "mask", f"the entries set in {name}")
+    if not leaf.is_floating_point() and (leaf.dim() == 1 if is_mask else leaf.dim() > 0) and leaf.dtype is not torch.bool:
+        yield LeafCount(path, "labels", f"the valid labels in {name}")
+        if leaf.dim() > 1:
+            yield LeafCount(path, "shifted", f"the valid labels after the first position in {name}")
+            yield LeafCount(path, "nonzero", f"the entries of {name} that are not padding")
+
+
+def _zeros_and_ones(leaf: torch.Tensor) -> bool:
+    return bool(((leaf == 0) | (leaf == 1)).all())
+
+
+def probes_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns a bounded choice of parameters from the whole model, the smallest first."""
+    total = sum(p.numel() * p.element_size() for p in parameters)
+    if total <= PROBED:
+        return list(parameters)
+    chosen, size = [], 0
+    for p in sorted(parameters, key=lambda p: p.numel()):
+        size += p.numel() * p.element_size()
+        if chosen and size > PROBED:
+            break
+        chosen.append(p)
+    return chosen

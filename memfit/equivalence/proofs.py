@@ -1,0 +1,311 @@
+"""Proves on a few samples that a batch is cut along its samples, and that outputs are joined correctly.
+
+The whole and its parts run on the same samples. Parts get slices of the whole's random draws, and batch norm is frozen: its
+batch statistics are the one accepted coupling, always reported. So any difference is real mixing of samples. Everything runs on
+the device and leaves no trace.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import compress
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from memfit.batches.pieces import bounds
+from memfit.batches.tree import leaves, tensors
+from memfit.capture.call import Call
+from memfit.capture.outputs import Leaf, Outputs, name_in, turned
+from memfit.engine.call_context import uncompiled
+from memfit.engine.compose_state import Composition
+from memfit.engine.random_slices import Draws
+from memfit.equivalence.host_reads import Reads, Value, decided
+from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
+from memfit.equivalence.tolerances import Deviation, relative_difference, tolerance
+from memfit.profiling.sandbox import Traces, leave_no_trace
+
+PROOF_SAMPLES = 5
+"""Number of samples that proofs run on."""
+FLIPPED = 0.2
+"""Fraction of integer entries that may differ: an argmax may flip if two scores are equal up to rounding."""
+
+
+def parts_of(samples: int, least: int = 1) -> tuple[int, ...]:
+    """Returns unequal part sizes for a few samples, none below `least`: 5 = 2 + 3, 3 = 1 + 2, 2 = 1 + 1."""
+    first = max(least, (samples - 1) // 2)
+    return (first, samples - first) if samples >= 2 * least else (samples,)
+
+
+@contextmanager
+def comparable(model: nn.Module, device: torch.device) -> Iterator[Traces]:
+    """Sets up the comparison of whole and parts: leaves no trace, compiles nothing, freezes batch norm."""
+    with leave_no_trace(model, device) as traces, uncompiled():
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.training = False
+        yield traces
+
+
+def frozen_norms(call: Call) -> Call:
+    """Returns the call with batch norm in eval mode, on copies of its samples, for comparing whole and parts."""
+    frozen = copy.copy(call)
+    frozen.copies = True
+    frozen.modes = [
+        (module, training and not isinstance(module, nn.modules.batchnorm._BatchNorm)) for module, training in call.modes
+    ]
+    return frozen
+
+
+def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Deviation], Composition]:
+    """Determines how outputs are joined. Returns the outputs, the deviations of joined parts from the whole (the largest
+    first), and the composition of the state that the forward changes.
+
+    A leaf without gradient that cannot be joined is marked opaque: using it is refused, training is not.
+    """
+    whole, parts, moves, line = _whole_and_parts(frozen_norms(call), sizes)
+    deviations = [] if moves.deviation is None else [moves.deviation]
+    deviations += [] if line is None else [Deviation(line, 1.0, 0.0, by="reading")]
+    outputs = call.outputs
+    outputs.check_count(whole)
+    if any(len(found) != len(outputs.leaves) for found in parts):
+        return outputs, [Deviation("the structure of the output", float("inf"), 1.0)], moves.composition
+    settled = []
+    for i, leaf in enumerate(outputs.leaves):
+        if leaf.kind == "opaque" or i == outputs.loss:  # the weighting of a single own loss is proven separately
+            settled.append(leaf)
+            continue
+        leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], sizes)
+        settled.append(leaf)
+        deviations += [deviation] if leaf.differentiable else []
+    if moves.again is not None and _differs_again(settled, outputs.loss, moves.again, sizes):
+        deviations.append(moves.misread())
+    deviations.sort(key=lambda each: each.relative / each.limit if each.limit else each.relative, reverse=True)
+    return replace(outputs, leaves=tuple(settled)), deviations, moves.composition
+
+
+def _twice(call: Call, sizes: Sequence[int], aside: Callable[[], AbstractContextManager[Traces]]) -> tuple[Trial, ...]:
+    """Return a trial on the same samples twice, or none if only `split` knows the samples."""
+    if call.split is not None or not call.layout.cuts:
+        return ()
+    each = max(sizes)
+    double, draws = call.chosen([*range(each), *range(each)]), Draws()
+    with aside(), torch.enable_grad(), draws.recording():
+        double.run(double.arguments(0, 2 * each))
+
+    def run(start: int, stop: int) -> object:
+        with torch.enable_grad(), draws.sliced(start, stop, 2 * each):
+            return double.run(double.arguments(start, stop))
+
+    return () if draws.unsliced else (Trial(run, (each, each)),)
+
+
+def _differs_again(
+    settled: Sequence[Leaf], loss: int | None, again: tuple[list[Any], list[list[Any]]], sizes: Sequence[int]
+) -> bool:
+    """Whether parts differ from the whole once the state has changed. A single own loss is checked separately."""
+    whole, parts = again
+    for i, leaf in enumerate(settled):
+        if leaf.differentiable and i != loss and leaf.is_tensor:
+            limit = tolerance(whole[i].dtype) if whole[i].is_floating_point() else 0.0
+            if _leaf_difference(leaf, whole[i], [part[i] for part in parts], sizes) > limit:
+                return True
+    return False
+
+
+def _settled(leaf: Leaf, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[Leaf, Deviation]:
+    """Return the leaf joined in the way closest to the whole, and its deviation."""
+    where = name_in(leaf.path)
+    if leaf.kind in ("value", "size"):
+        made = [leaf.without_tensor(samples) for samples in (sum(sizes), *sizes)]
+        same = [whole, *parts] == made  # during tracing, numbers read from tensors are guesses
+        return leaf if same else _unjoined(leaf, whole), Deviation(where, 0.0, 1.0)
+    if not isinstance(whole, torch.Tensor):
+        return leaf, Deviation(where, float("inf"), 1.0)
+    shapes = [tuple(part.shape) for part in parts if isinstance(part, torch.Tensor)]
+    if leaf.axis is not None and shapes != [leaf.shape_for(size) for size in sizes]:
+        if leaf.differentiable:
+            like_whole = replace(leaf, shape=tuple(whole.shape))
+            raise leaf.of_other_size([like_whole.shape_for(size) for size in sizes], shapes)
+        return _unjoined(leaf, whole), Deviation(where, 0.0, 1.0)
+    found = [(_leaf_difference(way, whole, parts, sizes), n, way) for n, way in enumerate(_ways_to_join(leaf))]
+    difference, _, best = min(found, key=lambda item: item[:2])
+    limit = tolerance(whole.dtype) if whole.is_floating_point() else FLIPPED if leaf.kind == "batch" else 0.0
+    if difference <= limit or leaf.differentiable:
+        return best, Deviation(where, difference, limit)
+    return _unjoined(leaf, whole), Deviation(where, difference, limit)
+
+
+def _ways_to_join(leaf: Leaf) -> list[Leaf]:
+    if leaf.axis is not None:
+        return [leaf, replace(leaf, axis=turned(leaf.axis))] if leaf.axis.inner > 1 else [leaf]
+    if leaf.kind == "loss":
+        return [leaf, replace(leaf, joined="sum")]
+    if leaf.shape and leaf.shape != (1,):
+        return [leaf]
+    more: list[Literal["mean", "sum"]] = ["mean", "sum"] if leaf.dtype.is_floating_point else ["sum"]
+    return [leaf, *(replace(leaf, joined=how) for how in more)]
+
+
+def _unjoined(leaf: Leaf, value: Any) -> Leaf:
+    return replace(leaf, kind="opaque", axis=None, value=type(value).__name__)
+
+
+def mixing_module(call: Call, sizes: Sequence[int], allowed: Sequence[str]) -> Deviation | None:
+    """Returns the first module, in order of completion, whose output differs between whole and parts although its input does
+    not. Returns None if every such module is in `allowed` or contains an allowed one."""
+    call, samples = frozen_norms(call), sum(sizes)
+    whole, parts = _Recorded(call.model), []
+    with comparable(call.model, call.device), torch.enable_grad():
+        draws = Draws()
+        with draws.recording(), whole.watching():
+            call.run(call.arguments(0, samples))
+        for start, stop in bounds(sizes):
+            part = _Recorded(call.model)
+            with draws.sliced(start, stop, samples), part.watching():
+                call.run(call.arguments(start, stop))
+            parts.append(part)
+    for name in whole.outputs:
+        label = name or type(call.model).__name__
+        accepted = any(a == label or (a + ".").startswith(name + "." if name else "") for a in allowed)
+        given = _module_difference([record.inputs.get(name) for record in (whole, *parts)], sizes)
+        if accepted or not given.agrees:
+            continue
+        made = _module_difference([record.outputs[name] for record in (whole, *parts) if name in record.outputs], sizes)
+        if not made.agrees:
+            return replace(made, where=label)
+    return None
+
+
+def _module_difference(found: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> Deviation:
+    """Compare a module's inputs or outputs for the parts with those for the whole. Unknown ones count as equal."""
+    known = [t for t in found if t is not None and t.dim() > 0]
+    if len(known) < 1 + len(sizes):
+        return Deviation("", 0.0, 1.0)
+    difference = _joined_difference(known[0], known[1:], sizes)
+    return Deviation("", difference, tolerance(known[0].dtype))
+
+
+def _whole_and_parts(call: Call, sizes: Sequence[int]) -> tuple[list[Any], list[list[Any]], Moves, str | None]:
+    """Run the call on the whole and on its parts. Return both outputs, how changed state is composed, and the line whose
+    control flow depends on batch values."""
+    for by_operations in (False, True):
+        draws, reads = Draws(by_operations=by_operations), Reads()
+        # With grad enabled as in training, because models check for it and may register hooks.
+        with comparable(call.model, call.device) as traces, torch.enable_grad():
+            given = call.arguments(0, sum(sizes))
+            with draws.recording(), reads.of(tensors(given)):
+                whole = _detached(call.run(given))
+            moved = bool(traces.moved())
+        if not draws.unsliced or by_operations:
+            return whole, *_parts_of(call, sizes, draws, reads, whole, moved)
+    raise AssertionError("unreachable: the second round always returns")
+
+
+def _parts_of(
+    call: Call, sizes: Sequence[int], draws: Draws, reads: Reads, whole: list[Any], moved: bool
+) -> tuple[list[list[Any]], Moves, str | None]:
+    """Do `_whole_and_parts` for the parts, after the whole has run."""
+    samples, aside = sum(sizes), partial(comparable, call.model, call.device)
+
+    def run(start: int, stop: int, reads: Reads | None = None) -> list[Any]:
+        given = call.arguments(start, stop)
+        looking = nullcontext() if reads is None else reads.of(tensors(given))
+        with torch.enable_grad(), draws.sliced(start, stop, samples), looking:
+            return _detached(call.run(given))
+
+    def put(read: tuple[int, Value]) -> list[Any]:
+        with aside():
+            return run(0, samples, Reads(read))
+
+    def in_parts(looks: list[Reads]) -> list[list[Any]]:
+        parts = []
+        with moves.composition.over_pass():
+            for start, stop in bounds(sizes):
+                moves.composition.before_micro_batch()
+                looks.append(Reads())
+                parts.append(run(start, stop, looks[-1]))
+                moves.composition.after_micro_batch(stop - start)
+        return parts
+
+    moves, looks, parts, again = STILL, list[Reads](), list[list[Any]](), list[list[Any]]()
+    if not moved:
+        with aside() as traces:
+            parts = in_parts(looks)
+            moved = bool(traces.moved())  # the whole changes nothing if state kept by size already has its size
+    if moved:
+        moves, looks = composition_of((Trial(run, sizes), *_twice(call, sizes, aside)), aside), []
+        with aside():
+            parts = in_parts(looks)
+            again = in_parts([]) if moves.composition.slots else []
+    if again:
+        with aside():
+            run(0, samples)
+            moves = replace(moves, again=(run(0, samples), again))
+
+    def same_as_whole(made: list[Any]) -> bool:
+        used = [leaf.differentiable for leaf in call.outputs.leaves] if len(call.outputs.leaves) == len(whole) else ()
+        return len(made) == len(whole) and all(map(same, compress(whole, used), compress(made, used)))
+
+    return parts, moves, decided(reads, looks, put, same_as_whole)
+
+
+def _detached(found: list[Any]) -> list[Any]:
+    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+
+
+def _leaf_difference(leaf: Leaf, whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> float:
+    """Compare the parts, joined as `leaf` says, with the whole: relative L2 error, or the fraction of entries that differ."""
+    made = parts if leaf.axis is None and leaf.joined == "first" else [leaf.join(parts, sizes)]
+    if tuple(whole.shape) != leaf.shape_for(sum(sizes)) or whole.dtype != leaf.dtype:
+        return float("inf")  # what fake tensors showed depends on values
+    if whole.is_floating_point():
+        return max(relative_difference(whole, m) for m in made)
+    return max(float((whole != m).double().mean()) if whole.shape == m.shape else float("inf") for m in made)
+
+
+def _joined_difference(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> float:
+    """Compare along the dimension that grows with the samples; 0 if there is none."""
+    for dim, size in enumerate(whole.shape):
+        if all(p.dim() == whole.dim() and p.shape[dim] * sum(sizes) == size * n for p, n in zip(parts, sizes)):
+            rest = [p.shape[:dim] == whole.shape[:dim] and p.shape[dim + 1 :] == whole.shape[dim + 1 :] for p in parts]
+            if all(rest):
+                return relative_difference(whole, torch.cat(list(parts), dim))
+    same = all(p.shape == whole.shape for p in parts)
+    return max(relative_difference(whole, p) for p in parts) if same else 0.0
+
+
+class _Recorded:
+    """Records the first floating-point input and output of every module, by name, in order of completion."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self.inputs: dict[str, torch.Tensor | None] = {}
+        self.outputs: dict[str, torch.Tensor | None] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        def after(module: nn.Module, args: Any, out: Any) -> None:
+            name = self._names.get(module)
+            if name is not None:
+                # A module that runs several times cannot be compared run by run.
+                again = name in self.outputs
+                self.inputs[name] = None if again else _first_float(args)
+                self.outputs[name] = None if again else _first_float(out)
+
+        hook = nn.modules.module.register_module_forward_hook(after)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+def _first_float(tree: Any) -> torch.Tensor | None:
+    found = (t for _, t in leaves(tree) if isinstance(t, torch.Tensor) and t.is_floating_point())
+    first = next(found, None)
+    return None if first is None else first.detach()

@@ -1,0 +1,316 @@
+"""Finds and proves on a few samples how micro-batches compose the state that a forward changes (its side effects).
+
+A forward may count, update a running mean, append to a list or keep its last output: on the model, on a loss module, in a
+closure, in a global. A whole batch and unequal parts of it show the rule by which parts leave the same state as the whole.
+State that is right when parts run in turn (a queue of samples) needs no rule. State without a rule is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from numbers import Integral, Rational
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.batches.pieces import bounds
+from memfit.batches.tree import tensors
+from memfit.capture.size_dependence import Positions, decides_by_position
+from memfit.engine.compose_state import (
+    MISSING,
+    Added,
+    Appended,
+    Composition,
+    Contents,
+    Data,
+    Inside,
+    Last,
+    Mean,
+    Place,
+    Rows,
+    Rule,
+    Slot,
+    WithoutGraph,
+    appended,
+    is_number,
+    without_graph,
+)
+from memfit.engine.rewindable import Position
+from memfit.equivalence.tolerances import Deviation, relative_difference, tolerance
+from memfit.profiling.sandbox import Traces
+
+Run = Callable[[int, int], object]
+"""Runs the samples `start:stop` with the whole batch's random draws."""
+Values = dict[tuple[Any, ...], tuple[Place, Any, Any]]
+"""Maps a place's key to (place, value before, value after)."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The state that a whole batch changes, and how parts compose it."""
+
+    composition: Composition
+    deviation: Deviation | None
+    """The first place without a rule."""
+    again: tuple[list[Any], list[list[Any]]] | None = None
+    """If state is composed: what the whole and the parts return in a second run, from the state left by the first."""
+    decides: str | None = None
+    """The source line whose control flow depends on values that it reads from the batch."""
+
+    def misread(self) -> Deviation:
+        """Returns the deviation for composed state that a later forward reads differently in parts than as a whole."""
+        return Deviation(self.composition.slots[0].place.label, 1.0, 0.0, by="moving")
+
+
+EXACT = 1e-5
+"""Fraction of a proof's tolerance at which state is compared first. State that moves a little with every forward (a power
+iteration that has converged) stays close to its old value."""
+STILL = Moves(Composition(), None)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Samples to find rules on."""
+
+    run: Run
+    sizes: Sequence[int]
+    """Number of samples in each part."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one trial changed: by the whole, by its parts in turn, and by each part alone."""
+
+    whole: Values
+    in_turn: Values
+    apart: list[Values]
+    sizes: Sequence[int]
+    by_position: bool
+
+    def before(self, key: tuple[Any, ...]) -> Any:
+        found = self.whole.get(key) or self.in_turn.get(key)
+        return MISSING if found is None else found[1]
+
+    def ends(self, key: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Return what the whole leaves, and what the parts leave when they run in turn."""
+        return _after(self.whole, key, self.before(key)), _after(self.in_turn, key, self.before(key))
+
+    def obeys(self, key: tuple[Any, ...], rule: Rule, closely: float) -> bool:
+        """Whether this rule makes the whole's value from the parts' values."""
+        wanted, before = self.ends(key)[0], self.before(key)
+        parts = [_after(part, key, before) for part in self.apart]
+        try:
+            made = parts if isinstance(rule, Last) else [rule.joined(before, parts, self.sizes)]
+            return all(same(wanted, value, closely) for value in made)
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError):
+            return False
+
+
+def composition_of(
+    trials: Sequence[Trial],
+    aside: Callable[[], AbstractContextManager[Traces]],
+    allowed: Sequence[str] = (),
+    *,
+    graphs: bool = False,
+) -> Moves:
+    """Finds how parts compose the state that a whole batch changes. `aside` gives contexts that leave no trace.
+    `allowed` names state that may stay uncomposed. One trial should repeat the same samples twice, where a rule that holds by
+    chance on some samples fails. `graphs`: tensors with a graph are state too; else they join like outputs (`sidedoors.py`)."""
+    seen = [_seen(trial, aside, graphs) for trial in trials]
+    moved = {key: found[0] for each in reversed(seen) for key, found in {**each.in_turn, **each.whole}.items()}
+    slots, named = [], None
+    for key, place in moved.items():
+        flag = any(isinstance(each.before(key), (bool, str)) for each in seen)
+        if all(same(*each.ends(key), EXACT) for each in seen) and not flag:
+            continue  # (a flag may mark what only the first forward does, which only the first micro-batch would do)
+        nearly = all(same(*each.ends(key)) for each in seen)
+        rule = next(_rules(place, key, seen, EXACT), None) or (None if nearly else next(_rules(place, key, seen), None))
+        if rule is not None:
+            slots.append(Slot(place, rule))
+        elif not nearly and place.label not in allowed and named is None:
+            named = Deviation(place.label, max(_difference(*each.ends(key)) for each in seen), 0.0, by="moving")
+    if named is None and any(each.by_position for each in seen):
+        named = next((Deviation(p.label, 1.0, 0.0, by="moving") for p in moved.values() if p.label not in allowed), None)
+    return Moves(Composition(slots, list(moved.values())), named)
+
+
+def with_written(composition: Composition, earlier: Composition, model: nn.Module) -> Composition:
+    """Adds the parameters that forwards write on some batches only: those that `earlier` proofs saw change, and the weights of
+    embeddings with `max_norm`, which shortens rows that have grown."""
+    there = {p.untyped_storage()._cdata for p in model.parameters() if p.layout is torch.strided}
+    shortened = [
+        Data(module.weight, f"{name}.weight")
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+    ]
+    known = composition.keys
+    more = {place.key: place for place in (*shortened, *earlier.moved) if isinstance(place, Data) and place.key not in known}
+    more = {key: place for key, place in more.items() if key[0] in there}
+    slots = [slot for slot in earlier.slots if slot.place.key in more]
+    return Composition((*composition.slots, *slots), (*composition.moved, *more.values()))
+
+
+def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], graphs: bool) -> _Seen:
+    looks: list[tuple[int, Positions]] = []
+
+    def watched(start: int, stop: int) -> None:
+        looks.append((stop - start, Positions()))
+        with looks[-1][1].watching():
+            trial.run(start, stop)
+
+    pieces = list(bounds(trial.sizes))
+    whole = _values(watched, [(0, sum(trial.sizes))], aside, graphs)
+    in_turn = _values(trial.run, pieces, aside, graphs)
+    apart = [_values(watched, [piece], aside, graphs) for piece in pieces]
+    return _Seen(whole, in_turn, apart, trial.sizes, decides_by_position(looks))
+
+
+def _rules(place: Place, key: tuple[Any, ...], seen: Sequence[_Seen], closely: float = 1.0) -> Iterator[Rule]:
+    """Yield the rules that hold in all trials."""
+    first = seen[0]
+    wanted, before = first.ends(key)[0], first.before(key)
+    parts = [_after(part, key, before) for part in first.apart]
+    for rule in _candidates_for(place, before, wanted, parts, first.sizes, closely):
+        if all(each.obeys(key, rule, closely) for each in seen):
+            yield rule
+
+
+def _after(values: Values, key: tuple[Any, ...], before: Any) -> Any:
+    """Return a place's value after the run, or its old value if it did not change."""
+    return values[key][2] if key in values else before
+
+
+def _values(
+    run: Run, pieces: Sequence[tuple[int, int]], aside: Callable[[], AbstractContextManager[Traces]], graphs: bool
+) -> Values:
+    """Return what runs over these pieces, in turn, change."""
+    found: Values = {}
+    with aside() as traces:
+        for start, stop in pieces:
+            run(start, stop)
+        for key, (place, before) in traces.moved().items():
+            after = place.value()
+            if not any(tensor.requires_grad for tensor in tensors(after)):
+                found[key] = place, before, after
+            elif graphs:
+                found[key] = WithoutGraph(place), without_graph(before), without_graph(after)
+    return found
+
+
+def _candidates_for(
+    place: Place, before: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float
+) -> Iterator[Rule]:
+    if not isinstance(place, Contents):
+        yield from _candidates(before, whole, parts)
+        inside = _inside(whole, parts, sizes, closely)
+        yield from () if inside is None else (inside,)
+        return
+    added = appended(before, whole)
+    by_part = [appended(before, part) for part in parts]
+    if all(len(found) == len(added) for found in by_part):
+        rules = [rule_of(MISSING, item, [found[i] for found in by_part], sizes, closely) for i, item in enumerate(added)]
+        if None not in rules:
+            yield Appended(tuple(rule for rule in rules if rule is not None))
+
+
+def rule_of(
+    before: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float = 1.0
+) -> Rule | None:
+    """Returns the rule that makes the whole's value from the parts' values, or None. `closely`: fraction of the usual rounding
+    tolerance that is allowed."""
+    for rule in _candidates(before, whole, parts):
+        try:
+            alike = parts if isinstance(rule, Last) else [rule.joined(before, parts, sizes)]
+            if all(same(whole, made, closely) for made in alike):
+                return rule
+        except (RuntimeError, TypeError, ValueError):
+            continue
+    return _inside(whole, parts, sizes, closely)
+
+
+def _candidates(before: Any, whole: Any, parts: Sequence[Any]) -> Iterator[Rule]:
+    yield Last()
+    before, whole, *parts = map(_as_tensor, (before, whole, *parts))
+    if isinstance(whole, torch.Tensor):
+        alike = all(isinstance(part, torch.Tensor) and part.shape == whole.shape for part in parts)
+        if alike and whole.is_floating_point():
+            yield Mean()
+        if alike and isinstance(before, torch.Tensor) and before.shape == whole.shape and whole.dtype is not torch.bool:
+            yield Added()
+        if all(isinstance(part, torch.Tensor) and part.dim() == whole.dim() for part in parts):
+            yield from (Rows(dim) for dim in range(whole.dim()))
+    elif is_number(whole) and all(map(is_number, parts)):
+        if not isinstance(whole, Rational):
+            yield Mean()
+        if is_number(before):
+            yield Added()
+        elif before is MISSING and isinstance(whole, Integral):
+            yield _Total()
+
+
+@dataclass(frozen=True)
+class _Total:
+    """Adds the parts' numbers, such as a forward's sample count."""
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        return sum(values)
+
+
+def _inside(whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float) -> Rule | None:
+    if type(whole) not in (list, tuple, dict) or any(type(p) is not type(whole) or len(p) != len(whole) for p in parts):
+        return None
+    keys = list(whole) if isinstance(whole, dict) else range(len(whole))
+    try:
+        rules = {key: rule_of(MISSING, whole[key], [part[key] for part in parts], sizes, closely) for key in keys}
+    except KeyError:
+        return None
+    return None if None in rules.values() else Inside({key: rule for key, rule in rules.items() if rule is not None})
+
+
+def _rounding(number: Any) -> float:
+    """Return the rounding tolerance for such numbers: double precision for Python's, their own dtype for NumPy's."""
+    return tolerance(getattr(torch, str(getattr(number, "dtype", "float64")), torch.float32))
+
+
+def _as_tensor(value: Any) -> Any:
+    """Return a tensor over a NumPy array's memory; return anything else unchanged."""
+    return torch.from_numpy(value) if type(value).__name__ == "ndarray" and value.dtype.kind in "fciub" else value
+
+
+def same(a: Any, b: Any, closely: float = 1.0) -> bool:
+    """Whether two values are equal up to rounding. Objects of one type that cannot be compared count as equal."""
+    if a is b:
+        return True
+    a, b = _as_tensor(a), _as_tensor(b)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return _same_tensors(a, b, closely)
+    if is_number(a) and is_number(b):
+        return bool(a == b) or (not isinstance(a, Rational) and abs(a - b) <= closely * _rounding(a) * max(abs(a), abs(b)))
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y, closely) for x, y in zip(a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key], closely) for key in a)
+    if a is MISSING or b is MISSING or isinstance(a, _COMPARED) or isinstance(b, _COMPARED):
+        return type(a) is type(b) and bool(a == b)
+    return type(a) is type(b)
+
+
+_COMPARED = (str, bool, torch.Tensor, Position)
+
+
+def _same_tensors(a: torch.Tensor, b: torch.Tensor, closely: float) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_floating_point() or a.is_complex():
+        return relative_difference(a, b) <= closely * tolerance(a.dtype)
+    return bool(torch.equal(a, b))
+
+
+def _difference(a: Any, b: Any) -> float:
+    a, b = _as_tensor(a), _as_tensor(b)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_floating_point():
+        return relative_difference(a, b)
+    return float(abs(a - b) / max(abs(a), abs(b))) if is_number(a) and is_number(b) and a != b else 1.0

@@ -1,0 +1,222 @@
+"""Proves on a few samples that a kind of training call may be cut, and refuses by name if not.
+
+Not covered: what the few samples do not show. Proofs are repeated on later batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import nn
+
+from memfit._errors import Refused
+from memfit._units import format_bytes
+from memfit.batches.cut import cut
+from memfit.batches.shapes import Shapes
+from memfit.capture.call import Call
+from memfit.capture.find_side_outputs import look_for_side_doors
+from memfit.capture.infer_layout import size_that_decides
+from memfit.capture.size_dependence import SIZE
+from memfit.capture.workloads import CallWork
+from memfit.distributed.reduction import OF_SHARES
+from memfit.engine.accumulate import BY_SAMPLES
+from memfit.engine.recovery import on_fewer, surviving
+from memfit.equivalence.infer_weighting import PROBED, infer_weighting
+from memfit.equivalence.proof_samples import marks_of, most_telling, spaced
+from memfit.equivalence.proofs import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
+from memfit.equivalence.side_effects import with_written
+from memfit.equivalence.single_sample import call_alone
+from memfit.equivalence.tolerances import Deviation
+from memfit.levers.checkpoint import checkpointed
+from memfit.modes.call_kind import Kind
+from memfit.planning.search import with_blocks
+from memfit.runtime.core import Core
+
+OUTPUTS_HELD = 2
+"""Number of times that outputs are held while parts and whole are compared: the parts' and the joined ones."""
+
+
+class Prover:
+    """Proves one model's calls."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def look_alone(self, call: Call) -> None:
+        """Finds out whether the model can run a single sample. Raises Refused if single samples were prescribed."""
+        if self._core.least > 1:
+            return
+        with self._core.staging.swapped():  # no hook of the user's fires
+            why = call_alone(call)
+        if why is not None:
+            self._core.need_company(why)
+
+    def prove(self, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
+        """Proves that the call may be cut this way. Returns None if so, else the deviation of its parts from the whole."""
+        few, blocks = self._provable(kind, call)
+        with checkpointed(self._core.model, blocks), self._core.memory.sparing_kernels():
+            return self._on_fewer(lambda n: self._prove_on(self._chosen(call, n), kind, call, shapes), few)
+
+    def weigh_again(self, kind: Kind, call: Call) -> Deviation | None:
+        """Infers the weighting of the call's own loss again. Returns the deviation of its parts if no weighting holds."""
+        few, blocks = self._provable(kind, call)
+        with checkpointed(self._core.model, blocks), self._core.memory.sparing_kernels():
+            return self._on_fewer(lambda n: self._infer(kind, self._chosen(call, n)), few)
+
+    def mixes(self, call: Call, deviation: Deviation) -> Refused:
+        """Returns the error for a call whose parts differ from the whole."""
+        core = self._core
+        if deviation.by == "moving":
+            return self._moves_state(call, deviation)
+        if deviation.by != "mixing":
+            return self._decides(call, deviation)
+        proof = self._chosen(call, min(PROOF_SAMPLES, call.samples))
+        allowed = core.settings.allow_inexact
+        found = surviving(lambda: mixing_module(proof, self._sizes(proof), allowed), core.device, lambda text: None)
+        names = [deviation.where, *deviation.others] if found is None else [found.where]
+        found = found or deviation
+        what, also = f"{found.where} mixes samples", ""
+        if _is_time_first(dict(core.model.named_modules()).get(found.where)):
+            what = f"{found.where} is recurrent with time first, and mixes samples, which were taken to lie along time"
+            also = "say how many samples there are (pass the DataLoader that yields them), "
+        why = ""
+        if math.isnan(found.relative):
+            why = ": a mean over what a mask leaves is 0/0 where it leaves nothing"
+            also = "divide by max(count, 1) in the model, pass loss_fn= with weight= for what each part counts, "
+        return Refused(
+            f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
+            found=f"{what}: its value for {proof.samples} samples together differs by {found.relative:.2g} from that for the "
+            f"same samples in two parts{why}",
+            next_move=f"{also}accept that with allow_inexact={names!r}, compute what needs all samples together "
+            "outside the model, or give it a budget in which the batch runs whole",
+        )
+
+    def _moves_state(self, call: Call, deviation: Deviation) -> Refused:
+        names = [deviation.where, *deviation.others]
+        return Refused(
+            f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
+            found=f"the forward moves state at every call, and in parts otherwise than as a whole: {deviation.where}",
+            next_move=f"accept that with allow_inexact={names!r}, move it outside of the forward, or give it a budget in which "
+            "the batch runs whole",
+        )
+
+    def _decides(self, call: Call, deviation: Deviation) -> Refused:
+        by_values = f"the forward decides by values of the batch, which may be others in a part of it: {deviation.where}"
+        by_size = f"the forward decides by {SIZE}: it does something else with {call.samples} than with few, or takes some of "
+        return Refused(
+            f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
+            found=by_values if deviation.by == "reading" else f"{by_size}them by their position",
+            next_move=f"accept that with allow_inexact={[deviation.where]!r}, decide outside of the forward, or give it a "
+            "budget in which the batch runs whole",
+        )
+
+    def _on_fewer(self, attempt: Callable[[int], Deviation | None], few: int) -> Deviation | None:
+        return on_fewer(attempt, few, self._core.device, self._core.proof_ran_out)
+
+    def by_size(self, kind: Kind, call: Call) -> list[Deviation]:
+        """Returns a deviation if the forward acts differently on this number of samples than on few."""
+        if call.samples <= kind.alike:
+            return []
+        core, in_all = self._core, self._core.samples_of_all(call.samples)
+        decides = size_that_decides(call, call.samples, in_all)
+        if decides == call.samples:
+            return [Deviation(SIZE, 1.0, 0.0, by="counting")]
+        if decides is not None:
+            core.tell(f"the forward does something else with {in_all} samples than with few: {OF_SHARES}")
+        kind.alike = call.samples
+        return []
+
+    # ---- choosing samples
+
+    def _provable(self, kind: Kind, call: Call) -> tuple[int, tuple[str, ...]]:
+        """Return (number of samples whose proof fits in memory, blocks to checkpoint for it)."""
+        core, most = self._core, min(PROOF_SAMPLES, call.samples)
+        if kind.bound is None:
+            return most, ()
+        gradients = kind.bound.model.gradient_bytes if call.outputs.loss is not None else 0
+        room = core.memory.budget().room - 2 * min(PROBED, gradients)
+        each = OUTPUTS_HELD * call.outputs.bytes_per_sample
+        applied = () if core.plan is None else core.plan.checkpoint
+        for blocks in (applied,) if applied else ((), kind.bound.blocks):
+            cheaper = with_blocks(kind.bound, blocks)
+            fitting = [n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper + n * each <= room]
+            if fitting:
+                return max(fitting), () if applied else blocks
+        return min(2, most), () if applied else kind.bound.blocks
+
+    def _sizes(self, proof: Call) -> tuple[int, ...]:
+        return parts_of(proof.samples, self._core.least)
+
+    def _chosen(self, call: Call, few: int) -> Call:
+        """Return a call on copies of the `few` most telling samples (more if the parts need more)."""
+        few = max(few, min(2 * self._core.least, call.samples))
+        if call.split is not None or not call.layout.cuts:
+            return call.first(few)
+        there = spaced(call.samples)
+        marks = [marks_of(cut(call.tree, call.layout, i, i + 1)) for i in there]
+        return call.chosen([there[i] for i in most_telling(marks, parts_of(few, self._core.least))])
+
+    # ---- proofs
+
+    def _prove_on(self, proof: Call, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
+        core, sizes = self._core, self._sizes(proof)
+        outputs, deviations, composition = joined_outputs(proof, sizes)
+        kind.composition = with_written(composition, kind.composition, core.model)  # (keeps nothing of the proof alive)
+        deviations += self.by_size(kind, call)
+        apart = [deviation for deviation in deviations if not deviation.agrees]
+        refused = [deviation for deviation in apart if not self._is_allowed(deviation, proof)]
+        if refused:
+            return replace(refused[0], others=tuple(deviation.where for deviation in refused[1:]))
+        for deviation in apart:
+            self._accept(deviation)
+        kind.outputs[shapes] = call.outputs = proof.outputs = outputs
+        entrances = look_for_side_doors(proof, proof.samples)
+        core.staging.stage_also(entrances.parameters)
+        kind.writes_input = call.copies = entrances.writes_input
+        if len(sizes) < 2:
+            return None  # runs as one piece; a larger call is proven
+        kind.prove_at, kind.mute = core.steps + 1, False
+        if outputs.loss is not None:
+            found = self._infer(kind, proof)
+            if found is not None:
+                if not self._is_allowed(found, proof):
+                    return found
+                self._accept(found)
+        kind.proven = outputs
+        return None
+
+    def _infer(self, kind: Kind, proof: Call) -> Deviation | None:
+        assert proof.outputs.loss is not None
+        work = CallWork(frozen_norms(proof), proof.outputs.loss, draws=False)
+        weighting, deviation, moves = infer_weighting(work, self._sizes(proof), self._core.staging, self._core.model)
+        if weighting is None and deviation.agrees:
+            kind.prove_at, kind.mute = self._core.steps, True  # the next call is proven again
+            return moves.deviation
+        kind.weighting = weighting or BY_SAMPLES
+        return deviation if weighting is None else moves.deviation
+
+    def _is_allowed(self, deviation: Deviation, proof: Call) -> bool:
+        """Whether the user accepted this deviation by its own name, or by the names of the modules it comes from."""
+        allowed, sizes = self._core.settings.allow_inexact, self._sizes(proof)
+        if any(deviation.where == name or deviation.where.startswith(f"{name}.") for name in allowed):
+            return True
+        if not allowed:
+            return False
+        return mixing_module(proof, sizes, ()) is not None and mixing_module(proof, sizes, allowed) is None
+
+    def _accept(self, deviation: Deviation) -> None:
+        self._core.note(
+            "not equal",
+            f"{deviation.where} differs by {deviation.relative:.2g} between the whole batch and its parts; accepted by "
+            "allow_inexact",
+        )
+
+    def _why(self) -> str:
+        micro_batch, budget = self._core.settings.micro_batch, self._core.memory.budget().limit
+        return f"{format_bytes(budget)} require" if micro_batch is None else f"micro_batch={micro_batch} asks"
+
+
+def _is_time_first(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.RNNBase) and not module.batch_first

@@ -1,0 +1,374 @@
+"""How step mode weights its micro-batches: given by the user, or inferred and proven repeatedly on a few samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from memfit._errors import MemfitError, Refused, UsageError, first_line
+from memfit.batches.cut import layout_from_two, like_first
+from memfit.batches.weights import Count
+from memfit.capture.infer_layout import comparable_sizes, twins_of
+from memfit.capture.size_dependence import FEW, MORE, first_that_decides
+from memfit.distributed.reduction import OF_SHARES
+from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, CountOf, Weighting, Work, loss_of, wide
+from memfit.engine.compose_state import Composition
+from memfit.engine.known_means import Terms, is_only_term
+from memfit.engine.recovery import on_fewer, surviving
+from memfit.equivalence.infer_weighting import DECIDES, PROBED, infer_weighting
+from memfit.equivalence.loss_branches import Decides, told_by
+from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
+from memfit.equivalence.side_effects import with_written
+from memfit.equivalence.single_sample import loss_alone
+from memfit.equivalence.tolerances import Deviation
+from memfit.equivalence.weighting_codes import ways_of
+from memfit.hardware.exhausted import is_out_of_memory
+from memfit.levers.checkpoint import checkpointed
+from memfit.modes.ordered_batch import Ordered
+from memfit.modes.step_workload import Tasks
+from memfit.planning.search import Demand, with_blocks
+from memfit.profiling.failures import TraceFailed, is_ours
+from memfit.profiling.fake import ZeroArrays
+from memfit.profiling.profile import Profile
+from memfit.profiling.twins import on_twins
+from memfit.runtime.core import KEPT_SAMPLES, Core, MadeReference
+
+LOOSE = 1e-2
+"""Minimum tolerance of a proof that is reported to the user."""
+PROVE_AGAIN = 4
+"""An inferred weighting is proven again at the next batch, then whenever the number of steps has grown by this factor."""
+IN_TWO = "the model runs in two passes, or in one where the loss is made of sums and means that memfit follows"
+PROVE_WITHIN = 256
+"""Maximum number of steps between proofs, each of which costs a step or two of computation."""
+
+
+class Weigher:
+    """Finds the weighting of a loss. Attributes: `weighting` (None: unknown), `mute` (whether it is unknown because the
+    samples had zero loss), `together` (whether the loss needs all samples together instead), `composition` (how side effects
+    of the loss are composed)."""
+
+    def __init__(self, core: Core, tasks: Tasks) -> None:
+        self.weighting: Weighting | None = None
+        self.together = False
+        self.composition = Composition()
+        self._core, self._tasks = core, tasks
+        by_hand = core.settings.weight
+        self._stated = by_hand and Weighting("count", "by weight=", count=_by_hand(by_hand, core.device))
+        self._alone: Weighting | None = None
+        self._proven_ragged = self.mute = False
+        self._prove_at = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether the weighting is given or proven."""
+        return self.weighting is not None or self._stated is not None
+
+    def of(self, batch: Ordered) -> Weighting:
+        """Return the weighting of this batch's micro-batches."""
+        return self.weighting or self._stated or (self._alone if batch.samples < 2 else None) or BY_SAMPLES
+
+    def decide(self, batch: Ordered, share: int) -> Profile | None:
+        """Ensure a weighting for effective batches of `share` samples like these. Returns the profile made for that, if any."""
+        if self.together:
+            return None
+        if self.weighting is None or (batch.ragged and not self._proven_ragged):
+            return self._weigh_or_whole(batch, share)  # only samples of different sizes get different padding in parts
+        if self._core.steps >= self._prove_at and self._inferred:
+            self._prove_again(batch)
+        return None
+
+    @property
+    def _inferred(self) -> bool:
+        """Whether the weighting rests on a proof alone. That of one known mean is checked in every micro-batch."""
+        return self._stated is None and self.weighting is not None and self.weighting.kind != "term"
+
+    def _weigh_or_whole(self, batch: Ordered, share: int) -> Profile | None:
+        """Like `_weigh`. A loss that fails on a few samples but not on all needs them together."""
+        try:
+            return self._weigh(batch, share)
+        except Exception as error:
+            if isinstance(error, MemfitError) or is_out_of_memory(error) or is_ours(error):
+                raise
+            failed = self._failure(batch, share)
+            if failed is not None and type(failed.__cause__) is type(error):
+                raise  # fails for any number of samples
+            if self._core.together is not None:
+                _say_on_few(error)
+                raise
+            said = first_line(error)
+        self.run_together(f"of a few it cannot be computed: {said}")
+        return None
+
+    def _failure(self, batch: Ordered, samples: int) -> TraceFailed | None:
+        """The error of the loss of this many samples on fake tensors, or None."""
+        try:
+            with self._on_twins(batch, samples) as work, ZeroArrays():
+                loss_of(work, samples)
+        except TraceFailed as failed:
+            return failed
+        return None
+
+    def _weigh(self, batch: Ordered, share: int, before: Weighting | None = None) -> Profile | None:
+        """Prove a weighting on a few samples, chosen to tell `before` from its rivals. Returns the profile made to know how
+        many fit."""
+        core = self._core
+        self._proven_ragged = self._proven_ragged or batch.ragged
+        self._look_alone(batch)
+        if batch.samples < 2 * core.least:
+            if self._stated is None and core.together is not None and batch.samples and self._is_one_mean(batch):
+                self._alone = BY_TERM  # its weight among the ranks is seen without a proof
+            return None  # one micro-batch needs no weighting; the next batch decides
+        profile = self._tasks.profile(batch, share)
+        few, blocks = self._provable(batch, profile)
+        if few < 2 * core.least:
+            self._weigh_unproven(batch)
+        else:
+            with checkpointed(core.model, blocks), core.memory.sparing_kernels():
+                self._weigh_by_proof(batch, few, before)
+        if self.weighting is not None and (decides := self._size_that_decides(batch, max(share, batch.samples))):
+            self.run_together(f"it does something else with {decides} samples than with few")
+        if not self.together:
+            self._remember(batch)
+        return profile
+
+    def _look_alone(self, batch: Ordered) -> None:
+        """Check whether the loss of a single sample can be computed. Raises Refused if not and the user fixed micro_batch=1."""
+        core = self._core
+        if core.least > 1 or batch.samples < 2:
+            return
+        work = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
+        with core.staging.swapped():  # does not call the user's hooks
+            why = loss_alone(work, core.model, partial(self._on_twins, batch))
+        self._tasks.watch(work)
+        if why is not None:
+            core.need_company(why)
+
+    def _prove_again(self, batch: Ordered) -> None:
+        """Prove an inferred weighting again on samples of a later batch."""
+        core = self._core
+        if core.plan is None:
+            return
+        most = min(PROOF_SAMPLES, batch.samples, max(core.limit(core.plan), PROOF_SAMPLES if core.profile else 2 * core.least))
+        if core.profile is not None:
+            room = core.memory.budget().room - 2 * min(PROBED, core.profile.model.gradient_bytes)
+            cheaper = with_blocks(core.profile, core.plan.checkpoint)
+            most = max((n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room), default=0)
+        before = self.weighting
+
+        def unrepeated(text: str) -> None:
+            self.weighting = before
+            core.events.add(core.steps, "out of memory", f"the proof of how micro-batches weigh was not repeated ({text})")
+
+        if most >= 2 * core.least:
+            with core.memory.sparing_kernels():
+                surviving(lambda: self._weigh_on(batch, most, None, again=before), core.device, unrepeated)
+
+    def _weigh_by_proof(self, batch: Ordered, few: int, before: Weighting | None) -> None:
+        core = self._core
+        surviving(
+            lambda: on_fewer(lambda n: self._weigh_on(batch, n, before), few, core.device, core.proof_ran_out),
+            core.device,
+            lambda text: self._weigh_unproven(batch),
+        )
+
+    def _weigh_on(
+        self, batch: Ordered, few: int, before: Weighting | None, *, again: Weighting | None = None
+    ) -> None:
+        """`again`: the weighting proven on an earlier batch. A loss that is not finite does not contradict it."""
+        core = self._core
+        parts = parts_of(few, core.least)
+        pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
+        work = self._tasks.work(pieces, few, "off", on_copies=True)
+        self._prove_at = min(PROVE_AGAIN * core.steps or 1, core.steps + PROVE_WITHIN)
+        double = self._tasks.work(batch.twice(max(parts)), 2 * max(parts), "off", on_copies=True)
+        self.mute = False
+        self.weighting, deviation, moves = infer_weighting(
+            work, parts, core.staging, core.model, decides=True, double=None if batch.in_order else double
+        )
+        self.composition = with_written(moves.composition, self.composition, core.model)
+        self._tasks.watch(work)
+        if self._stated is not None:
+            self.weighting = self._stated  # taken as given; only the composition of state is proven
+        elif self.weighting is not None and again is None and deviation.limit >= LOOSE:
+            close = f"{deviation.limit:.0%}"
+            core.note("note", f"the loss computes in half precision: that samples do not mix is proven to {close} only")
+        if self.weighting is not None and moves.deviation is not None and not self._accepts(moves.deviation):
+            self.run_together(f"it moves state at every call, in parts otherwise than as a whole: {moves.deviation.where}")
+        elif self.composition.trained:
+            self.run_together(f"the forward writes {self.composition.trained[0].label}, which it may read beside its samples")
+        elif self._stated is not None and moves.decides is not None:
+            self.run_together(f"{DECIDES} ({moves.decides})")
+        elif self._stated is not None:
+            return
+        elif self.weighting is not None and self.weighting.doubt is not None:
+            self.run_together(self.weighting.doubt)
+        elif self.weighting is not None and again is not None and not _agree(again, self.weighting):
+            self.run_together(f"its parts weigh {self.weighting.label}, and those of an earlier batch {again.label}")
+        elif self.weighting is None and deviation.agrees:
+            self.weighting, self.mute = again, again is None  # a mask removed all of them
+        elif self.weighting is None:
+            if again is not None and not math.isfinite(deviation.relative):
+                self.weighting = again
+                return
+            if math.isnan(deviation.relative):
+                self._refuse_not_finite(work, few)
+            unsure = again is not None and not again.watch  # known means are checked in every batch
+            late = "; steps since the last proof may have trained on gradients that are off by as much" if unsure else ""
+            self.run_together(f"its parts differ from the whole by {deviation.relative:.2g}{late}")
+
+    def _accepts(self, deviation: Deviation) -> bool:
+        return deviation.where in self._core.settings.allow_inexact
+
+    def _weigh_unproven(self, batch: Ordered) -> None:
+        """Two samples do not fit at once. Only a loss that is one known mean needs no proof."""
+        if self._stated is None and not self._is_one_mean(batch):
+            self.run_together("two samples do not fit at once, so another way could not be proven")
+            return
+        self.weighting = self._stated or BY_TERM
+        self._core.note("note", "two samples do not fit at once: not proven that the model keeps samples apart")
+
+    def _is_one_mean(self, batch: Ordered) -> bool:
+        """Whether the loss is one known mean and no call seems to mix samples, according to fake tensors."""
+        looks: list[tuple[int, Decides]] = []
+        for samples in (PROOF_SAMPLES, *parts_of(PROOF_SAMPLES, self._core.least)):
+            try:
+                with self._on_twins(batch, samples) as work, Terms(alone=False) as terms, Decides(self._core.model) as decides:
+                    loss = loss_of(work, samples)
+                    if len(terms.found) != 1 or not is_only_term(loss, terms.found[0]):
+                        return False
+            except TraceFailed:
+                return False
+            looks.append((samples, decides))
+        return told_by(looks) is None
+
+    def _size_that_decides(self, batch: Ordered, samples: int) -> int | None:
+        """`samples`, or those of all ranks together, if the loss behaves differently with that many than with few."""
+        core = self._core
+        sizes: Sequence[int] = (samples, core.samples_of_all(samples))
+        if batch.in_order:
+            first = partial(batch.piece, 0)
+            sizes = comparable_sizes(first, batch.samples, sizes)
+        else:
+            large = batch.alike(MORE)
+            try:
+                layout = layout_from_two(batch.alike(FEW), FEW, large, MORE)
+            except Refused:
+                return None
+            first = partial(like_first, large, layout)
+
+        def prepared(twin: Callable[[torch.Tensor], torch.Tensor], count: int) -> Callable[[], Any]:
+            return partial(loss_of, self._tasks.work(_given(twins_of(first(count), twin)), count, "off"), count)
+
+        return first_that_decides(core.model, core.device, prepared, sizes)
+
+    @contextmanager
+    def _on_twins(self, batch: Ordered, samples: int) -> Iterator[Work]:
+        """Context in which the loss of this many samples can be computed on fake tensors. Raises TraceFailed."""
+        with on_twins(self._core.model, self._core.device) as world:
+            work = self._tasks.task(batch, 0, Demand(samples), BY_SAMPLES).make_work("off")(world.twin, samples)
+            with world.entered():
+                yield work
+
+    def weigh_again(self, batch: Ordered, doubted: bool) -> None:
+        """Prove a failed weighting again, on samples that tell its rivals apart."""
+        before = self.weighting
+        if before is None and self._alone is not None:
+            self._alone = None
+            return
+        if not doubted and before is not None:
+            self._weigh(batch, batch.samples, before)
+        if doubted or self.weighting == before:
+            self.run_together("its weighting did not hold for a later batch")
+
+    def run_together(self, why: str) -> None:
+        self.weighting, self.together = None, True
+        self._core.reference = None  # the old reference does not hold; both passes record their own
+        if self._core.together is None:
+            self._core.note("note", f"the loss needs all samples together ({why}): {IN_TWO}")
+        else:
+            self._core.together.whole = True
+            self._core.tell(
+                f"the loss needs all samples together ({why}): {IN_TWO}; what of it is not made of those, {OF_SHARES}"
+            )
+
+    def _refuse_not_finite(self, work: Work, samples: int) -> None:
+        core = self._core
+        with comparable(core.model, core.device), torch.no_grad():
+            inputs, _ = work.inputs(0, samples, None)
+            value = float(work.loss(work.forward(inputs)))
+        if not math.isfinite(value):
+            raise UsageError(
+                "planning with this loss_fn and data",
+                found=f"the loss of {samples} samples is {value}",
+                next_move="make it finite first: look at these samples, and for divisions and logarithms of zero",
+            )
+
+    def _provable(self, batch: Ordered, profile: Profile | None) -> tuple[int, tuple[str, ...]]:
+        """Return (number of samples for a proof that fit at once, blocks to checkpoint for it)."""
+        most = min(PROOF_SAMPLES, batch.samples)
+        if profile is None:  # a plan made elsewhere knows what fits
+            plan = self._core.plan
+            return (most if plan is None else min(most, max(2 * self._core.least, plan.micro_batch))), ()
+        kept = 2 * min(PROBED, profile.model.gradient_bytes)
+        room = self._core.memory.budget().room - kept
+        for blocks in ((), profile.blocks):
+            cheaper = with_blocks(profile, blocks)
+            fitting = [n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room]
+            if fitting:
+                return max(fitting), blocks
+        return 0, ()
+
+    def _remember(self, batch: Ordered) -> None:
+        """Keep a few samples for verification."""
+        few = batch.few(KEPT_SAMPLES)
+
+        def make(samples: int, backwards: bool) -> Work:
+            ordered = few.backwards(samples) if backwards else few
+            work = self._tasks.work(ordered.piece, samples, "off")
+            work.composition = self.composition.afresh()
+            return work
+
+        weighting = self.weighting or BY_SAMPLES
+        self._core.reference = MadeReference(few.samples, weighting, make, reversible=not batch.in_order)
+
+
+def _agree(one: Weighting, other: Weighting) -> bool:
+    """Whether two proofs on different samples share a way of weighting. Otherwise their results held by chance."""
+    return bool({way.code for way in ways_of(one, unproven=False)} & {way.code for way in ways_of(other, unproven=False)})
+
+
+def _say_on_few(error: BaseException) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(  # type: ignore[attr-defined]
+            "memfit: raised by loss_fn on a few samples of a batch, while planning; where it needs more of them at once, "
+            "wrap without loss_fn and compute the loss in your own loop"
+        )
+
+
+def _given(tree: Any) -> Callable[[int, int], Any]:
+    return lambda start, stop: tree
+
+
+def _by_hand(weight: Callable[[Any], float], device: torch.device) -> CountOf:
+    """The user's `weight=` as a count."""
+
+    def count(piece: Any) -> Count:
+        value = weight(piece)
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            if value.device.type != "cpu" or type(value) is not torch.Tensor:
+                return value.detach().reshape(()).to(device, wide(device))
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise UsageError(
+                "weighting micro-batches by weight=",
+                found=f"it returned {value!r}",
+                next_move="return a number of at least 0: what the loss of this part counts for, such as its valid labels",
+            )
+        return value
+
+    return count
