@@ -131,15 +131,15 @@ def data_written_before_the_loss() -> Patch:
 
 def planning_leaves_lists_and_counters() -> Patch:
     """What planning does to attributes, lists and closures is not put back."""
-    from memfit.engine.undo_state import Kept
+    from memfit.engine.undo_state import UndoState
 
-    undo = Kept.undo
+    undo = UndoState.undo
 
-    def iterators_alone(self: Kept, *, iterators: bool = True) -> None:
+    def iterators_alone(self: UndoState, *, iterators: bool = True) -> None:
         self._undo.clear()
         undo(self, iterators=iterators)
 
-    yield Kept, "undo", iterators_alone
+    yield UndoState, "undo", iterators_alone
 
 
 def planning_leaves_tensors() -> Patch:

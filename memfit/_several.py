@@ -22,7 +22,7 @@ STEP_MODE = ("loss_fn", "before_step", "sample", "weight", "plan")
 
 
 @dataclass(frozen=True)
-class Beside:
+class SiblingRuns:
     """The other runs and optimizers of the same script."""
 
     runs: tuple[Run, ...] = ()
@@ -31,8 +31,8 @@ class Beside:
     """Other optimizers of this model."""
 
 
-ALONE = Beside()
-BESIDE: ContextVar[Beside] = ContextVar("BESIDE", default=ALONE)
+ALONE = SiblingRuns()
+BESIDE: ContextVar[SiblingRuns] = ContextVar("BESIDE", default=ALONE)
 
 
 class Runs:
@@ -79,7 +79,7 @@ def wrap_several(
         for model in (*trained, *(m for m in each if m not in trained)):
             own = [optimizer for optimizer in stepped if _shared(optimizer, model)]
             mine = _of_one(settings, model, first=not runs)
-            before = BESIDE.set(Beside(tuple(runs.values()), tuple(own[1:])))
+            before = BESIDE.set(SiblingRuns(tuple(runs.values()), tuple(own[1:])))
             try:
                 if model in trained:
                     runs[id(model)] = wrap(model, (own or stepped)[0], None if runs else loader, **mine)

@@ -31,7 +31,7 @@ from memfit.engine.intercept import is_compiled
 from memfit.engine.undo_state import reaching
 from memfit.hardware.budget import Budget, card_named, probe
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
-from memfit.modes.call_kinds import Kinds
+from memfit.modes.call_kinds import CallKinds
 from memfit.modes.step_mode import Stepper
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
@@ -107,7 +107,7 @@ def profile(
     else:
         # The model's own call shows what the model returns. Its forward does not.
         called = model if plain_loop or evaluation is not None else model.forward
-        task = Kinds(core).task(called, _as_call(sample))
+        task = CallKinds(core).task(called, _as_call(sample))
     lever = "off" if asked in ("auto", "off") else asked
     with reaching(loss_fn):
         return _profiled(core, task, lever, candidate_blocks(model) if every else blocks or ())

@@ -32,7 +32,7 @@ from memfit._values import check_flag
 from memfit.autotune.settings import Settings
 from memfit.capture.workloads import LossFn
 from memfit.distributed.join import WRAPPING, beginning, beside, check_alike, check_share, start_alike
-from memfit.distributed.reduction import Together
+from memfit.distributed.reduction import StepReduction
 from memfit.distributed.step_sync import CatchUp
 from memfit.distributed.unwrap_ddp import TakenOver, loss_of_outer, refuse_synchronised_norms, taken_over
 from memfit.engine.intercept import interception_of, is_compiled
@@ -51,7 +51,7 @@ from memfit.ranks.ranks import Ranks
 from memfit.reporting.stderr import tell
 from memfit.runtime.accumulation_guard import AccumulationGuard
 from memfit.runtime.core import Core
-from memfit.runtime.rank_facts import Company
+from memfit.runtime.rank_facts import FactsExchange
 from memfit.training.run import Run
 from memfit.training.sharding import Sharding
 
@@ -291,7 +291,7 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
 def _train_together(core: Core, ranks: Ranks, *, steps: bool, whole: bool) -> None:
     """Let a run reduce its gradients with the other ranks. `steps`: memfit runs the optimizer steps. `whole`: this rank may
     hold all parameters and optimizer state."""
-    core.together = Together(ranks, core.model, core.staging, core.taken, overlaps=steps and whole)
+    core.together = StepReduction(ranks, core.model, core.staging, core.taken, overlaps=steps and whole)
     if core.together.overlap is not None:
         core.together.overlap.note = partial(core.note, "note")
     core.catch_up = CatchUp(ranks, core.model, core.optimizer) if steps else None
@@ -346,9 +346,9 @@ def _agree_to_begin(
     start_alike(ranks, model)
 
 
-def _company(core: Core, ranks: Ranks, run: Run, plan: Plan | None) -> Company:
+def _company(core: Core, ranks: Ranks, run: Run, plan: Plan | None) -> FactsExchange:
     """Return the exchange of plans and speeds between ranks. An existing plan for all ranks sets their shares."""
-    company = Company(core, ranks, run.measured_peak)
+    company = FactsExchange(core, ranks, run.measured_peak)
     shares = run.loader.shares if isinstance(run.loader, EffectiveLoader) else None
     company.shares = shares
     if shares is not None and plan is not None and len(plan.ranks) == ranks.size and sum(plan.shares) == sum(shares.latest):

@@ -18,12 +18,12 @@ import memfit
 from memfit._units import GiB, MiB
 from memfit.cli.cards import named_cards
 from memfit.cli.commands import app
-from memfit.cli.configs import Asked, built, own_loss
+from memfit.cli.configs import ConfigOptions, built, own_loss
 from memfit.kernels.alike import STEPS, step_of
 from memfit.kernels.attention import kernel_of
 from memfit.kernels.target import Target
 from memfit.planning.search import Demand, Prices, search
-from memfit.reporting.cards import LACKING, Comparison, Row, in_order
+from memfit.reporting.cards import LACKING, Comparison, DeviceRow, in_order
 
 FUNCTIONS = """
 import torch, torch.nn.functional as F
@@ -152,7 +152,7 @@ def test_a_fused_optimizer_takes_no_copy_of_the_parameters() -> None:
     large = config("large.json", hidden_size=512, intermediate_size=2048)
 
     def profiled(name: str) -> memfit.Profile:
-        found = built(Asked(Path(large), seq_len=8, optimizer=name))
+        found = built(ConfigOptions(Path(large), seq_len=8, optimizer=name))
         parts = found.model, found.optimizer, found.sample
         return memfit.profile(*parts, loss_fn=own_loss, device="h100-80gb", accumulate_in="param")
 
@@ -270,8 +270,8 @@ def test_all_cards() -> None:
 
 
 def test_rows_are_in_order() -> None:
-    def row(name: str, fits: bool, seconds: float | None, needs: int = 0) -> Row:
-        return Row(name, name, 8, 8, fits, needs, seconds=seconds)
+    def row(name: str, fits: bool, seconds: float | None, needs: int = 0) -> DeviceRow:
+        return DeviceRow(name, name, 8, 8, fits, needs, seconds=seconds)
 
     fitting = [row("slow", True, 2.0), row("?", True, None), row("fast", True, 1.0)]
     lacking = [row("far", False, None, 20), row("near", False, None, 9)]
@@ -279,7 +279,7 @@ def test_rows_are_in_order() -> None:
 
 
 def test_of_what_lacks_much_only_some_is_shown() -> None:
-    rows = in_order([Row(f"c{i}", "", 8 * GiB, 8 * GiB, i == 0, i * GiB, 1, 1) for i in range(40)])
+    rows = in_order([DeviceRow(f"c{i}", "", 8 * GiB, 8 * GiB, i == 0, i * GiB, 1, 1) for i in range(40)])
     found = Comparison("M", 5, "SGD", 8, "", rows, "today")
     assert len(found.shown()) == 1 + LACKING and f"{39 - LACKING} more" in str(found)
     assert Comparison.from_json(found.to_json()) == found
@@ -369,19 +369,19 @@ def test_kinds_of_models(kind: str) -> None:
 
 
 def test_a_configuration_says_what_is_trained() -> None:
-    found = built(Asked(Path("config.json"), seq_len=32))
+    found = built(ConfigOptions(Path("config.json"), seq_len=32))
     assert type(found.model).__name__ == "LlamaForCausalLM" and found.model.training
     assert all(p.is_meta and p.dtype is torch.bfloat16 for p in found.model.parameters())
     assert found.sample["input_ids"].shape == found.sample["labels"].shape == (5, 32)
     assert not found.model.config.use_cache
-    assert built(Asked(Path(), precision="float32")).model.dtype is torch.float32  # a directory, too
-    assert built(Asked(Path("config.json"))).sample["input_ids"].shape[1] == 128  # its positions
-    other = built(Asked(Path("config.json"), task="sequence-classification"))
+    assert built(ConfigOptions(Path(), precision="float32")).model.dtype is torch.float32  # a directory, too
+    assert built(ConfigOptions(Path("config.json"))).sample["input_ids"].shape[1] == 128  # its positions
+    other = built(ConfigOptions(Path("config.json"), task="sequence-classification"))
     assert own_loss.__module__ in sys.modules and "ForSequenceClassification" in type(other.model).__name__
 
 
 def test_a_task_where_the_architecture_has_no_head() -> None:
-    found = built(Asked(Path(config("bare.json", architectures=["LlamaModel"]))))
+    found = built(ConfigOptions(Path(config("bare.json", architectures=["LlamaModel"]))))
     assert type(found.model).__name__ == "LlamaForCausalLM"
 
 
@@ -467,6 +467,6 @@ def test_a_configurations_samples_take_no_memory_however_large(tmp_path: Path) -
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     kind = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 16384, "patch_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(kind | sizes))
-    sample = built(Asked(tmp_path)).sample
+    sample = built(ConfigOptions(tmp_path)).sample
     assert sample["pixel_values"].shape == (5, 3, 16384, 16384)
     assert sum(t.untyped_storage().nbytes() for t in sample.values()) < 1 << 10

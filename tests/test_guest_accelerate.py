@@ -89,20 +89,20 @@ def test_what_a_script_may_ask_of_an_accelerator(name: str, checks: dict[str, st
 
 
 def test_loaders_that_cannot_be_served_are_refused_by_name() -> None:
-    from memfit.integrations.loaders import Place, as_configured
+    from memfit.integrations.loaders import RankPlace, as_configured
 
     loader, settings = parts()[1], DataLoaderConfiguration()
-    assert as_configured(loader, settings, Place(0, 2)) is loader
+    assert as_configured(loader, settings, RankPlace(0, 2)) is loader
     settings.use_stateful_dataloader = True
     with pytest.raises(memfit.Refused, match="use_stateful_dataloader=True"):
-        as_configured(loader, settings, Place(0, 1))
+        as_configured(loader, settings, RankPlace(0, 1))
     settings = DataLoaderConfiguration(dispatch_batches=True)
-    assert as_configured(loader, settings, Place(0, 1)) is loader
+    assert as_configured(loader, settings, RankPlace(0, 1)) is loader
     with pytest.raises(memfit.Refused, match="dispatch_batches=True over 2 processes"):
-        as_configured(loader, settings, Place(0, 2))
+        as_configured(loader, settings, RankPlace(0, 2))
     unsized = DataLoader(loader.dataset, batch_sampler=[[0, 1], [2, 3]])  # type: ignore[arg-type]
     with pytest.raises(memfit.Refused, match="with a list over 2 processes"):
-        as_configured(unsized, DataLoaderConfiguration(), Place(0, 2))
+        as_configured(unsized, DataLoaderConfiguration(), RankPlace(0, 2))
 
 
 class Logged:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memfit._errors import UsageError
-from memfit.loading.packing import Kept, PackingCollate, keep, pack, unpack
+from memfit.loading.packing import LocalSamples, PackingCollate, keep, pack, unpack
 
 Pair = collections.namedtuple("Pair", "image label")
 
@@ -240,4 +240,4 @@ def test_whole_batches_from_getitems_are_refused(whole):
 def test_without_workers_samples_are_kept_as_they_are():
     sample = torch.ones(2)
     kept = keep([sample])
-    assert isinstance(kept, Kept) and kept[0] is sample
+    assert isinstance(kept, LocalSamples) and kept[0] is sample

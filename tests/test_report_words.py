@@ -16,7 +16,7 @@ from memfit.cli.saved import report_of
 from memfit.planning.plan import Cost, Option, Plan
 from memfit.planning.wording import nearest, reason, way
 from memfit.reporting.facts import BlockCost, Offer
-from memfit.reporting.lines import Entry, answers, comparison, verdict
+from memfit.reporting.lines import Answer, answers, comparison, verdict
 from memfit.reporting.pace import loader_share, seconds_of, steady
 from memfit.reporting.report import Report
 from memfit.reporting.tables import tables
@@ -178,7 +178,7 @@ def test_the_answers_come_in_order() -> None:
     assert {"same training", "not kept equal", "it costs", "memory holds", "so far", "next", "learning rate"} <= set(labels)
 
 
-def same(**fields: Any) -> Entry:
+def same(**fields: Any) -> Answer:
     return answers(reports.report(330, verification=replace(reports.SAME, **fields)))[0]
 
 

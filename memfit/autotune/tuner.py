@@ -42,7 +42,7 @@ class Tuner:
         self._once = ENOUGH_WHOLE if whole else ENOUGH
         self._pieces: int | None = None
         self._enough, self._near_known, self._passes = self._once, False, 0
-        self._clock = _Clock(device)
+        self._clock = _MarkClock(device)
         self._measured: dict[int, list[float]] = {choice: [] for choice in self.choices}
         self._running: list[tuple[int, int] | None] = []
         self._turn = 0
@@ -145,7 +145,7 @@ def spread(sizes: Sequence[int], factor: int = 2) -> tuple[int, ...]:
     return tuple(sorted({min(sizes, key=lambda n: abs(n - target)) for target in targets} | {sizes[-1]}))
 
 
-class _Clock:
+class _MarkClock:
     """Measures the time between marks without synchronizing."""
 
     def __init__(self, device: torch.device) -> None:

@@ -21,7 +21,7 @@ _LIBRARIES = {"torch", "transformers", "memfit"}
 """Libraries whose objects are never containers because of tensors in their attributes."""
 
 
-class Attribute(str):
+class AttributeKey(str):
     """The name of a part that is an attribute of an object of the script's own class."""
 
     __slots__ = ()
@@ -42,9 +42,9 @@ def children(node: Any) -> list[tuple[str | int, Any]] | None:
             (field.name, getattr(node, field.name)) for field in dataclasses.fields(node) if hasattr(node, field.name)
         ]
     if isinstance(node, torch.distributions.Distribution):
-        return [(Attribute(name), value) for name, value in vars(node).items()]
+        return [(AttributeKey(name), value) for name, value in vars(node).items()]
     if _is_holder(node) and not any(_leads_to_holders(value) for value in vars(node).values()):
-        return [(Attribute(name), value) for name, value in vars(node).items()]
+        return [(AttributeKey(name), value) for name, value in vars(node).items()]
     return None
 
 
@@ -125,7 +125,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 def path_name(path: Path, root: str = "batch") -> str:
     """Format a path as Python code: batch['labels'][0], or batch.labels."""
-    return root + "".join(f".{name}" if isinstance(name, Attribute) else f"[{name!r}]" for name in path)
+    return root + "".join(f".{name}" if isinstance(name, AttributeKey) else f"[{name!r}]" for name in path)
 
 
 def _with_parts(node: Any, parts: list[Any], names: list[str | int]) -> Any:
@@ -137,7 +137,7 @@ def _with_parts(node: Any, parts: list[Any], names: list[str | int]) -> Any:
         return dict(zip(names, parts))
     if dataclasses.is_dataclass(node):
         return _with_fields(node, dict(zip(names, parts)))
-    if names and isinstance(names[0], Attribute):
+    if names and isinstance(names[0], AttributeKey):
         return _with_attributes(node, dict(zip(names, parts)))
     return _with_items(node, dict(zip(names, parts)))
 

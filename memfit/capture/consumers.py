@@ -10,7 +10,7 @@ import torch
 
 from memfit.batches.cut import Axis
 from memfit.capture.call import Call
-from memfit.capture.expression import Cut, Node, Part, all_nodes, narrow_firsts, twinned
+from memfit.capture.expression import BatchTensor, Node, SampleRange, all_nodes, narrow_firsts, twinned
 from memfit.capture.infer_layout import twin_of_part
 from memfit.capture.workloads import CallWork, ExpressionWork, OutputsWork
 from memfit.engine.version_checks import Unchanged
@@ -93,7 +93,7 @@ class Expression:
 
     @property
     def labels(self) -> Sequence[Unchanged]:
-        return [node.unchanged for node in all_nodes(self.node) if isinstance(node, Cut)]
+        return [node.unchanged for node in all_nodes(self.node) if isinstance(node, BatchTensor)]
 
     def work(self, call: Call, precision: str, borrowed: Sequence[torch.Tensor] = ()) -> CallWork:
         return ExpressionWork(call, self.node, self.offsets, precision=precision, draws=False, borrowed=borrowed)
@@ -110,4 +110,4 @@ class Expression:
 
     def of_whole(self, call: Call) -> torch.Tensor:
         leaves = {(c.number, i): leaf for c in call.calls if c.whole is not None for i, leaf in enumerate(c.whole)}
-        return Part(leaves, 0, call.samples).value(self.node)
+        return SampleRange(leaves, 0, call.samples).value(self.node)

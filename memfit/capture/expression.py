@@ -27,7 +27,7 @@ Leaf = tuple[int, int]
 """A call's number, and the index of a leaf of its output."""
 
 
-class Part:
+class SampleRange:
     """Some samples on their way to the loss: the model's outputs for them, by output leaf, and what was computed from those."""
 
     def __init__(self, outputs: Mapping[Leaf, Any], start: int, stop: int, shared: Collection[int] = ()) -> None:
@@ -56,7 +56,7 @@ class Part:
 class Node(Protocol):
     """Something that has a value for every part of the batch."""
 
-    def of(self, part: Part) -> Any:
+    def of(self, part: SampleRange) -> Any:
         """Return its value for this part."""
         ...
 
@@ -64,7 +64,7 @@ class Node(Protocol):
         """Yield the nodes it is computed from."""
         ...
 
-    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Node:
+    def mapped(self, change: Callable[[BatchTensor], Node], known: dict[int, Node]) -> Node:
         """Return the same node with its batch tensors replaced by `change`."""
         ...
 
@@ -75,13 +75,13 @@ class Output:
 
     leaf: Leaf
 
-    def of(self, part: Part) -> Any:
+    def of(self, part: SampleRange) -> Any:
         return part.outputs[self.leaf]
 
     def parts(self) -> Iterator[Node]:
         return iter(())
 
-    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Node:
+    def mapped(self, change: Callable[[BatchTensor], Node], known: dict[int, Node]) -> Node:
         return self
 
 
@@ -95,7 +95,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class BatchTensor:
     """A tensor of the script with its samples along `axis`; None: the same for all samples. A small one is copied: the script
     may write to it before the expression runs. If a larger one was written to, or any one through `.data`, autograd's own error
     is raised (plain backward would compute with the new values)."""
@@ -109,7 +109,7 @@ class Cut:
         if self.unchanged.copied:
             object.__setattr__(self, "tensor", self.tensor.clone())
 
-    def of(self, part: Part) -> torch.Tensor:
+    def of(self, part: SampleRange) -> torch.Tensor:
         if part.start == 0:
             self.unchanged.check("computes losses in micro-batches when they are wanted")
         return self.tensor if self.axis is None else self.axis.narrow(self.tensor, part.start, part.stop)
@@ -117,7 +117,7 @@ class Cut:
     def parts(self) -> Iterator[Node]:
         return iter(())
 
-    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Node:
+    def mapped(self, change: Callable[[BatchTensor], Node], known: dict[int, Node]) -> Node:
         return change(self)
 
 
@@ -127,13 +127,13 @@ class Sized:
 
     of_samples: Callable[[int], Any]
 
-    def of(self, part: Part) -> Any:
+    def of(self, part: SampleRange) -> Any:
         return self.of_samples(part.samples)
 
     def parts(self) -> Iterator[Node]:
         return iter(())
 
-    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Node:
+    def mapped(self, change: Callable[[BatchTensor], Node], known: dict[int, Node]) -> Node:
         return self
 
 
@@ -151,18 +151,18 @@ class Step:
     records: bool = field(default_factory=torch.is_grad_enabled)
     """Whether gradients flow through it."""
 
-    def of(self, part: Part) -> Any:
+    def of(self, part: SampleRange) -> Any:
         arguments, keywords = self._filled(part)
         with autocasting(self.autocast), nullcontext() if self.records else torch.no_grad():
             return self.function(*arguments, **keywords)
 
-    def told(self, part: Part) -> Any:
+    def told(self, part: SampleRange) -> Any:
         """`of` for a loss of torch.nn.functional, computed as an active `terms.Terms` needs it, which looks for known means."""
         arguments, keywords = self._filled(part)
         with autocasting(self.autocast):
             return told(self.function, arguments, keywords)
 
-    def _filled(self, part: Part) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _filled(self, part: SampleRange) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for these samples."""
         places, names = self._varying
         keywords = {**self.keywords, **{name: _of(self.keywords[name], part) for name in names}} if names else self.keywords
@@ -188,7 +188,7 @@ class Step:
     def _parts(self) -> tuple[Node, ...]:
         return tuple(_nodes((*self.arguments, *self.keywords.values())))
 
-    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Node:
+    def mapped(self, change: Callable[[BatchTensor], Node], known: dict[int, Node]) -> Node:
         arguments = tuple(_mapped(argument, change, known) for argument in self.arguments)
         keywords = {name: _mapped(argument, change, known) for name, argument in self.keywords.items()}
         return replace(self, arguments=arguments, keywords=keywords)
@@ -206,7 +206,7 @@ class Term:
     known: Step | None = None
     """The loss of torch.nn.functional that it is a multiple of, if it is a multiple of only one."""
 
-    def of(self, part: Part) -> torch.Tensor:
+    def of(self, part: SampleRange) -> torch.Tensor:
         return self.of_sum(part.value(self.node))
 
     def of_sum(self, value: torch.Tensor) -> torch.Tensor:
@@ -222,9 +222,9 @@ class Term:
     def parts(self) -> Iterator[Node]:
         yield self.node
 
-    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Term:
-        other = change(Cut(self.count, None)) if isinstance(self.count, torch.Tensor) else None
-        count = other.tensor if isinstance(other, Cut) else self.count
+    def mapped(self, change: Callable[[BatchTensor], Node], known: dict[int, Node]) -> Term:
+        other = change(BatchTensor(self.count, None)) if isinstance(self.count, torch.Tensor) else None
+        count = other.tensor if isinstance(other, BatchTensor) else self.count
         return replace(self, node=mapped(self.node, change, known), count=count)
 
     def counting(self, samples: int) -> tuple[float, Term]:
@@ -261,7 +261,7 @@ class Sum:
 
     terms: tuple[Term, ...]
 
-    def of(self, part: Part) -> torch.Tensor:
+    def of(self, part: SampleRange) -> torch.Tensor:
         total = part.value(self.terms[0])
         for term in self.terms[1:]:
             total = total + part.value(term)
@@ -270,7 +270,7 @@ class Sum:
     def parts(self) -> Iterator[Node]:
         return iter(self.terms)
 
-    def mapped(self, change: Callable[[Cut], Node], known: dict[int, Node]) -> Sum:
+    def mapped(self, change: Callable[[BatchTensor], Node], known: dict[int, Node]) -> Sum:
         return Sum(tuple(mapped(term, change, known) for term in self.terms))  # type: ignore[misc]
 
 
@@ -279,7 +279,7 @@ def as_factor(count: int | float | torch.Tensor) -> Factor:
     return float(count) if not isinstance(count, torch.Tensor) or count.device.type == "cpu" else count
 
 
-_KINDS = {Step, Cut, Output, Sized, Term, Sum}
+_KINDS = {Step, BatchTensor, Output, Sized, Term, Sum}
 
 
 def is_node(value: Any) -> bool:
@@ -287,7 +287,7 @@ def is_node(value: Any) -> bool:
     return type(value) in _KINDS
 
 
-def mapped(node: Any, change: Callable[[Cut], Node], known: dict[int, Node]) -> Any:
+def mapped(node: Any, change: Callable[[BatchTensor], Node], known: dict[int, Node]) -> Any:
     """Return the same operations on other batch tensors. What several of them share stays shared."""
     if id(node) not in known:
         known[id(node)] = node.mapped(change, known)
@@ -326,7 +326,7 @@ def name_of(node: Node) -> str:
     if isinstance(node, Output):
         return f"output {node.leaf[1]}"
     if isinstance(node, Step):
-        inside = ", ".join(name_of(part) for part in node.parts() if not isinstance(part, (Cut, Sized)))
+        inside = ", ".join(name_of(part) for part in node.parts() if not isinstance(part, (BatchTensor, Sized)))
         return f"{getattr(node.function, '__name__', 'operation')}({inside})"
     return "+".join(name_of(part) for part in node.parts())
 
@@ -335,7 +335,7 @@ def look_of(node: Node, known: Mapping[int, Any], samples: int) -> Hashable:
     """Return a key that two operations share if their results look alike. `known` has the keys of earlier nodes, by id."""
     if id(node) in known:
         return known[id(node)]
-    if isinstance(node, Cut):
+    if isinstance(node, BatchTensor):
         return tuple(node.tensor.shape), node.tensor.dtype, node.tensor.device
     if isinstance(node, Sized):
         return node.of_samples(samples)
@@ -363,7 +363,7 @@ def _of_function(function: Any) -> Hashable:
 def narrow_firsts(node: Node, samples: int, *, backwards: bool) -> Node:
     """Return the node on copies of its tensors' first `samples` samples, in reverse order if `backwards`."""
 
-    def first(cut: Cut) -> Node:
+    def first(cut: BatchTensor) -> Node:
         if cut.axis is None:
             return cut
         kept = cut.axis.narrow(cut.tensor, 0, samples)
@@ -376,20 +376,20 @@ def twinned(node: Node, twin: Callable[[torch.Tensor, Axis | None], torch.Tensor
     """Return the node on twins (fake tensors) of its tensors, and these twins."""
     made: list[torch.Tensor] = []
 
-    def twin_of(cut: Cut) -> Node:
+    def twin_of(cut: BatchTensor) -> Node:
         made.append(twin(cut.tensor, cut.axis))
         return replace(cut, tensor=made[-1])
 
     return mapped(node, twin_of, {}), made
 
 
-def _of(argument: Any, part: Part) -> Any:
+def _of(argument: Any, part: SampleRange) -> Any:
     if is_node(argument):
         return part.value(argument)
     return type(argument)(_of(item, part) for item in argument) if type(argument) in (tuple, list) else argument
 
 
-def _mapped(argument: Any, change: Callable[[Cut], Node], known: dict[int, Node]) -> Any:
+def _mapped(argument: Any, change: Callable[[BatchTensor], Node], known: dict[int, Node]) -> Any:
     if is_node(argument):
         return mapped(argument, change, known)
     nested = type(argument) in (tuple, list)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from memfit._errors import Refused
 from memfit.batches.tree import leaves, tensors
 from memfit.capture.call import Call
-from memfit.capture.side_outputs import Door, Doorway, Variable
+from memfit.capture.side_outputs import ClosureVariable, Door, Doorway
 from memfit.engine.call_context import uncompiled
 from memfit.engine.known_means import leaves_of
 from memfit.engine.staged import gathers_in_parts
@@ -118,7 +118,7 @@ def _holders(alive: list[torch.Tensor], model: nn.Module, inside: set[int]) -> l
         if holder is alive or id(holder) in inside or isinstance(holder, types.FrameType):
             continue
         if isinstance(holder, types.CellType):
-            found += [_place(variables[id(holder)], Variable(holder), "it")] if id(holder) in variables else []
+            found += [_place(variables[id(holder)], ClosureVariable(holder), "it")] if id(holder) in variables else []
         elif id(holder) in modules:
             name, attributes = modules[id(holder)]
             keys = [key for key, value in attributes.items() if id(value) in wanted]

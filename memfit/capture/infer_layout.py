@@ -15,7 +15,7 @@ from torch import nn
 from memfit._errors import MemfitError, first_line
 from memfit.batches.cut import Layout, candidate_layouts, like_first, shared_samples, uncuttable
 from memfit.batches.lists import cut_lists, look_of_lists
-from memfit.batches.tree import Attribute, Path, is_column, leaves, map_leaves
+from memfit.batches.tree import AttributeKey, Path, is_column, leaves, map_leaves
 from memfit.capture.call import Call, Split, Tree
 from memfit.capture.outputs import Outputs, learn_outputs
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
@@ -237,5 +237,5 @@ def _kind(leaf: Any, path: Path = ()) -> Hashable:
         return "column" if isinstance(leaf[0], (str, bytes)) else tuple(leaf)
     simple = isinstance(leaf, (int, float, str, bool, type(None)))
     # A number on the script's own batch class is often derived from the batch (its token count) and varies with it.
-    return leaf if simple and not (path and isinstance(path[-1], Attribute)) else type(leaf).__name__
+    return leaf if simple and not (path and isinstance(path[-1], AttributeKey)) else type(leaf).__name__
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from memfit.batches.cut import Axis
 from memfit.batches.weights import KNOWN_LOSSES, Bound, entries_mean
-from memfit.capture.expression import Cut, Node, Sized, Step, Term
+from memfit.capture.expression import BatchTensor, Node, Sized, Step, Term
 from memfit.engine.call_context import autocast_now
 
 _CONSTANTS = (int, float, bool, str, torch.dtype, type(None))
@@ -82,7 +82,7 @@ def known(function: Any, bound: Bound, operand: Callable[[Any], Operand | None],
         other = operand(value)
         if other is not None and other.axis != along:
             return None
-        keywords[name] = Cut(value, along) if other is None else other.node
+        keywords[name] = BatchTensor(value, along) if other is None else other.node
     return Step(function, (), keywords, None, autocast_now((device.type, "cpu")))
 
 
@@ -149,7 +149,7 @@ def _by_row(given: dict[str, Any]) -> tuple[dict[str, Any], Axis, int, int] | No
     def argument(name: str, value: Any) -> Any:
         if isinstance(value, Operand):
             return value.node
-        return Cut(value, None if name == "weight" else axis) if isinstance(value, torch.Tensor) else value
+        return BatchTensor(value, None if name == "weight" else axis) if isinstance(value, torch.Tensor) else value
 
     keywords = {name: argument(name, value) for name, value in given.items()}
     return keywords, axis, _product(operands[0].shape[:-1]), rows.pop()
@@ -169,7 +169,7 @@ def _ctc(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) ->
     if targets.dim() == 1:
         targets = torch.nn.utils.rnn.pad_sequence(list(targets.split(lengths[1].tolist())), batch_first=True)
     along = Axis(0)
-    arguments = (first.node, Cut(targets, along), *(Cut(length, along) for length in lengths))
+    arguments = (first.node, BatchTensor(targets, along), *(BatchTensor(length, along) for length in lengths))
     keywords = {name: given[name] for name in ("blank", "zero_infinity")}
     autocast, reduction = autocast_now((device.type, "cpu")), given["reduction"]
     each = Step(partial(F.ctc_loss, reduction="none"), arguments, keywords, along, autocast)
@@ -473,7 +473,7 @@ def _gathering(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     fits = index.dim() == len(first.shape) and index.shape[axis.dim] == first.shape[axis.dim]
     if not fits or dim % len(first.shape) == axis.dim:
         return None
-    return torch.gather, (first.node, dim, Cut(index, axis)), {}, axis
+    return torch.gather, (first.node, dim, BatchTensor(index, axis)), {}, axis
 
 
 def _unreduced(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found | None:
@@ -500,9 +500,9 @@ def _unreduced(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if along is None:
         return None
     weight = bound["weight"]
-    keywords = {**bound, "input": first.node, "target": Cut(target, along)}
+    keywords = {**bound, "input": first.node, "target": BatchTensor(target, along)}
     if isinstance(weight, torch.Tensor):
-        keywords["weight"] = Cut(weight, None)
+        keywords["weight"] = BatchTensor(weight, None)
     dim = axis.dim - (axis.dim > 1)  # (the class dimension is gone)
     return function, (), keywords, Axis(dim, axis.outer, axis.inner)
 
@@ -533,7 +533,7 @@ def _argument(value: Any, shape: tuple[int, ...], axis: Axis) -> Any:
     """Return the argument for a micro-batch."""
     if isinstance(value, Operand):
         return value.node
-    return Cut(value, axis_of_argument(value, shape, axis)) if isinstance(value, torch.Tensor) else value
+    return BatchTensor(value, axis_of_argument(value, shape, axis)) if isinstance(value, torch.Tensor) else value
 
 
 def _holds_tensor(values: tuple[Any, ...]) -> bool:

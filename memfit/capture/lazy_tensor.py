@@ -20,7 +20,7 @@ from memfit._errors import Refused
 from memfit.batches.cut import Axis
 from memfit.batches.weights import all_arguments, known_loss
 from memfit.capture.call import Call
-from memfit.capture.expression import Leaf, Node, Output, Part, Sized, Step, Sum, Term, leaves_in
+from memfit.capture.expression import Leaf, Node, Output, SampleRange, Sized, Step, Sum, Term, leaves_in
 from memfit.capture.lazy_ops import PAIRED, Operand, known, step, term_of, total, unreduced
 from memfit.capture.lazy_scalar import OUT_OF_PLACE, Scalar, combined
 from memfit.engine.call_context import without_inference_mode
@@ -75,12 +75,12 @@ class Owner(Protocol):
         """Return the tensors that gradients of the outputs flow into."""
         ...
 
-    def like_after(self, call: Call, following: Node, parents: Sequence[StandIn]) -> torch.Tensor | None:
+    def like_after(self, call: Call, following: Node, parents: Sequence[LazyTensor]) -> torch.Tensor | None:
         """Return a tensor without data like the result of an operation on stand-ins, or None if unknown."""
         ...
 
 
-class StandIn(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A lazy tensor: its values are computed on first use."""
 
     _call: Call
@@ -88,7 +88,7 @@ class StandIn(torch.Tensor):
     _node: Node
     _axis: Axis | None
     _computed: torch.Tensor | None
-    _parents: Mapping[StandIn, Node]
+    _parents: Mapping[LazyTensor, Node]
     _scalar: Scalar | None
     _looks: bool
 
@@ -101,13 +101,13 @@ class StandIn(torch.Tensor):
         like: torch.Tensor | Any,
         axis: Axis | None,
         *,
-        parents: Mapping[StandIn, Node] = MappingProxyType({}),
+        parents: Mapping[LazyTensor, Node] = MappingProxyType({}),
         scalar: Scalar | None = None,
         looks: bool = False,
-    ) -> StandIn:
+    ) -> LazyTensor:
         """Create a stand-in for `node` with this shape and the dtype and device of `like`. `looks`: for reading only, without
         a graph, unless a custom autograd function of the script returns it."""
-        standin = torch.Tensor._make_wrapper_subclass(StandIn, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        standin = torch.Tensor._make_wrapper_subclass(LazyTensor, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
         standin._owner, standin._call, standin._node, standin._axis = owner, call, node, axis
         standin._parents, standin._computed, standin._scalar, standin._looks = parents, None, scalar, looks
         for each in call.calls:
@@ -129,7 +129,7 @@ class StandIn(torch.Tensor):
         # Called only from C++ (custom autograd functions, scripted functions). Autograd has already recorded the edge to the
         # stand-in. Its values are computed from here, where C++ has autograd disabled, too.
         with torch.overrides.enable_reentrant_dispatch():
-            given, named = _map_standins(StandIn.detached, args), _map_standins(StandIn.detached, kwargs or {})
+            given, named = _map_standins(LazyTensor.detached, args), _map_standins(LazyTensor.detached, kwargs or {})
         return func(*given, **named)
 
     @property
@@ -218,7 +218,7 @@ class StandIn(torch.Tensor):
     def settle(self) -> None:
         """Before an in-place write, compute the stand-ins that depend on the old values."""
         for other in [standin for call in self._call.calls for standin in call.standins]:
-            if isinstance(other, StandIn) and other.leaves & self.leaves:
+            if isinstance(other, LazyTensor) and other.leaves & self.leaves:
                 other.computed()
 
     def without_data(self) -> torch.Tensor:
@@ -266,16 +266,16 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-    if func in _DETACHING and isinstance(args[0], StandIn) and (args[0]._axis is None or args[0].is_there):
+    if func in _DETACHING and isinstance(args[0], LazyTensor) and (args[0]._axis is None or args[0].is_there):
         return args[0].read().detach()  # a list of losses kept as stand-ins would keep their batches
-    if func in _LIKE and isinstance(args[0], StandIn):
+    if func in _LIKE and isinstance(args[0], LazyTensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(args[0].without_data(), *args[1:], **kwargs)
     if func in _WATCHING:
         _refuse_watching(args[0])
         _refuse_late(args[0])
-        _map_standins(StandIn.computed, args[0])
-    if func in _WATCHING | _GRADIENT and isinstance(args[0], StandIn) and args[0].is_in_graph:
+        _map_standins(LazyTensor.computed, args[0])
+    if func in _WATCHING | _GRADIENT and isinstance(args[0], LazyTensor) and args[0].is_in_graph:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     result = _free_pair(func, args, kwargs) if func in PAIRED else _free(func, args, kwargs)
@@ -286,8 +286,8 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is torch.autograd.grad:
         return _gradients(*args, **kwargs)
     if _writes(func, kwargs):
-        _map_standins(StandIn.settle, (args, kwargs))
-    return func(*_map_standins(StandIn.computed, args), **_map_standins(StandIn.computed, kwargs))
+        _map_standins(LazyTensor.settle, (args, kwargs))
+    return func(*_map_standins(LazyTensor.computed, args), **_map_standins(LazyTensor.computed, kwargs))
 
 
 @functools.cache
@@ -295,21 +295,21 @@ def _opaque() -> Callable[..., Any]:
     """`_answer` for scripts that compile: compiled callers get a graph break instead of tracing into it."""
     from torch._dynamo import config
 
-    getattr(config, "nontraceable_tensor_subclasses", set()).add(StandIn)
+    getattr(config, "nontraceable_tensor_subclasses", set()).add(LazyTensor)
     return torch._dynamo.disable(_answer)
 
 
 def stand_ins(owner: Owner, call: Call) -> Any:
     """Return the call's output with stand-ins as its tensors, connected to the receivers of gradients."""
     wanted = call.outputs.tensors
-    made = _Replay.apply(owner, call, wanted, *owner.receivers(call))
+    made = _ReplayFunction.apply(owner, call, wanted, *owner.receivers(call))
     outputs = zip(wanted, made if isinstance(made, tuple) else (made,))
     by_leaf = {i: _one_of_several(standin) for i, standin in outputs}
     leaves = enumerate(call.outputs.leaves)
     return call.outputs.filled([by_leaf.get(i, leaf.without_tensor(call.samples)) for i, leaf in leaves])
 
 
-def _one_of_several(standin: StandIn) -> StandIn:
+def _one_of_several(standin: LazyTensor) -> LazyTensor:
     """A loss returned among other outputs, proven to be the mean or sum of its parts, as a scalar that can be added to
     others."""
     call, leaf = standin._call, standin._call.outputs.leaves[standin._leaf]
@@ -318,13 +318,13 @@ def _one_of_several(standin: StandIn) -> StandIn:
     weighed = Step(torch.mul, (standin._node, Sized(int)), {}, None)
     term = Term(weighed, call.samples) if leaf.joined == "mean" else Term(standin._node)
     scalar = _scalar(call, term, (standin,))
-    return scalar if isinstance(scalar, StandIn) else standin
+    return scalar if isinstance(scalar, LazyTensor) else standin
 
 
 def settle_looks(calls: Sequence[Call]) -> None:
     """Compute predictions and scalars for reading while the pass's values are there, and drop their references to the batch:
     scripts collect them in lists."""
-    alive = {id(s): s for call in calls for s in call.standins if isinstance(s, StandIn) and s._parents}
+    alive = {id(s): s for call in calls for s in call.standins if isinstance(s, LazyTensor) and s._parents}
     looks = [standin for standin in alive.values() if standin._looks and not standin.requires_grad]
     for standin in looks:
         standin.computed()
@@ -333,7 +333,7 @@ def settle_looks(calls: Sequence[Call]) -> None:
         del standin._call
 
 
-class _Replay(torch.autograd.Function):
+class _ReplayFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, owner: Owner, call: Call, wanted: tuple[int, ...], *receivers: torch.Tensor) -> Any:
         ctx.owner, ctx.call, ctx.wanted = owner, call, wanted
@@ -343,7 +343,7 @@ class _Replay(torch.autograd.Function):
         made = []
         for i in wanted:
             leaf = call.outputs.leaves[i]
-            made.append(StandIn.make(owner, call, Output((call.number, i)), leaf.shape_for(call.samples), leaf, leaf.axis))
+            made.append(LazyTensor.make(owner, call, Output((call.number, i)), leaf.shape_for(call.samples), leaf, leaf.axis))
         frozen = [s for s, i in zip(made, wanted) if not call.outputs.leaves[i].differentiable]
         ctx.mark_non_differentiable(*frozen)
         return tuple(made)
@@ -402,7 +402,7 @@ class _Rewritten(torch.autograd.Function):
     """Replaces a stand-in by another one after an in-place operation."""
 
     @staticmethod
-    def forward(ctx: Any, standin: StandIn, made: StandIn) -> StandIn:
+    def forward(ctx: Any, standin: LazyTensor, made: LazyTensor) -> LazyTensor:
         ctx.mark_dirty(standin)
         ctx.set_materialize_grads(False)
         return standin
@@ -417,7 +417,7 @@ class _Then(torch.autograd.Function):
     tensors added to it."""
 
     @staticmethod
-    def forward(ctx: Any, make: Callable[[], StandIn], *inputs: torch.Tensor) -> StandIn:
+    def forward(ctx: Any, make: Callable[[], LazyTensor], *inputs: torch.Tensor) -> LazyTensor:
         made = make()
         ctx.node, ctx.samples, ctx.parents = made._node, made._call.samples, made._parents
         return made
@@ -434,9 +434,9 @@ class _Then(torch.autograd.Function):
         return None, *own, *(gradient if need else None for need in needed[len(parents) :])
 
 
-def _last(node: Node, parents: Mapping[StandIn, Node], values: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
+def _last(node: Node, parents: Mapping[LazyTensor, Node], values: Sequence[torch.Tensor], samples: int) -> torch.Tensor:
     """Apply the last operation of a route to the full batch, given its parents' values."""
-    part = Part({}, 0, samples)
+    part = SampleRange({}, 0, samples)
     for place, value in zip(parents.values(), values):
         part.put(place, value)
     with torch._C.DisableTorchFunctionSubclass():
@@ -472,12 +472,12 @@ def _free_pair(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return made((values, indices))
 
 
-def _looked_at(standin: StandIn) -> torch.Tensor:
+def _looked_at(standin: LazyTensor) -> torch.Tensor:
     """The computed tensor of a stand-in for reading only, else the stand-in."""
     return standin if standin._computed is None or not standin._looks else standin._computed
 
 
-def _common(standins: Sequence[StandIn]) -> Call | None:
+def _common(standins: Sequence[LazyTensor]) -> Call | None:
     """The call whose micro-batches compute all of these; None if there is none."""
     call = standins[0]._call
     calls = tuple({each.number: each for standin in standins for each in standin._call.calls}.values())
@@ -485,7 +485,7 @@ def _common(standins: Sequence[StandIn]) -> Call | None:
 
 
 def _known_loss(
-    call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]
+    call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[LazyTensor]
 ) -> torch.Tensor | None:
     about = known_loss(func)
     first = standins[0]
@@ -494,9 +494,9 @@ def _known_loss(
     bound = about.bind(args, kwargs)
     if bound is None:
         return None
-    if func in _SYMMETRIC and not isinstance(bound["input"], StandIn):
+    if func in _SYMMETRIC and not isinstance(bound["input"], LazyTensor):
         bound["input"], bound["target"] = bound["target"], bound["input"]
-    if not isinstance(bound["input"], StandIn) or any(map(_requires, bound.values())):
+    if not isinstance(bound["input"], LazyTensor) or any(map(_requires, bound.values())):
         return None
     loss = known(func, bound, _operand, first.device)
     if loss is None or not first._owner.accumulates(call, loss):
@@ -509,7 +509,7 @@ def _known_loss(
 
 
 def _next_step(
-    call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]
+    call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[LazyTensor]
 ) -> torch.Tensor | None:
     first = standins[0]
     arguments, keywords = _map_standins(_operand, args), _map_standins(_operand, kwargs)
@@ -528,8 +528,8 @@ def _next_step(
     if not trains and all(standin.is_there for standin in standins):
         return None
 
-    def make() -> StandIn:
-        return StandIn.make(
+    def make() -> LazyTensor:
+        return LazyTensor.make(
             first._owner,
             call,
             following,
@@ -543,7 +543,7 @@ def _next_step(
     return _linked(make, standins if trains else ())
 
 
-def _gathered(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
+def _gathered(call: Call, term: Term, standins: Sequence[LazyTensor]) -> torch.Tensor | None:
     """A sum or mean over all samples: accumulated if gradients flow through it, else for reading later."""
     first = standins[0]
     if not _flows(standins):
@@ -553,20 +553,20 @@ def _gathered(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tens
     return _scalar(call, term, standins) if first._owner.defers(call) else first._owner.accumulate_terms(call, [term])
 
 
-def _nodes_of(standins: Sequence[StandIn]) -> dict[StandIn, Node]:
+def _nodes_of(standins: Sequence[LazyTensor]) -> dict[LazyTensor, Node]:
     """Their current nodes: a stand-in for reading only may have changed after it was computed."""
     return {standin: standin._node for standin in standins}
 
 
-def _scalar(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor | None:
+def _scalar(call: Call, term: Term, standins: Sequence[LazyTensor]) -> torch.Tensor | None:
     first, node = standins[0], Sum((term,))
     like, looks = first._owner.like_after(call, term.node, standins), not _flows(standins)
     if like is None:
         return None
 
-    def make() -> StandIn:
+    def make() -> LazyTensor:
         about = Scalar((term,))
-        return StandIn.make(
+        return LazyTensor.make(
             first._owner, call, node, (), like, None, parents=_nodes_of(standins), scalar=about, looks=looks
         )
 
@@ -574,7 +574,7 @@ def _scalar(call: Call, term: Term, standins: Sequence[StandIn]) -> torch.Tensor
 
 
 def _added(
-    call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[StandIn]
+    call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], standins: Sequence[LazyTensor]
 ) -> torch.Tensor | None:
     """Sums of scalars, and products with a number that does not depend on the batch."""
     found, first = combined(func, args, kwargs, _scalar_of), standins[0]
@@ -583,9 +583,9 @@ def _added(
     parents = {parent: place for standin in standins for parent, place in standin._parents.items()}
     looks = not _flows((*standins, *found.constants))
 
-    def make() -> StandIn:
+    def make() -> LazyTensor:
         node = Sum(found.terms)
-        return StandIn.make(first._owner, call, node, (), first, None, parents=parents, scalar=found, looks=looks)
+        return LazyTensor.make(first._owner, call, node, (), first, None, parents=parents, scalar=found, looks=looks)
 
     return _linked(make, tuple(parents), found.constants)
 
@@ -594,7 +594,9 @@ def _rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     """Whether an in-place operation on a deferred scalar could be deferred, too. Stand-ins derived from the scalar before keep
     its old terms."""
     standin = args[0]
-    if not isinstance(standin, StandIn) or standin._scalar is None or (standin.requires_grad and not torch.is_grad_enabled()):
+    if not isinstance(standin, LazyTensor) or standin._scalar is None:
+        return False
+    if standin.requires_grad and not torch.is_grad_enabled():
         return False
     made = _free(OUT_OF_PLACE[func], args, kwargs)
     if made is None:
@@ -603,7 +605,7 @@ def _rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
         standin.detach_()
         if made.requires_grad:
             _Rewritten.apply(standin, made)
-    assert isinstance(made, StandIn)
+    assert isinstance(made, LazyTensor)
     before = standin._call.calls
     standin._call, standin._node, standin._scalar = made._call, made._node, made._scalar
     standin._parents, standin._looks = made._parents, made._looks
@@ -614,7 +616,7 @@ def _rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _scalar_of(value: Any) -> Scalar | None:
-    return value._scalar if isinstance(value, StandIn) else None
+    return value._scalar if isinstance(value, LazyTensor) else None
 
 
 def _flows(standins: Sequence[torch.Tensor]) -> bool:
@@ -622,27 +624,27 @@ def _flows(standins: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(standin.requires_grad for standin in standins)
 
 
-def _linked(make: Callable[[], StandIn], parents: Sequence[StandIn], others: Sequence[torch.Tensor] = ()) -> StandIn:
+def _linked(make: Callable[[], LazyTensor], parents: Sequence[LazyTensor], others: Sequence[torch.Tensor] = ()) -> LazyTensor:
     inputs = (*parents, *others)
     graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     return _Then.apply(make, *inputs) if graph else make()  # type: ignore[no-any-return]
 
 
 def _operand(value: Any) -> Operand | None:
-    if not isinstance(value, StandIn) or value._axis is None:
+    if not isinstance(value, LazyTensor) or value._axis is None:
         return None
     return Operand(value._node, tuple(value.shape), value._axis)
 
 
-def _standins(tree: Any) -> list[StandIn]:
-    found: list[StandIn] = []
+def _standins(tree: Any) -> list[LazyTensor]:
+    found: list[LazyTensor] = []
     _map_standins(found.append, tree)
     return list(dict.fromkeys(found))
 
 
 def _requires(value: Any) -> bool:
     """Whether it is an ordinary tensor that requires gradients."""
-    return isinstance(value, torch.Tensor) and not isinstance(value, StandIn) and value.requires_grad
+    return isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor) and value.requires_grad
 
 
 def _gathers() -> bool:
@@ -666,14 +668,14 @@ def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """`torch.autograd.grad` of, or with respect to, stand-ins."""
     _refuse_as_goal(inputs)
-    outputs, args, kwargs = _map_standins(StandIn.computed, (outputs, args, kwargs))
+    outputs, args, kwargs = _map_standins(LazyTensor.computed, (outputs, args, kwargs))
     inputs = _map_standins(lambda goal: goal if goal.is_in_graph else goal.computed(), inputs)
     with torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.grad(outputs, inputs, *args, **kwargs)
 
 
 def _refuse_as_goal(goals: Any) -> None:
-    found = [g for g in (goals if isinstance(goals, (tuple, list)) else (goals,)) if isinstance(g, StandIn)]
+    found = [g for g in (goals if isinstance(goals, (tuple, list)) else (goals,)) if isinstance(g, LazyTensor)]
     if any(goal._computed is None for goal in found):
         raise Refused(
             "torch.autograd.grad with respect to the model's output",
@@ -695,7 +697,7 @@ def _refuse_part(func: Any) -> None:
 
 def _refuse_watching(output: Any) -> None:
     """A model that returns its loss computes it from its outputs inside, where their gradients are not available."""
-    cut = isinstance(output, StandIn) and output._call.whole is None
+    cut = isinstance(output, LazyTensor) and output._call.whole is None
     if cut and output._call.outputs.loss is not None and not output._is_loss:
         raise Refused(
             "the gradient of an output beside the model's own loss",
@@ -706,7 +708,7 @@ def _refuse_watching(output: Any) -> None:
 
 def _refuse_late(output: Any) -> None:
     """A loss computed from it before has already accumulated its gradients, past any hook."""
-    if isinstance(output, StandIn) and output._call.pending and output._computed is None:
+    if isinstance(output, LazyTensor) and output._call.pending and output._computed is None:
         raise Refused(
             "looking at the gradient of the model's output",
             found="the batch ran in micro-batches with its loss, and the whole gradient of the output was never made",
@@ -714,8 +716,8 @@ def _refuse_late(output: Any) -> None:
         )
 
 
-def _map_standins(function: Callable[[StandIn], Any], tree: Any) -> Any:
-    if isinstance(tree, StandIn):
+def _map_standins(function: Callable[[LazyTensor], Any], tree: Any) -> Any:
+    if isinstance(tree, LazyTensor):
         return function(tree)
     if isinstance(tree, dict):
         return {key: _map_standins(function, value) for key, value in tree.items()}

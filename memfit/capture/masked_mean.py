@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.expression import Cut, Divisor, Step, Term
+from memfit.capture.expression import BatchTensor, Divisor, Step, Term
 from memfit.capture.lazy_ops import named
 
 _MULTIPLYING = frozenset(named("mul", "multiply", "__mul__", "__rmul__"))
@@ -28,9 +28,9 @@ def count_of(term: Term) -> Divisor:
     return count
 
 
-def _factors(node: Any) -> Iterator[Cut]:
+def _factors(node: Any) -> Iterator[BatchTensor]:
     """Yield the batch's tensors that are factors of `node`."""
-    if isinstance(node, Cut):
+    if isinstance(node, BatchTensor):
         yield node
     elif isinstance(node, Step) and node.function in _MULTIPLYING:
         for argument in node.arguments:

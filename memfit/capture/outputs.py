@@ -15,7 +15,7 @@ import torch
 from memfit._errors import Refused
 from memfit.batches.cut import Axis
 from memfit.batches.pieces import bounds
-from memfit.batches.tree import Attribute, Path, leaves, path_name, rebuild
+from memfit.batches.tree import AttributeKey, Path, leaves, path_name, rebuild
 
 _NUMBERS = ("int", "float", "bool", "complex", "str", "NoneType")
 
@@ -230,7 +230,7 @@ class Outputs:
 
 
 @dataclass
-class Beside:
+class SideOutput:
     """An output, and by name the values that left the forward as side effects."""
 
     output: Any
@@ -244,7 +244,7 @@ def name_in(path: Path) -> str:
 
 def _paths(output: Any) -> Iterator[tuple[Path, Any]]:
     """Yield an output's leaves with their paths."""
-    if not isinstance(output, Beside):
+    if not isinstance(output, SideOutput):
         yield from leaves(output)
         return
     yield from leaves(output.output)
@@ -291,7 +291,7 @@ def _without_values(leaf: Leaf) -> Any:
     """Return the leaf's placeholder in `Outputs.tree`. The script's own objects are recognized by the tensors they hold."""
     if leaf.kind in ("value", "size"):
         return leaf.value
-    return torch.empty(0, device="meta") if leaf.path and isinstance(leaf.path[-1], Attribute) else None
+    return torch.empty(0, device="meta") if leaf.path and isinstance(leaf.path[-1], AttributeKey) else None
 
 
 def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
@@ -341,7 +341,7 @@ def _is_fixed_transform(value: Any) -> bool:
 
 def _is_batch_shape(path: Path) -> bool:
     """Whether the path leads to an entry of a distribution's `batch_shape`."""
-    return len(path) > 1 and path[-2] == "_batch_shape" and isinstance(path[-2], Attribute)
+    return len(path) > 1 and path[-2] == "_batch_shape" and isinstance(path[-2], AttributeKey)
 
 
 def _settled_like(mine: Leaf, its: Leaf) -> Leaf | None:

@@ -10,12 +10,12 @@ from collections.abc import Callable, MutableMapping, Sequence
 from types import CellType
 from typing import Any
 
-from memfit.capture.outputs import Beside
+from memfit.capture.outputs import SideOutput
 
 _MISSING: Any = object()
 
 
-class Variable(dict[str, Any]):
+class ClosureVariable(dict[str, Any]):
     """A closure variable of a function around a forward hook, as a one-item mapping."""
 
     def __init__(self, cell: CellType) -> None:
@@ -94,7 +94,7 @@ class Doorway:
     def __init__(self, plain: Callable[..., Any], doors: Sequence[Door]) -> None:
         self.plain, self.doors = plain, tuple(doors)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Beside:
+    def __call__(self, *args: Any, **kwargs: Any) -> SideOutput:
         before = [door.before() for door in self.doors]
         beside = {}
         try:
@@ -102,12 +102,12 @@ class Doorway:
         finally:
             for door, was in zip(self.doors, before):
                 beside[door.name] = door.taken(was)
-        return Beside(output, beside)
+        return SideOutput(output, beside)
 
 
 def through(plain: Callable[..., Any], output: Any) -> Any:
     """Return the output of a call, with its side effects put in their places."""
-    if not isinstance(output, Beside):
+    if not isinstance(output, SideOutput):
         return output
     assert isinstance(plain, Doorway)
     for door in plain.doors:

@@ -11,7 +11,7 @@ from torch import nn
 from memfit.batches.tree import map_leaves, tensors
 from memfit.batches.weights import Count, known_loss
 from memfit.capture.call import Call, copied
-from memfit.capture.expression import Node, Part, Step, leaves_in, used_again
+from memfit.capture.expression import Node, SampleRange, Step, leaves_in, used_again
 from memfit.engine.accumulate import CountOf, wide
 from memfit.engine.compose_state import Composition
 from memfit.levers.precision import precision_applied
@@ -176,7 +176,7 @@ class ExpressionWork(CallWork):
         self._shared |= {id(node) for node in nodes}
         self._leaves |= {leaf: self._offsets[leaf[0]] + leaf[1] for node in self._notes for leaf in leaves_in(node)}
 
-    def _take_note(self, part: Part) -> None:
+    def _take_note(self, part: SampleRange) -> None:
         for node in self._notes:
             value = part.value(node).detach().to(wide(self.device))
             before = self.noted.get(id(node))
@@ -191,7 +191,7 @@ class ExpressionWork(CallWork):
         if self.draws:  # not during tracing, where sizes may be guesses
             for leaf in self._leaves.values():
                 self.call.outputs.leaves[leaf].check([found[leaf]], [stop - start])
-        return Part({leaf: found[i] for leaf, i in self._leaves.items()}, start, stop, self._shared)
+        return SampleRange({leaf: found[i] for leaf, i in self._leaves.items()}, start, stop, self._shared)
 
     def loss(self, outputs: Any) -> torch.Tensor:
         with precision_applied(self._precision, self.device):

@@ -26,7 +26,7 @@ from memfit.profiling.allocator import workspace_bytes
 from memfit.profiling.build import trains_in_half
 from memfit.profiling.modelled import bottleneck
 from memfit.profiling.profile import Profile
-from memfit.reporting.cards import Comparison, Row, in_order
+from memfit.reporting.cards import Comparison, DeviceRow, in_order
 from memfit.reporting.drawing import drawing_modules
 from memfit.reporting.progress import Progress
 from memfit.reporting.report import Report, made_now, make_report
@@ -35,7 +35,7 @@ _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainingSubject:
     """Describes a training to plan; one batch of its data is enough."""
 
     model: Any
@@ -82,7 +82,7 @@ def named_cards(text: str) -> tuple[Card, ...]:
     return tuple({one.name: one for one in found}.values())
 
 
-def planned_for(subject: Subject, card: Card, budget: int | float | str | None) -> Report:
+def planned_for(subject: TrainingSubject, card: Card, budget: int | float | str | None) -> Report:
     """Plan for a card and return the report. Raises DoesNotFit with what would be needed."""
     allowed = budget_for(card.as_device(), budget)
     plan, profile = _Traces(subject).plan(card, allowed)
@@ -101,7 +101,7 @@ def planned_for(subject: Subject, card: Card, budget: int | float | str | None) 
     )
 
 
-def compared(subject: Subject, wanted: Sequence[Card], budget: int | float | str | None, bar: Progress) -> Comparison:
+def compared(subject: TrainingSubject, wanted: Sequence[Card], budget: int | float | str | None, bar: Progress) -> Comparison:
     """Plan for each of these cards and compare the plans. Raises UsageError for an invalid budget."""
     traces, rows = _Traces(subject), []
     allowed = [budget_for(card.as_device(), budget) for card in wanted]
@@ -121,15 +121,15 @@ def compared(subject: Subject, wanted: Sequence[Card], budget: int | float | str
     )
 
 
-def _row(traces: _Traces, card: Card, budget: Budget) -> Row:
+def _row(traces: _Traces, card: Card, budget: Budget) -> DeviceRow:
     name = card.name if card.vendor else format_bytes(card.memory).replace(" ", "")
     common: dict[str, Any] = {"device": name, "title": card.title, "memory": card.memory, "limit": budget.limit}
     try:
         plan, profile = traces.plan(card, budget)
     except DoesNotFit as error:
-        return Row(**common, fits=False, needs=error.enough)
+        return DeviceRow(**common, fits=False, needs=error.enough)
     seconds = plan.predicted.seconds
-    return Row(
+    return DeviceRow(
         **common,
         fits=True,
         needs=plan.held + plan.predicted.upper,
@@ -154,7 +154,7 @@ def _standing(profile: Profile) -> int:
 class _Traces:
     """The profiles traced so far, by precision and by the kernels chosen."""
 
-    subject: Subject
+    subject: TrainingSubject
     _found: list[tuple[str, frozenset[tuple[int, int]], Profile]] = field(default_factory=list)
     _prices: dict[tuple[int, int], Prices] = field(default_factory=dict)
 

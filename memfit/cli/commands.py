@@ -15,9 +15,9 @@ from memfit._units import TiB
 from memfit._values import check_count
 from memfit.cli.configs import OPTIMIZERS, TASKS
 from memfit.cli.ending import FAILED, ending
-from memfit.cli.functions import Training, made_by, split_target, train_once
-from memfit.cli.plans import Wanted, plan_as
-from memfit.cli.profiles import Wanted as WantedProfile, profile_as
+from memfit.cli.functions import UserTraining, made_by, split_target, train_once
+from memfit.cli.plans import PlanOptions, plan_as
+from memfit.cli.profiles import ProfileOptions, profile_as
 from memfit.cli.saved import read_saved, show
 from memfit.cli.snapshots import replayed
 from memfit.hardware.budget import asked_bytes, probe as probe_budget
@@ -128,7 +128,7 @@ def plan(
 
     A script runs until its first memfit.wrap has a plan, and stops there. The options override what it passes.
     """
-    wanted = Wanted(
+    wanted = PlanOptions(
         target,
         tuple(arguments or ()),
         target_batch,
@@ -188,7 +188,7 @@ def profile(
     """Show where the memory and the time of a training step go, module by module, and why the peak is where it is."""
     with ending(split_target(target)[0]):
         loop = max_grad_norm, clip_grad_value, zero_grad, plain_loop, evaluation
-        profile_as(WantedProfile(target, micro_batch, device, precision, checkpoint, depth, save, *loop))
+        profile_as(ProfileOptions(target, micro_batch, device, precision, checkpoint, depth, save, *loop))
 
 
 @app.command()
@@ -292,7 +292,7 @@ def checked_target(target_batch: int | None) -> int | None:
     return target_batch
 
 
-def _verified(training: Training, target: str, target_batch: int | None, budget: int | float | str | None) -> Verification:
+def _verified(training: UserTraining, target: str, target_batch: int | None, budget: int | float | str | None) -> Verification:
     with progress(f"verifying {target}", None) as bar:
         bar.say("planning")
         run = training.wrapped(target_batch, budget)

@@ -51,7 +51,7 @@ AFTER_PADDING = ("roberta", "xlm-roberta", "camembert", "roberta-prelayernorm", 
 
 
 @dataclass(frozen=True)
-class Asked:
+class ConfigOptions:
     """Holds the options of a training to build."""
 
     path: Path
@@ -80,7 +80,7 @@ class Built:
     """What a sample is, in words."""
 
 
-def built(asked: Asked) -> Built:
+def built(asked: ConfigOptions) -> Built:
     """Build the training that a configuration describes. Raises UsageError."""
     _check(asked)
     file = asked.path / "config.json" if asked.path.is_dir() else asked.path
@@ -114,7 +114,7 @@ def own_loss(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
 # ---- what was asked
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: ConfigOptions) -> None:
     for option, value, known in (
         ("--precision", asked.precision, tuple(PRECISIONS)),
         ("--optimizer", asked.optimizer, OPTIMIZERS),

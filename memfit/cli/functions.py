@@ -23,7 +23,7 @@ RETURNS = "(model, optimizer, loader) or (model, optimizer, loader, loss_fn)"
 
 
 @dataclass(frozen=True)
-class Training:
+class UserTraining:
     """Holds what the function returned."""
 
     model: Any
@@ -58,7 +58,7 @@ def check_file(file: Path) -> None:
         raise UsageError(f"running {str(file)!r}", found="it is not a file", next_move="name a Python file")
 
 
-def made_by(file: Path, name: str) -> Training:
+def made_by(file: Path, name: str) -> UserTraining:
     """Call the function and return its training. Raises UsageError; exceptions in the user's code pass through."""
     check_file(file)
     module = _imported(file)
@@ -75,7 +75,7 @@ def made_by(file: Path, name: str) -> Training:
         raise UsageError(asked, found=f"it returned {what}", next_move=f"let it return {RETURNS}")
     model, optimizer, loader, *rest = made
     loss_fn = next(iter(rest), None)
-    return Training(model, optimizer, loader, partial(_own_loss, asked) if loss_fn is None else loss_fn)
+    return UserTraining(model, optimizer, loader, partial(_own_loss, asked) if loss_fn is None else loss_fn)
 
 
 def train_once(run: Run, asked: str) -> None:

@@ -15,8 +15,8 @@ from memfit._errors import DoesNotFit, UsageError
 from memfit._values import check_count
 from memfit.batches.cut import shared_samples
 from memfit.cli import configs
-from memfit.cli.cards import Subject, compared, named_card, named_cards, planned_for
-from memfit.cli.functions import Training, check_file, made_by, split_target, train_once
+from memfit.cli.cards import TrainingSubject, compared, named_card, named_cards, planned_for
+from memfit.cli.functions import UserTraining, check_file, made_by, split_target, train_once
 from memfit.cli.saved import save_plan, show
 from memfit.cli.scripts import planned_by_script, stopped_at_plan
 from memfit.loading.pool import planning_pool
@@ -27,7 +27,7 @@ from memfit.reporting.report import Report
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanOptions:
     """Holds the options of `memfit plan` as typed, except for the budget, which is parsed."""
 
     target: str | None = None
@@ -51,7 +51,7 @@ class Wanted:
         return None if self.target is None else split_target(self.target)[0]
 
 
-def plan_as(wanted: Wanted) -> None:
+def plan_as(wanted: PlanOptions) -> None:
     """Plan, print the result, and save or export what was asked for. Raises MemfitError."""
     _check(wanted)
     save = None if wanted.save is None else wanted.save.absolute()  # the script may change the working directory
@@ -69,7 +69,7 @@ def plan_as(wanted: Wanted) -> None:
         typer.echo(f"memfit: the plan is in {wanted.save}", err=True)
 
 
-def _compare(wanted: Wanted, devices: str, save: Path | None) -> None:
+def _compare(wanted: PlanOptions, devices: str, save: Path | None) -> None:
     chosen = named_cards(devices)
     subject = _subject(wanted)
     with progress("planning for devices that are not here", len(chosen)) as bar:
@@ -80,7 +80,7 @@ def _compare(wanted: Wanted, devices: str, save: Path | None) -> None:
         typer.echo(f"memfit: the comparison is in {wanted.save}", err=True)
 
 
-def _report(wanted: Wanted) -> Report:
+def _report(wanted: PlanOptions) -> Report:
     card = None if wanted.device is None else named_card(wanted.device)
     asked = Asked(wanted.target_batch, wanted.budget, card)
     file, function = (None, None) if wanted.target is None else split_target(wanted.target)
@@ -106,7 +106,7 @@ def _report(wanted: Wanted) -> Report:
 # ---- what is planned
 
 
-def _subject(wanted: Wanted) -> Subject:
+def _subject(wanted: PlanOptions) -> TrainingSubject:
     """Build the training from a function or a configuration. Raises UsageError."""
     if wanted.hf_config is not None:
         return _of_config(wanted, wanted.hf_config)
@@ -120,18 +120,18 @@ def _subject(wanted: Wanted) -> Subject:
     target_batch = wanted.target_batch or getattr(training.loader, "batch_size", None) or shared_samples(sample)
     if target_batch is None:
         raise _no_target(str(wanted.target), "its batches do not say how many samples they have")
-    return Subject(
+    return TrainingSubject(
         training.model, training.optimizer, sample, training.loss_fn, target_batch, accumulate_in=wanted.accumulate_in
     )
 
 
-def _of_config(wanted: Wanted, path: Path) -> Subject:
+def _of_config(wanted: PlanOptions, path: Path) -> TrainingSubject:
     if wanted.target_batch is None:
         raise _no_target(f"--hf-config {path}", "a configuration has no batches, so that nothing says how large they are")
-    asked = configs.Asked(path, wanted.seq_len, wanted.precision, wanted.optimizer or "adamw", wanted.task)
+    asked = configs.ConfigOptions(path, wanted.seq_len, wanted.precision, wanted.optimizer or "adamw", wanted.task)
     built = configs.built(asked)
     typer.echo(f"memfit: {type(built.model).__name__}, {built.what}; nothing of it is computed or downloaded", err=True)
-    return Subject(
+    return TrainingSubject(
         built.model,
         built.optimizer,
         built.sample,
@@ -147,7 +147,7 @@ def _no_target(asked: str, found: str) -> UsageError:
     return UsageError(asked, found=found, next_move="pass --target-batch, the samples per optimizer step")
 
 
-def _planned_by_function(training: Training, target: str, asked: Asked) -> Report:
+def _planned_by_function(training: UserTraining, target: str, asked: Asked) -> Report:
     def work() -> None:
         run = training.wrapped(asked.target_batch, asked.budget)
         train_once(run, target)
@@ -167,7 +167,7 @@ def _planned_by_function(training: Training, target: str, asked: Asked) -> Repor
 # ---- options that do not go together
 
 
-def _check(wanted: Wanted) -> None:
+def _check(wanted: PlanOptions) -> None:
     if wanted.target_batch is not None:
         check_count("target_batch", wanted.target_batch)
     check_accumulate_in(wanted.accumulate_in)
@@ -184,7 +184,7 @@ def _check(wanted: Wanted) -> None:
         raise UsageError(f"--export {wanted.export}", found="no such tool", next_move=f"use one of {', '.join(EXPORTS)}")
 
 
-def _check_what(wanted: Wanted) -> None:
+def _check_what(wanted: PlanOptions) -> None:
     if wanted.target is None and wanted.hf_config is None:
         raise UsageError(
             "memfit plan",
@@ -207,12 +207,12 @@ def _check_what(wanted: Wanted) -> None:
         )
 
 
-def _is_function_on_cards(wanted: Wanted) -> bool:
+def _is_function_on_cards(wanted: PlanOptions) -> bool:
     on_cards = wanted.device is not None or wanted.devices is not None
     return on_cards and wanted.target is not None and split_target(wanted.target)[1] is not None
 
 
-def _check_where(wanted: Wanted) -> None:
+def _check_where(wanted: PlanOptions) -> None:
     if wanted.device is not None and wanted.devices is not None:
         raise UsageError(
             f"--device {wanted.device} and --devices {wanted.devices}",

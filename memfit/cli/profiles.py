@@ -13,7 +13,7 @@ from memfit import _verbs as verbs
 from memfit._errors import UsageError
 from memfit._values import check_count
 from memfit.batches.cut import shared_samples
-from memfit.cli.functions import Training, made_by, split_target
+from memfit.cli.functions import UserTraining, made_by, split_target
 from memfit.loading.pool import planning_pool
 from memfit.profiling.loop import AFTER_STEP
 from memfit.reporting.files import FORMATS, check_writable
@@ -22,7 +22,7 @@ from memfit.reporting.progress import progress
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ProfileOptions:
     """Holds the options of `memfit profile`, as typed."""
 
     target: str
@@ -39,7 +39,7 @@ class Wanted:
     evaluation: int | None = None
 
 
-def profile_as(wanted: Wanted) -> None:
+def profile_as(wanted: ProfileOptions) -> None:
     """Profile, print the result, and save it if asked for. Raises MemfitError."""
     file, function = split_target(wanted.target)
     for name, value in (("micro_batch", wanted.micro_batch), ("depth", wanted.depth)):
@@ -61,7 +61,7 @@ def profile_as(wanted: Wanted) -> None:
         typer.echo(f"memfit: the profile is in {wanted.save}", err=True)
 
 
-def _profiled(training: Training, wanted: Wanted) -> ProfileReport:
+def _profiled(training: UserTraining, wanted: ProfileOptions) -> ProfileReport:
     pool = planning_pool(training.loader) if isinstance(training.loader, DataLoader) else None
     sample = next(iter(training.loader), None) if pool is None else pool[0]
     if sample is None:

@@ -17,7 +17,7 @@ from memfit.hardware.limits import read_status
 
 
 @dataclass(frozen=True)
-class Limit:
+class DemoLimit:
     """The memory limit of this process."""
 
     real: bool
@@ -39,22 +39,22 @@ def can_limit(device: torch.device) -> bool:
     return device.type == "cuda" or (sys.platform == "linux" and "VmData" in read_status())
 
 
-def limit_this_process(allowed: int, device: torch.device) -> Limit:
+def limit_this_process(allowed: int, device: torch.device) -> DemoLimit:
     """Limit this process to `allowed` bytes: on CUDA in total, on the CPU beyond what it holds now."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
-        return Limit(True, None, "torch.cuda.set_per_process_memory_fraction")
+        return DemoLimit(True, None, "torch.cuda.set_per_process_memory_fraction")
     _start_threads()
     if not can_limit(device):
-        return Limit(False, allowed, f"budget={format_bytes(allowed).replace(' ', '')!r}, as this system has no such limit")
+        return DemoLimit(False, allowed, f"budget={format_bytes(allowed).replace(' ', '')!r}, as this system has no such limit")
     import resource
 
     most = read_status()["VmData"] + allowed
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    return Limit(True, None, "RLIMIT_DATA")
+    return DemoLimit(True, None, "RLIMIT_DATA")
 
 
 def _start_threads() -> None:

@@ -33,7 +33,7 @@ class ByteGPT(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(BYTES, shape.width)
         self.places = nn.Embedding(shape.length, shape.width)
-        blocks = [Block(shape) for _ in range(shape.blocks)]
+        blocks = [TransformerBlock(shape) for _ in range(shape.blocks)]
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, BYTES, bias=False)
@@ -49,7 +49,7 @@ class ByteGPT(nn.Module):
         return self.head(self.norm(x))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A pre-norm transformer block: causal self-attention, then an MLP."""
 
     def __init__(self, shape: Shape) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import memfit
 from memfit._errors import MemfitError
 from memfit._units import format_bytes, format_seconds
-from memfit.demo.limit import Limit, limit_this_process, limited_device
+from memfit.demo.limit import DemoLimit, limit_this_process, limited_device
 from memfit.demo.model import next_byte_loss
 from memfit.demo.task import Demo, Training, training
 from memfit.demo.telling import more, tell
@@ -32,7 +32,7 @@ def run(demo: Demo) -> bool:
     """Train and print the results. Returns whether the gradient is the same as without memfit."""
     text, device = LibraryText(demo.shape.length), limited_device()
     limit = limit_this_process(demo.budget, device)
-    loss, peak = Loss(), Peak()
+    loss, peak = Loss(), PeakPoller()
     fitted = fit(demo, training(demo, text, device), loss, limit)
     with peak.watching(limit.real and device.type == "cpu"):
         train(demo, fitted, loss, peak)
@@ -57,7 +57,7 @@ class Loss:
         return loss
 
 
-class Peak:
+class PeakPoller:
     """Polls the peak of the memory that this process has reserved, which its limit counts. Polling (every 5 ms) is necessary
     because the kernel records a peak only of the address space, which includes mapped files."""
 
@@ -88,7 +88,7 @@ class Peak:
             self.take(reserved_level().held)
 
 
-def fit(demo: Demo, task: Training, loss: Loss, limit: Limit) -> Run:
+def fit(demo: Demo, task: Training, loss: Loss, limit: DemoLimit) -> Run:
     """Call `memfit.wrap`, and print the call and its plan."""
 
     def before_step() -> None:
@@ -116,7 +116,7 @@ def fit(demo: Demo, task: Training, loss: Loss, limit: Limit) -> Run:
     return fitted
 
 
-def train(demo: Demo, fitted: Run, loss: Loss, peak: Peak) -> None:
+def train(demo: Demo, fitted: Run, loss: Loss, peak: PeakPoller) -> None:
     """Train, and print each step's loss."""
     tell("training", f"run.step(batch), {demo.target} sequences each")
     began, told = time.perf_counter(), len(fitted.events)
@@ -165,7 +165,7 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def tell_peak(fitted: Run, peak: Peak) -> None:
+def tell_peak(fitted: Run, peak: PeakPoller) -> None:
     """Print the measured peak against the budget."""
     plan = fitted.plan
     assert plan is not None

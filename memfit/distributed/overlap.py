@@ -19,10 +19,10 @@ import torch
 from memfit._errors import RankFailed, Refused
 from memfit.autotune.overlap_trials import Trials
 from memfit.autotune.timer import Clock
-from memfit.distributed.rank_reports import RankFacts, Stated, check_rivals, number_of, share_of
+from memfit.distributed.rank_reports import RankReporter, Stated, check_rivals, number_of, share_of
 from memfit.engine.accumulate import BY_SAMPLES, AroundLast, Weighting
 from memfit.engine.handover import Factor, Total
-from memfit.engine.recovery import Again
+from memfit.engine.recovery import RestartBatch
 from memfit.engine.staged import Staging
 from memfit.ranks.overlapped import Buckets, Flight
 from memfit.ranks.ranks import Ranks
@@ -39,7 +39,7 @@ class Meeting(Protocol):
 
     mean: bool
     """Whether sums are divided by the number of ranks."""
-    company: RankFacts | None
+    company: RankReporter | None
     """What ranks tell each other about themselves, if they do."""
 
     def told_early(self, sums: Total, weighting: Weighting, *, willing: bool) -> list[Stated]:
@@ -51,7 +51,7 @@ class Meeting(Protocol):
         ...
 
 
-class Unlike(Again):
+class Unlike(RestartBatch):
     """Raised if a gradient arrived in an unsupported way. Nothing was handed over."""
 
 
@@ -106,7 +106,7 @@ class Overlap:
         return partial(self._around, room)
 
     def attempted(self, total: Total) -> None:
-        """Ends this rank's attempt. Raises Again if gradients were reduced and another rank failed."""
+        """Ends this rank's attempt. Raises RestartBatch if gradients were reduced and another rank failed."""
         self.ready = self._load is not None and not self._barred and _on_host(total)
         if self._load is not None:
             kind, size = self._load
@@ -117,7 +117,7 @@ class Overlap:
             told = self._meeting.told_of_sums(total, self._weighting, self._summed, worked=True)
         self._launched = False
         if not all(each.worked for each in told):
-            raise Again
+            raise RestartBatch
         self._told = told
 
     def _has_run(self, load: Load) -> bool:

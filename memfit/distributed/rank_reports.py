@@ -25,7 +25,7 @@ BITS = 48
 """Booleans per number: what a float64 holds exactly."""
 
 
-class RankFacts(Protocol):
+class RankReporter(Protocol):
     """What the ranks tell each other about themselves, in the exchange that ends a step."""
 
     def stated(self) -> list[float]:

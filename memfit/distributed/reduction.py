@@ -23,7 +23,7 @@ from memfit.distributed.overlap import EARLY, Overlap
 from memfit.distributed.rank_reports import (
     MOST_RIVALS,
     STATED,
-    RankFacts,
+    RankReporter,
     Stated,
     are_apart,
     check_rivals,
@@ -59,7 +59,7 @@ class WholeShares(Exception):
     """Raised if another rank's loss takes all samples of its share together, so this one must too. Nothing was changed."""
 
 
-class Together:
+class StepReduction:
     """Reduces the gradients of `staging`'s parameters over all `ranks`.
 
     Attributes: `mean` (whether sums are divided by the number of ranks, as in plain DistributedDataParallel), `torn` (whether
@@ -75,7 +75,7 @@ class Together:
         self.ranks = ranks
         self.mean, self._shares_buffers = (False, True) if taken is None else (taken.mean, taken.shares_buffers)
         self._model, self._staging = model, staging
-        self.company: RankFacts | None = None
+        self.company: RankReporter | None = None
         self._heard: list[list[float]] = []
         self._parameters: list[torch.Tensor] = []
         self._places: dict[int, int] = {}

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from memfit._errors import Refused
-from memfit.distributed.reduction import Together
+from memfit.distributed.reduction import StepReduction
 from memfit.engine.accumulate import wide
 from memfit.hardware.exhausted import patiently
 
@@ -32,14 +32,14 @@ OFTEN = 16
 NOTHING = (0.0, 0.0, 0.0)
 
 
-class Strays:
+class StrayGradients:
     """Averages gradients of `together`'s parameters at the end of backwards that combined a total across ranks. `say` receives
     the names of new parameters that need it, taken from `model`; `samples` returns the samples of this rank's batch, if known;
     `aside` returns whether memfit itself is computing."""
 
     def __init__(
         self,
-        together: Together,
+        together: StepReduction,
         model: nn.Module,
         say: Callable[[str], None],
         samples: Callable[[], int | None],

@@ -21,7 +21,7 @@ from memfit.engine.call_context import without_autocast
 from memfit.engine.compose_state import Composition
 from memfit.engine.divisors import Divided, How, read
 from memfit.engine.handover import Factor, Total
-from memfit.engine.known_means import Term, Terms, is_only_term, standing_in
+from memfit.engine.known_means import KnownMean, Terms, is_only_term, standing_in
 from memfit.engine.staged import Staging
 
 CountOf = Callable[[Any], Count]
@@ -176,7 +176,7 @@ class Pass:
         scale: float,
         before_backward: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        self.terms: list[list[Term]] = []
+        self.terms: list[list[KnownMean]] = []
         self._work, self._staging, self._weighting, self._scale = work, staging, weighting, scale
         self._before_backward = before_backward
         self._dtype: torch.dtype | None = None
@@ -325,7 +325,7 @@ class Pass:
         if self._weighting.watch:
             with Terms(alone=False, shares=shares, by_name=self._weighting.by_name) as terms:
                 loss = checked_loss(self._work.loss(outputs))
-            self.terms.append([Term(term.mean.detach(), term.entries, term.count) for term in terms.found])
+            self.terms.append([KnownMean(term.mean.detach(), term.entries, term.count) for term in terms.found])
             self._divided.add(loss, samples, terms.given)
             return loss, self._by_samples(samples, part)
         loss = checked_loss(self._work.loss(outputs))
@@ -447,7 +447,7 @@ def _check_rivals(rivals: list[tuple[Count, ...]], chosen: Sequence[Count | None
             raise WeightsChanged("a count that was proportional to the weights no longer is")
 
 
-def _check_shares(terms: list[list[Term]], pieces: Sequence[int], device: torch.device) -> None:
+def _check_shares(terms: list[list[KnownMean]], pieces: Sequence[int], device: torch.device) -> None:
     if not terms or not terms[0]:
         return
     if len({len(found) for found in terms}) != 1:

@@ -49,7 +49,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class ItemPlace:
     """A dictionary entry: an attribute of an object, a global variable, a dictionary's item."""
 
     holder: dict[Any, Any]
@@ -71,7 +71,7 @@ class Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class Attribute:
+class AttributePlace:
     """An attribute of a class, or of an object with a slot for it."""
 
     holder: Any
@@ -96,7 +96,7 @@ class Attribute:
 
 
 @dataclass(frozen=True, eq=False)
-class Variable:
+class VariablePlace:
     """A closure variable."""
 
     cell: types.CellType
@@ -114,7 +114,7 @@ class Variable:
 
 
 @dataclass(frozen=True, eq=False)
-class Contents:
+class ContentsPlace:
     """The items of a list or a deque."""
 
     container: list[Any] | deque[Any]
@@ -133,7 +133,7 @@ class Contents:
 
 
 @dataclass(frozen=True, eq=False)
-class Data:
+class TensorPlace:
     """The values of a tensor."""
 
     tensor: torch.Tensor
@@ -151,7 +151,7 @@ class Data:
 
 
 @dataclass(frozen=True, eq=False)
-class Array:
+class ArrayPlace:
     """The values of a NumPy array."""
 
     array: Any
@@ -169,7 +169,7 @@ class Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Assigned:
+class AssignedPlace:
     """The values of a tensor whose data was assigned (`p.data = ...`) and has another storage now."""
 
     tensor: torch.Tensor
@@ -294,7 +294,7 @@ def appended(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ComposedPlace:
     """A place and the rule that composes its value."""
 
     place: Place
@@ -304,7 +304,7 @@ class Slot:
 class Composition:
     """State over the micro-batches of one pass: `slots` are composed, `moved` are all places that a forward changes."""
 
-    def __init__(self, slots: Sequence[Slot] = (), moved: Sequence[Place] = ()) -> None:
+    def __init__(self, slots: Sequence[ComposedPlace] = (), moved: Sequence[Place] = ()) -> None:
         self.slots, self.moved = tuple(slots), tuple(moved)
         self._there: list[Any] | None = None
         self._before: list[Any] = []
@@ -325,9 +325,9 @@ class Composition:
         return any(not (is_number(value) or isinstance(value, bool) or value is MISSING) for value in told)
 
     @property
-    def trained(self) -> list[Data]:
+    def trained(self) -> list[TensorPlace]:
         """Trainable parameters that a forward writes."""
-        return [place for place in self.moved if isinstance(place, Data) and place.tensor.requires_grad]
+        return [place for place in self.moved if isinstance(place, TensorPlace) and place.tensor.requires_grad]
 
     def afresh(self) -> Composition:
         """A copy for another call, without the values of this one."""

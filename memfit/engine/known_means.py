@@ -28,7 +28,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Term:
+class KnownMean:
     """One known mean in a micro-batch."""
 
     mean: torch.Tensor
@@ -53,7 +53,7 @@ class Terms:
     """
 
     def __init__(self, *, alone: bool, shares: Sequence[float] | None = None, by_name: bool | None = False) -> None:
-        self.found: list[Term] = []
+        self.found: list[KnownMean] = []
         self.given: list[Any] = []
         """Ends of the graphs of the returned means."""
         self.only_by_name = True
@@ -71,7 +71,7 @@ class Terms:
         if self._modes is not None:
             if self._by_name is None:
                 self._modes.enter_context(standing_in())
-            self._modes.enter_context(_Seen(self))
+            self._modes.enter_context(_SeenCalls(self))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -96,11 +96,11 @@ class Terms:
         self.given.append(mean.grad_fn)
         return mean
 
-    def _term(self, function: Any, bound: Bound) -> Term:
+    def _term(self, function: Any, bound: Bound) -> KnownMean:
         if self._alone:
-            return Term(*entries_mean(function, bound))
+            return KnownMean(*entries_mean(function, bound))
         mean, count = valid_mean(function, bound)
-        return Term(mean, 1, count)
+        return KnownMean(mean, 1, count)
 
 
 def told(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,7 +109,7 @@ def told(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return function(*args, **kwargs) if terms is None else terms.answer(function, args, kwargs)
 
 
-class _Seen(TorchFunctionMode):
+class _SeenCalls(TorchFunctionMode):
     """Sees every torch function call."""
 
     def __init__(self, terms: Terms) -> None:
@@ -169,7 +169,7 @@ def standing_in() -> Iterator[None]:
             setattr(F, function.__name__, function)
 
 
-def is_only_term(loss: torch.Tensor, term: Term) -> bool:
+def is_only_term(loss: torch.Tensor, term: KnownMean) -> bool:
     """Whether `loss` depends on the parameters through `term` alone and linearly, according to its graph."""
     node, goal = loss.grad_fn, term.node
     for _ in range(16):

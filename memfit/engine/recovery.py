@@ -20,7 +20,7 @@ from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
 
 T = TypeVar("T")
 
-class Again(Exception):
+class RestartBatch(Exception):
     """Raised by an attempt to restart from the beginning with what it has learnt (a loss scale, true shares)."""
 
 
@@ -80,7 +80,7 @@ class Recovery:
                 return done
             except BaseException as error:
                 put_back()
-                if isinstance(error, Again):
+                if isinstance(error, RestartBatch):
                     continue
                 if largest <= 1 or not is_out_of_memory(error):
                     raise

@@ -1,8 +1,8 @@
 """Makes iterators rewindable: training draws again what planning drew, and every micro-batch draws what the full batch would.
 
 A generator or a loader's iterator can be neither copied nor reset. Once drawn from, it is replaced where it was found by a
-`Rewound`, which buffers items as long as a `Position` before them is held. Not covered: iterators inside other iterators,
-iterators also held by a local variable of the loop, and `send` and `throw`, which go to the generator.
+`Rewound`, which buffers items as long as an `IteratorPosition` before them is held. Not covered: iterators inside other
+iterators, iterators also held by a local variable of the loop, and `send` and `throw`, which go to the generator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(eq=True)
-class Position:
+class IteratorPosition:
     """The number of items drawn."""
 
     number: int
@@ -26,7 +26,7 @@ class Position:
 
 
 class Rewound:
-    """An iterator that can go back to any `Position` that is still referenced."""
+    """An iterator that can go back to any `IteratorPosition` that is still referenced."""
 
     of: weakref.WeakValueDictionary[int, Rewound] = weakref.WeakValueDictionary()
     """By the ids of the wrapped iterators, which they keep alive."""
@@ -35,7 +35,7 @@ class Rewound:
         self._iterator = iterator
         self._drawn: deque[Any] = deque()
         self._first = self._next = 0
-        self._held: weakref.WeakSet[Position] = weakref.WeakSet()
+        self._held: weakref.WeakSet[IteratorPosition] = weakref.WeakSet()
         self.rehearsing = False
         """Whether the items will be drawn again. Past the end, the last item repeats."""
 
@@ -71,14 +71,14 @@ class Rewound:
             self._first += 1
 
 
-def position_of(rewound: Rewound) -> Position:
+def position_of(rewound: Rewound) -> IteratorPosition:
     """Return the current position. The iterator can go back to it while it is referenced."""
-    position = Position(rewound._next)
+    position = IteratorPosition(rewound._next)
     rewound._held.add(position)
     return position
 
 
-def go_back(rewound: Rewound, position: Position) -> None:
+def go_back(rewound: Rewound, position: IteratorPosition) -> None:
     """Rewind to a position."""
     rewound._next = position.number
 
@@ -107,8 +107,8 @@ class Drawn:
     def key(self) -> tuple[Any, ...]:
         return "drawn", id(self.rewound)
 
-    def value(self) -> Position:
+    def value(self) -> IteratorPosition:
         return position_of(self.rewound)
 
-    def put(self, value: Position) -> None:
+    def put(self, value: IteratorPosition) -> None:
         go_back(self.rewound, value)

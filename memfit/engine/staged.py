@@ -23,7 +23,7 @@ from memfit.engine.modules import modules_of, parameters_in
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """One place in a module that holds a parameter (tied weights have several)."""
 
     module: nn.Module

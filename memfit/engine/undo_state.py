@@ -27,8 +27,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from memfit.engine.compose_state import MISSING, Array, Assigned, Attribute, Contents, Data, Entry, Place, Variable
-from memfit.engine.rewindable import Drawn, Position, Rewound, go_back, position_of, rewound_of, untouched
+from memfit.engine.compose_state import (
+    MISSING,
+    ArrayPlace,
+    AssignedPlace,
+    AttributePlace,
+    ContentsPlace,
+    ItemPlace,
+    Place,
+    TensorPlace,
+    VariablePlace,
+)
+from memfit.engine.rewindable import Drawn, IteratorPosition, Rewound, go_back, position_of, rewound_of, untouched
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where modules keep their hooks. Prefixed with "_global": where torch keeps the hooks of all modules."""
@@ -57,10 +67,10 @@ Undo = Callable[[], object]
 
 
 @contextmanager
-def kept(model: nn.Module) -> Iterator[Kept]:
+def kept(model: nn.Module) -> Iterator[UndoState]:
     """Undo afterwards all changes to what the model and the `reaching` roots reach."""
     token = _PLANNING.set(True)
-    found = Kept({id(module.__dict__): name for name, module in model.named_modules()})
+    found = UndoState({id(module.__dict__): name for name, module in model.named_modules()})
     hooks = [hook for kind in KINDS for hook in getattr(nn.modules.module, "_global" + kind, {}).values()]
     found.look((model, *hooks, *_REACHED.get()))
     try:
@@ -108,12 +118,12 @@ def put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     attributes.update(before)
 
 
-class Snapshot:
+class StateSnapshot:
     """A snapshot of all that `roots` reach. `copy_of` returns a copy of a tensor, or None to leave it out, as for parameters.
     Iterators become rewindable for good."""
 
     def __init__(self, roots: Iterable[Any], copy_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        found = Kept({})
+        found = UndoState({})
         found.look(roots)
         self._watches = found._watches
         tensors = [t for t in found._held if not t.requires_grad and t.untyped_storage().nbytes() <= LARGE]
@@ -123,7 +133,7 @@ class Snapshot:
     def moved(self) -> list[tuple[Place, Any]]:
         """Return (place, old value) of all that changed."""
         # compares values, as writes to `.data` do not change the version
-        written = [(Data(tensor, "a tensor"), copy) for tensor, copy in self._tensors if not holds(tensor, copy)]
+        written = [(TensorPlace(tensor, "a tensor"), copy) for tensor, copy in self._tensors if not holds(tensor, copy)]
         return [*(move for watch in self._watches for move in watch()), *written]
 
 
@@ -132,7 +142,7 @@ def holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     return torch.equal(tensor.detach().to(copy.device), copy)
 
 
-class Kept:
+class UndoState:
     """All objects reached, and how to restore them. `names` maps ids of attribute dictionaries to module names."""
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -306,7 +316,7 @@ class Kept:
         except ValueError:  # unassigned
             return
 
-        value = self._rewindable(Variable(cell, "a variable").put, value)
+        value = self._rewindable(VariablePlace(cell, "a variable").put, value)
 
         def undo() -> None:
             cell.cell_contents = value
@@ -352,9 +362,9 @@ class Kept:
             self._watch(_moved_entries, own, items, self._names_of.get(id(own), type(value).__name__))
             self._open.extend(item for name, item in items.items() if name not in _OF_MODULES or item)
         for name in _slots(type(value)):
-            self._attribute(Attribute(value, name, f"{type(value).__name__}.{name}"))
+            self._attribute(AttributePlace(value, name, f"{type(value).__name__}.{name}"))
 
-    def _attribute(self, place: Attribute) -> None:
+    def _attribute(self, place: AttributePlace) -> None:
         """Visit an attribute of a class or in a slot."""
         item = self._rewindable(place.put, place.value())
         self._undo.append(functools.partial(_set_again, place, item))
@@ -375,7 +385,7 @@ class Kept:
                 elif isinstance(item, types.FunctionType):
                     self._open.append(item)
                 elif not name.startswith("__") and not hasattr(type(item), "__get__"):
-                    self._attribute(Attribute(base, name, f"{base.__name__}.{name}"))
+                    self._attribute(AttributePlace(base, name, f"{base.__name__}.{name}"))
             names = frozenset(vars(base))
             self._undo.append(lambda base=base, names=names: [place.put(MISSING) for place, _ in _added_to(base, names)])
             self._watch(_added_to, base, names)
@@ -391,7 +401,7 @@ class Kept:
         elif hasattr(value, "set_state"):
             self._undo.append(functools.partial(value.set_state, value.get_state()))
         elif hasattr(value, "flags") and value.flags.writeable and not value.dtype.hasobject and value.nbytes <= LARGE:
-            array, copy = Array(value, "an array"), value.copy()
+            array, copy = ArrayPlace(value, "an array"), value.copy()
             self._undo.append(functools.partial(array.put, copy))
             self._watch(_moved_array, array, copy)
 
@@ -453,44 +463,44 @@ def _moved_entries(holder: dict[Any, Any], before: dict[Any, Any], owner: str) -
     for name in [*before, *(name for name in holder if name not in before)]:
         value, now = before.get(name, MISSING), holder.get(name, MISSING)
         if now is not value and not (name in _OURS or _is_ours(value) or _is_ours(now)):
-            found.append((Entry(holder, name, f"{owner}.{name}".lstrip(".")), value))
+            found.append((ItemPlace(holder, name, f"{owner}.{name}".lstrip(".")), value))
     return found
 
 
 def _moved_contents(container: Any, before: Any, owner: str) -> list[tuple[Place, Any]]:
     same = len(container) == len(before) and all(a is b for a, b in zip(container, before))
-    return [] if same else [(Contents(container, owner), list(before))]
+    return [] if same else [(ContentsPlace(container, owner), list(before))]
 
 
 def _moved_data(
     tensor: torch.Tensor, data: torch.Tensor, place: tuple[Any, ...], name_of: Callable[[torch.Tensor], str]
 ) -> list[tuple[Place, Any]]:
-    return [] if _place(tensor) == place else [(Assigned(tensor, name_of(data)), data.clone())]
+    return [] if _place(tensor) == place else [(AssignedPlace(tensor, name_of(data)), data.clone())]
 
 
-def _moved_position(rewound: Rewound, before: Position) -> list[tuple[Place, Any]]:
+def _moved_position(rewound: Rewound, before: IteratorPosition) -> list[tuple[Place, Any]]:
     return [] if position_of(rewound) == before else [(Drawn(rewound, "an iterator"), before)]
 
 
-def _moved_attribute(place: Attribute, before: Any) -> list[tuple[Place, Any]]:
+def _moved_attribute(place: AttributePlace, before: Any) -> list[tuple[Place, Any]]:
     return [] if place.value() is before else [(place, before)]
 
 
 def _added_to(kind: type, before: frozenset[str]) -> list[tuple[Place, Any]]:
     added = [name for name in vars(kind) if name not in before and not name.startswith("__")]
-    return [(Attribute(kind, name, f"{kind.__name__}.{name}"), MISSING) for name in added]
+    return [(AttributePlace(kind, name, f"{kind.__name__}.{name}"), MISSING) for name in added]
 
 
-def _moved_array(array: Array, before: Any) -> list[tuple[Place, Any]]:
+def _moved_array(array: ArrayPlace, before: Any) -> list[tuple[Place, Any]]:
     return [] if array.array.tobytes() == before.tobytes() else [(array, before)]
 
 
 def _moved_variable(cell: types.CellType, before: Any) -> list[tuple[Place, Any]]:
-    return [] if cell.cell_contents is before else [(Variable(cell, "a variable"), before)]
+    return [] if cell.cell_contents is before else [(VariablePlace(cell, "a variable"), before)]
 
 
 def _moved_global(known: dict[str, Any], name: str, before: Any) -> list[tuple[Place, Any]]:
-    return [] if known.get(name, MISSING) is before else [(Entry(known, name, name), before)]
+    return [] if known.get(name, MISSING) is before else [(ItemPlace(known, name, name), before)]
 
 
 def _is_ours(value: Any) -> bool:
@@ -510,7 +520,7 @@ def _rebound(known: dict[str, Any], name: str, value: Any) -> None:
         known[name] = value
 
 
-def _set_again(place: Attribute, item: Any) -> None:
+def _set_again(place: AttributePlace, item: Any) -> None:
     if place.value() is not item:
         place.put(item)
 

@@ -23,22 +23,22 @@ from memfit.engine.compose_state import (
     MISSING,
     Added,
     Appended,
+    ComposedPlace,
     Composition,
-    Contents,
-    Data,
+    ContentsPlace,
     Inside,
     Last,
     Mean,
     Place,
     Rows,
     Rule,
-    Slot,
+    TensorPlace,
     WithoutGraph,
     appended,
     is_number,
     without_graph,
 )
-from memfit.engine.rewindable import Position
+from memfit.engine.rewindable import IteratorPosition
 from memfit.equivalence.tolerances import Deviation, relative_difference, tolerance
 from memfit.profiling.sandbox import Traces
 
@@ -81,7 +81,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _SeenEffects:
     """What one trial changed: by the whole, by its parts in turn, and by each part alone."""
 
     whole: Values
@@ -129,7 +129,7 @@ def composition_of(
         nearly = all(same(*each.ends(key)) for each in seen)
         rule = next(_rules(place, key, seen, EXACT), None) or (None if nearly else next(_rules(place, key, seen), None))
         if rule is not None:
-            slots.append(Slot(place, rule))
+            slots.append(ComposedPlace(place, rule))
         elif not nearly and place.label not in allowed and named is None:
             named = Deviation(place.label, max(_difference(*each.ends(key)) for each in seen), 0.0, by="moving")
     if named is None and any(each.by_position for each in seen):
@@ -142,18 +142,18 @@ def with_written(composition: Composition, earlier: Composition, model: nn.Modul
     embeddings with `max_norm`, which shortens rows that have grown."""
     there = {p.untyped_storage()._cdata for p in model.parameters() if p.layout is torch.strided}
     shortened = [
-        Data(module.weight, f"{name}.weight")
+        TensorPlace(module.weight, f"{name}.weight")
         for name, module in model.named_modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
     ]
     known = composition.keys
-    more = {place.key: place for place in (*shortened, *earlier.moved) if isinstance(place, Data) and place.key not in known}
-    more = {key: place for key, place in more.items() if key[0] in there}
+    tensors = [place for place in (*shortened, *earlier.moved) if isinstance(place, TensorPlace)]
+    more = {place.key: place for place in tensors if place.key not in known and place.key[0] in there}
     slots = [slot for slot in earlier.slots if slot.place.key in more]
     return Composition((*composition.slots, *slots), (*composition.moved, *more.values()))
 
 
-def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], graphs: bool) -> _Seen:
+def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], graphs: bool) -> _SeenEffects:
     looks: list[tuple[int, Positions]] = []
 
     def watched(start: int, stop: int) -> None:
@@ -165,10 +165,10 @@ def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], gra
     whole = _values(watched, [(0, sum(trial.sizes))], aside, graphs)
     in_turn = _values(trial.run, pieces, aside, graphs)
     apart = [_values(watched, [piece], aside, graphs) for piece in pieces]
-    return _Seen(whole, in_turn, apart, trial.sizes, decides_by_position(looks))
+    return _SeenEffects(whole, in_turn, apart, trial.sizes, decides_by_position(looks))
 
 
-def _rules(place: Place, key: tuple[Any, ...], seen: Sequence[_Seen], closely: float = 1.0) -> Iterator[Rule]:
+def _rules(place: Place, key: tuple[Any, ...], seen: Sequence[_SeenEffects], closely: float = 1.0) -> Iterator[Rule]:
     """Yield the rules that hold in all trials."""
     first = seen[0]
     wanted, before = first.ends(key)[0], first.before(key)
@@ -203,7 +203,7 @@ def _values(
 def _candidates_for(
     place: Place, before: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float
 ) -> Iterator[Rule]:
-    if not isinstance(place, Contents):
+    if not isinstance(place, ContentsPlace):
         yield from _candidates(before, whole, parts)
         inside = _inside(whole, parts, sizes, closely)
         yield from () if inside is None else (inside,)
@@ -298,7 +298,7 @@ def same(a: Any, b: Any, closely: float = 1.0) -> bool:
     return type(a) is type(b)
 
 
-_COMPARED = (str, bool, torch.Tensor, Position)
+_COMPARED = (str, bool, torch.Tensor, IteratorPosition)
 
 
 def _same_tensors(a: torch.Tensor, b: torch.Tensor, closely: float) -> bool:

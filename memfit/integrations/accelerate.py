@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 import memfit
 from memfit import Refused, Run, UsageError
-from memfit.integrations.loaders import OnDevice, Place, as_configured
+from memfit.integrations.loaders import OnDevice, RankPlace, as_configured
 from memfit.integrations.metrics import gather_uneven
 from memfit.integrations.trackers import STEPS_APART, Follower, processes_here
 
@@ -152,7 +152,7 @@ class Accelerator(accelerate.Accelerator):
         model = given if id(given) not in places else self.prepare_model(given, device_placement=places[id(given)])
         source, target = loader, self._whole(loader)
         if loader is not None:
-            source = as_configured(loader, self.dataloader_config, Place(self.process_index, self.num_processes))
+            source = as_configured(loader, self.dataloader_config, RankPlace(self.process_index, self.num_processes))
         run: memfit.Run = memfit.wrap(model, optimizer, source, target_batch=target, **self._settings)  # pyright: ignore[reportAssignmentType]
         self.run, run.script_batch = run, self._script_batch(loader)
         if self.is_main_process:

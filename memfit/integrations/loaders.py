@@ -28,7 +28,7 @@ from memfit import Refused
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """One rank among those that train together."""
 
     index: int
@@ -37,7 +37,7 @@ class Place:
     """The world size."""
 
 
-def as_configured(loader: DataLoader[Any], settings: DataLoaderConfiguration, place: Place) -> DataLoader[Any]:
+def as_configured(loader: DataLoader[Any], settings: DataLoaderConfiguration, place: RankPlace) -> DataLoader[Any]:
     """Return the loader, or a copy with the order or the shard of accelerate's. Raises Refused for unsupported settings."""
     _check(loader, settings, place)
     sampler = getattr(loader.batch_sampler, "sampler", None)
@@ -58,7 +58,7 @@ def as_configured(loader: DataLoader[Any], settings: DataLoaderConfiguration, pl
     return _with(loader, **{"sampler" if loader.batch_sampler is None else "batch_sampler": part})
 
 
-def _check(loader: DataLoader[Any], settings: DataLoaderConfiguration, place: Place) -> None:
+def _check(loader: DataLoader[Any], settings: DataLoaderConfiguration, place: RankPlace) -> None:
     if isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
         raise Refused(
             "a training loader that accelerate has prepared already",
@@ -79,7 +79,7 @@ def _check(loader: DataLoader[Any], settings: DataLoaderConfiguration, place: Pl
         )
 
 
-def _undivided(kind: str, place: Place) -> Refused:
+def _undivided(kind: str, place: RankPlace) -> Refused:
     return Refused(
         f"a training loader with a {kind} over {place.processes} processes",
         found="it does not say how many samples its batches have (batch_size), so that they cannot be dealt out",
@@ -100,7 +100,7 @@ def _seedable(sampler: RandomSampler, seed: int | None) -> SeedableRandomSampler
     )
 
 
-def _part_of_stream(loader: DataLoader[Any], settings: DataLoaderConfiguration, place: Place) -> IterableDatasetShard:
+def _part_of_stream(loader: DataLoader[Any], settings: DataLoaderConfiguration, place: RankPlace) -> IterableDatasetShard:
     return IterableDatasetShard(
         loader.dataset,  # type: ignore[arg-type]
         batch_size=loader.batch_size or 1,

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from memfit._errors import UsageError
 from memfit.engine.intercept import Interception
 from memfit.levers.arguments import as_it_was
-from memfit.levers.recomputed import Again, Moving, moving_of
+from memfit.levers.recomputed import Moving, RecomputeContext, moving_of
 
 
 def candidate_blocks(model: nn.Module) -> tuple[str, ...]:
@@ -84,14 +84,14 @@ class _Checkpointed:
             return plain(*args, **kwargs)
         self._between()
         run = _Repeatable(plain, args, kwargs)
-        again = Again(self._moving.begun(self._block), self._between)
+        again = RecomputeContext(self._moving.begun(self._block), self._between)
         output = checkpoint(run, *args, use_reentrant=False, context_fn=partial(_contexts, again), **kwargs)
         if not self._uninterrupted():
             again.ran(self._block)
         return output
 
 
-def _contexts(again: Again) -> tuple[Any, Any]:
+def _contexts(again: RecomputeContext) -> tuple[Any, Any]:
     return nullcontext(), again
 
 

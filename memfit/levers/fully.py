@@ -40,7 +40,7 @@ LARGE = 8 << 20
 
 
 @dataclass(frozen=True)
-class Division:
+class ShardLayout:
     """How a model is sharded."""
 
     share: float
@@ -83,7 +83,7 @@ class FullySharded:
         self._units = list(units)
         self.parameters: list[Any] = list(model.parameters())
         share = sum(map(bytes_here, self.parameters)) / max(1, sum(p.numel() * p.element_size() for p in self.parameters))
-        self.division = Division(share, tuple(units.values()), whole_while_training)
+        self.division = ShardLayout(share, tuple(units.values()), whole_while_training)
         places = {id(p): i for i, p in enumerate(self.parameters)}
         self._names = {name: places[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         self._put_into_optimizer(dict(zip(map(id, before), self.parameters)))

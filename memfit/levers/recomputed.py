@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from memfit.engine.call_context import is_faking
-from memfit.engine.compose_state import Data, Place
+from memfit.engine.compose_state import Place, TensorPlace
 from memfit.engine.random_state import HostRandom
 from memfit.engine.staged import gathers_in_parts
-from memfit.engine.undo_state import Snapshot, holds
+from memfit.engine.undo_state import StateSnapshot, holds
 from memfit.engine.version_checks import Unchanged
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Moving] = weakref.WeakKeyDictionary()
@@ -44,7 +44,7 @@ class Moving:
         if self._places is not None and number & (number - 1):
             values = [(place, place.value()) for place in self._places.values()]
             return lambda: values
-        snapshot = Snapshot([block], self._copy)
+        snapshot = StateSnapshot([block], self._copy)
         seen: list[list[tuple[Place, Any]]] = []
 
         def moved() -> list[tuple[Place, Any]]:
@@ -60,7 +60,7 @@ class Moving:
         first copy. (Writes through `.data` do not bump the version, so they are detected at first only.)"""
         version = None if tensor.is_inference() else tensor._version
         before, self._versions[id(tensor)] = self._versions.get(id(tensor)), version
-        if self._places is not None and version == before is not None and Data(tensor, "").key not in self._places:
+        if self._places is not None and version == before is not None and TensorPlace(tensor, "").key not in self._places:
             return None
         copy = self._copies.get(id(tensor))
         if copy is None or not holds(tensor, copy):
@@ -77,7 +77,7 @@ def moving_of(blocks: Iterable[nn.Module]) -> Moving:
     return moving
 
 
-class Again:
+class RecomputeContext:
     """The context in which a block is recomputed, once per backward. `begun` returns the state that its forward began with."""
 
     def __init__(self, begun: Callable[[], list[tuple[Place, Any]]], between: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from memfit.loading.draws import Order, Stream, generator_of, keeps_own_order
-from memfit.loading.parts import Division, check_length
+from memfit.loading.parts import ShareDivision, check_length
 from memfit.loading.pieces import Grouping
 from memfit.loading.position import Start
 from memfit.loading.shares import Shares
@@ -31,7 +31,7 @@ class CommonDraws:
     def __init__(self, ranks: Ranks, tell: Callable[[str], None]) -> None:
         self.ranks, self._tell = ranks, tell
 
-    def division(self, source: DataLoader[Any], grouping: Grouping, *, never_empty: bool) -> Division | None:
+    def division(self, source: DataLoader[Any], grouping: Grouping, *, never_empty: bool) -> ShareDivision | None:
         """Return how effective batches are divided among ranks; None if each rank's own batches have to be its part. Raises
         UsageError for a sampler without length."""
         if grouping.whole or isinstance(source.dataset, IterableDataset) or type(source.batch_sampler) is not BatchSampler:
@@ -42,7 +42,7 @@ class CommonDraws:
             )
             return None
         check_length(source.batch_sampler.sampler, grouping.size, self.ranks.size)
-        return Division(grouping.size, self.ranks.rank, self.ranks.size, grouping.drop_last, never_empty)
+        return ShareDivision(grouping.size, self.ranks.rank, self.ranks.size, grouping.drop_last, never_empty)
 
     def begin(self, mine: Start, order: Order, generator: torch.Generator | None) -> Start:
         """Begin an epoch: return what rank 0 draws its order from, and make this rank draw the same. If any rank has to draw

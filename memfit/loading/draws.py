@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from memfit.engine.random_state import HostRandom
-from memfit.loading.parts import Part
+from memfit.loading.parts import RankSampler
 from memfit.loading.watch import Watch
 
 
@@ -155,7 +155,7 @@ def spend_seed() -> None:
 def _spend(sampler: Any) -> None:
     """Draw from the global generator what the sampler would, if its class is one of torch's."""
     inner = sampler.sampler if type(sampler) is BatchSampler else sampler
-    inner = inner.sampler if isinstance(inner, Part) else inner
+    inner = inner.sampler if isinstance(inner, RankSampler) else inner
     if type(inner) is RandomSampler:
         if len(inner):
             spend_seed()  # the order comes from a separate generator, seeded with this

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from memfit.loading.draws import Order
 from memfit.loading.packing import PackingCollate, keep
-from memfit.loading.parts import Part
+from memfit.loading.parts import RankSampler
 from memfit.loading.pieces import CountingCollate, Grouping
 from memfit.loading.watch import Watch
 
@@ -28,7 +28,12 @@ def grouping_of(source: DataLoader[Any], share: int | None, collated: bool) -> G
 
 
 def inner_loader(
-    source: DataLoader[Any], grouping: Grouping | None, watch: Watch, *, pins: bool, part: Callable[[Any], Part] | None = None
+    source: DataLoader[Any],
+    grouping: Grouping | None,
+    watch: Watch,
+    *,
+    pins: bool,
+    part: Callable[[Any], RankSampler] | None = None,
 ) -> tuple[DataLoader[Any], Order]:
     """Return a copy of the script's loader, of the same class, and the order that controls it. The copy's collate function is
     replaced if batches are regrouped or counted; with `part`, it loads only this rank's indices."""

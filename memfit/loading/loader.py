@@ -27,9 +27,9 @@ from memfit.engine.random_state import HostRandom
 from memfit.loading.common import CommonDraws
 from memfit.loading.draws import Stream, generator_of, keeps_own_order, mixed, peek_seed, seeded, spend_seed
 from memfit.loading.inner import grouping_of, inner_loader, iterations
-from memfit.loading.parts import Part, counts_of, over_all
+from memfit.loading.parts import RankSampler, counts_of, over_all
 from memfit.loading.pieces import Counted, Regrouped, as_counted
-from memfit.loading.position import Passage, Position, Start, without_groups, without_items, without_samples
+from memfit.loading.position import LoaderPosition, Passage, Start, without_groups, without_items, without_samples
 from memfit.loading.shares import Shares
 from memfit.loading.watch import Watch
 from memfit.ranks.ranks import Ranks
@@ -90,7 +90,7 @@ class EffectiveLoader(DataLoader[Any]):
         self._latest: BatchInfo | None = None
         self._watch = Watch()
         self._passage: Passage | None = None
-        self._resumed: Position | None = None
+        self._resumed: LoaderPosition | None = None
         self._skipped = 0
         self._pins = source.pin_memory and _pinning_works()
         self._grouping = grouping_of(source, share, collated)
@@ -102,10 +102,10 @@ class EffectiveLoader(DataLoader[Any]):
             if self._division is None:
                 share = self._share = part_of(share, ranks.rank, ranks.size)  # type: ignore[arg-type, union-attr]
                 self._grouping = grouping_of(source, share, collated)
-        part = None if self._division is None else partial(Part, division=self._division, differ=self._drawn.differ)  # type: ignore[union-attr]
+        part = None if self._division is None else partial(RankSampler, division=self._division, differ=self._drawn.differ)  # type: ignore[union-attr]
         self._inner, self._order = inner_loader(source, self._grouping, self._watch, pins=self._pins, part=part)
         indices = getattr(self._order.sampler, "sampler", None)
-        self._part = indices if isinstance(indices, Part) else None
+        self._part = indices if isinstance(indices, RankSampler) else None
         if share is not None and self._grouping is not None and not self._grouping.whole:
             # torch guards this attribute because changing it usually has no effect; here it says what is yielded.
             self.__dict__["batch_size"] = share
@@ -179,7 +179,7 @@ class EffectiveLoader(DataLoader[Any]):
 
     # ---- resuming
 
-    def position(self, drew: bool, back: int = 0) -> Position:
+    def position(self, drew: bool, back: int = 0) -> LoaderPosition:
         """Return where it stands, `back` batches before the next. `drew`: whether later epochs draw from derived streams."""
         passage = self._passage
         if passage is None or passage.ended:
@@ -191,7 +191,7 @@ class EffectiveLoader(DataLoader[Any]):
             epoch, index, start = passage.epoch, max(0, passage.index - back), passage.start
             first = tuple(passage.first.seen)
         own = None if start is not None else generator_of(self._order.sampler) or self.generator
-        return Position(
+        return LoaderPosition(
             epoch=epoch,
             index=index,
             size=self._together(),
@@ -215,7 +215,7 @@ class EffectiveLoader(DataLoader[Any]):
             self._resumed = replace(self._resumed, index=index)
         return True
 
-    def lost(self, position: Position) -> str | None:
+    def lost(self, position: LoaderPosition) -> str | None:
         """Return why the next iteration cannot resume at `position`; None if it can."""
         why = self._unskippable()
         if why is not None:
@@ -224,7 +224,7 @@ class EffectiveLoader(DataLoader[Any]):
             return f"its sampler goes through batches of its own on each process, and there were {position.parts or 1} of them"
         return None
 
-    def misplaced(self, position: Position) -> tuple[str, str] | None:
+    def misplaced(self, position: LoaderPosition) -> tuple[str, str] | None:
         """Return how `position` differs from this loader, as (there, here); None if it matches."""
         then, now = position.size, self._together()
         if then != now:
@@ -236,7 +236,7 @@ class EffectiveLoader(DataLoader[Any]):
             return f"{position.index} batches of an epoch", f"{len(self)}"
         return None
 
-    def go_to(self, position: Position) -> None:
+    def go_to(self, position: LoaderPosition) -> None:
         """Make the next iteration resume at `position`, or begin its epoch if the place in it is lost."""
         resumes = self.lost(position) is None and position.start is not None
         self._seed, self._watch.drew = position.seed, position.drew or self._watch.drew
@@ -285,7 +285,7 @@ class EffectiveLoader(DataLoader[Any]):
             self._draw_apart(epoch, start.seed)
         return start
 
-    def _begin_again(self, position: Position, start: Start) -> Start:
+    def _begin_again(self, position: LoaderPosition, start: Start) -> Start:
         """The same for an interrupted epoch, for which the global generator already gave its draws."""
         order, epoch = self._order, position.epoch
         own = generator_of(order.sampler) or self.generator

@@ -65,7 +65,7 @@ class Packed(Sequence[Any]):
         return pickle.loads(pickled, buffers=[memory[start : start + length] for start, length in self.spans[i]])
 
 
-class Kept(list[Any]):
+class LocalSamples(list[Any]):
     """Holds samples that never left the process; replaces `Packed` without workers."""
 
 
@@ -83,9 +83,9 @@ class PackingCollate:
             return error
 
 
-def keep(samples: Any) -> Kept:
+def keep(samples: Any) -> LocalSamples:
     """Replace `collate_fn` without workers: keep the samples as they are."""
-    return Kept(_listed(samples))
+    return LocalSamples(_listed(samples))
 
 
 def pack(samples: list[Any]) -> Packed:

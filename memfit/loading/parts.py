@@ -21,7 +21,7 @@ from memfit.loading.shares import Shares
 
 
 @dataclass(frozen=True)
-class Division:
+class ShareDivision:
     """Describes how effective batches are divided among ranks."""
 
     size: int
@@ -53,15 +53,15 @@ class Division:
         return max(self.own(index, samples), 1 if self.never_empty else 0)
 
 
-def counts_of(division: Division, samples: int, first: int = 0) -> Iterator[tuple[int, int]]:
+def counts_of(division: ShareDivision, samples: int, first: int = 0) -> Iterator[tuple[int, int]]:
     """Yield for each effective batch, starting with `first`: (samples that this rank loads, those of them that are its own)."""
     return ((division.taken(i, samples), division.own(i, samples)) for i in range(first, division.batches(samples)))
 
 
-class Part:
+class RankSampler:
     """Yields this rank's indices of `sampler`. `differ(indices)` says whether other ranks get other indices."""
 
-    def __init__(self, sampler: Any, division: Division, differ: Callable[[list[Any]], bool]) -> None:
+    def __init__(self, sampler: Any, division: ShareDivision, differ: Callable[[list[Any]], bool]) -> None:
         self.sampler, self.division = over_all(sampler), division
         self._differ = differ
         self._apart: bool | None = None

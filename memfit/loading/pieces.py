@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
 from memfit._errors import UsageError
-from memfit.loading.packing import Kept, Packed
+from memfit.loading.packing import LocalSamples, Packed
 
-Piece = Packed | Kept
+Piece = Packed | LocalSamples
 
 
 class Counted(NamedTuple):
@@ -141,7 +141,7 @@ class _Places(Sequence[Any]):
 def _received(piece: Any) -> Piece:
     if isinstance(piece, Packed):
         return piece.owned()  # every piece in shared memory costs a file descriptor, and there may be thousands
-    if isinstance(piece, Kept):
+    if isinstance(piece, LocalSamples):
         return piece
     if isinstance(piece, UsageError):
         try:

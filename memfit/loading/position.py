@@ -92,7 +92,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Position:
+class LoaderPosition:
     """Records where a loader stands."""
 
     epoch: int
@@ -122,12 +122,12 @@ class Position:
         return {**vars(self), "start": start, "first": list(self.first)}
 
     @staticmethod
-    def read(written: dict[str, Any]) -> Position:
+    def read(written: dict[str, Any]) -> LoaderPosition:
         """Restore what `written` returned. Raises a built-in exception for anything else."""
         if written["own"] is not None:
             torch.Generator().set_state(written["own"])
         sizes = {name: None if written[name] is None else _count(written[name]) for name in ("size", "samples", "parts")}
-        return Position(
+        return LoaderPosition(
             epoch=_count(written["epoch"]),
             index=_count(written["index"]),
             size=sizes["size"],

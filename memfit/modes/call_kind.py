@@ -29,7 +29,7 @@ class PlannedCall(Planned):
 
 
 @dataclass
-class Kind:
+class CallKind:
     """One kind of call, told apart by call signature: nesting, dtypes and modes of its arguments."""
 
     layout: Layout

@@ -36,7 +36,7 @@ from memfit.engine.recovery import surviving
 from memfit.engine.version_checks import Modified
 from memfit.equivalence.tolerances import Deviation
 from memfit.hardware.exhausted import is_out_of_memory, said_by
-from memfit.modes.call_kind import Kind, PlannedCall
+from memfit.modes.call_kind import CallKind, PlannedCall
 from memfit.modes.call_proofs import Prover
 from memfit.modes.pending_calls import UNDERWAY
 from memfit.modes.whole_calls import UncutCalls
@@ -69,7 +69,7 @@ class Recognised:
 
     key: tuple[Any, ...]
     """The key of its kind."""
-    kind: Kind | None
+    kind: CallKind | None
     """Its kind; None if it is new."""
     samples: int | None
     """Its number of samples; None if unknown."""
@@ -77,12 +77,12 @@ class Recognised:
     """Its shapes per sample."""
 
 
-class Kinds:
+class CallKinds:
     """All kinds of training calls of a model."""
 
     def __init__(self, core: Core) -> None:
         self._core, self._prover = core, Prover(core)
-        self._kinds: dict[tuple[Any, ...], Kind] = {}
+        self._kinds: dict[tuple[Any, ...], CallKind] = {}
         self._recognised: dict[Hashable, Recognised] = {}
         self._doors: dict[str, tuple[Door, ...]] = {}
         self._unknown: set[Hashable] = set()
@@ -264,7 +264,7 @@ class Kinds:
         call = next(ways_to_cut(core.model, plain, tree, samples, core.device, self._split(tree, None)))
         return self._task(call, OWN_LOSS, Demand(samples), BY_SAMPLES)
 
-    def of(self, call: Call) -> Kind:
+    def of(self, call: Call) -> CallKind:
         """Return what is known of calls like this one."""
         return self._kinds[call.key]
 
@@ -272,7 +272,7 @@ class Kinds:
         """Add a joint call, whose calls are all known and proven."""
         if call.key not in self._kinds:
             shapes = call.shapes
-            self._kinds[call.key] = Kind(call.layout, shapes, {shapes: call.outputs}, proven=call.outputs)
+            self._kinds[call.key] = CallKind(call.layout, shapes, {shapes: call.outputs}, proven=call.outputs)
 
     def weighting(self, call: Call) -> Weighting:
         """Return how the call's own loss is weighted."""
@@ -323,7 +323,7 @@ class Kinds:
                 return None
             shapes = call.shapes
             self._prover.look_alone(call)
-            kind = Kind(call.layout, shapes, {shapes: call.outputs}, None if core.fixed else self._bound(call))
+            kind = CallKind(call.layout, shapes, {shapes: call.outputs}, None if core.fixed else self._bound(call))
             kind.counted = core.split is not None and shared_samples(tree) == samples
             whole = self._runs_whole(kind, call)
             if whole and core.together is None:
@@ -352,7 +352,8 @@ class Kinds:
         if not self._trains(call):
             return None
         shapes = call.shapes
-        kind = Kind(call.layout, shapes, {shapes: call.outputs}, None if core.fixed else self._bound(call), weighting=BY_TERM)
+        bound = None if core.fixed else self._bound(call)
+        kind = CallKind(call.layout, shapes, {shapes: call.outputs}, bound, weighting=BY_TERM)
         self._kinds[("single", key)] = kind
         return call
 
@@ -368,7 +369,7 @@ class Kinds:
             return False
 
     def _known(
-        self, kind: Kind, plain: Callable[..., Any], tree: Tree, samples: int, shapes: Shapes
+        self, kind: CallKind, plain: Callable[..., Any], tree: Tree, samples: int, shapes: Shapes
     ) -> Call | None:
         fits = no_larger(shapes, kind.shapes)
         if fits and samples <= kind.whole and UNDERWAY.whole <= kind.beside:
@@ -386,7 +387,7 @@ class Kinds:
             self._prove_known(kind, call, shapes)
         return call
 
-    def _prove_known(self, kind: Kind, call: Call, shapes: Shapes) -> None:
+    def _prove_known(self, kind: CallKind, call: Call, shapes: Shapes) -> None:
         """Prove a kind that always ran whole, or repeat its proof on a later batch. Raises Refused."""
         core, again = self._core, kind.proven is not None
 
@@ -401,7 +402,7 @@ class Kinds:
         if deviation is not None:
             raise self._prover.mixes(call, deviation)
 
-    def _grew(self, kind: Kind, call: Call, shapes: Shapes) -> None:
+    def _grew(self, kind: CallKind, call: Call, shapes: Shapes) -> None:
         """Plan again, before the call runs: its inputs are larger than any planned for."""
         if self._core.fixed is not None:
             return
@@ -415,7 +416,7 @@ class Kinds:
         task = self._task(call, OWN_LOSS, Demand(call.samples), BY_SAMPLES)
         return self._core.planner.profile(task, "off")
 
-    def _runs_whole(self, kind: Kind, call: Call) -> bool:
+    def _runs_whole(self, kind: CallKind, call: Call) -> bool:
         core, settings = self._core, self._core.settings
         if call.samples >= kind.too_many:
             return False

@@ -30,7 +30,7 @@ from memfit.equivalence.side_effects import with_written
 from memfit.equivalence.single_sample import call_alone
 from memfit.equivalence.tolerances import Deviation
 from memfit.levers.checkpoint import checkpointed
-from memfit.modes.call_kind import Kind
+from memfit.modes.call_kind import CallKind
 from memfit.planning.search import with_blocks
 from memfit.runtime.core import Core
 
@@ -53,13 +53,13 @@ class Prover:
         if why is not None:
             self._core.need_company(why)
 
-    def prove(self, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
+    def prove(self, kind: CallKind, call: Call, shapes: Shapes) -> Deviation | None:
         """Proves that the call may be cut this way. Returns None if so, else the deviation of its parts from the whole."""
         few, blocks = self._provable(kind, call)
         with checkpointed(self._core.model, blocks), self._core.memory.sparing_kernels():
             return self._on_fewer(lambda n: self._prove_on(self._chosen(call, n), kind, call, shapes), few)
 
-    def weigh_again(self, kind: Kind, call: Call) -> Deviation | None:
+    def weigh_again(self, kind: CallKind, call: Call) -> Deviation | None:
         """Infers the weighting of the call's own loss again. Returns the deviation of its parts if no weighting holds."""
         few, blocks = self._provable(kind, call)
         with checkpointed(self._core.model, blocks), self._core.memory.sparing_kernels():
@@ -115,7 +115,7 @@ class Prover:
     def _on_fewer(self, attempt: Callable[[int], Deviation | None], few: int) -> Deviation | None:
         return on_fewer(attempt, few, self._core.device, self._core.proof_ran_out)
 
-    def by_size(self, kind: Kind, call: Call) -> list[Deviation]:
+    def by_size(self, kind: CallKind, call: Call) -> list[Deviation]:
         """Returns a deviation if the forward acts differently on this number of samples than on few."""
         if call.samples <= kind.alike:
             return []
@@ -130,7 +130,7 @@ class Prover:
 
     # ---- choosing samples
 
-    def _provable(self, kind: Kind, call: Call) -> tuple[int, tuple[str, ...]]:
+    def _provable(self, kind: CallKind, call: Call) -> tuple[int, tuple[str, ...]]:
         """Return (number of samples whose proof fits in memory, blocks to checkpoint for it)."""
         core, most = self._core, min(PROOF_SAMPLES, call.samples)
         if kind.bound is None:
@@ -160,7 +160,7 @@ class Prover:
 
     # ---- proofs
 
-    def _prove_on(self, proof: Call, kind: Kind, call: Call, shapes: Shapes) -> Deviation | None:
+    def _prove_on(self, proof: Call, kind: CallKind, call: Call, shapes: Shapes) -> Deviation | None:
         core, sizes = self._core, self._sizes(proof)
         outputs, deviations, composition = joined_outputs(proof, sizes)
         kind.composition = with_written(composition, kind.composition, core.model)  # (keeps nothing of the proof alive)
@@ -187,7 +187,7 @@ class Prover:
         kind.proven = outputs
         return None
 
-    def _infer(self, kind: Kind, proof: Call) -> Deviation | None:
+    def _infer(self, kind: CallKind, proof: Call) -> Deviation | None:
         assert proof.outputs.loss is not None
         work = CallWork(frozen_norms(proof), proof.outputs.loss, draws=False)
         weighting, deviation, moves = infer_weighting(work, self._sizes(proof), self._core.staging, self._core.model)

@@ -26,15 +26,27 @@ from memfit.batches.tree import flat, rebuild, tensors
 from memfit.capture.bypassed import OutsideForward
 from memfit.capture.call import Call, Tree
 from memfit.capture.consumers import AllOutputs, Consumer, Expression
-from memfit.capture.expression import Cut, Node, Part, Step, Sum, Term, all_nodes, as_factor, leaves_in, look_of, name_of
+from memfit.capture.expression import (
+    BatchTensor,
+    Node,
+    SampleRange,
+    Step,
+    Sum,
+    Term,
+    all_nodes,
+    as_factor,
+    leaves_in,
+    look_of,
+    name_of,
+)
 from memfit.capture.joint_call import joint
-from memfit.capture.lazy_tensor import StandIn, settle_looks, stand_ins
+from memfit.capture.lazy_tensor import LazyTensor, settle_looks, stand_ins
 from memfit.capture.masked_mean import count_of
 from memfit.capture.side_outputs import through
 from memfit.capture.workloads import ExpressionWork
 from memfit.distributed.rank_reports import divisor_of
-from memfit.distributed.reduction import OF_SHARES, Together
-from memfit.distributed.stray_gradients import Strays
+from memfit.distributed.reduction import OF_SHARES, StepReduction
+from memfit.distributed.stray_gradients import StrayGradients
 from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weighting, WeightsChanged, Work
 from memfit.engine.call_context import in_checkpoint, outside_transforms, without_inference_mode, without_saved_tensors_hooks
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
@@ -43,7 +55,7 @@ from memfit.engine.random_state import RandomState
 from memfit.engine.staged import let_go
 from memfit.engine.user_line import line_of_script
 from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
-from memfit.modes.call_kinds import OWN_LOSS, Kinds
+from memfit.modes.call_kinds import OWN_LOSS, CallKinds
 from memfit.modes.evaluation import Evaluations
 from memfit.modes.pending_calls import UNDERWAY
 from memfit.planning.plan import Plan
@@ -71,7 +83,7 @@ class Script:
         self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()
         self._core, self._guard = core, guard
         self._batch_samples, self._batch_number = batch_samples, batch_number
-        self._kinds, self._evaluations = Kinds(core), Evaluations(core, self.aside)
+        self._kinds, self._evaluations = CallKinds(core), Evaluations(core, self.aside)
         core.on_forget.append(self._kinds.forget)
         core.on_parameters.append(self._kinds.begin_anew)
         self._busy = False
@@ -79,10 +91,10 @@ class Script:
         self._lines = {""}
         self._joint: Callable[[], Call | None] = lambda: None
         self.outside = OutsideForward(core.model, core.tell)
-        self._strays: Strays | None = None
+        self._strays: StrayGradients | None = None
         if core.together is not None:
             said = partial(core.note, "note")
-            self._strays = Strays(core.together, core.model, said, batch_samples, lambda: self._busy)
+            self._strays = StrayGradients(core.together, core.model, said, batch_samples, lambda: self._busy)
 
     def answer(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an intercepted method."""
@@ -172,7 +184,7 @@ class Script:
         weight = self._own_weight(1)
         return joined(run, core.staging, finish, weight)
 
-    def _say_how(self, together: Together) -> None:
+    def _say_how(self, together: StepReduction) -> None:
         """Tell the user if memfit does not weight the last batch's loss across ranks, or sees only part of it."""
         if together.part is None:
             self._say_added(together)
@@ -184,7 +196,7 @@ class Script:
                 "their samples, as means do in DistributedDataParallel (a loss_fn= that memfit calls is weighed exactly)"
             )
 
-    def _say_added(self, together: Together) -> None:
+    def _say_added(self, together: StepReduction) -> None:
         """Tell the user that sums add up across ranks. memfit cannot tell them from means whose divisor it does not see."""
         if not together.mean:
             size = together.ranks.size
@@ -248,7 +260,7 @@ class Script:
     def stepping(self, *_: object) -> None:
         """Handle the start of an optimizer step: compute unused outputs with the parameters before the step."""
         for call in list(self._waiting):
-            if not call.pieces and call.values is None and any(isinstance(s, StandIn) for s in call.standins):
+            if not call.pieces and call.values is None and any(isinstance(s, LazyTensor) for s in call.standins):
                 self.values(call)
         self._waiting = weakref.WeakSet()
         if self._strays is not None and self._core.staging.parts is None:
@@ -515,7 +527,7 @@ class Script:
         receivers = self.receivers(call)
         return Total(torch.zeros((), device=self._core.device), receivers, [None] * len(receivers))
 
-    def like_after(self, call: Call, following: Node, parents: Sequence[StandIn]) -> torch.Tensor | None:
+    def like_after(self, call: Call, following: Node, parents: Sequence[LazyTensor]) -> torch.Tensor | None:
         """Return a fake tensor like the result of an operation on stand-ins, or None if unknown."""
         key = look_of(following, {id(p._node): (tuple(p.shape), p.dtype, p.device) for p in parents}, call.samples)
         if key not in self._shapes:
@@ -524,15 +536,15 @@ class Script:
             self._shapes[key] = self._result_of(following, parents, call.samples)
         return self._shapes[key]
 
-    def _result_of(self, following: Node, parents: Sequence[StandIn], samples: int) -> torch.Tensor | None:
+    def _result_of(self, following: Node, parents: Sequence[LazyTensor], samples: int) -> torch.Tensor | None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         known = {id(parent._node): parent for parent in parents}
         try:
             with FakeTensorMode():
-                part = Part({}, 0, samples)
+                part = SampleRange({}, 0, samples)
                 for node in all_nodes(following):
-                    like = known.get(id(node)) if not isinstance(node, Cut) else node.tensor
+                    like = known.get(id(node)) if not isinstance(node, BatchTensor) else node.tensor
                     if like is not None:
                         part.put(node, torch.empty(tuple(like.shape), dtype=like.dtype, device=like.device))
                 return part.value(following)
@@ -660,7 +672,7 @@ class Script:
         """The outputs to keep: those that the script still holds, smallest first, as far as they fit beside the plan's peak.
         Not a loss that is being computed."""
         numbers = set(map(id, _numbers(call)))  # the pass sums these up
-        standins = [standin for each in call.calls for standin in each.standins if isinstance(standin, StandIn)]
+        standins = [standin for each in call.calls for standin in each.standins if isinstance(standin, LazyTensor)]
         leaves = {leaf for standin in standins if id(standin) not in numbers for leaf in standin.leaves}
         held = {call.offsets[number] + leaf for number, leaf in leaves if number in call.offsets}
         held -= {call.outputs.loss} if consumer is OWN_LOSS else set()
@@ -677,18 +689,18 @@ class Script:
             self._guard.handing_over(self._batch_number(), receivers)
 
 
-def _numbers(call: Call) -> list[StandIn]:
+def _numbers(call: Call) -> list[LazyTensor]:
     """Deferred losses of the call, or parts of them, that may be read after the pass that computes the gradients."""
-    found = [standin for each in call.calls for standin in each.standins if isinstance(standin, StandIn)]
+    found = [standin for each in call.calls for standin in each.standins if isinstance(standin, LazyTensor)]
     numbers = [standin for standin in dict.fromkeys(found) if standin.is_loss_that_waits]
     return [each for each in numbers if all(leaf[0] in call.offsets for term in each.terms for leaf in leaves_in(term.node))]
 
 
 def _all_computed(tree: Any) -> Any:
     found = flat(tree)
-    if not any(isinstance(leaf, StandIn) for leaf in found):
+    if not any(isinstance(leaf, LazyTensor) for leaf in found):
         return tree
-    return rebuild(tree, iter([leaf.computed() if isinstance(leaf, StandIn) else leaf for leaf in found]))
+    return rebuild(tree, iter([leaf.computed() if isinstance(leaf, LazyTensor) else leaf for leaf in found]))
 
 
 REPLAY = AllOutputs()

@@ -26,7 +26,7 @@ OWN_PRECISION = "gradients gather in the parameters' own precision"
 """The effect of accumulate_in="param"."""
 
 
-class Cut(Protocol):
+class CutWords(Protocol):
     """What `micro_batches` describes: an effective batch split into micro-batches."""
 
     @property
@@ -35,7 +35,7 @@ class Cut(Protocol):
     def accumulation(self) -> int: ...
 
 
-class Way(Cut, Protocol):
+class WayWords(CutWords, Protocol):
     """What `way` describes: a split with its checkpointing and precision."""
 
     @property
@@ -88,7 +88,7 @@ def cut(plan: Plan) -> str:
     return f"{plan.share:,} in {micro_batches(plan, plan.share)}"
 
 
-def micro_batches(option: Cut, share: int) -> str:
+def micro_batches(option: CutWords, share: int) -> str:
     """Return number and size: "4 micro-batches of 128", "5 micro-batches of at most 103", "512 whole"."""
     if option.accumulation == 1:
         return f"{share:,} whole"
@@ -102,17 +102,17 @@ def peak(plan: Plan) -> str:
     return format_range(expected, most) if most > MUCH_MORE * expected else format_bytes(expected)
 
 
-def way(option: Way) -> str:
+def way(option: WayWords) -> str:
     """Describe a way of running the step, with FACTORS as its numbers: "36 x 15, 4 blocks checkpointed, bfloat16"."""
     return ", ".join([f"{option.micro_batch} x {option.accumulation}", *_levers(option)])
 
 
-def sentence(option: Way, share: int) -> str:
+def sentence(option: WayWords, share: int) -> str:
     """Describe it without a heading for the numbers: "15 micro-batches of 36, 4 blocks checkpointed, bfloat16"."""
     return ", ".join([micro_batches(option, share), *_levers(option)])
 
 
-def _levers(option: Way) -> list[str]:
+def _levers(option: WayWords) -> list[str]:
     found = [f"{count(option.checkpoint, 'block')} checkpointed"] if option.checkpoint else []
     return found + ([option.precision] if option.precision != "off" else [])
 

@@ -27,8 +27,8 @@ HEAP_TENSOR = 32 * MiB
 """Tensors this large never live in glibc's heap: its dynamic mmap threshold ends here (DEFAULT_MMAP_THRESHOLD_MAX)."""
 HEAP_WASTE = 0.8
 """Upper bound of heap fragmentation: bytes the heap may keep beyond its tensors, as a share of their bytes. It assumes that
-free pages are given back in time (`autotune/trim_heap.py`). Without that, benchmarks/heap.py measured 0.3 to 0.8 for models whose
-samples have one size, and up to 2.1 with recomputed blocks and with samples of different sizes."""
+free pages are given back in time (`autotune/trim_heap.py`). Without that, benchmarks/heap.py measured 0.3 to 0.8 for models
+whose samples have one size, and up to 2.1 with recomputed blocks and with samples of different sizes."""
 HIGH_HEAP_WASTE = 2.0
 """The same where the reserved memory of the process is limited (RLIMIT_DATA, RLIMIT_AS), because pages given back still count
 there. Also where kernels allocate much besides the tensors: 1.0 to 3.0 for an LSTM, its scratch memory included."""
@@ -85,7 +85,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldMemory:
     """The most memory that a caching allocator holds in a step."""
 
     allocated: int
@@ -155,7 +155,7 @@ def caching_peak(
     settings: AllocatorSettings = AllocatorSettings(),  # noqa: B008 - frozen
     capacity: int | None = None,
     workspaces: int = 2,
-) -> Held:
+) -> HeldMemory:
     """Replays a step in the CUDA caching allocator, and returns its peaks. Raises Exhausted if `capacity` bytes are too few."""
     allocator = CachingAllocator(settings, capacity)
     sizes = timeline.sizes(samples).astype(np.int64).tolist()
@@ -174,7 +174,7 @@ def caching_peak(
             allocator.free(addresses.pop(which))
     if present == len(events):
         _take_workspaces(allocator, workspaces, capability)
-    return Held(allocator.peak_allocated, allocator.peak_reserved)
+    return HeldMemory(allocator.peak_allocated, allocator.peak_reserved)
 
 
 def smallest_capacity(

@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepMoment:
     """A point in the step."""
 
     event: int
@@ -114,7 +114,7 @@ class Explanation:
     """Bytes with which the caching allocator of a GPU still completes the step; None without a caching allocator."""
     tensors: int
     """Most bytes of tensors alive at the same time; 0 if unknown."""
-    moment: Moment | None
+    moment: StepMoment | None
     """When that is; None if unknown."""
     holds: tuple[tuple[str, int], ...]
     """(category, bytes) of the tensors alive then, largest first."""
@@ -168,12 +168,12 @@ def _evaluation(profile: Profile, micro_batch: int, training: Peak) -> Evaluatio
     return Evaluation(profile.loop.evaluation, peak, peak.expected > training.expected)
 
 
-def _moment(timeline: Timeline, event: int, accumulates: bool) -> Moment:
+def _moment(timeline: Timeline, event: int, accumulates: bool) -> StepMoment:
     which = int(timeline.event[event])
     phase = timeline.phase_of(event)
     inside = sum(1 for start in timeline.window if start <= event) if phase in ("input", "forward", "backward") else 0
     traced = len(timeline.window) if accumulates else 1
-    return Moment(event, phase, inside, traced, made_by(timeline, which), timeline.owners[int(timeline.owner[which])])
+    return StepMoment(event, phase, inside, traced, made_by(timeline, which), timeline.owners[int(timeline.owner[which])])
 
 
 def made_by(timeline: Timeline, allocation: int) -> str:

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from memfit.levers.fully import Division
+from memfit.levers.fully import ShardLayout
 from memfit.profiling.profile import Profile
 from memfit.profiling.timeline import CATEGORIES, Timeline
 
 DIVIDED = [CATEGORIES.index(name) for name in ("parameters", "gradients", "optimizer")]
 
 
-def in_parts(profile: Profile, division: Division) -> Profile:
+def in_parts(profile: Profile, division: ShardLayout) -> Profile:
     """Returns the profile of one rank's step."""
     timelines = {
         name: divided(timeline, division)
@@ -31,7 +31,7 @@ def in_parts(profile: Profile, division: Division) -> Profile:
     return replace(profile, points=tuple((n, max(0, size - less)) for n, size in profile.points), **timelines)
 
 
-def divided(timeline: Timeline, division: Division) -> Timeline:
+def divided(timeline: Timeline, division: ShardLayout) -> Timeline:
     """Returns the timeline of one rank's step."""
     standing = np.isin(timeline.category, DIVIDED)
     fixed = np.where(standing, timeline.fixed * division.share, timeline.fixed)

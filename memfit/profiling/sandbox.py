@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from memfit.engine.call_context import autocast_kept, modes_as, modes_of, restore_tensors, without_saved_tensors_hooks
-from memfit.engine.compose_state import Data, Place
+from memfit.engine.compose_state import Place, TensorPlace
 from memfit.engine.modules import modules_of
 from memfit.engine.random_state import random_state_kept
 from memfit.engine.staged import gathers_in_parts, let_go
-from memfit.engine.undo_state import Kept, kept
+from memfit.engine.undo_state import UndoState, kept
 from memfit.profiling.guard import UndoLog, writes_undone
 
 
@@ -29,16 +29,15 @@ from memfit.profiling.guard import UndoLog, writes_undone
 class Traces:
     """What is restored on exit."""
 
-    kept: Kept
+    kept: UndoState
     log: UndoLog | None
     """The log of tensor writes; None if nothing is written for real."""
 
     def moved(self) -> dict[tuple[Any, ...], tuple[Place, Any]]:
         """Returns what differs from before: places by their keys, with their previous values."""
-        found = [
-            *self.kept.moved(),
-            *((Data(self.kept.holder_of(t), self.kept.name_of(t)), b) for t, b in (self.log.moved() if self.log else ())),
-        ]
+        written = self.log.moved() if self.log else ()
+        tensors = [(TensorPlace(self.kept.holder_of(tensor), self.kept.name_of(tensor)), before) for tensor, before in written]
+        found = [*self.kept.moved(), *tensors]
         return {place.key: (place, before) for place, before in found}
 
 

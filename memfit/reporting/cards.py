@@ -33,7 +33,7 @@ LACKING = 12
 
 
 @dataclass(frozen=True)
-class Row:
+class DeviceRow:
     """The training on one device."""
 
     device: str
@@ -80,7 +80,7 @@ class Comparison:
     """Samples per optimizer step."""
     batch: str
     """What a sample is, in words; "" if not specified."""
-    rows: tuple[Row, ...]
+    rows: tuple[DeviceRow, ...]
     """One row per device."""
     made: str
     """When the comparison was made, ISO 8601."""
@@ -124,7 +124,7 @@ class Comparison:
         each = f", {self.batch}" if self.batch else ""
         return f"memfit  {self.model}, {size}, {self.optimizer}, {self.target_batch} samples per step{each}"
 
-    def shown(self) -> tuple[Row, ...]:
+    def shown(self) -> tuple[DeviceRow, ...]:
         """Return the rows to display: all that fit, and of the others those that lack least."""
         return self.rows[: sum(row.fits for row in self.rows) + LACKING]
 
@@ -139,17 +139,17 @@ class Comparison:
         ]
 
 
-def in_order(rows: Sequence[Row]) -> tuple[Row, ...]:
+def in_order(rows: Sequence[DeviceRow]) -> tuple[DeviceRow, ...]:
     """Sort rows: those that fit by speed, then the others by missing bytes."""
 
-    def place(row: Row) -> tuple[bool, float, int, str]:
+    def place(row: DeviceRow) -> tuple[bool, float, int, str]:
         seconds = row.seconds if row.seconds is not None else float("inf")
         return not row.fits, seconds if row.fits else float(row.needs - row.limit), -row.memory, row.device
 
     return tuple(sorted(rows, key=place))
 
 
-def cells_of(row: Row) -> tuple[str, ...]:
+def cells_of(row: DeviceRow) -> tuple[str, ...]:
     """Return a row's table cells."""
     if not row.fits:
         needs = f"no, needs {format_at_least(row.needs)}"
@@ -171,7 +171,7 @@ def _padded(cells: tuple[str, ...], wide: list[int]) -> list[str]:
     return [cell.rjust(n) if i in NUMBERS else cell.ljust(n) for i, (cell, n) in enumerate(zip(cells, wide))]
 
 
-def _table(rows: tuple[Row, ...]) -> Table:
+def _table(rows: tuple[DeviceRow, ...]) -> Table:
     from rich.table import Table
     from rich.text import Text
 

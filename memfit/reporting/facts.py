@@ -47,7 +47,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Moment:
+class PhasePeak:
     """The memory peak of one phase of the step."""
 
     phase: str
@@ -79,7 +79,7 @@ class Curve:
     """The points' positions: allocations and frees of tensors, counted from the step's start."""
     layers: tuple[tuple[str, tuple[int, ...]], ...]
     """(category, bytes at each point), from the bottom up."""
-    moments: tuple[Moment, ...]
+    moments: tuple[PhasePeak, ...]
     """Each phase's peak, in order."""
 
     @property
@@ -88,7 +88,7 @@ class Curve:
         return tuple(sum(sizes) for sizes in zip(*(sizes for _, sizes in self.layers)))
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> PhasePeak:
         """The peak of the whole step."""
         return max(self.moments, key=lambda moment: moment.total)
 

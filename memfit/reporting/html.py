@@ -69,7 +69,7 @@ def _tables(report: Report) -> dict[str, Table]:
 
 
 @dataclass(frozen=True)
-class Part:
+class BarSegment:
     """A segment of a bar."""
 
     name: str
@@ -88,7 +88,7 @@ class Part:
 class Gauge:
     """The peak memory against the budget, as one bar."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BarSegment, ...]
     """Its segments, from the left."""
     budget: float
     """Where the budget ends, percent of the bar."""
@@ -108,7 +108,7 @@ def gauge(report: Report) -> Gauge | None:
         return None
     whole = max(limit, seen or 0, sum(size for _, size in holds))
     parts = tuple(
-        Part(kind, MEANING.get(kind, ""), colour(kind), format_bytes(size), round(100 * size / whole, 3))
+        BarSegment(kind, MEANING.get(kind, ""), colour(kind), format_bytes(size), round(100 * size / whole, 3))
         for kind, size in holds
         if size > 0.001 * whole  # narrower than a pixel
     )

@@ -15,7 +15,7 @@ from memfit.planning.plan import Option
 from memfit.planning.wording import OWN_PRECISION, cut, micro_batches
 from memfit.reporting.advice import next_moves, one_step
 from memfit.reporting.every import together
-from memfit.reporting.facts import Moment
+from memfit.reporting.facts import PhasePeak
 from memfit.reporting.pace import asked_seconds, not_run_yet, seconds_of, steady
 from memfit.reporting.rates import rate_rules
 from memfit.reporting.words import alike_seconds, blocks_listed, listed, percent, speed
@@ -28,7 +28,7 @@ MODELLED = "modelled from its data sheet, not measured"
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """A line of the comparison between the script's settings and memfit's."""
 
     name: str
@@ -42,7 +42,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Answer:
     """A labelled answer."""
 
     label: str
@@ -62,7 +62,7 @@ def headline(report: Report) -> str:
     return f"{report.plan.model}{size}, {report.plan.optimizer}, {where}"
 
 
-def verdict(report: Report) -> Entry:
+def verdict(report: Report) -> Answer:
     """Answer whether the training fits into memory."""
     plan, allowance, peak = report.plan, report.allowance, report.pace.peak
     expected, most, seen = alike(plan.predicted.peak + plan.held, plan.predicted.upper + plan.held, peak or 0)
@@ -71,11 +71,11 @@ def verdict(report: Report) -> Entry:
     budget = f"budget {format_bytes(allowance.limit)}, {allowance.source}{free}"
     lines = (f"{expected} expected, {most} at most{measured_too}; {budget}", *_beyond(report))
     if not report.fits:
-        return Entry("does not fit", lines, "bad")
+        return Answer("does not fit", lines, "bad")
     if peak is not None and peak > allowance.limit:
-        return Entry("over budget", lines, "bad")
+        return Answer("over budget", lines, "bad")
     as_is = plan.runs_whole and not plan.checkpoint and plan.precision == "off"
-    return Entry("fits as is" if as_is else "fits", lines, "open" if exceeds(report) else "good")
+    return Answer("fits as is" if as_is else "fits", lines, "open" if exceeds(report) else "good")
 
 
 def exceeds(report: Report) -> bool:
@@ -94,7 +94,7 @@ def _beyond(report: Report) -> Iterator[str]:
 # ---- what changed
 
 
-def comparison(report: Report) -> tuple[Row, ...]:
+def comparison(report: Report) -> tuple[ComparisonRow, ...]:
     """Return the rows that compare the script's settings with memfit's."""
     return (_batch(report), _memory(report), _seconds(report), _checkpoint(report), _precision(report))
 
@@ -106,12 +106,12 @@ def samples_per_step(report: Report) -> int:
     return plan.target_batch or own * report.iterations
 
 
-def _batch(report: Report) -> Row:
+def _batch(report: Report) -> ComparisonRow:
     plan, total = report.plan, samples_per_step(report)
     here = cut(plan) if total == plan.share else f"{total:,}, of which {cut(plan)}"
     if plan.runs_whole and total == plan.share:
-        return Row("batch", f"{total:,}", here, "one forward and backward, as the script asked")
-    return Row("batch", f"{total:,}", here, " x ".join(_factors(report)) if total != plan.share else "")
+        return ComparisonRow("batch", f"{total:,}", here, "one forward and backward, as the script asked")
+    return ComparisonRow("batch", f"{total:,}", here, " x ".join(_factors(report)) if total != plan.share else "")
 
 
 def _factors(report: Report) -> Iterator[str]:
@@ -127,12 +127,12 @@ def _factors(report: Report) -> Iterator[str]:
         yield f"{report.iterations} of your iterations"
 
 
-def _memory(report: Report) -> Row:
+def _memory(report: Report) -> ComparisonRow:
     plan, allowance, peak = report.plan, report.allowance, report.pace.peak
     asked, here, seen = alike(plan.asked.peak + plan.held, plan.predicted.peak + plan.held, peak or 0)
     remark = "predicted" + ("" if peak is None else f"; measured {seen}")
     remark += ", more than predicted at most" if exceeds(report) else ""
-    return Row("memory", asked + _whether_asked_fits(report), f"{here} of {format_bytes(allowance.limit)}", remark)
+    return ComparisonRow("memory", asked + _whether_asked_fits(report), f"{here} of {format_bytes(allowance.limit)}", remark)
 
 
 def _whether_asked_fits(report: Report) -> str:
@@ -142,7 +142,7 @@ def _whether_asked_fits(report: Report) -> str:
     return ", does not fit" if plan.asked.peak + plan.held > allowance.limit else ", may not fit"
 
 
-def _seconds(report: Report) -> Row:
+def _seconds(report: Report) -> ComparisonRow:
     plan, ran = report.plan, steady(report)
     known = (asked_seconds(report), plan.predicted.seconds, median(ran) if ran else None)
     words = iter(alike_seconds(*(seconds for seconds in known if seconds is not None)))
@@ -152,7 +152,7 @@ def _seconds(report: Report) -> Row:
     planned = "predicted" if report.allowance.here else MODELLED
     said = [planned] if here is not None else ["measured"] if seen is not None else []
     said += [f"measured {seen}"] if here is not None and seen is not None else []
-    return Row("per step", asked or "-", here or seen or "-", "; ".join(said))
+    return ComparisonRow("per step", asked or "-", here or seen or "-", "; ".join(said))
 
 
 def halved_by_hand(report: Report) -> Option | None:
@@ -169,56 +169,56 @@ def halved_by_hand(report: Report) -> Option | None:
     return None if found is None or found.micro_batch == plan.micro_batch else found
 
 
-def _checkpoint(report: Report) -> Row:
+def _checkpoint(report: Report) -> ComparisonRow:
     own, ours = len(report.script_blocks), len(report.plan.checkpoint)
     if report.block_count == 0:
-        return Row("checkpoint", "none", "none", "")
+        return ComparisonRow("checkpoint", "none", "none", "")
     of = f" of {report.block_count}"
     remark = blocks_listed(report.plan.checkpoint)
     if own:
         remark = f"{count(own, 'block')} by your script{'; ' + remark if remark else ''}"
     noun = " blocks" if report.block_count != 1 else " block"
     if report.block_count is None:  # a plan file knows only memfit's own checkpointed blocks
-        return Row("checkpoint", "the script's", f"{count(ours, 'block')} more" if ours else "the script's", remark)
-    return Row("checkpoint", f"{own}{of}{noun}", f"{own + ours}{of}{noun}", remark)
+        return ComparisonRow("checkpoint", "the script's", f"{count(ours, 'block')} more" if ours else "the script's", remark)
+    return ComparisonRow("checkpoint", f"{own}{of}{noun}", f"{own + ours}{of}{noun}", remark)
 
 
-def _precision(report: Report) -> Row:
+def _precision(report: Report) -> ComparisonRow:
     lower = report.plan.precision != "off"
     here = report.plan.precision if lower else report.script_precision
     remark = "autocast around each micro-batch: moves the gradient" if lower else ""
-    return Row("precision", report.script_precision, here, remark)
+    return ComparisonRow("precision", report.script_precision, here, remark)
 
 
 # ---- the answers below it
 
 
-def answers(report: Report) -> tuple[Entry, ...]:
+def answers(report: Report) -> tuple[Answer, ...]:
     """Return the answers below the comparison: is the training the same, what does it cost, what to do next."""
     found = (
         _same(report),
-        Entry("not kept equal", tuple(not_equal(report)), "open"),
-        Entry("learning rate", tuple(rate_rules(report.change, report.plan.optimizer)), "open"),
-        Entry("ranks", tuple(together(report))),
-        Entry("it costs", tuple(_cost(report))),
-        Entry("memory holds", tuple(_holds(report))),
-        Entry("so far", tuple(_so_far(report))),
-        Entry("next", next_moves(report)),
-        Entry("or else", one_step(report)),
+        Answer("not kept equal", tuple(not_equal(report)), "open"),
+        Answer("learning rate", tuple(rate_rules(report.change, report.plan.optimizer)), "open"),
+        Answer("ranks", tuple(together(report))),
+        Answer("it costs", tuple(_cost(report))),
+        Answer("memory holds", tuple(_holds(report))),
+        Answer("so far", tuple(_so_far(report))),
+        Answer("next", next_moves(report)),
+        Answer("or else", one_step(report)),
     )
     return tuple(entry for entry in found if entry.lines)
 
 
-def _same(report: Report) -> Entry:
+def _same(report: Report) -> Answer:
     found = report.verification
     if found is None and report.plan.runs_whole and report.plan.precision == "off":
-        return Entry("same training", ("the batch runs whole, as without memfit",), "good")
+        return Answer("same training", ("the batch runs whole, as without memfit",), "good")
     if found is None:
         there = "" if report.allowance.here else " where it runs"
-        return Entry("same training", (f"not verified yet: memfit.verify(run){there}",), "open")
+        return Answer("same training", (f"not verified yet: memfit.verify(run){there}",), "open")
     if not found.clear:
-        return Entry("same training", found.lines(), "open")
-    return Entry("same training" if found.passed else "NOT the same", found.lines(), "good" if found.passed else "bad")
+        return Answer("same training", found.lines(), "open")
+    return Answer("same training" if found.passed else "NOT the same", found.lines(), "good" if found.passed else "bad")
 
 
 def not_equal(report: Report) -> Iterator[str]:
@@ -291,7 +291,7 @@ def peak_holds(report: Report) -> tuple[tuple[str, int], ...]:
     return tuple((kind, size) for kind, size in found.items() if size)
 
 
-def at_moment(moment: Moment) -> str:
+def at_moment(moment: PhasePeak) -> str:
     """Return where in the step a moment lies, in words."""
     return f"in {moment.phase}" + (f" at {moment.where}" if moment.where else "")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from memfit.profiling.timeline import CATEGORIES, Timeline
 from memfit.profiling.tree import kept_by_forward
-from memfit.reporting.facts import BlockCost, Curve, Moment
+from memfit.reporting.facts import BlockCost, Curve, PhasePeak
 
 POINTS = 2000
 """Maximum number of points in a curve, more than a screen has pixels for."""
@@ -63,12 +63,12 @@ def _layers(timeline: Timeline, samples: int, happens: np.ndarray) -> dict[str, 
 
 def _moment(
     timeline: Timeline, happens: np.ndarray, name: str, begin: int, peak: int, layers: Mapping[str, np.ndarray]
-) -> Moment:
+) -> PhasePeak:
     event = int(happens[peak])
     inside = sum(1 for start in timeline.window if start <= event) if name in ("input", "forward", "backward") else 0
     where = timeline.owners[int(timeline.owner[timeline.event[event]])]
     holds = tuple((kind, int(np.rint(sizes[peak]))) for kind, sizes in layers.items() if sizes[peak] > 0.5)
-    return Moment(name, inside, begin, where, holds)
+    return PhasePeak(name, inside, begin, where, holds)
 
 
 def _thinned(totals: np.ndarray, points: int, always: Sequence[int]) -> np.ndarray:

@@ -14,7 +14,7 @@ from memfit.profiling.telling import TreeRow, explanation_facts, tree_columns, t
 from memfit.reporting.charts import Chart, memory_figure, point_at
 from memfit.reporting.colours import MEANING, colour
 from memfit.reporting.facts import Curve
-from memfit.reporting.html import Part
+from memfit.reporting.html import BarSegment
 from memfit.reporting.pages import rendered
 from memfit.reporting.profile_tables import module_table, tensor_table
 from memfit.reporting.words import printable
@@ -95,10 +95,10 @@ def _in_short(report: ProfileReport) -> str:
     return moment.operation or moment.module or moment.phase
 
 
-def parts_of(holds: Sequence[tuple[str, int]], whole: int) -> tuple[Part, ...]:
+def parts_of(holds: Sequence[tuple[str, int]], whole: int) -> tuple[BarSegment, ...]:
     """Turn categories into the parts of a bar."""
     return tuple(
-        Part(kind, MEANING.get(kind, ""), colour(kind), format_bytes(size), round(100 * size / whole, 3))
+        BarSegment(kind, MEANING.get(kind, ""), colour(kind), format_bytes(size), round(100 * size / whole, 3))
         for kind, size in holds
         if size > 0.0005 * whole
     )
@@ -113,7 +113,7 @@ class Branch:
 
     row: TreeRow
     """The row itself."""
-    parts: tuple[Part, ...]
+    parts: tuple[BarSegment, ...]
     """Its bytes at the peak by category, as the parts of a bar."""
     inside: list[Branch] = field(default_factory=list)
     """The rows one level below."""

@@ -12,7 +12,7 @@ from memfit.planning.plan import Option
 from memfit.planning.search import NORMS
 from memfit.planning.wording import FACTORS, of_median, reason, way
 from memfit.reporting.colours import COLOURS
-from memfit.reporting.facts import BlockCost, Moment, RankFacts
+from memfit.reporting.facts import BlockCost, PhasePeak, RankFacts
 from memfit.reporting.lines import not_equal
 from memfit.reporting.pace import loader_share, not_run_yet, seconds_of, steady, typical_wait
 from memfit.reporting.words import instead, more_bytes, more_seconds, percent
@@ -102,7 +102,7 @@ def phases(report: Report) -> Table:
     return table if any(moment.where for moment in moments) else without(table, "at")
 
 
-def _phase_row(moment: Moment, kinds: Sequence[str], unit: int) -> tuple[str, ...]:
+def _phase_row(moment: PhasePeak, kinds: Sequence[str], unit: int) -> tuple[str, ...]:
     holds = dict(moment.holds)
     name = f"{moment.phase} {moment.micro_batch}" if moment.micro_batch else moment.phase
     cells = [f"{holds.get(kind, 0) / unit:.1f}" for kind in kinds]

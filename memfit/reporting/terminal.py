@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from memfit._units import format_seconds, in_unit, unit_for
 from memfit.planning.wording import FACTORS, SHOWN, nearest, of_median, reason, way
 from memfit.reporting.colours import colour
-from memfit.reporting.lines import Entry, answers, comparison, headline, verdict
+from memfit.reporting.lines import Answer, answers, comparison, headline, verdict
 from memfit.reporting.pace import seconds_of
 from memfit.reporting.tables import every_rank, notes, without
 from memfit.reporting.words import printable
@@ -75,7 +75,7 @@ def _print(report: Report, console: Console) -> None:
     said = tuple(notes(report))
     if said:
         console.print()
-        console.print(_answers((Entry("note", said),)))
+        console.print(_answers((Answer("note", said),)))
 
 
 def _comparison(report: Report) -> RenderableType:
@@ -92,7 +92,7 @@ def _comparison(report: Report) -> RenderableType:
     return table
 
 
-def _answers(entries: tuple[Entry, ...]) -> RenderableType:
+def _answers(entries: tuple[Answer, ...]) -> RenderableType:
     from rich.text import Text
 
     table = _grid()

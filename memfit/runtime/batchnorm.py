@@ -23,7 +23,7 @@ Gather = Callable[[Any], Sequence[Any]]
 
 
 @dataclass
-class _Seen:
+class _SeenMoments:
     """What one batch norm saw in each call: entries per channel, their sum, the sum of their squares."""
 
     module: nn.Module
@@ -52,13 +52,13 @@ class WholeNorms:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._pending: list[tuple[_Seen, list[torch.Tensor]]] = []
+        self._pending: list[tuple[_SeenMoments, list[torch.Tensor]]] = []
 
     @contextmanager
     def gathered(self, forwards: int) -> Iterator[None]:
         """Runs `forwards` micro-batches inside. Their moments then wait for `applied`."""
         found = [m for m in self._model.modules() if isinstance(m, BatchNorm) and m.training and m.running_mean is not None]
-        seen = [_Seen(m, m.momentum, [b.clone() for b in m._buffers.values() if b is not None]) for m in found]
+        seen = [_SeenMoments(m, m.momentum, [b.clone() for b in m._buffers.values() if b is not None]) for m in found]
         hooks = [each.module.register_forward_hook(each.hook) for each in seen]
         for module in found:
             module.momentum = 1.0

@@ -24,7 +24,7 @@ from memfit.autotune.trim_heap import HeapWatch
 from memfit.autotune.tuner import Tuner
 from memfit.batches.pieces import equal_sizes, next_size, sizes
 from memfit.distributed.overlap import Load
-from memfit.distributed.reduction import Together
+from memfit.distributed.reduction import StepReduction
 from memfit.distributed.step_sync import CatchUp
 from memfit.distributed.unwrap_ddp import TakenOver
 from memfit.engine.accumulate import AroundLast, SharesDiffer, Weighting, Work, accumulate
@@ -35,7 +35,7 @@ from memfit.engine.handover import Total
 from memfit.engine.inference_caches import Caches
 from memfit.engine.modules import normalises_batches
 from memfit.engine.random_state import HostDraws
-from memfit.engine.recovery import Again, Recovery
+from memfit.engine.recovery import Recovery, RestartBatch
 from memfit.engine.staged import Staging, bytes_here, check_nothing_escaped
 from memfit.hardware.budget import Budget
 from memfit.hardware.heap import give_back_free_heap
@@ -50,7 +50,7 @@ from memfit.runtime.batchnorm import WholeNorms
 from memfit.runtime.events import Events
 from memfit.runtime.loss_scale import HalfGraphs, LossScale, computes_in_half
 from memfit.runtime.module_flags import Flags
-from memfit.runtime.rank_facts import Company
+from memfit.runtime.rank_facts import FactsExchange
 
 NOTICEABLE = 8 << 20
 """Bytes that a new size of micro-batch may keep before it is not worth trying (a ResNet: 4 MiB resident, 40 reserved)."""
@@ -132,11 +132,11 @@ class Core:
         self.reference: Reference | None = None
         self.verification: Verification | None = None
         self.heap = HeapWatch()
-        self.together: Together | None = None
+        self.together: StepReduction | None = None
         """Combines gradients with the other ranks; None if this process trains alone."""
         self.catch_up: CatchUp | None = None
         """Takes optimizer steps in sync with the other ranks; None in script mode."""
-        self.company: Company | None = None
+        self.company: FactsExchange | None = None
         """What the ranks tell each other about themselves."""
         self.whole_norms = WholeNorms(model) if settings.batchnorm == "whole" else None
         self.reached: tuple[object, ...] = ()
@@ -393,7 +393,7 @@ class Core:
                 if not repeats:
                     raise
                 exact = pieces, difference.shares  # (valid for these micro-batches only)
-                raise Again from None
+                raise RestartBatch from None
             if self.together is not None and self.together.overlap is not None:
                 self.together.overlap.attempted(total)
             return self.scale.accept(total) if half else total
@@ -462,7 +462,7 @@ class Core:
     def combine(
         self, total: Total, weighting: Weighting, *, unproven: bool = False, divided: bool = False
     ) -> Weighting | None:
-        """Combine this rank's total with those of all ranks, in place; see `Together.combine`."""
+        """Combine this rank's total with those of all ranks, in place; see `StepReduction.combine`."""
         if self.together is None:
             return None
         if self.taken is not None:
@@ -477,7 +477,7 @@ class Core:
         return other
 
     def computing(self, *, again: bool = False) -> AbstractContextManager[None]:
-        """Return the context manager that times micro-batches, to know each rank's speed; see `Company.computing`."""
+        """Return the context manager that times micro-batches, to know each rank's speed; see `FactsExchange.computing`."""
         return nullcontext() if self.company is None else self.company.computing(again=again)
 
     def reshare(self, share: int) -> None:

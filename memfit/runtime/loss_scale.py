@@ -16,7 +16,7 @@ from memfit.engine.accumulate import wide
 from memfit.engine.call_context import Autocast, autocast_now
 from memfit.engine.handover import Total
 from memfit.engine.known_means import nodes_of
-from memfit.engine.recovery import Again
+from memfit.engine.recovery import RestartBatch
 
 START = 2.0**16
 """Initial scale, as in torch.amp.GradScaler."""
@@ -47,11 +47,11 @@ class LossScale:
         self.scale, self._good = state
 
     def accept(self, total: Total) -> Total:
-        """Return `total` if it is finite or cannot be made so. If it overflowed, set a lower scale and raise Again."""
+        """Return `total` if it is finite or cannot be made so. If it overflowed, set a lower scale and raise RestartBatch."""
         if not self._are_finite(total.gradients):
             if self.scale > SMALLEST and bool(torch.isfinite(total.value)):
                 self._lower()
-                raise Again
+                raise RestartBatch
             # No scale helped: the next batch starts with this one's first scale.
             self.scale = self._before or self.scale
         self._before = None
@@ -115,10 +115,10 @@ class HalfGraphs:
         return not self.seen and self._batches & (self._batches - 1) == 0
 
     def look(self, loss: torch.Tensor) -> None:
-        """Check the graph of a loss. Raises Again the first time it has float16 gradients, as the loss must then be scaled."""
+        """Check the graph of a loss. Raises RestartBatch the first time it has float16 gradients, which need a scaled loss."""
         if any(meta.dtype is torch.float16 for node in nodes_of([loss]) for meta in node._input_metadata):
             self.seen = True
-            raise Again
+            raise RestartBatch
 
 
 def _largest(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:

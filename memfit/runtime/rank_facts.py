@@ -36,7 +36,7 @@ NEXT_EPOCH = 1 << 53
 DOING = "a training step"
 
 
-class Company:
+class FactsExchange:
     """Exchanges facts about this rank (`core`) with all `ranks`. `peak()` returns this rank's peak memory.
 
     Attributes: `facts` (those of all ranks, by rank, as last told), `shares` (how effective batches are divided over ranks;

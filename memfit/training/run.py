@@ -27,7 +27,7 @@ from memfit.runtime.core import Core
 from memfit.runtime.events import Event
 from memfit.runtime.loss_watch import LossWatch
 from memfit.training.sharding import Sharding
-from memfit.training.state import Held, load, written
+from memfit.training.state import StateSource, load, written
 
 if TYPE_CHECKING:
     from memfit.reporting.plain import PlainReport
@@ -59,7 +59,7 @@ class Run:
         self._undo: list[Callable[[], None]] = []
         self._stepper: Stepper | None = None
         self._before_step: Callable[[], Any] | None = None
-        self._clock = _Clock()
+        self._clock = _StepClock()
         self._batch: BatchInfo | None = None
         self._batches = self._batches_stepped = 0
         self._done_before = 0, 0
@@ -348,9 +348,9 @@ class Run:
             core.note("out of memory", f"optimizer.step() ran out of memory; what it makes was taken over from rank {source}")
             self._stepped()
 
-    def _held(self) -> Held:
+    def _held(self) -> StateSource:
         model = self._core.model if self._core is not None else self._taken.inner if self._taken is not None else self.model
-        return Held(model, self.optimizer, self.loader, self._core)
+        return StateSource(model, self.optimizer, self.loader, self._core)
 
     def _done(self) -> tuple[int, int]:
         """Return the counters that advance once a batch is trained on."""
@@ -463,7 +463,7 @@ class Run:
         self._plain_loss_fn, self._before_step = loss_fn, before_step
 
 
-class _Clock:
+class _StepClock:
     """Measures the seconds per optimizer step."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memfit._errors import DoesNotFit
-from memfit.levers.fully import Division, FullySharded, unit_bytes
+from memfit.levers.fully import FullySharded, ShardLayout, unit_bytes
 from memfit.levers.shard import ShardedOptimizer, largest_part
 from memfit.planning.sharding import LEVELS, Standing, least_shard, levels_from
 from memfit.profiling.build import model_facts, state_bytes
@@ -97,8 +97,8 @@ def _standing(core: Core, ranks: Ranks) -> Standing:
         parameters=facts.parameter_bytes,
         gradients=facts.gradient_bytes,
         state=state_bytes(core.optimizer),
-        gathered=Division(1 / ranks.size, units, whole_while_training=False).gathered,
-        gathered_whole=Division(1 / ranks.size, units, whole_while_training=True).gathered,
+        gathered=ShardLayout(1 / ranks.size, units, whole_while_training=False).gathered,
+        gathered_whole=ShardLayout(1 / ranks.size, units, whole_while_training=True).gathered,
         part=largest_part(core.optimizer, ranks.size),
         processes=ranks.size,
     )

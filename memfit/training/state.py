@@ -22,7 +22,7 @@ from memfit._errors import UsageError
 from memfit.engine.random_state import RandomState
 from memfit.loading.draws import draw_seed, mixed
 from memfit.loading.loader import EffectiveLoader
-from memfit.loading.position import Position
+from memfit.loading.position import LoaderPosition
 from memfit.ranks.ranks import Ranks
 from memfit.reporting.stderr import tell
 from memfit.runtime.core import Core
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Held:
+class StateSource:
     """What a state is taken from and loaded into."""
 
     model: nn.Module
@@ -71,7 +71,7 @@ class Read:
     steps: int
     scale: tuple[float, int]
     """The loss scale, and the number of batches since it changed."""
-    position: Position | None
+    position: LoaderPosition | None
     model: dict[str, Any] | None
     """None, like the two below, if the script loads it itself."""
     optimizer: dict[str, Any] | None
@@ -79,7 +79,7 @@ class Read:
     """States of the random number generators, by rank."""
 
 
-def written(held: Held, steps: int, position: Position | None, *, whole: bool) -> dict[str, Any]:
+def written(held: StateSource, steps: int, position: LoaderPosition | None, *, whole: bool) -> dict[str, Any]:
     """Return the current state; without `whole`, only what no script saves itself."""
     core = held.core
     scale = (1.0, 0) if core is None else core.scale.state
@@ -104,7 +104,7 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
 
 
-def load(held: Held, state: Any) -> int:
+def load(held: StateSource, state: Any) -> int:
     """Load a state on every rank or on none, and return the number of steps done. Raises UsageError, or RankFailed if another
     rank could not load it."""
     try:
@@ -127,7 +127,7 @@ def load(held: Held, state: Any) -> int:
     return found.steps
 
 
-def read(held: Held, state: Any) -> Read:
+def read(held: StateSource, state: Any) -> Read:
     """Read `state` and check that it fits. Changes nothing. Raises UsageError."""
     _check_kind(state)
     whole = "model" in state or "optimizer" in state or "random" in state
@@ -137,7 +137,7 @@ def read(held: Held, state: Any) -> Read:
         raise _damaged(f"it has no {' and no '.join(map(repr, missing))}")
     _check_model(held, state["fingerprint"], state.get("model"))
     _check_target(held, state["target_batch"])
-    position = _part("loader", lambda: None if state["loader"] is None else Position.read(state["loader"]))
+    position = _part("loader", lambda: None if state["loader"] is None else LoaderPosition.read(state["loader"]))
     _check_position(held, position)
     return Read(
         steps=_part("steps", lambda: _whole_number(state["steps"])),
@@ -169,7 +169,7 @@ def _check_kind(state: Any) -> None:
         )
 
 
-def _check_model(held: Held, told: Any, model: Any) -> None:
+def _check_model(held: StateSource, told: Any, model: Any) -> None:
     if told != fingerprint(held.model):
         difference = _difference(held.model, model) or "its parameters have other names, shapes or dtypes"
         raise UsageError(
@@ -202,7 +202,7 @@ def _look(value: Any) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _check_target(held: Held, target: Any) -> None:
+def _check_target(held: StateSource, target: Any) -> None:
     if held.core is None or held.core.settings.target_batch == target:
         return
     raise UsageError(
@@ -213,7 +213,7 @@ def _check_target(held: Held, target: Any) -> None:
     )
 
 
-def _check_position(held: Held, position: Position | None) -> None:
+def _check_position(held: StateSource, position: LoaderPosition | None) -> None:
     if position is None or not isinstance(held.loader, EffectiveLoader):
         return
     differ = held.loader.misplaced(position)
@@ -263,7 +263,7 @@ def _check_alike(ranks: Ranks, found: Read) -> None:
         )
 
 
-def _go_to(held: Held, position: Position | None) -> None:
+def _go_to(held: StateSource, position: LoaderPosition | None) -> None:
     if not isinstance(held.loader, EffectiveLoader):
         held.tell("the state says nothing of where the loader stood, or this run has no DataLoader: the data begin anew")
         return
@@ -276,7 +276,7 @@ def _go_to(held: Held, position: Position | None) -> None:
     held.loader.go_to(position)
 
 
-def _draw_on(held: Held, states: dict[int, RandomState], steps: int) -> None:
+def _draw_on(held: StateSource, states: dict[int, RandomState], steps: int) -> None:
     """Continue the random draws; without a saved state of this rank, from a seed that no other rank has."""
     own = states.get(held.rank)
     if own is not None:
