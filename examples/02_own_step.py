@@ -1,8 +1,8 @@
-"""The step is memfit's: micro-batches are collated by themselves, and running out of memory is survived.
+"""memfit makes the step: it collates each micro-batch by itself, and a step survives running out of memory.
 
     python examples/02_own_step.py
 
-Lines of the standard library differ in length, so samples are padded. memfit puts lines of about the same length together.
+Lines of the standard library differ in length, so samples are padded. memfit groups lines of similar length.
 """
 
 import sysconfig
@@ -51,7 +51,7 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, Callable[[nn.Module, dict[str, Tensor]], Tensor]]:
-    """What there is to train; `memfit plan examples/02_own_step.py:training` plans it without training."""
+    """Returns what to train; `memfit plan examples/02_own_step.py:training` plans it without training."""
     torch.manual_seed(0)
     model = Lines()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

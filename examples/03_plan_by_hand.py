@@ -1,8 +1,8 @@
-"""Every verb by itself: what there is, what the model needs, what fits, and running it.
+"""Each verb by itself: probe the memory, profile the model, plan what fits, apply the plan, verify the gradient.
 
     python examples/03_plan_by_hand.py
 
-Nothing is trained until the last lines: a plan is a value, so it can be printed, compared, saved, edited and taken elsewhere.
+Nothing is trained until the last lines. A plan is a value: you can print, compare, save, edit and move it.
 """
 
 import tempfile

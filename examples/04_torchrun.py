@@ -3,8 +3,8 @@
     python examples/04_torchrun.py
     torchrun --nproc_per_node=2 examples/04_torchrun.py
 
-Nothing in here asks how many processes there are. Each has its share of every batch, cuts it into what fits, and the gradients
-are reduced once per step.
+The script does not depend on the number of processes. Each process takes its share of every batch, and cuts it into
+micro-batches that fit. Gradients are reduced once per step.
 """
 
 import os

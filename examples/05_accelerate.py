@@ -3,10 +3,10 @@
     python examples/05_accelerate.py
     accelerate launch --num_processes 2 examples/05_accelerate.py
 
-(On a machine without GPUs accelerate starts several processes only if told otherwise: ACCELERATE_USE_CPU=true accelerate launch
---multi_gpu --num_processes 2 ...)
+On a machine without GPUs, accelerate starts several processes only if told so: ACCELERATE_USE_CPU=true accelerate launch
+--multi_gpu --num_processes 2 ...
 
-The loop is as accelerate's documentation writes it. One iteration is one optimizer step over 128 digits, on any number of
+The loop is that of accelerate's documentation. One iteration is one optimizer step over 128 digits, on any number of
 processes.
 """
 

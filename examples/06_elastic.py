@@ -1,10 +1,10 @@
-"""A training that survives its processes, and goes on with more of them or fewer.
+"""A training that survives the loss of its processes, and continues with more or fewer of them.
 
     python examples/06_elastic.py
     torchrun --standalone --nproc_per_node=2 --max-restarts=3 examples/06_elastic.py
 
-Stop it at any step and start it again on any number of processes, or kill one of them and let torchrun restart it: it goes on
-with the next batch of the interrupted epoch, and ends with the parameters that it would have had.
+Stop it at any step and start it again on any number of processes, or kill a process and let torchrun restart it. It
+continues with the next batch of the interrupted epoch, and ends with the same parameters as without the interruption.
 """
 
 import os
@@ -27,7 +27,7 @@ def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def save(state: dict) -> None:
-    """Whole or not at all: whoever is killed meanwhile leaves the file before."""
+    """Saves atomically: a process killed meanwhile leaves the previous file."""
     part = STATE.with_suffix(".part")
     torch.save(state, part)
     os.replace(part, STATE)

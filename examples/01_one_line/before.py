@@ -1,4 +1,4 @@
-"""An ordinary training script: a small byte-level language model reads the Python standard library."""
+"""An ordinary training script: trains a small byte-level language model on the Python standard library."""
 
 import sysconfig
 from pathlib import Path

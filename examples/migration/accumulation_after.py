@@ -1,9 +1,9 @@
-"""The same with memfit: an iteration is an optimizer step over 64 digits, cut into what fits.
+"""The same with memfit: each iteration is an optimizer step over 64 digits, cut into micro-batches that fit.
 
     python examples/migration/accumulation_after.py
     torchrun --nproc_per_node=2 examples/migration/accumulation_after.py
 
-A path behind it is where the parameters are saved.
+Pass a path to save the parameters there.
 """
 
 import os

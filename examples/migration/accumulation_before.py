@@ -1,8 +1,8 @@
-"""Gradient accumulation by hand: 4 iterations of 16 digits are an optimizer step.
+"""Gradient accumulation by hand: an optimizer step every 4 iterations of 16 digits.
 
     python examples/migration/accumulation_before.py
 
-A path behind it is where the parameters are saved.
+Pass a path to save the parameters there.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""The same with memfit: a process for each GPU, started by torchrun, or one process where there is one.
+"""The same with memfit: one process per GPU, started by torchrun, or a single process.
 
     python examples/migration/dataparallel_after.py
     torchrun --nproc_per_node=2 examples/migration/dataparallel_after.py
 
-A path behind it is where the parameters are saved.
+Pass a path to save the parameters there.
 """
 
 import os
@@ -26,7 +26,7 @@ def main(checkpoint: str = "") -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(data, batch_size=64, shuffle=True)
-    model, optimizer, loader = memfit.wrap(model, optimizer, loader, target_batch=64)  # the batch that was divided before
+    model, optimizer, loader = memfit.wrap(model, optimizer, loader, target_batch=64)  # DataParallel divided this batch
 
     for _ in range(3):
         for pixels, digits in loader:

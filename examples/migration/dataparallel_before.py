@@ -1,8 +1,8 @@
-"""nn.DataParallel, by hand: one process, a thread for each GPU of the machine.
+"""nn.DataParallel: one process, with a thread for each GPU of the machine.
 
     python examples/migration/dataparallel_before.py
 
-A path behind it is where the parameters are saved.
+Pass a path to save the parameters there.
 """
 
 import sys

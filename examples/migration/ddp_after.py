@@ -1,9 +1,9 @@
-"""The same with memfit: 64 digits over all processes, however many there are.
+"""The same with memfit: 64 digits over any number of processes.
 
     python examples/migration/ddp_after.py
     torchrun --nproc_per_node=2 examples/migration/ddp_after.py
 
-A path behind it is where the parameters are saved.
+Pass a path to save the parameters there.
 """
 
 import os
@@ -25,7 +25,7 @@ def main(checkpoint: str = "") -> None:
     data = TensorDataset(torch.tensor(pictures, dtype=torch.float32) / 16, torch.tensor(labels))
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    # shuffle=True is enough; this is the order that DistributedSampler draws, so that both scripts train the same
+    # shuffle=True is enough; this sampler draws the order of DistributedSampler, so both scripts train the same
     order = torch.Generator()
     loader = DataLoader(data, batch_size=32, sampler=RandomSampler(data, generator=order), drop_last=True)
     model, optimizer, loader = memfit.wrap(model, optimizer, loader, target_batch=64)  # 32 on each of 2 processes before

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 examples/migration/ddp_before.py
 
-A path behind it is where the parameters are saved.
+Pass a path to save the parameters there.
 """
 
 import os
