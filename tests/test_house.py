@@ -16,23 +16,12 @@ import memfit
 ROOT = Path(memfit.__file__).parent
 MODULES = sorted(p for p in ROOT.rglob("*.py") if "__pycache__" not in p.parts)
 
-# Each room may import from itself and from those before it.
+# Each room may import from itself and from those before it; the drawing names the rooms in that order.
+DRAWING = (ROOT.parent / "docs" / "design.md").read_text()
+DRAWN = [re.findall(r"`(\w+)(?:/|\.py)`", row) for row in re.findall(r"^\| (`\w+/`.*?) \|", DRAWING, re.M)]
 ROOMS = (
     ("_errors", "_reading", "_units", "_tested"),
-    ("allocators", "batches", "hardware", "kernels"),
-    ("ranks",),
-    ("engine", "loading"),
-    ("levers",),
-    ("profiling",),
-    ("planning",),
-    ("reporting",),
-    ("capture",),
-    ("equivalence",),
-    ("autotune",),
-    ("distributed",),
-    ("runtime",),
-    ("modes",),
-    ("training",),
+    *[tuple(names) for names in DRAWN if "cli" not in names],
     ("_asked", "_values"),
     ("_arguments", "_several"),
     ("_wrap",),
@@ -89,6 +78,21 @@ def _only_for_types(node: ast.AST) -> bool:
 
 def test_every_room_has_its_place() -> None:
     assert {room_of(path) for path in MODULES} <= LEVEL.keys()
+
+
+def test_class_names_mean_one_thing() -> None:
+    defined: dict[str, set[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, set()).add(name_of(path))
+    assert not {name: files for name, files in defined.items() if len(files) > 1}
+
+
+def test_files_that_are_named_exist() -> None:
+    pages = [ROOT.parent / "README.md", *(ROOT.parent / "docs").glob("*.md"), *MODULES]
+    named = {(page.name, file) for page in pages for file in re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text())}
+    assert not {each for each in named if not any((place / each[1]).exists() for place in (ROOT, ROOT.parent))}
 
 
 @each(MODULES, name=name_of)
