@@ -99,26 +99,26 @@ Patch = Iterator[tuple[Any, str, Any]]
 
 def in_place_on_a_loss_that_waits() -> Patch:
     """`loss.div_(4)`: answered as if it had happened."""
-    from memfit.capture import lazy_tensor as standin
+    from memfit.capture import lazy_tensor
 
     def rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return isinstance(args[0], standin.StandIn) and args[0]._scalar is not None
+        return isinstance(args[0], lazy_tensor.LazyTensor) and args[0]._scalar is not None
 
-    yield standin, "_rewritten", rewritten
+    yield lazy_tensor, "_rewritten", rewritten
 
 
 def in_place_on_a_plain_tensor() -> Patch:
     """`total += out.detach().mean()`: computed out of place."""
-    from memfit.capture import lazy_tensor as standin
+    from memfit.capture import lazy_tensor
 
-    answer = standin._answer
+    answer = lazy_tensor._answer
 
     def out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in standin.OUT_OF_PLACE and not isinstance(args[0], standin.StandIn):
-            func = standin.OUT_OF_PLACE[func]
+        if func in lazy_tensor.OUT_OF_PLACE and not isinstance(args[0], lazy_tensor.LazyTensor):
+            func = lazy_tensor.OUT_OF_PLACE[func]
         return answer(func, args, kwargs)
 
-    yield standin, "_answer", out_of_place
+    yield lazy_tensor, "_answer", out_of_place
 
 
 def data_written_before_the_loss() -> Patch:
@@ -159,9 +159,9 @@ def every_micro_batch_moves_state() -> Patch:
 
 def moving_state_is_not_seen() -> Patch:
     """Nothing is said to move."""
-    from memfit.equivalence import side_effects as moving
+    from memfit.equivalence import side_effects
 
-    yield moving, "composition_of", lambda *args, **kwargs: moving.STILL
+    yield side_effects, "composition_of", lambda *args, **kwargs: side_effects.STILL
 
 
 def second_pass_moves_state() -> Patch:
@@ -173,31 +173,31 @@ def second_pass_moves_state() -> Patch:
 
 def values_that_decide() -> Patch:
     """A comparison of the batch's values on the host is not seen to decide."""
-    from memfit.equivalence import host_reads as reads
+    from memfit.equivalence import host_reads
 
-    yield reads, "decided", lambda *args: None
+    yield host_reads, "decided", lambda *args: None
 
 
 def numbers_that_decide() -> Patch:
     """`out[:64]`, `chunk(4)`: positions and numbers of samples are not seen to decide."""
-    from memfit.capture import size_dependence as positions
+    from memfit.capture import size_dependence
 
-    yield positions, "told_by_positions", lambda *args, **kwargs: False
-    yield positions, "first_that_decides", lambda *args, **kwargs: None
+    yield size_dependence, "told_by_positions", lambda *args, **kwargs: False
+    yield size_dependence, "first_that_decides", lambda *args, **kwargs: None
 
 
 def losses_that_decide() -> Patch:
     """A loss that picks samples by what the model computed is not seen to."""
-    from memfit.equivalence import loss_branches as decides
+    from memfit.equivalence import loss_branches
 
-    yield decides, "told_by", lambda looks: None
+    yield loss_branches, "told_by", lambda looks: None
 
 
 def hooks_on_saved_tensors() -> Patch:
     """Hooks on what the loss saves for backward: not looked for."""
-    from memfit.capture import lazy_tensor as standin
+    from memfit.capture import lazy_tensor
 
-    yield standin, "_watching_saved_tensors", lambda: False
+    yield lazy_tensor, "_watching_saved_tensors", lambda: False
 
 
 def means_by_samples() -> Patch:
