@@ -137,6 +137,36 @@ def test_the_same_training_with_parts_of_everything(processes: Processes, level:
     check_same(processes.run(trained, optimizer, mode, level), trained(optimizer, mode, "auto"), level)
 
 
+def tried(fits: tuple[str, bool]) -> list[tuple[str, bool]]:
+    """(level, whether precision may be lower) in the order in which `shard="auto"` tries them, up to what fits."""
+    from memfit.training.sharding import Sharding
+
+    model = model_of().float()
+    data = TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))
+    run = memfit.wrap(model, torch.optim.AdamW(model.parameters()), DataLoader(data, batch_size=4), shard="off")
+    core = run._core
+    assert core is not None and core.together is not None
+    sharding, found = Sharding(core, core.together.ranks, "auto"), list[tuple[str, bool]]()
+
+    def prepare() -> None:
+        found.append((sharding.level, core.planner.settings.lowers))
+        if found[-1] != fits:
+            raise memfit.DoesNotFit("a test", found="nothing fits", next_move="go on")
+
+    sharding.begin(prepare, lambda: None)
+    assert core.planner.settings.lowers
+    sharding.undo()
+    run.undo()
+    return found
+
+
+def test_more_is_sharded_before_the_precision_is_lowered(two: Processes) -> None:
+    kept = [(level, False) for level in ("off", *LEVELS)]
+    assert two.run(tried, ("parameters", False)) == [kept, kept]
+    lowered = [*kept, ("off", True), ("optimizer", True)]
+    assert two.run(tried, ("optimizer", True)) == [lowered, lowered]
+
+
 def test_parameters_that_cannot_be_flat_are_sharded_by_torch(two: Processes) -> None:
     alone = trained("adamw", "script", "auto", "mixed")
     for each in two.run(trained, "adamw", "script", "optimizer", "mixed"):

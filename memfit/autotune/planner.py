@@ -118,7 +118,7 @@ class Planner:
         try:
             return self._fast(task, own) if self.settings.precision == "fast" else self._search(task, own)
         except DoesNotFit:
-            if self.settings.precision != "auto" or not lower:
+            if self.settings.precision != "auto" or not (lower and self.settings.lowers):
                 raise
             return self._lower(task, own)
 

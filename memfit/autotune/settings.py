@@ -23,6 +23,8 @@ class Settings:
     """Whether micro_batch="off" asks for this rank's whole batch at once."""
     precision: str = "auto"
     """auto, off, fast, or a precision to compute in."""
+    lowers: bool = True
+    """Whether "auto" may lower the precision if nothing else fits. (More sharding is tried before.)"""
     checkpoint: tuple[str, ...] | None = None
     """Blocks to checkpoint, if fixed by the user; None: memfit chooses."""
     all_blocks: bool = False

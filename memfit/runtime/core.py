@@ -495,6 +495,10 @@ class Core:
         for forget in self.on_forget:
             forget()
 
+    def allow_lower_precision(self, *, allowed: bool) -> None:
+        """Say whether planning may lower the precision if nothing else fits and it is "auto"."""
+        self.settings = self.planner.settings = replace(self.settings, lowers=allowed)
+
     def compute_in(self, precision: str, why: str) -> None:
         """Compute in this precision from the next plan on; `why` is reported."""
         if self.plan is not None and self.plan.precision != precision:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 from memfit._errors import DoesNotFit
 from memfit.levers.fully import FullySharded, ShardLayout, unit_bytes
@@ -29,18 +30,24 @@ class Sharding:
         self._plain_barrier: Callable[[], None] = lambda: None
 
     def begin(self, prepare: Callable[[], None], again: Callable[[], None]) -> None:
-        """Apply the first level at which every rank can `prepare`; calls `again` before the next one. Raises DoesNotFit if
-        none fits."""
+        """Apply the first level at which every rank can `prepare`; calls `again` before the next one. A lower precision comes
+        last, because sharding changes no numbers. Raises DoesNotFit if nothing fits."""
         levels = levels_from(self._first(), self._asked)
+        lowers = (False, True) if len(levels) > 1 and self._core.settings.precision == "auto" else (True,)
+        attempts = list(product(lowers, levels))
         failed: DoesNotFit | None = None
-        for level in levels:
-            self._hold(level)
-            failed = _failing(prepare)
-            fits = self._ranks.gather(failed is None, SHARDING)
-            if all(fits):
-                return
-            if level != levels[-1]:
-                again()
+        try:
+            for attempt in attempts:
+                lower, level = attempt
+                self._core.allow_lower_precision(allowed=lower)
+                self._hold(level)
+                failed = _failing(prepare)
+                if all(self._ranks.gather(failed is None, SHARDING)):
+                    return
+                if attempt != attempts[-1]:
+                    again()
+        finally:
+            self._core.allow_lower_precision(allowed=True)
         if failed is not None:
             raise failed
 
