@@ -254,8 +254,8 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     run.script_batch = _script_batch(loader, settings)
     _tell_of_plans(run, core, asked, in_script=loss_fn is None and plan is None)
     run.loader = _effective(loader, settings.together, loss_fn, run, ranks, core.tell)
-    if core.together is not None:
-        core.company = core.together.company = _company(core, core.together.ranks, run, plan)
+    if core.reduction is not None:
+        core.rank_facts = core.reduction.reporter = _rank_facts(core, core.reduction.ranks, run, plan)
     guard = None
     if given.target_batch is not None and loader is not None:
         guard = AccumulationGuard(given.target_batch, settings.script_accumulation)
@@ -263,7 +263,7 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     if plan is not None:
         core.fix(plan)
     sharding = None if ranks is None else Sharding(core, ranks, shard)
-    run.hold_in_parts(sharding)
+    run.train_sharded(sharding)
     try:
         run.take_over(given.taken, in_script=loss_fn is None)
         if loss_fn is not None:
@@ -291,9 +291,9 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
 def _train_together(core: Core, ranks: Ranks, *, steps: bool, whole: bool) -> None:
     """Let a run reduce its gradients with the other ranks. `steps`: memfit runs the optimizer steps. `whole`: this rank may
     hold all parameters and optimizer state."""
-    core.together = StepReduction(ranks, core.model, core.staging, core.taken, overlaps=steps and whole)
-    if core.together.overlap is not None:
-        core.together.overlap.note = partial(core.note, "note")
+    core.reduction = StepReduction(ranks, core.model, core.staging, core.taken, overlaps=steps and whole)
+    if core.reduction.overlap is not None:
+        core.reduction.overlap.note = partial(core.note, "note")
     core.catch_up = CatchUp(ranks, core.model, core.optimizer) if steps else None
 
 
@@ -346,25 +346,25 @@ def _agree_to_begin(
     start_alike(ranks, model)
 
 
-def _company(core: Core, ranks: Ranks, run: Run, plan: Plan | None) -> FactsExchange:
+def _rank_facts(core: Core, ranks: Ranks, run: Run, plan: Plan | None) -> FactsExchange:
     """Return the exchange of plans and speeds between ranks. An existing plan for all ranks sets their shares."""
-    company = FactsExchange(core, ranks, run.measured_peak)
+    rank_facts = FactsExchange(core, ranks, run.measured_peak)
     shares = run.loader.shares if isinstance(run.loader, EffectiveLoader) else None
-    company.shares = shares
+    rank_facts.shares = shares
     if shares is not None and plan is not None and len(plan.ranks) == ranks.size and sum(plan.shares) == sum(shares.latest):
         shares.latest = plan.shares
-    return company
+    return rank_facts
 
 
 def _tell_others(core: Core, prepare: Callable[[], None]) -> None:
     """Exchange the plan with the other ranks. Plan again if the ranks agree on another precision."""
-    if core.company is None:
+    if core.rank_facts is None:
         return
     before = core.settings.precision
-    core.company.meet(WRAPPING)
+    core.rank_facts.meet(WRAPPING)
     if core.settings.precision != before:
         prepare()
-        core.company.meet(WRAPPING)
+        core.rank_facts.meet(WRAPPING)
 
 
 def _tell_of_plans(run: Run, core: Core, asked: Asked | None, *, in_script: bool) -> None:

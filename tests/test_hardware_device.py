@@ -20,8 +20,8 @@ from memfit.hardware.device import (
     device_from_driver,
     device_from_metal,
     environment_notes,
-    photograph,
     photograph_cpu,
+    query_device,
 )
 from memfit.hardware.driver import BEYOND_MOST, DriverMemory, identity, memory_fraction, read_backend, trusted
 from memfit.hardware.dtypes import cpu_facts, cpu_fast_dtypes, cuda_fast_dtypes, xpu_fast_dtypes
@@ -381,9 +381,9 @@ def test_metal_shares_memory_with_the_cpu() -> None:
 
 @linux
 def test_photograph_of_this_cpu() -> None:
-    found = photograph(torch.device("cpu"))
+    found = query_device(torch.device("cpu"))
     block = torch.ones(100 * MiB, dtype=torch.uint8)
-    later = photograph(torch.device("cpu"))
+    later = query_device(torch.device("cpu"))
     assert abs(later.held - found.held - block.numel()) < 8 * MiB
     assert (found.kind, found.index, found.cached, found.others) == ("cpu", None, 0, None)
     assert found.free == found.limits[0].left and 0 < found.free <= found.total
@@ -409,19 +409,19 @@ def test_cpu_total_is_the_least_bound_not_the_machine(tmp_path: Path) -> None:
 def test_without_an_accelerator_the_cpu_is_photographed() -> None:
     if torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available():
         pytest.skip("this machine has an accelerator")
-    assert photograph().kind == "cpu"
+    assert query_device().kind == "cpu"
 
 
 @pytest.mark.parametrize("name", ["meta", "cpu:1"])
 def test_device_torch_cannot_train_on_is_an_error_with_a_way_out(name: str) -> None:
     with pytest.raises(UsageError, match=f"device='{name}'"):
-        photograph(torch.device(name))
+        query_device(torch.device(name))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_missing_accelerator_is_an_error_with_a_way_out() -> None:
     with pytest.raises(UsageError, match=r"sees no cuda device\n.*'cpu'"):
-        photograph(torch.device("cuda"))
+        query_device(torch.device("cuda"))
 
 
 def test_unknown_memory_is_an_error_not_a_zero() -> None:
@@ -450,14 +450,14 @@ def test_photograph_follows_a_real_allocation() -> None:
 
     chosen = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.empty_cache()
-    before, meter = photograph(chosen, nvml=load_nvml()), Meter(chosen, nvml=load_nvml())
+    before, meter = query_device(chosen, nvml=load_nvml()), Meter(chosen, nvml=load_nvml())
     block = torch.ones(256 * MiB, dtype=torch.uint8, device=chosen)
-    after = photograph(chosen, nvml=load_nvml())
+    after = query_device(chosen, nvml=load_nvml())
     assert abs(after.held - before.held - 256 * MiB) < 64 * MiB
     assert abs(before.free - after.free - 256 * MiB) < 64 * MiB
     assert abs(meter.held() - after.held) < 64 * MiB
     del block
-    cached = photograph(chosen, nvml=load_nvml())
+    cached = query_device(chosen, nvml=load_nvml())
     assert cached.cached >= 256 * MiB and abs(cached.free - before.free) < 64 * MiB
     peak = meter.peak()
     assert peak is not None and abs(peak - after.held) < 64 * MiB

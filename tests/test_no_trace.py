@@ -59,7 +59,7 @@ class Busy(nn.Module):
         return self.net(self.norm(x) + 0 * noise)
 
 
-def photograph(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def query_device(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Copies of everything that planning has to leave alone."""
     return {
         "state": {name: value.clone() for name, value in model.state_dict().items()},
@@ -107,9 +107,9 @@ def test_planning_leaves_no_trace() -> None:
     model, (x, y) = Busy(), points()
     optimizer = begun(model, lambda: F.cross_entropy(model(x), y))
     memfit.wrap(model, optimizer, micro_batch=5)
-    before = photograph(model, optimizer)
+    before = query_device(model, optimizer)
     out = model(x)  # learns, profiles, proves; runs nothing of the batch
-    assert_same(photograph(model, optimizer), before)
+    assert_same(query_device(model, optimizer), before)
     del out
 
 
@@ -161,9 +161,9 @@ def test_planning_leaves_no_trace_on_families(name: str) -> None:
     model, batch = family.build(dropout=0.1), first_batch(family)
     optimizer = begun(model, lambda: family.script_loss(model, batch))
     memfit.wrap(model, optimizer, micro_batch=5)
-    before = photograph(model, optimizer)
+    before = query_device(model, optimizer)
     out = model(*batch) if family.returns_loss else model(batch[0])
-    assert_same(photograph(model, optimizer), before)
+    assert_same(query_device(model, optimizer), before)
     del out
 
 
@@ -174,7 +174,7 @@ def test_failing_and_interrupted_planning_leaves_no_trace(error: BaseException, 
     model, (x, y) = Busy(), points()
     optimizer = begun(model, lambda: F.cross_entropy(model(x), y))
     memfit.wrap(model, optimizer, micro_batch=5)
-    before = photograph(model, optimizer)
+    before = query_device(model, optimizer)
     model.error, model.after = error, model.calls + after
     try:
         out = model(x)
@@ -183,7 +183,7 @@ def test_failing_and_interrupted_planning_leaves_no_trace(error: BaseException, 
     else:
         del out
     model.error, model.after = None, 0
-    assert_same(photograph(model, optimizer), before)
+    assert_same(query_device(model, optimizer), before)
     assert_clean_modes()
     out = model(x)
     F.cross_entropy(out, y).backward()
@@ -204,12 +204,12 @@ def test_an_interrupt_while_a_batch_runs_hands_nothing_over(known: bool, after: 
 
     train()
     optimizer.zero_grad()
-    before, forwards = photograph(model, optimizer), model.ticks.n
+    before, forwards = query_device(model, optimizer), model.ticks.n
     model.error, model.after = KeyboardInterrupt(), model.ticks.n + after
     with pytest.raises(KeyboardInterrupt):
         train()
     model.error = None
-    found = photograph(model, optimizer)
+    found = query_device(model, optimizer)
     assert model.ticks.n == forwards + after + 1
     for key in before.keys() - KEPT_BY_PYTHON:
         assert_same(found[key], before[key], key)
@@ -274,12 +274,12 @@ def test_wrapping_leaves_the_loader_where_it_is() -> None:
 def test_a_wrap_that_fails_changes_nothing() -> None:
     model, loader = mlp(), DataLoader(TensorDataset(*points(48)), batch_size=4)
     optimizer = AdamW(model.parameters())
-    before = photograph(model, optimizer)
+    before = query_device(model, optimizer)
     steps = dict(optimizer._optimizer_step_post_hooks)
     for wrong in ({"target_batch": 0}, {"budget": 6}, {"budget": "six"}, {"precision": "int8"}, {"checkpoint": ["nowhere"]}):
         with pytest.raises(ValueError):
             memfit.wrap(model, optimizer, loader, **wrong)
-    assert_same(photograph(model, optimizer), before)
+    assert_same(query_device(model, optimizer), before)
     assert optimizer._optimizer_step_post_hooks == steps
 
 

@@ -104,7 +104,7 @@ class Shelf:
         del self.keys[at]
         del self.blocks[at]
 
-    def first_fit(self, size: int) -> int:
+    def best_fit(self, size: int) -> int:
         """Return the index of the best fit for `size` bytes, at the lowest address among equals; may be past the end."""
         return bisect_left(self.keys, size << ADDRESS_BITS)
 

@@ -110,7 +110,7 @@ class CachingAllocator:
         shelf = pool.shelves.get(stream) or pool.shelf(stream)
         if self.collects:
             pool.searches += 1
-        at = shelf.first_fit(rounded) if self._plain else self.search(shelf, rounded)
+        at = shelf.best_fit(rounded) if self._plain else self.search(shelf, rounded)
         if at < len(shelf.blocks):
             del shelf.keys[at]
             block = shelf.blocks.pop(at)
@@ -138,7 +138,7 @@ class CachingAllocator:
     def search(self, shelf: Shelf, size: int) -> int:
         """Return the index on the shelf of the block that serves a rounded size; past the end if there is none."""
         nothing = len(shelf.blocks)
-        at = shelf.first_fit(size)
+        at = shelf.best_fit(size)
         if at == nothing:
             return nothing
         if shelf.blocks[at].reservation is not None:

@@ -36,7 +36,7 @@ def oversize(allocator: CachingAllocator, shelf: Shelf, size: int) -> list[Block
     """Select the oversize blocks of the shelf to release for a request: enough to serve it, or all of them."""
     limit = allocator.settings.max_split_size
     wanted = max(size, limit)
-    at = shelf.first_fit(wanted)
+    at = shelf.best_fit(wanted)
     if at < len(shelf.blocks) and shelf.blocks[at].reservation is None:
         return [shelf.blocks[at]]
     chosen, released = [], 0

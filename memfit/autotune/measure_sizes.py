@@ -23,7 +23,7 @@ from memfit.autotune.trim_heap import HeapWatch
 from memfit.autotune.tuner import spread
 from memfit.engine.recovery import surviving
 from memfit.engine.staged import Staging
-from memfit.hardware.exhausted import patiently
+from memfit.hardware.exhausted import retry_on_oom
 from memfit.hardware.heap import give_back_free_heap
 from memfit.planning.search import Demand, micro_batch_sizes
 from memfit.profiling.allocator import HIGH_HEAP_WASTE, heap_peak, thresholds_pinned
@@ -157,7 +157,7 @@ class Measurer:
 
         only = len(sizes) == 1
         if only and (task.demand.micro_batch is None or sizes[0] == 1):
-            return patiently(lambda: self._timings(task, profile, sizes, allowed, thoroughly), self._device)
+            return retry_on_oom(lambda: self._timings(task, profile, sizes, allowed, thoroughly), self._device)
         otherwise = untimed if only else smaller
         return surviving(lambda: self._timings(task, profile, sizes, allowed, thoroughly), self._device, otherwise)
 
@@ -220,7 +220,7 @@ class Measurer:
     def _optimizer_seconds(self, allowed: int) -> float:
         """Time an optimizer step, or as much of it as memory allows."""
         seconds = partial(optimizer_seconds, self._optimizer, self._device)
-        smallest = partial(patiently, partial(seconds, limit=1 << 20), self._device)
+        smallest = partial(retry_on_oom, partial(seconds, limit=1 << 20), self._device)
         return surviving(lambda: seconds(limit=max(1 << 20, min(64 << 20, allowed // 16))), self._device, lambda _: smallest())
 
     def possible(self, demand: Demand, measured: Profile | None = None) -> Demand:

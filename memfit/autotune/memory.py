@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from memfit.engine.staged import bytes_here
 from memfit.hardware.budget import Budget, margin_for
-from memfit.hardware.device import photograph
+from memfit.hardware.device import query_device
 from memfit.hardware.exhausted import release_workspaces
 from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
@@ -99,7 +99,7 @@ class Memory:
         coming += sum(other.lacking(self) for other in _TRAINING)
         held = max(0, self._base + self._meter.in_use() - known - self._start) + coming
         # Planning, libraries and other processes have taken memory since the first measurement.
-        free = photograph(self._device).free
+        free = query_device(self._device).free
         limit = min(self._budget.limit, held + known + free)
         margin = min(self._budget.margin, margin_for(self._device.type, limit))
         return replace(self._budget, held=held, limit=limit, margin=margin)

@@ -32,7 +32,7 @@ from memfit.engine.call_context import (
 from memfit.engine.compose_state import Composition
 from memfit.engine.modules import modules_of, parameters_in
 from memfit.engine.random_state import HostDraws, RandomState
-from memfit.engine.staged import Staging, gathers_in_parts
+from memfit.engine.staged import Staging, is_sharded
 from memfit.engine.version_checks import Keys, Modified, Unchanged
 
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
@@ -95,7 +95,7 @@ class Call:
         self.inputs = InputGradients(tree, layout)
         self.noted: dict[int, tuple[Any, torch.Tensor]] = {}
         self.standins: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
-        written = (*tensors(tree), *(() if gathers_in_parts(model) else (p for p, _ in self.requires)))
+        written = (*tensors(tree), *(() if is_sharded(model) else (p for p, _ in self.requires)))
         self._written = written
         self.note_now()
         self._cut: Callable[[int, int], Tree] | None = None
@@ -130,7 +130,7 @@ class Call:
 
     def _check_places(self) -> None:
         """Raise Refused if the model's parameters were replaced: the new ones would get the gradients."""
-        there = () if gathers_in_parts(self.model) else parameters_in(modules_of(self.model))
+        there = () if is_sharded(self.model) else parameters_in(modules_of(self.model))
         if there and [id(p) for p in there] != [id(p) for p, _ in self.requires]:
             raise Refused(
                 "running a call in micro-batches when its loss is computed",

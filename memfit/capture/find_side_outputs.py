@@ -26,7 +26,7 @@ from memfit.capture.call import Call
 from memfit.capture.side_outputs import ClosureVariable, Door, Doorway
 from memfit.engine.call_context import uncompiled
 from memfit.engine.known_means import leaves_of
-from memfit.engine.staged import gathers_in_parts
+from memfit.engine.staged import is_sharded
 from memfit.profiling.sandbox import leave_no_trace
 
 
@@ -73,7 +73,7 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
         found = _holders(alive, call.model, inside=_reachable(leaf for _, leaf in leaves(output)))
         places = [place for place in found if place.name not in named]
         own = {id(t) for t in (*call.model.parameters(), *(t for t, _ in given))}
-        leaves_ = [] if gathers_in_parts(call.model) else leaves_of(tensors(output))
+        leaves_ = [] if is_sharded(call.model) else leaves_of(tensors(output))
         strangers = tuple(p for p in leaves_ if isinstance(p, nn.Parameter) and id(p) not in own)
         entrances = SideEntrances(strangers, any(t._version != version for t, version in given))
     doors = [place.door for place in places]

@@ -39,7 +39,7 @@ class Meeting(Protocol):
 
     mean: bool
     """Whether sums are divided by the number of ranks."""
-    company: RankReporter | None
+    reporter: RankReporter | None
     """What ranks tell each other about themselves, if they do."""
 
     def told_early(self, sums: Total, weighting: Weighting, *, willing: bool) -> list[Stated]:
@@ -258,8 +258,8 @@ class Overlap:
         self._meeting.told_of_sums(_nothing(), BY_SAMPLES, frozenset(), worked=False)
 
     def _waiting(self) -> AbstractContextManager[None]:
-        company = self._meeting.company
-        return nullcontext() if company is None else company.waiting()
+        reporter = self._meeting.reporter
+        return nullcontext() if reporter is None else reporter.waiting()
 
 
 def _alike(told: Sequence[Stated]) -> bool:

@@ -39,7 +39,7 @@ from memfit.engine.accumulate import BY_SAMPLES, Weighting, wide
 from memfit.engine.handover import Factor, Total
 from memfit.engine.staged import Staging, sparse_parameters
 from memfit.equivalence.weighting_codes import Way, common, way_of, ways_of, weighting_by
-from memfit.hardware.exhausted import patiently
+from memfit.hardware.exhausted import retry_on_oom
 from memfit.ranks.buckets import Reducer
 from memfit.ranks.ranks import Ranks
 
@@ -63,7 +63,7 @@ class StepReduction:
     """Reduces the gradients of `staging`'s parameters over all `ranks`.
 
     Attributes: `mean` (whether sums are divided by the number of ranks, as in plain DistributedDataParallel), `torn` (whether
-    an optimizer step began here and did not finish), `company` (adds facts about the ranks to the same exchange, if set),
+    an optimizer step began here and did not finish), `reporter` (adds facts about the ranks to the same exchange, if set),
     `part` (this rank's fraction of the latest batch, as means weigh it; None if totals were summed), `whole` (whether its loss
     takes all samples of its share together; if so on one rank, then on all, to keep exchanges matched), `overlap` (reduces
     gradients during the last micro-batch; None if nothing does, as in script mode).
@@ -75,18 +75,18 @@ class StepReduction:
         self.ranks = ranks
         self.mean, self._shares_buffers = (False, True) if taken is None else (taken.mean, taken.shares_buffers)
         self._model, self._staging = model, staging
-        self.company: RankReporter | None = None
+        self.reporter: RankReporter | None = None
         self._heard: list[list[float]] = []
         self._parameters: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
         self._overlaps, self._steps = overlaps, 0
         self.overlap: Overlap | None = None
-        self.begin_anew()
+        self.rebuild()
         self.torn = False
         self.part: float | None = None
         self.whole = self.apart = self.unseen = False
 
-    def begin_anew(self) -> None:
+    def rebuild(self) -> None:
         """Rebuilds everything after the model's parameters were replaced, on all ranks."""
         self._look()
         self._sparse = {id(p) for p in sparse_parameters(self._model)}
@@ -148,8 +148,8 @@ class StepReduction:
         self._check(told)
         if any(each.whole for each in told) and not self.whole:
             raise WholeShares
-        if self.company is not None:
-            self.company.heard(self._heard, self._steps)
+        if self.reporter is not None:
+            self.reporter.heard(self._heard, self._steps)
         counting = [each for each in told if each.way is not None]
         self.unseen = any(each.unseen for each in counting)
         if (self.whole or self.unseen) and len({each.way for each in counting}) > 1:
@@ -277,7 +277,7 @@ class StepReduction:
         """Exchange what every rank states about its part, which has gradients in these places."""
         about = self._about(total, weighting, divided=divided, digest=self._digest(), worked=worked)
         reached = packed([i in places for i in range(len(self._parameters))])
-        of_itself = [] if self.company is None else self.company.stated()
+        of_itself = [] if self.reporter is None else self.reporter.stated()
         told = self.ranks.agree([*about, *reached, *of_itself], STEP)
         end = STATED + len(reached)
         self._heard = [numbers[end:] for numbers in told]
@@ -414,7 +414,7 @@ class StepReduction:
         return self._patiently(lambda: _scaled(gradient, factor)) if gradient.is_sparse else _scaled(gradient, factor)  # type: ignore[return-value]
 
     def _patiently(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return patiently(make, self.ranks.device)
+        return retry_on_oom(make, self.ranks.device)
 
 
 def _by_samples(told: Stated) -> Stated:

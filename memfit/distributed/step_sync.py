@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit._errors import RankFailed
-from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory, patiently
+from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory, retry_on_oom
 from memfit.ranks.ranks import Ranks
 
 STEPPING = "taking an optimizer step"
@@ -105,7 +105,7 @@ class CatchUp:
     def _load(self, told: dict[str, Any]) -> None:
         self._optimizer.state.clear()  # else entries of the failed step would stay beside the new ones
         groups = self._optimizer.param_groups
-        patiently(lambda: self._optimizer.load_state_dict(told["state"]), self._ranks.device)
+        retry_on_oom(lambda: self._optimizer.load_state_dict(told["state"]), self._ranks.device)
         self._optimizer.param_groups = groups  # schedulers refer to these dicts
         for group, values in zip(groups, told["groups"]):
             group.update(values)

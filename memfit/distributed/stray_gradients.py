@@ -21,7 +21,7 @@ from torch import nn
 from memfit._errors import Refused
 from memfit.distributed.reduction import StepReduction
 from memfit.engine.accumulate import wide
-from memfit.hardware.exhausted import patiently
+from memfit.hardware.exhausted import retry_on_oom
 
 LEVELLING = "gradients that parameters receive outside of the forward"
 APART = 1e-9
@@ -33,19 +33,19 @@ NOTHING = (0.0, 0.0, 0.0)
 
 
 class StrayGradients:
-    """Averages gradients of `together`'s parameters at the end of backwards that combined a total across ranks. `say` receives
+    """Averages gradients of `reduction`'s parameters at the end of backwards that combined a total across ranks. `say` receives
     the names of new parameters that need it, taken from `model`; `samples` returns the samples of this rank's batch, if known;
     `aside` returns whether memfit itself is computing."""
 
     def __init__(
         self,
-        together: StepReduction,
+        reduction: StepReduction,
         model: nn.Module,
         say: Callable[[str], None],
         samples: Callable[[], int | None],
         aside: Callable[[], bool],
     ) -> None:
-        self._together, self._model, self._say, self._samples, self._aside = together, model, say, samples, aside
+        self._reduction, self._model, self._say, self._samples, self._aside = reduction, model, say, samples, aside
         self._known: dict[int, torch.Tensor] = {}
         self._backwards = 0
         self._task: int | None = None
@@ -87,7 +87,7 @@ class StrayGradients:
         """Average now if no backward since the last step did, as none of them went through the forward. Clipping came before
         that, on each rank by itself; from now on it comes after."""
         levelled, self._levelled = self._levelled, False
-        if not levelled and any(p.grad is not None for p in self._together.parameters):
+        if not levelled and any(p.grad is not None for p in self._reduction.parameters):
             self.level()
             self.watch()
             self._levelled = False
@@ -96,10 +96,10 @@ class StrayGradients:
         """Replace gradients that differ between ranks by their mean."""
         self._task, self._levelled = None, True
         self._backwards += 1
-        with self._together.announcing(), torch.no_grad():
+        with self._reduction.announcing(), torch.no_grad():
             if not self._combined:
                 weights = [weight for (weight,) in self._agreed([float(self._samples() or 1)])]
-                self._together.part = weights[self._together.ranks.rank] / sum(weights)
+                self._reduction.part = weights[self._reduction.ranks.rank] / sum(weights)
             self._combined = False
             there = self._looked_at() if self._looks else self._there()
             if there:
@@ -113,7 +113,7 @@ class StrayGradients:
 
     def _looked_at(self) -> list[torch.Tensor]:
         """The parameters with gradients that differ between ranks, which become known ones."""
-        parameters = self._together.parameters
+        parameters = self._reduction.parameters
         told = self._agreed([number for p in parameters for number in _sums(p.grad)])
         width = len(NOTHING)
         rows = [[numbers[i : i + width] for numbers in told] for i in range(0, width * len(parameters), width)]
@@ -131,7 +131,7 @@ class StrayGradients:
         return [p for p, any_ in zip(known, map(any, zip(*told))) if any_]
 
     def _agreed(self, numbers: Sequence[float]) -> list[list[float]]:
-        return self._together.ranks.agree(numbers, LEVELLING)
+        return self._reduction.ranks.agree(numbers, LEVELLING)
 
     def _learn(self, parameters: Sequence[torch.Tensor]) -> None:
         if not parameters:
@@ -146,23 +146,23 @@ class StrayGradients:
     def _part_for(self, parameters: Sequence[torch.Tensor]) -> float:
         """This rank's weight in a mean of these. Raises Refused if totals were summed: a mean would change the rest of their
         gradients."""
-        if self._together.part is None:
+        if self._reduction.part is None:
             raise Refused(
                 "a sum as the loss over all processes",
                 found=f"{self._names(parameters)} also received gradients outside of the model's forward, which add up "
                 "apart from it",
                 next_move="divide the loss by the number of samples, or compute it in the model's forward or in loss_fn=",
             )
-        return self._together.part
+        return self._reduction.part
 
     def _names(self, parameters: Sequence[torch.Tensor]) -> str:
         by_id = {id(p): name for name, p in self._model.named_parameters()}
         return ", ".join(by_id.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in parameters)
 
     def _mean(self, parameters: Sequence[torch.Tensor]) -> None:
-        part, device = self._part_for(parameters), self._together.ranks.device
-        own = [patiently(partial(_weighed, p, part), device) for p in parameters]
-        for parameter, mean in zip(parameters, self._together.reduced(own)):
+        part, device = self._part_for(parameters), self._reduction.ranks.device
+        own = [retry_on_oom(partial(_weighed, p, part), device) for p in parameters]
+        for parameter, mean in zip(parameters, self._reduction.reduced(own)):
             if parameter.grad is None:
                 parameter.grad = mean
             else:

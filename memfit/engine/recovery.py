@@ -16,7 +16,7 @@ from memfit.engine.buffers import WrittenBuffers
 from memfit.engine.call_context import restore_tensors
 from memfit.engine.random_state import HostDraws, RandomState
 from memfit.engine.staged import Staging
-from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory, patiently, said_by
+from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory, retry_on_oom, said_by
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ def on_fewer(
         return on_fewer(attempt, smaller, device, on_failure)
 
     if samples <= 2:
-        return patiently(lambda: attempt(samples), device)
+        return retry_on_oom(lambda: attempt(samples), device)
     return surviving(lambda: attempt(samples), device, fewer)
 
 

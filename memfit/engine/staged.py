@@ -273,7 +273,7 @@ class Parts(Protocol):
 def gradients_of(loss: torch.Tensor, parameters: Sequence[torch.Tensor], model: nn.Module) -> list[torch.Tensor | None]:
     """Return what `torch.autograd.grad` does, None for unused parameters. Of sharded parameters, returns this rank's shards,
     whose gradients accumulate only in a full `backward`."""
-    if gathers_in_parts(model):
+    if is_sharded(model):
         torch.autograd.backward(loss)
         found = [None if p.grad is None else p.grad.to_local() for p in parameters]  # type: ignore[attr-defined]
         _set_gradients(parameters, [None] * len(parameters))
@@ -305,16 +305,16 @@ AS_GIVEN = "_memfit_as_given"
 """Attribute of a sharded model: returns a context in which its modules are unsharded, as the user gave them."""
 
 
-LET_GO = "_memfit_let_go"
+RESHARD = "_memfit_let_go"
 """Attribute of a sharded model: frees the all-gathered parameters (reshard)."""
 
 
-def let_go(model: nn.Module) -> None:
+def reshard_model(model: nn.Module) -> None:
     """Reshard the model if its parameters are sharded."""
-    model.__dict__.get(LET_GO, lambda: None)()
+    model.__dict__.get(RESHARD, lambda: None)()
 
 
-def gathers_in_parts(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Whether the model's parameters are sharded (FSDP2)."""
     return bool(getattr(model, "_is_fsdp_managed_module", False))
 

@@ -25,7 +25,7 @@ from memfit.engine.divisors import How, Number, divisors_of, how_divided, off_by
 from memfit.engine.intercept import is_compiled
 from memfit.engine.known_means import Terms, is_only_term, leaves_of
 from memfit.engine.random_slices import Draws
-from memfit.engine.staged import Staging, gathers_in_parts, gradients_of
+from memfit.engine.staged import Staging, gradients_of, is_sharded
 from memfit.equivalence.host_reads import Reads, Value, decided
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.proofs import comparable
@@ -230,7 +230,7 @@ class _Look:
 
     def _leaves(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the leaves that receive gradients. Sharded parameters are other tensors while they are gathered."""
-        return () if gathers_in_parts(self.model) else leaves_of([loss])
+        return () if is_sharded(self.model) else leaves_of([loss])
 
 
 def _choose(

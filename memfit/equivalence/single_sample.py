@@ -23,8 +23,8 @@ from memfit.capture.infer_layout import fake_outputs
 from memfit.capture.outputs import Leaf, name_in
 from memfit.engine.accumulate import Work, loss_of
 from memfit.engine.call_context import uncompiled
-from memfit.engine.staged import gathers_in_parts
-from memfit.hardware.exhausted import is_out_of_memory, patiently
+from memfit.engine.staged import is_sharded
+from memfit.hardware.exhausted import is_out_of_memory, retry_on_oom
 from memfit.profiling.sandbox import leave_no_trace
 
 
@@ -41,7 +41,7 @@ def call_alone(call: Call) -> str | None:
     def look(samples: int) -> list[Any]:
         return flat(fake_outputs(call, samples)[0])
 
-    found = _run_alone(look if gathers_in_parts(call.model) else run, call.model, call.device)
+    found = _run_alone(look if is_sharded(call.model) else run, call.model, call.device)
     if found is None or isinstance(found, str):
         return found
     leaves = call.outputs.leaves
@@ -63,7 +63,7 @@ def loss_alone(work: Work, model: nn.Module, twins: Callable[[int], AbstractCont
             loss_of(twin, samples)
         return []
 
-    found = _run_alone(look if gathers_in_parts(model) else run, model, work.device)
+    found = _run_alone(look if is_sharded(model) else run, model, work.device)
     return found if isinstance(found, str) else None
 
 
@@ -80,7 +80,7 @@ def _run_alone(run: Callable[[int], list[Any]], model: nn.Module, device: torch.
     for samples in (1, 2):
         try:
             with leave_no_trace(model, device), uncompiled(), torch.enable_grad():
-                found = patiently(partial(run, samples), device)
+                found = retry_on_oom(partial(run, samples), device)
         except Exception as error:
             if is_out_of_memory(error) or isinstance(error, RankFailed):
                 raise

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from memfit._errors import UsageError
 from memfit._units import BEYOND, MiB, format_at_least, format_bytes, parse_bytes
 from memfit.hardware.catalogue import Card, card
-from memfit.hardware.device import Device, default_device, photograph
+from memfit.hardware.device import Device, default_device, query_device
 from memfit.hardware.nvml import load_nvml
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def probe(*, budget: int | float | str | None = None, device: torch.device | str
     if elsewhere is not None:
         return budget_for(elsewhere.as_device(), budget)
     chosen = _device(device)
-    return budget_for(photograph(chosen, nvml=load_nvml() if chosen.type == "cuda" else None), budget)
+    return budget_for(query_device(chosen, nvml=load_nvml() if chosen.type == "cuda" else None), budget)
 
 
 def shared_among(budget: Budget, processes: int) -> Budget:

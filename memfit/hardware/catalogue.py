@@ -72,7 +72,7 @@ class Card:
     """The architecture's name in ROCm ("gfx942"); "" for NVIDIA."""
 
     def as_device(self) -> Device:
-        """Return the idle card as `photograph` would describe it, in a process that has opened it and allocated nothing yet.
+        """Return the idle card as `query_device` would describe it, in a process that has opened it and allocated nothing yet.
 
         `free` is the total minus the context (`CONTEXT`, `CONTEXT_ROCM`), which counts as held.
         """

@@ -63,7 +63,7 @@ class Device:
         return f"{self.name} ({self.kind if self.index is None else f'{self.kind}:{self.index}'})"
 
 
-def photograph(device: torch.device | None = None, *, nvml: Any | None = None) -> Device:
+def query_device(device: torch.device | None = None, *, nvml: Any | None = None) -> Device:
     """Describe `device` as it is now. None means the current accelerator if torch has one, else the CPU.
 
     `nvml` is a module like pynvml (`load_nvml()`); without it, other processes on a CUDA device are unknown and its context's

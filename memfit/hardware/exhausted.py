@@ -78,7 +78,7 @@ def release_workspaces(device: torch.device) -> None:
         release()
 
 
-def patiently(make: Callable[[], T], device: torch.device) -> T:
+def retry_on_oom(make: Callable[[], T], device: torch.device) -> T:
     """Call `make()`, and retry if it runs out of memory. `make` must change nothing if it fails."""
     for _ in range(TRIES - 1):
         try:

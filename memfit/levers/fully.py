@@ -28,7 +28,7 @@ from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.aside import aside
 from memfit.engine.call_context import restore_tensors
 from memfit.engine.modules import modules_of
-from memfit.engine.staged import AS_GIVEN, LET_GO, bytes_here
+from memfit.engine.staged import AS_GIVEN, RESHARD, bytes_here
 from memfit.levers.checkpoint import candidate_blocks
 from memfit.ranks.passes import APART, BACKWARD, COUNTED, FORWARD, GLANCE, Passes, begins
 from memfit.ranks.ranks import Ranks
@@ -98,8 +98,8 @@ class FullySharded:
         self._of_parameters, self._of_state = ranks.serve(self._send_parameters), ranks.serve(self._send_state)
         self._found: dict[Any, torch.Tensor] = {}
         self._root_forward()
-        let_go = [] if whole_while_training else [unit for unit in units if unit is not model]
-        hooks = [unit.register_forward_hook(self._let_go) for unit in let_go]
+        reshard_model = [] if whole_while_training else [unit for unit in units if unit is not model]
+        hooks = [unit.register_forward_hook(self._let_go) for unit in reshard_model]
         hooks.append(optimizer.register_step_pre_hook(lambda *_: self.reshard()))
         self._undo = [*self._answer_states(), *(hook.remove for hook in hooks)]
 
@@ -116,7 +116,7 @@ class FullySharded:
         self._had_own = self._model.__dict__.get("forward")
         self._plain = self._had_own or _class_forward(self._model)
         self._model.forward = self._forward  # type: ignore[method-assign]
-        self._model.__dict__.update({AS_GIVEN: self.hidden, LET_GO: self.reshard})
+        self._model.__dict__.update({AS_GIVEN: self.hidden, RESHARD: self.reshard})
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._hidden:
@@ -321,7 +321,7 @@ class FullySharded:
                 module._parameters[name] = new.get(id(p), p)
         _unshard(self._units, self._classes)
         self._model.__dict__.pop("forward", None)
-        for name in (AS_GIVEN, LET_GO):
+        for name in (AS_GIVEN, RESHARD):
             self._model.__dict__.pop(name, None)
         if self._had_own is not None:
             self._model.__dict__["forward"] = self._had_own

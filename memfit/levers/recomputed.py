@@ -19,7 +19,7 @@ from torch import nn
 from memfit.engine.call_context import is_faking
 from memfit.engine.compose_state import Place, TensorPlace
 from memfit.engine.random_state import HostRandom
-from memfit.engine.staged import gathers_in_parts
+from memfit.engine.staged import is_sharded
 from memfit.engine.undo_state import StateSnapshot, holds
 from memfit.engine.version_checks import Unchanged
 
@@ -86,7 +86,7 @@ class RecomputeContext:
 
     def ran(self, block: nn.Module) -> None:
         """Record the parameters after the forward. If the script assigns to `p.data`, recomputation uses the old data."""
-        if not is_faking() and not gathers_in_parts(block):
+        if not is_faking() and not is_sharded(block):
             self._parameters = Unchanged(list(block.parameters()))
 
     def __enter__(self) -> None:

@@ -96,7 +96,7 @@ class CallKinds:
         for kind in self._kinds.values():
             kind.whole, kind.refused, kind.planned = 0, None, {}
 
-    def begin_anew(self) -> None:
+    def rebuild(self) -> None:
         """Drop all that is known of calls: the model has changed."""
         for known in (self._kinds, self._recognised, self._doors, self._unknown, self._untrained):
             known.clear()
@@ -207,7 +207,7 @@ class CallKinds:
             return None, None
         refusal: Refused | None = None
         for samples in told:
-            if samples < 2 and self._core.together is not None:
+            if samples < 2 and self._core.reduction is not None:
                 return self._single(key, plain, tree), samples
             if samples < 2:
                 if self._core.plan is None:
@@ -288,7 +288,7 @@ class CallKinds:
             return False
         if strict() and is_fault(error):
             return False
-        if self._core.together is not None or any(c.several or c.values is not None for c in call.calls):
+        if self._core.reduction is not None or any(c.several or c.values is not None for c in call.calls):
             return False
         bounds = [self._kinds[c.key].bound for c in call.calls]
         needs = [bound.peak(c.samples, accumulates=False).upper for c, bound in zip(call.calls, bounds) if bound is not None]
@@ -322,11 +322,11 @@ class CallKinds:
                 self._untrained.add(key)
                 return None
             shapes = call.shapes
-            self._prover.look_alone(call)
+            self._prover.look_at_single_samples(call)
             kind = CallKind(call.layout, shapes, {shapes: call.outputs}, None if core.fixed else self._bound(call))
             kind.counted = core.split is not None and shared_samples(tree) == samples
             whole = self._runs_whole(kind, call)
-            if whole and core.together is None:
+            if whole and core.reduction is None:
                 self._kinds[key] = kind
                 return None
             # With several ranks a known loss is weighted over all of them: then the call is cut, even if into one piece.
@@ -381,7 +381,7 @@ class CallKinds:
         call.outputs = kind.outputs_of(call, shapes)
         if not fits:
             self._grew(kind, call, shapes)
-        if core.together is None and self._runs_whole(kind, call):
+        if core.reduction is None and self._runs_whole(kind, call):
             return None
         if call.samples > 1 and (kind.proven is None or core.steps >= kind.prove_at or call.samples > kind.alike):
             self._prove_known(kind, call, shapes)

@@ -44,14 +44,14 @@ class Prover:
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    def look_alone(self, call: Call) -> None:
+    def look_at_single_samples(self, call: Call) -> None:
         """Finds out whether the model can run a single sample. Raises Refused if single samples were prescribed."""
         if self._core.least > 1:
             return
         with self._core.staging.swapped():  # no hook of the user's fires
             why = call_alone(call)
         if why is not None:
-            self._core.need_company(why)
+            self._core.forbid_single_samples(why)
 
     def prove(self, kind: CallKind, call: Call, shapes: Shapes) -> Deviation | None:
         """Proves that the call may be cut this way. Returns None if so, else the deviation of its parts from the whole."""

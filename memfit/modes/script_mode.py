@@ -52,7 +52,7 @@ from memfit.engine.call_context import in_checkpoint, outside_transforms, withou
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
 from memfit.engine.joined_handover import joined
 from memfit.engine.random_state import RandomState
-from memfit.engine.staged import let_go
+from memfit.engine.staged import reshard_model
 from memfit.engine.user_line import line_of_script
 from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
 from memfit.modes.call_kinds import OWN_LOSS, CallKinds
@@ -85,16 +85,16 @@ class Script:
         self._batch_samples, self._batch_number = batch_samples, batch_number
         self._kinds, self._evaluations = CallKinds(core), Evaluations(core, self.aside)
         core.on_forget.append(self._kinds.forget)
-        core.on_parameters.append(self._kinds.begin_anew)
+        core.on_parameters.append(self._kinds.rebuild)
         self._busy = False
         self._shapes: dict[Any, Any] = {}
         self._lines = {""}
         self._joint: Callable[[], Call | None] = lambda: None
         self.outside = OutsideForward(core.model, core.tell)
         self._strays: StrayGradients | None = None
-        if core.together is not None:
+        if core.reduction is not None:
             said = partial(core.note, "note")
-            self._strays = StrayGradients(core.together, core.model, said, batch_samples, lambda: self._busy)
+            self._strays = StrayGradients(core.reduction, core.model, said, batch_samples, lambda: self._busy)
 
     def answer(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an intercepted method."""
@@ -119,8 +119,8 @@ class Script:
                 output, call = self._whole_or_cut(name, plain, (args, kwargs))
                 if call is None:
                     self._guard_whole(output)
-                    if core.together is not None:
-                        core.together.ranks.rest()  # its graph needs the all-gathered parameters
+                    if core.reduction is not None:
+                        core.reduction.ranks.rest()  # its graph needs the all-gathered parameters
                     return output
             self._rest()
         self._waiting.add(call)
@@ -144,16 +144,16 @@ class Script:
     def _rest(self, *, alone: bool = False) -> None:
         """Return control to the script; `alone`: after work that other ranks need not do. Reshards the parameters, so that
         they look the same on all ranks."""
-        if self._core.together is not None:
-            self._core.together.ranks.rest(alone=alone)
-            let_go(self._core.model)
+        if self._core.reduction is not None:
+            self._core.reduction.ranks.rest(alone=alone)
+            reshard_model(self._core.model)
 
     def _whole_or_cut(self, name: str, plain: Callable[..., Any], tree: Tree) -> tuple[Any, Call | None]:
         """Return (output of a call that runs whole, None), or (None, call to cut) if it runs out of memory."""
         core, (args, kwargs) = self._core, tree
         self._run_earlier()
         UNDERWAY.make_room(None)
-        if core.together is not None:
+        if core.reduction is not None:
             return self._whole_of_all(lambda: plain(*args, **kwargs)), None
         put_back = core.recovery.watched()
         try:
@@ -184,22 +184,22 @@ class Script:
         weight = self._own_weight(1)
         return joined(run, core.staging, finish, weight)
 
-    def _say_how(self, together: StepReduction) -> None:
+    def _say_how(self, reduction: StepReduction) -> None:
         """Tell the user if memfit does not weight the last batch's loss across ranks, or sees only part of it."""
-        if together.part is None:
-            self._say_added(together)
-        if together.apart:
+        if reduction.part is None:
+            self._say_added(reduction)
+        if reduction.apart:
             self._core.tell(f"the loss is multiplied by what differs between processes, such as its own value: {OF_SHARES}")
-        if together.unseen:
+        if reduction.unseen:
             self._core.tell(
                 "each process computes the loss of its own samples, in a way that memfit does not see into: processes weigh by "
                 "their samples, as means do in DistributedDataParallel (a loss_fn= that memfit calls is weighed exactly)"
             )
 
-    def _say_added(self, together: StepReduction) -> None:
+    def _say_added(self, reduction: StepReduction) -> None:
         """Tell the user that sums add up across ranks. memfit cannot tell them from means whose divisor it does not see."""
-        if not together.mean:
-            size = together.ranks.size
+        if not reduction.mean:
+            size = reduction.ranks.size
             self._core.tell(
                 f"the loss is a sum over samples as far as memfit sees: sums add up over the {size} processes, where "
                 "DistributedDataParallel would take their mean. If it is divided by what a process counts in its own batch (a "
@@ -231,8 +231,8 @@ class Script:
                 found="what its mean divides by is seen on some of them and not on others, so that it cannot be weighted alike",
                 next_move="give every process two samples of each batch at least, or pass loss_fn= to memfit.wrap",
             )
-        if self._core.together is not None:
-            self._say_how(self._core.together)
+        if self._core.reduction is not None:
+            self._say_how(self._core.reduction)
         if self._strays is not None and self._core.staging.parts is None:
             self._strays.combined()
 
@@ -337,7 +337,7 @@ class Script:
     @property
     def alone(self) -> bool:
         """Whether this process trains alone, without other ranks."""
-        return self._core.together is None
+        return self._core.reduction is None
 
     def defers(self, call: Call) -> bool:
         """Whether losses of calls like this one are deferred until their use is known. They are if there are several, unless
@@ -378,18 +378,18 @@ class Script:
     def over_all(self, call: Call, terms: Sequence[Term]) -> tuple[Term, ...]:
         """Rescale the terms so that the ranks' values, weighted by samples, give the value over all samples: sums add up, and
         other terms are divided by counts over all ranks."""
-        together = self._core.together
-        if together is None:
+        reduction = self._core.reduction
+        if reduction is None:
             return tuple(terms)
         own = self._own_weight(call.samples)
         counted = [replace(term, count=count_of(term)).counting(call.samples) for term in terms]
-        told = together.ranks.agree([own, *(count if own else math.nan for count, _ in counted)], DIVISORS)
+        told = reduction.ranks.agree([own, *(count if own else math.nan for count, _ in counted)], DIVISORS)
         samples, *counts = zip(*told)
         divisors = [divisor_of(numbers) for numbers in counts]
         if None in divisors:
-            self._say_added(together)
+            self._say_added(reduction)
         part = own / sum(samples) if own else 1.0
-        sums = part * (together.ranks.size if together.mean else 1)
+        sums = part * (reduction.ranks.size if reduction.mean else 1)
         return tuple(
             replace(term, count=sums, known=None) if divisor is None else replace(other, count=divisor * part, known=None)
             for term, (_, other), divisor in zip(terms, counted, divisors)
@@ -591,7 +591,7 @@ class Script:
                 for each in call.calls:
                     each.pending += 1
                 total.on_handover = handing_over
-                if self._core.together is not None:
+                if self._core.reduction is not None:
                     combined = BY_SAMPLES if weighting is BY_SHARE else weighting
                     if weight is not None:
                         combined, total.weight = BY_TERM, weight if total.weight else 0.0

@@ -109,8 +109,8 @@ class Stepper:
         if flags not in self._kinds:
             self._kinds[flags] = Weigher(self._core, self._tasks), []
         self._weights, self._plans = self._kinds[flags]
-        if self._core.together is not None:
-            self._core.together.whole = self._weights.together
+        if self._core.reduction is not None:
+            self._core.reduction.whole = self._weights.together
 
     def task(self, batch: Any) -> Task:
         """Return the task to profile for a batch like this one."""
@@ -184,8 +184,8 @@ class Stepper:
             return hand_over(total)
 
     def _all_at_once(self, batch: Any) -> torch.Tensor:
-        if self._core.together is not None:
-            self._core.together.agree_whole()
+        if self._core.reduction is not None:
+            self._core.reduction.agree_whole()
         whole = batch.collate() if isinstance(batch, SampleBatch) else batch
         whole = map_leaves(copied, whole) if self._tasks.writes else whole
         return checked_loss(self._whole_loss(moved(whole, self._core.device)))

@@ -97,7 +97,7 @@ class Weigher:
             failed = self._failure(batch, share)
             if failed is not None and type(failed.__cause__) is type(error):
                 raise  # fails for any number of samples
-            if self._core.together is not None:
+            if self._core.reduction is not None:
                 _say_on_few(error)
                 raise
             said = first_line(error)
@@ -120,7 +120,7 @@ class Weigher:
         self._proven_ragged = self._proven_ragged or batch.ragged
         self._look_alone(batch)
         if batch.samples < 2 * core.least:
-            if self._stated is None and core.together is not None and batch.samples and self._is_one_mean(batch):
+            if self._stated is None and core.reduction is not None and batch.samples and self._is_one_mean(batch):
                 self._alone = BY_TERM  # its weight among the ranks is seen without a proof
             return None  # one micro-batch needs no weighting; the next batch decides
         profile = self._tasks.profile(batch, share)
@@ -146,7 +146,7 @@ class Weigher:
             why = loss_alone(work, core.model, partial(self._on_twins, batch))
         self._tasks.watch(work)
         if why is not None:
-            core.need_company(why)
+            core.forbid_single_samples(why)
 
     def _prove_again(self, batch: Ordered) -> None:
         """Prove an inferred weighting again on samples of a later batch."""
@@ -288,10 +288,10 @@ class Weigher:
     def run_together(self, why: str) -> None:
         self.weighting, self.together = None, True
         self._core.reference = None  # the old reference does not hold; both passes record their own
-        if self._core.together is None:
+        if self._core.reduction is None:
             self._core.note("note", f"the loss needs all samples together ({why}): {IN_TWO}")
         else:
-            self._core.together.whole = True
+            self._core.reduction.whole = True
             self._core.tell(
                 f"the loss needs all samples together ({why}): {IN_TWO}; what of it is not made of those, {OF_SHARES}"
             )

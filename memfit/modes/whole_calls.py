@@ -74,7 +74,7 @@ class UncutCalls:
 
     def _may(self, error: Exception) -> bool:
         wants_cut = self._core.settings.precision not in ("auto", "off", "float32")
-        if is_out_of_memory(error) or self._core.together is not None or wants_cut:
+        if is_out_of_memory(error) or self._core.reduction is not None or wants_cut:
             return False
         return isinstance(error, Refused) or not isinstance(error, MemfitError)
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from memfit.engine.accumulate import Weighting, Work
 from memfit.engine.shadow_optimizer import shadow_optimizer, step
 from memfit.engine.staged import Staging, sparse_parameters
-from memfit.hardware.exhausted import patiently
+from memfit.hardware.exhausted import retry_on_oom
 from memfit.kernels.target import Target
 from memfit.profiling.failures import telling_failures
 from memfit.profiling.fake import FakeWorld
@@ -212,7 +212,7 @@ def state_bytes(optimizer: Optimizer) -> int:
     missing = _bytes([p for p in trained if p not in optimizer.state])
     if not missing:
         return there
-    return there + int(missing * patiently(lambda: _state_per_byte(optimizer), trained[0].device))
+    return there + int(missing * retry_on_oom(lambda: _state_per_byte(optimizer), trained[0].device))
 
 
 def _state_per_byte(optimizer: Optimizer) -> float:

@@ -20,7 +20,7 @@ from memfit.engine.call_context import autocast_kept, modes_as, modes_of, restor
 from memfit.engine.compose_state import Place, TensorPlace
 from memfit.engine.modules import modules_of
 from memfit.engine.random_state import random_state_kept
-from memfit.engine.staged import gathers_in_parts, let_go
+from memfit.engine.staged import is_sharded, reshard_model
 from memfit.engine.undo_state import UndoState, kept
 from memfit.profiling.guard import UndoLog, writes_undone
 
@@ -53,9 +53,9 @@ def leave_no_trace(
     """Restores everything listed above on exit. With `real=False` only fake tensors compute, so nothing is written. Without
     `watching`, only writes that `guard.watched` recorded are undone. `outside` are parameters outside the model's modules.
     Yields what is restored."""
-    let_go(model)
+    reshard_model(model)
     held = [(p, p.detach(), p.grad) for p in (*model.parameters(), *outside)]
-    in_parts = gathers_in_parts(model)
+    in_parts = is_sharded(model)
     with (
         autocast_kept((device.type, "cpu", "cuda")),
         random_state_kept(device),
@@ -68,7 +68,7 @@ def leave_no_trace(
         try:
             yield Traces(found, log)
         finally:
-            let_go(model)
+            reshard_model(model)
             restore_tensors(copies)
             for p, data, gradient in held:
                 if p.untyped_storage()._cdata != data.untyped_storage()._cdata:

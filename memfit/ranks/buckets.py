@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from memfit.hardware.exhausted import patiently
+from memfit.hardware.exhausted import retry_on_oom
 from memfit.ranks.ranks import Ranks
 
 BUCKET = 25 << 20
@@ -75,7 +75,7 @@ class Reducer:
         total = sum(gradient.numel() for gradient in gradients)
         if total > self._capacity(gradients[0]):
             make = partial(torch.empty, total, dtype=gradients[0].dtype, device=self._ranks.device)
-            flat = patiently(make, self._ranks.device)
+            flat = retry_on_oom(make, self._ranks.device)
         else:
             flat = self.buffer[: total * gradients[0].element_size()].view(gradients[0].dtype)
         places = [place.view(gradient.shape) for place, gradient in zip(flat.split([g.numel() for g in gradients]), gradients)]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memfit.hardware.exhausted import patiently
+from memfit.hardware.exhausted import retry_on_oom
 
 LONGEST = 5.0
 """Seconds after which to stop waiting for a thread. It has only a few instructions left, on a machine that may be loaded."""
@@ -29,7 +29,7 @@ class Launched:
     def __init__(self, collective: Callable[[Sequence[torch.Tensor]], Any], tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
         device = tensors[0].device if tensors else torch.device("cpu")
-        self._work = patiently(lambda: collective(self._tensors), device)
+        self._work = retry_on_oom(lambda: collective(self._tensors), device)
 
     def is_completed(self) -> bool:
         """Whether it has completed, successfully or not."""

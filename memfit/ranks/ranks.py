@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from memfit._errors import MemfitError, RankFailed
-from memfit.hardware.exhausted import patiently
+from memfit.hardware.exhausted import retry_on_oom
 from memfit.ranks.exchange import Exchange, Told
 from memfit.ranks.launched import Launched
 from memfit.ranks.passes import PASSES, Passes
@@ -187,9 +187,9 @@ class Ranks:
         """Concatenate the tensors of all ranks along the first dimension, whose size may differ. Raises RankFailed if a rank
         is gone."""
         counts = [int(length) for (length,) in self.agree([len(tensor)], ADDING)]
-        padded = patiently(lambda: tensor.new_zeros((max(counts), *tensor.shape[1:])), self.device)
+        padded = retry_on_oom(lambda: tensor.new_zeros((max(counts), *tensor.shape[1:])), self.device)
         padded[: len(tensor)] = tensor
-        found = [patiently(lambda: torch.empty_like(padded), self.device) for _ in counts]
+        found = [retry_on_oom(lambda: torch.empty_like(padded), self.device) for _ in counts]
         gathered = self._launched(
             lambda own: dist.all_gather(list(own[1:]), own[0], group=self.group, async_op=True), [padded, *found]
         )

@@ -132,11 +132,11 @@ class Core:
         self.reference: Reference | None = None
         self.verification: Verification | None = None
         self.heap = HeapWatch()
-        self.together: StepReduction | None = None
+        self.reduction: StepReduction | None = None
         """Combines gradients with the other ranks; None if this process trains alone."""
         self.catch_up: CatchUp | None = None
         """Takes optimizer steps in sync with the other ranks; None in script mode."""
-        self.company: FactsExchange | None = None
+        self.rank_facts: FactsExchange | None = None
         """What the ranks tell each other about themselves."""
         self.whole_norms = WholeNorms(model) if settings.batchnorm == "whole" else None
         self.reached: tuple[object, ...] = ()
@@ -168,8 +168,8 @@ class Core:
             return False
         self.known = {id(p): p for p in self.model.parameters()}
         self.staging.outside = [p for p in self.staging.outside if id(p) not in self.known]
-        if self.together is not None:
-            self.together.begin_anew()
+        if self.reduction is not None:
+            self.reduction.rebuild()
         self.reference, self.flags = None, Flags(self.model)
         self.memory.train()
         for forget in (*self.on_parameters, *self.on_forget):
@@ -186,7 +186,7 @@ class Core:
             of_groups = (p for group in self.optimizer.param_groups for p in group["params"])
             self.staging.stage_also([p for p in of_groups if id(p) not in inside])
 
-    def hold_in_parts(self, level: str, stepped: Optimizer, parts: FullySharded | None = None) -> None:
+    def train_sharded(self, level: str, stepped: Optimizer, parts: FullySharded | None = None) -> None:
         """Plan from now on for `stepped`, the optimizer of this rank's shard of the parameters. `parts` is given if the
         parameters themselves are sharded."""
         self.staging.parts, self._level = parts, level
@@ -270,7 +270,7 @@ class Core:
         self._undo_levers()
         self._undo_levers = lambda: None
 
-    def need_company(self, why: str) -> None:
+    def forbid_single_samples(self, why: str) -> None:
         """Run no micro-batch of a single sample from now on. Raises Refused if one was prescribed."""
         if self.prescribed == 1:
             raise Refused(
@@ -386,7 +386,7 @@ class Core:
             try:
                 run = partial(accumulate, work, pieces, self.staging, weighting, parameters=parameters)
                 before = self._before_backward(look=looks and not half and self.staging.parts is None)
-                run = partial(run, alone=self.together is None, around_last=last, before_backward=before)
+                run = partial(run, alone=self.reduction is None, around_last=last, before_backward=before)
                 with self.memory.running(), self.staging.counting(), self.norms_of(len(pieces)):
                     total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:
@@ -394,8 +394,8 @@ class Core:
                     raise
                 exact = pieces, difference.shares  # (valid for these micro-batches only)
                 raise RestartBatch from None
-            if self.together is not None and self.together.overlap is not None:
-                self.together.overlap.attempted(total)
+            if self.reduction is not None and self.reduction.overlap is not None:
+                self.reduction.overlap.attempted(total)
             return self.scale.accept(total) if half else total
 
         with self.computing():
@@ -425,7 +425,7 @@ class Core:
         self, load: Load | None, weighting: Weighting, parameters: Sequence[torch.Tensor]
     ) -> AroundLast | None:
         """Return what overlaps gradient reduction with the attempt's last micro-batch, if all ranks may agree to that."""
-        overlap = None if self.together is None else self.together.overlap
+        overlap = None if self.reduction is None else self.reduction.overlap
         if overlap is None:
             return None
         plan = self.plan
@@ -440,17 +440,17 @@ class Core:
 
     def apply_norms(self) -> None:
         """Write the gathered batch statistics. With several ranks, `combine` writes those of all ranks instead."""
-        if self.whole_norms is not None and self.together is None:
+        if self.whole_norms is not None and self.reduction is None:
             self.whole_norms.applied()
 
     def announcing(self) -> AbstractContextManager[None]:
         """Return the context manager that announces a failure to the other ranks, which would wait for this one."""
-        return nullcontext() if self.together is None else self.together.announcing()
+        return nullcontext() if self.reduction is None else self.reduction.announcing()
 
     def beginning(self, composition: Composition, *, unsure: bool) -> Callable[[], None]:
         """Begin a pass that may have to be repeated: for other ranks or, if `unsure`, for its own result. Returns a function
         that restores everything the pass moves."""
-        put_back = self.recovery.remembered()[0] if unsure or self.together is not None else None
+        put_back = self.recovery.remembered()[0] if unsure or self.reduction is not None else None
 
         def begin_again() -> None:
             composition.undone()
@@ -463,22 +463,22 @@ class Core:
         self, total: Total, weighting: Weighting, *, unproven: bool = False, divided: bool = False
     ) -> Weighting | None:
         """Combine this rank's total with those of all ranks, in place; see `StepReduction.combine`."""
-        if self.together is None:
+        if self.reduction is None:
             return None
         if self.taken is not None:
             self.taken.check_syncs()
         half = self.settings.accumulate_in == "float32"
-        with nullcontext() if self.company is None else self.company.exchanging(_samples_in(total)):
+        with nullcontext() if self.rank_facts is None else self.rank_facts.exchanging(_samples_in(total)):
             counts = total.weight != 0.0 if isinstance(total.weight, float) else True
-            other = self.together.combine(total, weighting, half=half, unproven=unproven, divided=divided)
+            other = self.reduction.combine(total, weighting, half=half, unproven=unproven, divided=divided)
         if other is None and self.whole_norms is not None:
-            gather = partial(self.together.ranks.gather, doing="batch norm's running statistics")
+            gather = partial(self.reduction.ranks.gather, doing="batch norm's running statistics")
             self.whole_norms.applied(gather, counts=counts)
         return other
 
     def computing(self, *, again: bool = False) -> AbstractContextManager[None]:
         """Return the context manager that times micro-batches, to know each rank's speed; see `FactsExchange.computing`."""
-        return nullcontext() if self.company is None else self.company.computing(again=again)
+        return nullcontext() if self.rank_facts is None else self.rank_facts.computing(again=again)
 
     def reshare(self, share: int) -> None:
         """Give this rank that many samples of every effective batch from now on."""
@@ -538,7 +538,7 @@ class Core:
 
     def prepare(self, micro_batches: int, parameters: Sequence[torch.Tensor] | None = None) -> None:
         """Prepare a pass: with several micro-batches or ranks, gradients of half precision parameters accumulate in float32."""
-        if (micro_batches > 1 or self.together is not None) and self.settings.accumulate_in == "float32":
+        if (micro_batches > 1 or self.reduction is not None) and self.settings.accumulate_in == "float32":
             self.staging.accumulate_in_float32(parameters)
 
     def _run(

@@ -82,7 +82,7 @@ class Run:
         core = self._core
         if core is None:
             return self._last_plan
-        return core.plan if core.company is None else core.company.in_all(core.plan)
+        return core.plan if core.rank_facts is None else core.rank_facts.in_all(core.plan)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -236,7 +236,7 @@ class Run:
             script_precision=script_precision(self.model.parameters(), core.device),
             draws=drawing_modules(self.model),
             change=batch_change(self.script_batch, core.settings.target_batch, self.optimizer.param_groups),
-            every=() if core.company is None else core.company.facts,
+            every=() if core.rank_facts is None else core.rank_facts.facts,
         )
 
     # ---- set up by wrap
@@ -272,7 +272,7 @@ class Run:
             straight.install()
             self._undo.append(straight.remove)
 
-    def hold_in_parts(self, sharding: Sharding | None) -> None:
+    def train_sharded(self, sharding: Sharding | None) -> None:
         """Registers the sharding to be reversed by `undo`, so that each rank holds everything again."""
         self._sharding = sharding
         if sharding is not None:
@@ -300,8 +300,8 @@ class Run:
         if script is not None and self._stepper is None:
             self._undo.append(self.optimizer.register_step_pre_hook(script.stepping).remove)
             self._undo.append(script.watch_strays())
-        if self._core is not None and self._core.together is not None:
-            self._undo.append(self.optimizer.register_step_pre_hook(self._core.together.stepping).remove)
+        if self._core is not None and self._core.reduction is not None:
+            self._undo.append(self.optimizer.register_step_pre_hook(self._core.reduction.stepping).remove)
 
     def on_batch(self, info: BatchInfo) -> None:
         """Records a batch that the loader is about to yield."""
@@ -388,15 +388,15 @@ class Run:
         if core is None:
             return
         core.steps += 1
-        if core.together is not None:
-            core.together.torn = False
+        if core.reduction is not None:
+            core.reduction.torn = False
         self._batches_stepped = self._batches
         core.heap.check()
         if core.plan is not self._measured_plan:
             core.memory.reset_peak()  # excludes planning and earlier plans
             self._measured_plan, self._peak_from = core.plan, core.steps
         core.memory.stepped()
-        if core.steps == 1 and core.together is None:
+        if core.steps == 1 and core.reduction is None:
             self._name_unreached(core)
         if not core.settled and core.steps <= LOOKS and core.plan is not None:
             peak = self.measured_peak()

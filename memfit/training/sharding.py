@@ -60,7 +60,7 @@ class Sharding:
         if self._held is not None:
             self._held.undo()
             self._held = None
-            self._core.hold_in_parts("off", self._core.optimizer)
+            self._core.train_sharded("off", self._core.optimizer)
         self._plain_barrier()
         self.level = "off"
 
@@ -79,12 +79,12 @@ class Sharding:
         self._plain_barrier = helping(self._ranks) if level != "off" else lambda: None
         if level == "optimizer":
             self._held = ShardedOptimizer(core.optimizer, self._ranks)
-            core.hold_in_parts(level, self._held.local)
+            core.train_sharded(level, self._held.local)
             core.note("note", f"the optimizer's state is held in parts by {self._held.engine}")
         elif level != "off":
             whole = level == "gradients"
             self._held = FullySharded(core.model, core.optimizer, self._ranks, whole_while_training=whole)
-            core.hold_in_parts(level, core.optimizer, self._held)
+            core.train_sharded(level, core.optimizer, self._held)
             core.note("note", f"{level} are held in parts by torch's FSDP2, which reduces them after each micro-batch")
         self.level = level
 

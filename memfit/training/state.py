@@ -47,7 +47,7 @@ class StateSource:
     @property
     def ranks(self) -> Ranks | None:
         """The ranks that train together; None if there is only one."""
-        return None if self.core is None or self.core.together is None else self.core.together.ranks
+        return None if self.core is None or self.core.reduction is None else self.core.reduction.ranks
 
     @property
     def rank(self) -> int:

@@ -121,7 +121,7 @@ def test_an_allocation_that_fails_while_planning_is_survived(mode: str, allocati
     assert relative_error(parameters(model), want) <= 1e-12
 
 
-def photograph(model: nn.Module) -> dict[str, Any]:
+def query_device(model: nn.Module) -> dict[str, Any]:
     gc.collect()
     return {
         "state": {name: value.clone() for name, value in model.state_dict().items()},
@@ -139,7 +139,7 @@ def test_planning_leaves_no_trace_on_the_device(name: str, mode: str) -> None:
     model = family.build(dropout=0.1).cuda()
     batch = moved(first_batch(family, 12), torch.device("cuda"))
     optimizer = AdamW(model.parameters())
-    before, held = photograph(model), torch.cuda.memory_allocated()
+    before, held = query_device(model), torch.cuda.memory_allocated()
     if mode == "step":
         samples = family.dataset(n=24)
         loader: Any = DataLoader(samples, batch_size=12, collate_fn=family.collate)
@@ -148,7 +148,7 @@ def test_planning_leaves_no_trace_on_the_device(name: str, mode: str) -> None:
         run = memfit.wrap(model, optimizer, micro_batch=5)
         out = family.logits(model, batch)  # learns, profiles, proves; runs nothing of the batch
         del out
-    after = photograph(model)
+    after = query_device(model)
     assert run.plan is not None or mode == "script"
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
