@@ -178,7 +178,7 @@ class Codebook(Wrapper):
 
 
 def test_state_that_the_forward_writes_differently_in_parts_is_refused_by_name() -> None:
-    assert_refused(Codebook(), "moves state", "average", "allow_inexact=['average']")
+    assert_refused(Codebook(), "updates state", "average", "allow_inexact=['average']")
     model, (x, y) = Codebook(), points()
     run = wrapped(model, 5, allow_inexact=["average"])
     trained(model, x, y)

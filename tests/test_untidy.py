@@ -230,7 +230,7 @@ def test_a_line_that_reads_an_output_before_its_loss_is_said() -> None:
         out = model(x)
         largest = out.max().item()  # read here
         F.cross_entropy(out, y).backward()
-    (said,) = (event.message for event in run.events if "the forward runs once more" in event.message)
+    (said,) = (event.message for event in run.events if "the forward runs again" in event.message)
     assert "test_untidy.py" in said and "largest = out.max().item()" in said and largest and said in str(run.report()).replace(
         "\n                ", " "
     )
