@@ -98,8 +98,8 @@ class Weighting:
 
 
 BY_SAMPLES = Weighting("samples", "by samples")
-BY_TERM = Weighting("term", "by what its mean divides by")
-BY_TOLD_TERM = Weighting("term", "by what its mean divides by", told=True)
+BY_TERM = Weighting("term", "by its mean's denominator")
+BY_TOLD_TERM = Weighting("term", "by its mean's denominator", told=True)
 
 
 class WeightsChanged(Exception):
