@@ -147,9 +147,9 @@ def check_rivals(told: Sequence[Stated]) -> None:
         if len(ratios) == len(told) and max(ratios) - min(ratios) > EXACT * max(ratios):
             raise Refused(
                 "one loss over all processes",
-                found="a possible denominator of it, or of a term of it (valid labels, a mask), is proportional to the samples on "
-                "each process, but not over all of them",
-                next_move="count parts of a batch with weight=, or give every process more samples of each batch; "
+                found="a possible denominator of it, or of a term of it (valid labels, a mask), is proportional to the samples "
+                "on each process, but not over all of them",
+                next_move="pass weight= (the denominator of each part), or give every process more samples of each batch; "
                 "if one of several terms is meant, divide each by the count of all processes",
             )
 

@@ -234,7 +234,7 @@ class StepReduction:
             raise Refused(
                 "one loss over all processes",
                 found=f"the denominator of its mean differs between them (by rank: {used})",
-                next_move="compute the loss alike everywhere, or count parts of a batch with weight=",
+                next_move="compute the loss alike everywhere, or pass weight= (the denominator of each part)",
             )
         return weighting_by(found)
 
