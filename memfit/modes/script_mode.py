@@ -193,7 +193,7 @@ class Script:
         if together.unseen:
             self._core.tell(
                 "each process computes the loss of its own samples, in a way memfit cannot see: processes are weighted by "
-                "their samples, as in DistributedDataParallel (a loss_fn= that memfit calls is weighted exactly)"
+                "their samples, as means in DistributedDataParallel (a loss_fn= that memfit calls is weighted exactly)"
             )
 
     def _say_added(self, together: StepReduction) -> None:
