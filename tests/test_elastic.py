@@ -449,7 +449,7 @@ def test_switched_off_it_saves_and_loads_all_but_the_place(capsys: pytest.Captur
     other = wrapped(settings={"enabled": False})
     other.run.load_state_dict(state)
     assert apart(other.model.state_dict(), model.state_dict()) == 0.0
-    assert "the data begin anew" in capsys.readouterr().err
+    assert "the data start over" in capsys.readouterr().err
 
 
 class Stream(IterableDataset[Any]):
@@ -478,7 +478,7 @@ def test_what_has_no_place_says_so_and_the_rest_is_loaded(kind: str, capsys: pyt
     other, again = wrap()
     again.load_state_dict(state)
     assert apart(other.state_dict(), model.state_dict()) == 0.0 and again.stats()["step"] == 1
-    words = "are not left out, it begins anew: an IterableDataset" if kind == "stream" else "the data begin anew"
+    words = "are not skipped, it starts over: an IterableDataset" if kind == "stream" else "the data start over"
     assert any(words in event.message for event in again.events) and words in capsys.readouterr().err
     if kind == "stream":
         assert len(next(iter(again.loader))[0]) == TARGET
@@ -526,7 +526,7 @@ def put(value: Any, *path: Any) -> Any:
 
 BAD = {
     "no state": (lambda state: state.clear(), "it has no version"),
-    "later": (put(9, "version"), "a later memfit (version 9"),
+    "later": (put(9, "version"), "a newer memfit (version 9"),
     "odd version": (put("1", "version"), "its version is '1'"),
     "without optimizer": (cut("optimizer"), "it has no 'optimizer'"),
     "without steps": (cut("steps"), "it has no 'steps'"),
@@ -569,7 +569,7 @@ def test_a_bad_state_is_refused_in_three_parts_and_nothing_of_it_is_taken(name: 
 
 @pytest.mark.parametrize("state", [None, "state.pt", [1], 3])
 def test_what_is_no_state_is_refused(state: Any) -> None:
-    with pytest.raises(memfit.UsageError, match=r"not what run\.state_dict\(\) gave"):
+    with pytest.raises(memfit.UsageError, match=r"not a run\.state_dict\(\)"):
         wrapped().run.load_state_dict(state)
 
 
@@ -578,7 +578,7 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     state = training.run.state_dict()
     model = network()
     other = memfit.wrap(model, torch.optim.AdamW(model.parameters()), loader_of("in order", Points()), target_batch=TARGET)
-    with pytest.raises(memfit.UsageError, match="its optimizer is another one"):
+    with pytest.raises(memfit.UsageError, match="it is another optimizer"):
         other.load_state_dict(state)
 
 

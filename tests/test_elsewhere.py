@@ -253,7 +253,7 @@ def test_bfloat16_on_a_card_without_it_is_said_to_be_slow(device: str, said: boo
     optimizer = torch.optim.SGD(model.parameters())
     sample = torch.ones(8, 64, dtype=torch.bfloat16)
     found = memfit.profile(model, optimizer, sample, loss_fn=lambda m, x: m(x).sum(), device=device)
-    assert any("emulated" in note and "float16 is what" in note for note in found.notes) == said
+    assert any("emulated" in note and "made for float16" in note for note in found.notes) == said
 
 
 def test_a_plan_says_where_batch_norm_sees_micro_batches() -> None:

@@ -133,5 +133,5 @@ def test_a_sample_that_is_longer_in_one_tensor_is_planned_for_before_it_runs() -
     run.step(SampleBatch(late[:16], padded))
     run.step(SampleBatch(late[-16:], padded))
     messages = [event.message for event in run.events]
-    assert any("planned anew before they run" in message for message in messages)
-    assert not any("planned anew" in message for message in before)
+    assert any("replanned before they run" in message for message in messages)
+    assert not any("replanned" in message for message in before)

@@ -59,8 +59,8 @@ def test_names_that_refusals_show_are_taken(name: str) -> None:
         (["aux_loss"], "no module, buffer or attribute 'aux_loss'"),
         (["router.aux_los"], "no module, buffer or attribute"),
         ([""], "allow_inexact"),
-        ([3], "no list of names"),
-        (3, "no list of names"),
+        ([3], "not a list of names"),
+        (3, "not a list of names"),
     ],
 )
 def test_other_names_are_refused(names: Any, said: str) -> None:

@@ -276,7 +276,7 @@ def by_samples(model: Any, batch: Any) -> Tensor:
         (lambda x: x.to_sparse(), "sparse or nested"),
         (lambda x: x.to_sparse_csr(), "sparse or nested"),
         (lambda x: torch.nested.nested_tensor([x[:3], x[3:]]), "sparse or nested"),
-        (lambda x: x[:0], "nothing in it"),
+        (lambda x: x[:0], "it is empty"),
         (lambda x: x.clone().requires_grad_() * 2, "graph of its own"),
     ],
 )
@@ -285,7 +285,7 @@ def test_batches_that_cannot_be_cut_are_refused_in_three_parts(make: Any, found:
     x, y = numbers()
     run, _ = stepper(Line(), by_samples, 4)
     with pytest.raises(memfit.MemfitError, match=found):
-        run.step((make(x), y[: len(x[:0])] if found == "nothing in it" else y))
+        run.step((make(x), y[: len(x[:0])] if found == "it is empty" else y))
     run.step((x, y))
 
 

@@ -297,7 +297,7 @@ def beside_another_term(equal: bool) -> str:
 def test_a_term_that_the_processes_would_weigh_differently_is_refused(two: Processes) -> None:
     assert two.run(beside_another_term, True) == ["a step was done"] * 2
     for text in two.run(beside_another_term, False):
-        assert text.startswith("one loss over all processes") and "a term of it, may be divided by" in text
+        assert text.startswith("one loss over all processes") and "a possible denominator of it, or of a term of it" in text
 
 
 def allowed() -> tuple[int, int]:

@@ -84,7 +84,7 @@ def test_a_loss_fn_is_computed_of_each_share(two: Processes, how: str, sizes: tu
     assert relative_error(found, plain(mlp(), LOSSES[how], sizes)) <= EXACT
     assert relative_error(other, found) == 0
     for messages in (said, its):
-        assert any("computes it of its own share" in message for message in messages)
+        assert any("computes it on its own share" in message for message in messages)
 
 
 @pytest.mark.parametrize("sizes", UNEVEN)
@@ -98,7 +98,7 @@ def test_a_forward_that_only_the_whole_would_change_is_said(two: Processes, how:
     want = plain(Doing(FORWARDS[how]), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), (6, 6))
     for found, said in two.run(scripted, how, (6, 6)):
         assert relative_error(found, want) <= EXACT
-        assert any("computes it of its own share" in message for message in said)
+        assert any("computes it on its own share" in message for message in said)
 
 
 @pytest.mark.parametrize("sizes", UNEVEN)

@@ -101,7 +101,7 @@ def test_an_optimizer_step_that_runs_out_of_memory_is_taken_over_from_another_ra
 
 def test_where_no_rank_has_stepped_all_end_with_their_own_error() -> None:
     found = checked(Trial(2, "step", (Fault(0, "half optimizer", 1), Fault(1, "half optimizer", 1))))
-    assert all(outcome.error == "OutOfMemoryError" and "may be updated in part" in outcome.text for outcome in found)
+    assert all(outcome.error == "OutOfMemoryError" and "may be partly updated" in outcome.text for outcome in found)
 
 
 def test_what_fails_before_the_optimizers_step_leaves_nobody_ahead() -> None:

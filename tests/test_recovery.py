@@ -177,7 +177,7 @@ def test_the_event_says_what_was_tried_and_what_is_done_now() -> None:
     assert event.step == 1
     assert "a micro-batch of 6 ran out of memory" in event.message
     assert "DefaultCPUAllocator: can't allocate memory" in event.message
-    assert "started again at 3" in event.message
+    assert "restarted at 3" in event.message
 
 
 def test_it_may_happen_several_times_in_one_batch() -> None:
@@ -706,7 +706,7 @@ def test_a_proof_that_runs_out_of_memory_runs_on_fewer_samples(loss: Any) -> Non
     loss(model, *points()).backward()
     assert relative_error(own_gradients(model), want) <= EXACT
     assert "a proof on 5 samples ran out of memory (CUDA out of memory" in messages(run)
-    assert "started again on 2" in messages(run)
+    assert "restarted on 2" in messages(run)
     assert max(size for size in model.sizes if size != 5) == 2 and model.sizes.count(5) == 1
 
 

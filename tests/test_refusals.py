@@ -178,7 +178,7 @@ class Codebook(Wrapper):
 
 
 def test_state_that_the_forward_writes_differently_in_parts_is_refused_by_name() -> None:
-    assert_refused(Codebook(), "moves state", "average", "allow_inexact=['average']")
+    assert_refused(Codebook(), "updates state", "average", "allow_inexact=['average']")
     model, (x, y) = Codebook(), points()
     run = wrapped(model, 5, allow_inexact=["average"])
     trained(model, x, y)
@@ -275,7 +275,7 @@ def test_an_output_as_long_as_its_longest_sample_is_refused(lengths: list[int]) 
     def script(model: nn.Module, x: Tensor, y: Tensor) -> None:
         model(x, torch.tensor(lengths)).square().sum().backward()
 
-    assert_refused(Trimmed(), "depends on what is in its batch", "longest sample", "loss_fn=", script=script)
+    assert_refused(Trimmed(), "depends on the batch's content", "longest sample", "loss_fn=", script=script)
 
 
 def test_an_output_that_becomes_as_long_as_its_longest_sample_is_refused() -> None:
@@ -284,7 +284,7 @@ def test_an_output_that_becomes_as_long_as_its_longest_sample_is_refused() -> No
     model(x, torch.full((12,), 6)).square().sum().backward()
     for use in (lambda out: out.square().sum(), lambda out: F.mse_loss(out, torch.zeros(12, 6, 4, dtype=out.dtype))):
         model.zero_grad()
-        with pytest.raises(Refused, match="depends on what is in its batch"):
+        with pytest.raises(Refused, match="depends on the batch's content"):
             use(model(x, torch.tensor([6, 6, 6, 6, 6, 6, 6, 6, 3, 2, 1, 4]))).backward()
         assert all(p.grad is None for p in model.parameters())
 

@@ -87,7 +87,7 @@ def test_a_number_that_changes_later_is_an_error_and_no_stale_value(late: dict[s
     model = Staged()
     wrapped(model, 5)
     steps(model, [{"stage": 1}] * 3)
-    with pytest.raises(Refused, match="for calls like this one it did not before"):
+    with pytest.raises(Refused, match="earlier calls like this one did not"):
         steps(model, [late])
     (_, found), (_, want) = steps(model, [late])[0], steps(Staged(), [late])[0]  # the next call is of another kind
     assert relative_error(found, want) <= EXACT

@@ -868,7 +868,7 @@ def test_a_call_inside_of_the_scripts_own_checkpoint_runs_as_it_is(
         else:
             F.cross_entropy(checkpoint(either, x, use_reentrant=False), y).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters()))
-    assert "inside of the script's own checkpoint" in capsys.readouterr().err
+    assert "inside the script's own checkpoint" in capsys.readouterr().err
     run.undo()
 
 

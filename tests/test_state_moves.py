@@ -716,7 +716,7 @@ class Carrying(nn.Module):
 def test_state_that_a_later_forward_reads_otherwise_in_parts_is_refused_by_its_name() -> None:
     model = Carrying()
     memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=5)
-    with pytest.raises(Refused, match=r"moves state at every call.*hidden"):
+    with pytest.raises(Refused, match=r"updates state at every call.*hidden"):
         model(X[:12])
     assert model.hidden is None
 
@@ -771,7 +771,7 @@ def test_a_forward_that_cuts_its_batch_and_moves_state_is_refused(how: str, size
     model = InPieces(how, size)
     run = memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), batches(), micro_batch=5)
     assert run is not None
-    with pytest.raises(Refused, match="moves state"):
+    with pytest.raises(Refused, match="updates state"):
         F.cross_entropy(model(X[:12]), Y[:12]).backward()
 
 

@@ -417,7 +417,7 @@ def test_a_larger_batch_of_whole_samples_is_planned_for_before_it_runs() -> None
     assert run.plan is not None and run.plan.share == 4
     run.step(points(40))
     assert run.plan.share == 40
-    assert [event.kind for event in run.events if "planned anew" in event.message] == ["replan"]
+    assert [event.kind for event in run.events if "replanned" in event.message] == ["replan"]
 
 
 # ---- precision and accumulation

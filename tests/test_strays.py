@@ -120,7 +120,7 @@ def test_they_are_the_mean_over_processes(loss: str, zeroes: bool, two: Processe
         for got, wanted in zip(found, want, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
         assert unused
-        assert "outside of the model's forward" in notes, rank
+        assert "outside the model's forward" in notes, rank
 
 
 def summed() -> None:
@@ -136,7 +136,7 @@ def summed() -> None:
 
 
 def test_beside_a_sum_they_are_refused(two: Processes) -> None:
-    with pytest.raises(Failed, match=r"scale also received gradients outside of the model's forward"):
+    with pytest.raises(Failed, match=r"scale also received gradients outside the model's forward"):
         two.run(summed)
 
 
@@ -158,5 +158,5 @@ def summed_after_a_mean() -> None:
 
 def test_those_known_from_means_are_refused_beside_a_sum_too(two: Processes) -> None:
     """In the third backward, in which nothing is looked for."""
-    with pytest.raises(Failed, match=r"scale also received gradients outside of the model's forward"):
+    with pytest.raises(Failed, match=r"scale also received gradients outside the model's forward"):
         two.run(summed_after_a_mean)

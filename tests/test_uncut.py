@@ -163,7 +163,7 @@ def test_a_fault_of_memfits_own_runs_the_batch_whole_and_writes_a_file(loss: str
     run = wrapped(model, 5)
     found, then = in_turn(model, LOSSES[loss])
     assert relative_error(found, wanted) == 0.0 and torch.equal(drawn, then)
-    written = [event.message.rsplit(" ", 1)[-1] for event in run.events if "attach to an issue" in event.message]
+    written = [event.message.rsplit(" ", 1)[-1] for event in run.events if "attach this to an issue" in event.message]
     assert len(written) == 1 and "a fault" in Path(written[0]).read_text()
     os.remove(written[0])
 
@@ -210,7 +210,7 @@ def test_a_forward_that_decides_by_values_runs_whole_or_is_refused(condition: An
     assert run.plan is not None and run.plan.accumulation == 1
     model = Decides(condition)
     memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
-    with pytest.raises(Refused, match="decides by values"):
+    with pytest.raises(Refused, match="branches on values"):
         model(X)
 
 

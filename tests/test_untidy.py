@@ -230,7 +230,7 @@ def test_a_line_that_reads_an_output_before_its_loss_is_said() -> None:
         out = model(x)
         largest = out.max().item()  # read here
         F.cross_entropy(out, y).backward()
-    (said,) = (event.message for event in run.events if "the forward runs once more" in event.message)
+    (said,) = (event.message for event in run.events if "the forward runs again" in event.message)
     assert "test_untidy.py" in said and "largest = out.max().item()" in said and largest and said in str(run.report()).replace(
         "\n                ", " "
     )
@@ -366,5 +366,5 @@ def test_parameters_without_a_gradient_are_named(reentrant: bool, in_steps: bool
         else:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-    said = [event.message for event in run.events if "no gradient came to" in event.message]
-    assert said == (["no gradient came to first.weight, first.bias in the first step"] if reentrant else [])
+    said = [event.message for event in run.events if "no gradient reached" in event.message]
+    assert said == (["no gradient reached first.weight, first.bias in the first step"] if reentrant else [])

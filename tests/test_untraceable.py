@@ -189,7 +189,7 @@ def many(count: int) -> tuple[Tensor, Tensor]:
 def test_what_no_line_tells_for_all_sizes_is_measured() -> None:
     model = Uneven()
     found = memfit.profile(model, sgd(model), many(4096), loss_fn=cross_entropy)
-    assert found.source == "measured" and any("otherwise for other sizes" in note for note in found.notes)
+    assert found.source == "measured" and any("differently for other micro-batch sizes" in note for note in found.notes)
     assert found.peak(4096).upper > 3 * 4 * 1024 * 4096
 
 

@@ -416,7 +416,7 @@ def test_a_mask_memfit_cannot_see_is_named_as_the_cause_where_it_leaves_nothing(
     model, (x, y) = OwnLoss(own), points()
     x[2:4, 0] = 6.0
     wrapped(model, 4)
-    with pytest.raises(Refused, match=r"0/0 where it leaves nothing[\s\S]*weight="):
+    with pytest.raises(Refused, match=r"0/0 where the mask leaves nothing[\s\S]*weight="):
         model(x, torch.zeros_like(y)).backward()
 
 

@@ -49,7 +49,7 @@ def _emulated(profile: Profile, card: Card) -> tuple[str, ...]:
     """Return the note on bfloat16 for an NVIDIA GPU without hardware support: torch computes in it all the same."""
     if profile.precision != "bfloat16" or card.capability is None or card.capability >= (8, 0):
         return ()
-    better = "float16 is what the card is made for" if card.capability >= (7, 0) else "float32 is faster"
+    better = "the card is made for float16" if card.capability >= (7, 0) else "float32 is faster"
     return (f"{_EMULATED} {card.title}, which has no units for it: it works, slowly; {better}",)
 
 
@@ -95,12 +95,12 @@ def not_measurable(card: Card | None, failed: TraceFailed) -> UsageError:
     if card is None:
         return UsageError(
             "a profile of a model on the meta device",
-            found=f"it cannot be traced, and has no values to be run with; what stood in the way is {failed.reason}",
+            found=f"it cannot be traced, and has no values to run with; tracing failed: {failed.reason}",
             next_move="give it values (model.to_empty(device='cpu') does), so that small micro-batches can be measured",
         )
     return UsageError(
         f"a profile for {card.title}",
-        found=f"the model cannot be traced, and nothing can be measured on a card that is not here; what stood in the way is "
+        found=f"the model cannot be traced, and nothing can be measured on a card that is not here; tracing failed: "
         f"{failed.reason}",
         next_move="run it on that card, where memfit measures small micro-batches, or make it traceable",
     )

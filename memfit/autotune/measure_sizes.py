@@ -295,10 +295,10 @@ def busy_note(device: torch.device, load: float | None = None) -> tuple[str, ...
         return ()
     passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
     advice = "" if passive else (
-        "; where processes share cores, OMP_WAIT_POLICY=passive in the environment keeps threads that wait from taking them"
+        "; where processes share cores, OMP_WAIT_POLICY=passive in the environment keeps waiting threads off them"
     )
     return (
-        f"the machine was busy while micro-batches were timed (load {load:.1f} on {cores} cores): seconds are less sure, and "
+        f"the machine was busy while micro-batches were timed (load {load:.1f} on {cores} cores): timings are uncertain, and "
         f"another size may be faster{advice}",
     )
 

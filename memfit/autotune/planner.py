@@ -38,8 +38,8 @@ from memfit.profiling.profile import Profile
 from memfit.profiling.trace import MakeWork
 
 FRAGMENTS = (
-    "what is limited here is reserved memory, and the C library keeps freed heap reserved, in fragments: start with "
-    "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 in the environment for larger micro-batches and a sure fit"
+    "reserved memory is limited here, and the C library keeps freed heap reserved, in fragments: start with "
+    "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 in the environment for larger micro-batches and a safe fit"
 )
 ODD = 0.01
 """A single sample is traced on its own if it takes over this fraction of its peak more than the trace of several predicts:
@@ -145,7 +145,7 @@ class Planner:
         if not self.measurer.may_run(share, measured):
             raise DoesNotFit(
                 f"a batch of {share} as it is within {format_bytes(plan.limit)}",
-                found="its kernels take memory beside its tensors, and how much for a whole batch was not measured",
+                found="its kernels need memory beyond its tensors, and how much for a whole batch was not measured",
                 next_move="let it be cut, or give it more memory",
             )
         return search([measured], self._memory.budget(), demand), measured
@@ -167,7 +167,7 @@ class Planner:
                 found = self._traced(subject, task.make_work(lever), task.available, sizes, like)
                 if found.timeline is None and sizes is None and task.available >= CHECK:
                     if self._is_here() and self._parts is None:
-                        raise TraceFailed("it runs otherwise for other sizes of micro-batches")
+                        raise TraceFailed("it runs differently for other micro-batch sizes")
                     found = self._traced(subject, task.make_work(lever), task.available, doubling(task.available), like)
                 notes = (*found.notes, *((FRAGMENTS,) if self._memory.reserved and not thresholds_pinned() else ()))
                 return replace(found, heap_waste=self._memory.heap_waste, notes=notes)
@@ -226,7 +226,7 @@ class Planner:
             less += max(1, whole - plan.predicted.upper)
         raise DoesNotFit(
             f"a batch of {demand.share} within {format_bytes(budget.limit)}",
-            found=f"the plan that came nearest needs {format_bytes(whole)} when it is traced whole, and "
+            found=f"the closest plan needs {format_bytes(whole)} when traced whole, and "
             f"{format_bytes(budget.room)} are left",
             next_move=f"give it budget={budget.with_room_for(whole - budget.room)!r} or more",
         )

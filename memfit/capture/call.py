@@ -261,8 +261,8 @@ class Call:
         leaves_of_own = {id(tensor) for tensor in tensors(own)}
         if not any(tensor.grad_fn is not None or id(tensor) in leaves_of_own for tensor in tensors(piece)):
             raise Refused(
-                "gradients for what the model is given, beside split=",
-                found="the batches that split= returned have no graph that leads to the batch it was given",
+                "gradients for the model's inputs with split=",
+                found="the batches that split= returned have no graph back to the batch it was given",
                 next_move="cut with operations that autograd follows, such as torch.split and indexing",
             )
         return piece

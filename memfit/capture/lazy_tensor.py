@@ -679,7 +679,7 @@ def _refuse_as_goal(goals: Any) -> None:
     if any(goal._computed is None for goal in found):
         raise Refused(
             "torch.autograd.grad with respect to the model's output",
-            found="the batch ran in micro-batches with its loss, and the whole output was never made",
+            found="the batch ran in micro-batches with its loss, so the whole output never existed",
             next_move="call output.retain_grad() before computing the loss from it",
         )
 
@@ -687,8 +687,8 @@ def _refuse_as_goal(goals: Any) -> None:
 def _refuse_part(func: Any) -> None:
     """An operation on an output and a sharded parameter. torch has no gradients for it either."""
     raise Refused(
-        f"{func.__name__} of what the model returns and of a parameter that is held in parts",
-        found='shard="parameters" makes parameters torch.distributed.tensor.DTensor outside of the forward, which do not mix '
+        f"{func.__name__} of a model output and a sharded parameter",
+        found='shard="parameters" makes parameters torch.distributed.tensor.DTensor outside the forward, which do not mix '
         "with other tensors",
         next_move="use the optimizer's weight_decay, compute this inside the model's forward or in loss_fn=, or pass "
         'shard="optimizer"',
@@ -701,7 +701,7 @@ def _refuse_watching(output: Any) -> None:
     if cut and output._call.outputs.loss is not None and not output._is_loss:
         raise Refused(
             "the gradient of an output beside the model's own loss",
-            found="the batch runs in micro-batches with its loss, so that what the loss adds to that gradient is not seen",
+            found="the batch runs in micro-batches with its loss, which hides what the loss adds to that gradient",
             next_move="compute the loss from the output in the script, or let the batch run whole",
         )
 
@@ -710,8 +710,8 @@ def _refuse_late(output: Any) -> None:
     """A loss computed from it before has already accumulated its gradients, past any hook."""
     if isinstance(output, LazyTensor) and output._call.pending and output._computed is None:
         raise Refused(
-            "looking at the gradient of the model's output",
-            found="the batch ran in micro-batches with its loss, and the whole gradient of the output was never made",
+            "reading the gradient of the model's output",
+            found="the batch ran in micro-batches with its loss, so the whole gradient of the output never existed",
             next_move="call output.retain_grad() or output.register_hook() before computing the loss from it",
         )
 

@@ -90,9 +90,9 @@ class Leaf:
         return Refused(
             "joining the outputs of micro-batches",
             found=f"{name_in(self.path)} has the shape {_listed(found)} where {_listed(wanted)} was expected: its "
-            "size depends on what is in its batch (such as its longest sample)",
-            next_move="pass loss_fn= and call run.step(batch), where each micro-batch has a loss of its own; or pad to a "
-            "length that is the same for all batches",
+            "size depends on the batch's content (such as its longest sample)",
+            next_move="pass loss_fn= and call run.step(batch), where each micro-batch has a loss of its own; or pad all "
+            "batches to the same length",
         )
 
     def join(self, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -280,7 +280,7 @@ def learn_outputs(small: Any, few: int, large: Any, many: int) -> Outputs:
     if [path for path, _ in first] != [path for path, _ in second]:
         raise Refused(
             "joining the outputs of micro-batches",
-            found=f"the model returns another structure for {few} samples than for {many}",
+            found=f"the model returns different structures for {few} and {many} samples",
             next_move="return tensors with one entry per sample, or compute the loss inside the model",
         )
     found = tuple(_learn(path, a, few, b, many) for (path, a), (_, b) in zip(first, second))
@@ -326,7 +326,7 @@ def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
 def _otherwise(what: str) -> Otherwise:
     return Otherwise(
         "running a call of the model in micro-batches",
-        found=f"the forward returned {what}; for calls like this one it did not before",
+        found=f"the forward returned {what}; earlier calls like this one did not",
         next_move="let an argument of the call decide what the forward returns, or a bool or str attribute of the module, or "
         'pass micro_batch="off"',
     )

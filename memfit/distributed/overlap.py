@@ -242,7 +242,7 @@ class Overlap:
         """Whether to overlap in the next batch. Both ways alternate until it is known whether that pays."""
         if self.trials.chosen and not self._said:
             self._said = True
-            self.note(f"gradients are reduced beside the last micro-batch: {self.trials.gain:.0%} faster")
+            self.note(f"gradients are reduced during the last micro-batch: {self.trials.gain:.0%} faster")
         return self.trials.next_way()
 
     def _carry(self, reached: Sequence[torch.Tensor]) -> None:

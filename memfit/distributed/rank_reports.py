@@ -147,10 +147,10 @@ def check_rivals(told: Sequence[Stated]) -> None:
         if len(ratios) == len(told) and max(ratios) - min(ratios) > EXACT * max(ratios):
             raise Refused(
                 "one loss over all processes",
-                found="what it, or a term of it, may be divided by (valid labels, a mask) is in proportion to the samples of "
-                "each process by itself, and not over all of them",
-                next_move="say by weight= what a part of a batch counts, or give every process more samples of each batch; "
-                "where one term of several is meant, divide each by what all processes count",
+                found="a possible denominator of it, or of a term of it (valid labels, a mask), is proportional to the samples "
+                "on each process, but not over all of them",
+                next_move="pass weight= (the denominator of each part), or give every process more samples of each batch; "
+                "if one of several terms is meant, divide each by the count of all processes",
             )
 
 

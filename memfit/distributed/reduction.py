@@ -44,7 +44,7 @@ from memfit.ranks.buckets import Reducer
 from memfit.ranks.ranks import Ranks
 
 STEP = "a training step"
-OF_SHARES = "each process computes it of its own share, as under DistributedDataParallel"
+OF_SHARES = "each process computes it on its own share, as under DistributedDataParallel"
 """What happens to computations that need all samples of a batch."""
 LOOKED_AT = 256
 """Number of leading elements of each parameter that ranks compare."""
@@ -233,8 +233,8 @@ class StepReduction:
             used = ", ".join(ways[0].kind if ways else "any" for ways in told)
             raise Refused(
                 "one loss over all processes",
-                found=f"what its mean divides by was found to differ between them (by rank: {used})",
-                next_move="compute the loss alike everywhere, or say by weight= what a part of a batch counts",
+                found=f"the denominator of its mean differs between them (by rank: {used})",
+                next_move="compute the loss alike everywhere, or pass weight= (the denominator of each part)",
             )
         return weighting_by(found)
 
@@ -335,7 +335,7 @@ class StepReduction:
         if len(set(numbers)) > 1:
             raise Refused(
                 "a training step over all processes",
-                found=f"they have done different numbers of steps: {', '.join(map(str, numbers))} by rank",
+                found=f"their step counts differ: {', '.join(map(str, numbers))} by rank",
                 next_move="call backward (or run.step) equally often on every process",
             )
         torn = [str(rank) for rank, each in enumerate(told) if each.torn]
@@ -343,8 +343,8 @@ class StepReduction:
             raise Refused(
                 "training one model over all processes",
                 found=f"optimizer.step() failed on rank {', '.join(torn)} after {numbers[0]} steps, and the script went on: "
-                "parameters there may be updated in part",
-                next_move="let the error end the script, and go on from the last saved state",
+                "parameters there may be partly updated",
+                next_move="let the error end the script and resume from the last saved state",
             )
         digests = [each.digest for each in told]
         if max(digests) - min(digests) > APART * max(1.0, *map(abs, digests)):
@@ -352,7 +352,7 @@ class StepReduction:
                 "training one model over all processes",
                 found=f"after {numbers[0]} steps its parameters are not the same everywhere: some received gradients that were "
                 "not reduced (through own methods of the model, or submodules, called from outside), or other updates",
-                next_move="call the model itself, whose forward may lead to those methods",
+                next_move="call the model itself; its forward may call those methods",
             )
 
     def _weigh(self, total: Total, told: Sequence[Stated], *, summed: bool) -> tuple[Factor, torch.Tensor]:

@@ -124,7 +124,7 @@ class CatchUp:
 
 def _say_torn(error: BaseException) -> None:
     if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note("memfit: parameters on this process may be updated in part; go on from the last saved state")  # type: ignore[attr-defined]
+        error.add_note("memfit: parameters on this process may be partly updated; resume from the last saved state")  # type: ignore[attr-defined]
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:

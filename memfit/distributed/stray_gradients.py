@@ -23,7 +23,7 @@ from memfit.distributed.reduction import StepReduction
 from memfit.engine.accumulate import wide
 from memfit.hardware.exhausted import retry_on_oom
 
-LEVELLING = "gradients that parameters receive outside of the forward"
+LEVELLING = "gradients that parameters receive outside the forward"
 APART = 1e-9
 """Relative difference from which two ranks' gradient sums are different. Two kinds of processor differ by less in the same
 sum; one rounding of a single float32 element makes more."""
@@ -139,8 +139,8 @@ class StrayGradients:
         self._part_for(parameters)
         self._known |= {id(p): p for p in parameters}
         self._say(
-            f"{self._names(parameters)} received gradients outside of the model's forward and of the methods listed: they are "
-            "the mean over processes, weighed by samples, as under DistributedDataParallel"
+            f"{self._names(parameters)} received gradients outside the model's forward and the methods listed: they are "
+            "averaged over processes, weighted by samples, as under DistributedDataParallel"
         )
 
     def _part_for(self, parameters: Sequence[torch.Tensor]) -> float:
@@ -149,8 +149,8 @@ class StrayGradients:
         if self._reduction.part is None:
             raise Refused(
                 "a sum as the loss over all processes",
-                found=f"{self._names(parameters)} also received gradients outside of the model's forward, which add up "
-                "apart from it",
+                found=f"{self._names(parameters)} also received gradients outside the model's forward, which add up "
+                "separately",
                 next_move="divide the loss by the number of samples, or compute it in the model's forward or in loss_fn=",
             )
         return self._reduction.part

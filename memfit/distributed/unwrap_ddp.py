@@ -119,13 +119,13 @@ def _from_distributed(model: DistributedDataParallel) -> TakenOver:
         raise Refused(
             "wrapping a model in DistributedDataParallel with a communication hook",
             found=f"{getattr(hooks[0][0], '__name__', hooks[0][0])} would not be called: memfit reduces gradients itself, once",
-            next_move="leave the hook away",
+            next_move="remove the hook",
         )
     if getattr(model, "mixed_precision", None) is not None:
         raise Refused(
             "wrapping a model in DistributedDataParallel with mixed_precision=",
             found="it casts parameters around its own forward, which memfit replaces",
-            next_move="leave it away and use torch.autocast, or precision='bfloat16' in memfit.wrap",
+            next_move="remove it and use torch.autocast, or precision='bfloat16' in memfit.wrap",
         )
     return TakenOver(
         model, model.module, group=model.process_group, mean=True, shares_buffers=bool(model.broadcast_buffers)

@@ -98,8 +98,8 @@ class Weighting:
 
 
 BY_SAMPLES = Weighting("samples", "by samples")
-BY_TERM = Weighting("term", "by what its mean divides by")
-BY_TOLD_TERM = Weighting("term", "by what its mean divides by", told=True)
+BY_TERM = Weighting("term", "by its mean's denominator")
+BY_TOLD_TERM = Weighting("term", "by its mean's denominator", told=True)
 
 
 class WeightsChanged(Exception):
@@ -266,7 +266,7 @@ class Pass:
             loss = self._work.loss(self._work.forward(inputs)).detach()
         composition.after_micro_batch(samples)
         if inferred and bool((loss.isfinite() & (loss != 0)).any()):
-            raise WeightsChanged("a micro-batch without anything to count has a loss all the same")
+            raise WeightsChanged("a micro-batch without anything to count still has a loss")
 
     def _counting(self) -> CountOf | None:
         if not self._weighting.rivals:

@@ -60,7 +60,7 @@ class Divided:
         numbers, count = read(numbers, device, dtype), len(self._how)
         weights, divisors = numbers[: len(rows)], numbers[len(rows) :]
         is_off = off_by(self._how, [divisors[i::count] for i in range(count)], weights) > CLOSE
-        return "what the loss divides by is no longer in proportion to the weights" if is_off else None
+        return "the loss's denominator is no longer proportional to the weights" if is_off else None
 
     def sums(self) -> list[Number]:
         """Return the sum of each divisor over all samples; NaN if it does not add up."""

@@ -111,7 +111,7 @@ class RandomState:
         torch.Generator().set_state(written["cpu"])
         device = written["device"]
         if device is not None and not (isinstance(device, torch.Tensor) and device.dtype is torch.uint8):
-            raise TypeError(f"{type(device).__name__} is no generator's state")
+            raise TypeError(f"{type(device).__name__} is not generator state")
         return RandomState(written["cpu"], device, HostRandom.read(written))
 
 

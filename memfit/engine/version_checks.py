@@ -103,7 +103,7 @@ class Unchanged:
             if tensor._version != held.version:
                 raise Modified(tensor, f"is at version {tensor._version}; expected version {held.version} instead", when)
             if held.moved and not _same(tensor, held.data):
-                raise Modified(tensor, "was given other data through .data", when)
+                raise Modified(tensor, "got other data through .data", when)
         self.check_data(when, moved)
 
     def check_data(self, when: str, moved: Keys = frozenset()) -> None:
@@ -111,7 +111,7 @@ class Unchanged:
         for held in self._held:
             same = held.reads_alike or held.tensor._version != held.version
             if not same and not _is_at(moved, held.tensor, held.tensor):
-                raise Modified(held.tensor, "was written through .data, which counts no version", when)
+                raise Modified(held.tensor, "was written through .data, which bumps no version", when)
 
 
 def _same(tensor: torch.Tensor, data: torch.Tensor) -> bool:

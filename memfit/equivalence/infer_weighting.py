@@ -36,7 +36,7 @@ PROBED = 32 * MiB
 """Bytes of parameters whose gradients a proof compares."""
 
 
-DECIDES = "it decides by values that it reads of the batch"
+DECIDES = "it branches on values read from the batch"
 
 
 def infer_weighting(
@@ -241,7 +241,7 @@ def _choose(
         return None, Deviation("the loss", 0.0, limit)
     by_name = all(m.by_name for m in (whole, *parts))
     if all(m.only_term for m in (whole, *parts)):
-        ways = [(Weighting("term", "by what its mean divides by", by_name=by_name), [p.term_count for p in parts])]
+        ways = [(Weighting("term", "by its mean's denominator", by_name=by_name), [p.term_count for p in parts])]
     else:
         watch = whole.terms > 0
         ways = [(Weighting("samples", "by samples", watch=watch, by_name=by_name), [float(p.samples) for p in parts])]
@@ -353,7 +353,7 @@ class LeafCount:
             return mask.sum()
         total = float(_readable(mask).sum())
         if not total.is_integer():
-            raise WeightsChanged(f"{path_name(self.path)} no longer holds ones and zeros alone")
+            raise WeightsChanged(f"{path_name(self.path)} no longer holds only ones and zeros")
         return int(total)
 
 

@@ -141,6 +141,6 @@ def told_by(looks: Sequence[tuple[int, Decides]]) -> str | None:
         return None
     for limited, times in whole.limited.items():  # per-sample work changes shapes or number of calls
         if all(part.limited[limited] == times for count, part in parts if count < samples):
-            return "it limits what was added up over samples"
+            return "it limits what was summed over samples"
     by_position = told_by_positions(samples, whole.taken, [(count, part.taken) for count, part in parts])
     return "it takes samples by their position in the batch" if by_position else None

@@ -46,7 +46,7 @@ def call_alone(call: Call) -> str | None:
         return found
     leaves = call.outputs.leaves
     if len(found) != len(leaves):
-        return "it returns another structure for it"
+        return "it returns a different structure"
     return next((why for leaf, value in zip(leaves, found) if (why := _lost_dimension(leaf, value))), None)
 
 

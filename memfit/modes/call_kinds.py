@@ -392,7 +392,7 @@ class CallKinds:
         core, again = self._core, kind.proven is not None
 
         def unrepeated(text: str) -> Deviation | None:
-            core.events.add(core.steps, "out of memory", f"the proof that samples stay apart was not repeated ({text})")
+            core.events.add(core.steps, "out of memory", f"the proof that samples do not mix was not repeated ({text})")
 
         if again:
             deviation = surviving(lambda: self._prover.prove(kind, call, shapes), core.device, unrepeated)
@@ -408,7 +408,7 @@ class CallKinds:
             return
         kind.shapes, kind.whole, kind.refused, kind.planned, kind.bound = shapes, 0, None, {}, self._bound(call)
         sizes = " ".join("x".join(map(str, shape)) for shape in shapes if shape)
-        self._core.note("replan", f"inputs larger than any before ({sizes} per sample): planned anew before they run")
+        self._core.note("replan", f"inputs larger than any before ({sizes} per sample): replanned before they run")
 
     # ---- whole or cut
 

@@ -79,12 +79,12 @@ class Prover:
         found = found or deviation
         what, also = f"{found.where} mixes samples", ""
         if _is_time_first(dict(core.model.named_modules()).get(found.where)):
-            what = f"{found.where} is recurrent with time first, and mixes samples, which were taken to lie along time"
+            what = f"{found.where} is recurrent with time first, and mixes samples, assumed to lie along time"
             also = "say how many samples there are (pass the DataLoader that yields them), "
         why = ""
         if math.isnan(found.relative):
-            why = ": a mean over what a mask leaves is 0/0 where it leaves nothing"
-            also = "divide by max(count, 1) in the model, pass loss_fn= with weight= for what each part counts, "
+            why = ": a masked mean is 0/0 where the mask leaves nothing"
+            also = "divide by max(count, 1) in the model, pass loss_fn= with weight= for each denominator, "
         return Refused(
             f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
             found=f"{what}: its value for {proof.samples} samples together differs by {found.relative:.2g} from that for the "
@@ -97,18 +97,18 @@ class Prover:
         names = [deviation.where, *deviation.others]
         return Refused(
             f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
-            found=f"the forward moves state at every call, and in parts otherwise than as a whole: {deviation.where}",
-            next_move=f"accept that with allow_inexact={names!r}, move it outside of the forward, or give it a budget in which "
+            found=f"the forward updates state at every call, differently in parts than as a whole: {deviation.where}",
+            next_move=f"accept that with allow_inexact={names!r}, update it outside the forward, or give it a budget in which "
             "the batch runs whole",
         )
 
     def _decides(self, call: Call, deviation: Deviation) -> Refused:
-        by_values = f"the forward decides by values of the batch, which may be others in a part of it: {deviation.where}"
-        by_size = f"the forward decides by {SIZE}: it does something else with {call.samples} than with few, or takes some of "
+        by_values = f"the forward branches on values of the batch, which may differ in a part of it: {deviation.where}"
+        by_size = f"the forward branches on {SIZE}: it acts differently on {call.samples} than on few, or takes some of "
         return Refused(
             f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
             found=by_values if deviation.by == "reading" else f"{by_size}them by their position",
-            next_move=f"accept that with allow_inexact={[deviation.where]!r}, decide outside of the forward, or give it a "
+            next_move=f"accept that with allow_inexact={[deviation.where]!r}, branch outside the forward, or give it a "
             "budget in which the batch runs whole",
         )
 
@@ -124,7 +124,7 @@ class Prover:
         if decides == call.samples:
             return [Deviation(SIZE, 1.0, 0.0, by="counting")]
         if decides is not None:
-            core.tell(f"the forward does something else with {in_all} samples than with few: {OF_SHARES}")
+            core.tell(f"the forward acts differently on {in_all} samples than on few: {OF_SHARES}")
         kind.alike = call.samples
         return []
 

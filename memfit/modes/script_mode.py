@@ -102,7 +102,7 @@ class Script:
             return plain(*args, **kwargs)
         self.outside.called()
         if in_checkpoint():
-            self._core.tell("a call of the model inside of the script's own checkpoint runs as it is, whole")
+            self._core.tell("a call of the model inside the script's own checkpoint runs whole, as it is")
             return plain(*args, **kwargs)
         if not self._is_training_call((args, kwargs)):
             output = self.evaluate(name, plain, args, kwargs)
@@ -125,7 +125,7 @@ class Script:
             self._rest()
         self._waiting.add(call)
         for place in call.composition.trained[:1]:  # the script may read it, so all samples must have written it
-            core.tell(f"the forward writes {place.label}, which trains: it runs at the call, and once more for gradients")
+            core.tell(f"the forward writes {place.label}, which is trained: it runs at the call, and again for gradients")
             with self.aside():
                 self._compute_values(call)
         return through(call.plain, stand_ins(self, call))
@@ -189,11 +189,11 @@ class Script:
         if reduction.part is None:
             self._say_added(reduction)
         if reduction.apart:
-            self._core.tell(f"the loss is multiplied by what differs between processes, such as its own value: {OF_SHARES}")
+            self._core.tell(f"the loss has a factor that differs between processes, such as its own value: {OF_SHARES}")
         if reduction.unseen:
             self._core.tell(
-                "each process computes the loss of its own samples, in a way that memfit does not see into: processes weigh by "
-                "their samples, as means do in DistributedDataParallel (a loss_fn= that memfit calls is weighed exactly)"
+                "each process computes the loss of its own samples, in a way memfit cannot see: processes are weighted by "
+                "their samples, as means in DistributedDataParallel (a loss_fn= that memfit calls is weighted exactly)"
             )
 
     def _say_added(self, reduction: StepReduction) -> None:
@@ -202,7 +202,7 @@ class Script:
             size = reduction.ranks.size
             self._core.tell(
                 f"the loss is a sum over samples as far as memfit sees: sums add up over the {size} processes, where "
-                "DistributedDataParallel would take their mean. If it is divided by what a process counts in its own batch (a "
+                "DistributedDataParallel would take their mean. If each process divides it by a count from its own batch (a "
                 f"shape, a mask's .item(), weights that add up to 1), gradients are up to {size} times too large: use .mean(), "
                 "divide by a tensor that was summed over the batch, or pass loss_fn="
             )
@@ -228,8 +228,8 @@ class Script:
         if self._core.combine(total, weighting, divided=divided) is not None:
             raise Refused(
                 "one loss over all processes",
-                found="what its mean divides by is seen on some of them and not on others, so that it cannot be weighted alike",
-                next_move="give every process two samples of each batch at least, or pass loss_fn= to memfit.wrap",
+                found="the denominator of its mean is visible on some of them only, so they cannot weight it alike",
+                next_move="give every process at least two samples of each batch, or pass loss_fn= to memfit.wrap",
             )
         if self._core.reduction is not None:
             self._say_how(self._core.reduction)
@@ -276,7 +276,7 @@ class Script:
         if not torch.is_grad_enabled():
             return False
         if not self._core.knows_parameters():
-            said = "a call with other parameters than those wrapped ran whole; if they were replaced, add them to the optimizer"
+            said = "a call with parameters other than those wrapped ran whole; if they were replaced, add them to the optimizer"
             self._core.note("note", said)
             return False
         return any(p.requires_grad for p in self._core.known.values()) or any(t.requires_grad for t in tensors(tree))
@@ -445,7 +445,7 @@ class Script:
             return
         self._lines.add(line)
         when = "after" if call.gathered else "before"
-        self._core.note("note", f"{line} takes values of an output {when} its loss ran: for that the forward runs once more")
+        self._core.note("note", f"{line} reads values of an output {when} its loss ran: the forward runs again for them")
 
     def _first_pass(self, call: Call) -> None:
         UNDERWAY.make_room(call)

@@ -140,7 +140,7 @@ class Stepper:
             except WholeShares:
                 self._weights.run_together("it does on another process")
             except SharesDiffer:
-                self._weights.run_together("its terms divide by counts of their own, which are those of all samples")
+                self._weights.run_together("its terms divide by counts of their own, over all samples")
         return self._all_at_once(batch)
 
     def _accumulated(self, batch: Ordered) -> torch.Tensor:
@@ -175,7 +175,7 @@ class Stepper:
             total = gathered(weighting)
             if self._weights.mute and bool(total.value != 0):
                 begin_again()
-                raise WeightsChanged("the loss of the samples that were looked at was nothing, and that of others is not")
+                raise WeightsChanged("the loss of the samples examined was zero, and that of others is not")
             while (other := combined(total, weighting)) is not None:
                 if way_of(other) != way_of(weighting):
                     begin_again()
@@ -258,7 +258,7 @@ class Stepper:
             self._core.activate(known)
             return
         if self._plans:
-            self._core.note("replan", "samples larger than any before, or more of them: planned anew before they run")
+            self._core.note("replan", "samples larger than any before, or more of them: replanned before they run")
         weighting = self._weights.weighting or BY_SAMPLES
         plan, profile = self._tasks.planned(batch, self._share, weighting, profile)
         found = PlannedBatch(plan, profile, batch.shapes, Scale(batch.extents[::-1]), self._share)
@@ -288,7 +288,7 @@ def _check_tensors(found: Sequence[torch.Tensor]) -> None:
     if any(not tensor.is_leaf for tensor in found):
         raise Refused(
             "cutting a batch that was computed with gradients",
-            found="a tensor in it has a graph of its own, through which every micro-batch would have to go back",
+            found="a tensor in it has a graph of its own, which every micro-batch's backward would go through",
             next_move="compute it inside loss_fn, or detach() it",
         )
     if any(tensor.is_nested or tensor.layout is not torch.strided for tensor in found):
@@ -296,14 +296,14 @@ def _check_tensors(found: Sequence[torch.Tensor]) -> None:
     if found and all(not tensor.is_nested and tensor.numel() == 0 for tensor in found):
         raise UsageError(
             "a step over a batch",
-            found="there is nothing in it: " + ", ".join(str(tuple(tensor.shape)) for tensor in found),
-            next_move="leave out empty batches",
+            found="it is empty: " + ", ".join(str(tuple(tensor.shape)) for tensor in found),
+            next_move="skip empty batches",
         )
 
 
 def _uncounted() -> Refused:
     return Refused(
         "cutting the batch with split=",
-        found="its tensors do not share a first dimension, so the number of its samples is not known",
+        found="its tensors do not share a first dimension, so its number of samples is unknown",
         next_move="pass target_batch=, the samples in each batch",
     )

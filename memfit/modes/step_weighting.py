@@ -101,7 +101,7 @@ class Weigher:
                 _say_on_few(error)
                 raise
             said = first_line(error)
-        self.run_together(f"of a few it cannot be computed: {said}")
+        self.run_together(f"it cannot be computed on a few: {said}")
         return None
 
     def _failure(self, batch: Ordered, samples: int) -> TraceFailed | None:
@@ -131,7 +131,7 @@ class Weigher:
             with checkpointed(core.model, blocks), core.memory.sparing_kernels():
                 self._weigh_by_proof(batch, few, before)
         if self.weighting is not None and (decides := self._size_that_decides(batch, max(share, batch.samples))):
-            self.run_together(f"it does something else with {decides} samples than with few")
+            self.run_together(f"it acts differently on {decides} samples than on few")
         if not self.together:
             self._remember(batch)
         return profile
@@ -162,7 +162,7 @@ class Weigher:
 
         def unrepeated(text: str) -> None:
             self.weighting = before
-            core.events.add(core.steps, "out of memory", f"the proof of how micro-batches weigh was not repeated ({text})")
+            core.events.add(core.steps, "out of memory", f"the proof of micro-batch weights was not repeated ({text})")
 
         if most >= 2 * core.least:
             with core.memory.sparing_kernels():
@@ -196,9 +196,9 @@ class Weigher:
             self.weighting = self._stated  # taken as given; only the composition of state is proven
         elif self.weighting is not None and again is None and deviation.limit >= LOOSE:
             close = f"{deviation.limit:.0%}"
-            core.note("note", f"the loss computes in half precision: that samples do not mix is proven to {close} only")
+            core.note("note", f"the loss computes in half precision: sample independence is proven to {close} only")
         if self.weighting is not None and moves.deviation is not None and not self._accepts(moves.deviation):
-            self.run_together(f"it moves state at every call, in parts otherwise than as a whole: {moves.deviation.where}")
+            self.run_together(f"it updates state per call, differently in parts than as a whole: {moves.deviation.where}")
         elif self.composition.trained:
             self.run_together(f"the forward writes {self.composition.trained[0].label}, which it may read beside its samples")
         elif self._stated is not None and moves.decides is not None:
@@ -230,7 +230,7 @@ class Weigher:
             self.run_together("two samples do not fit at once, so another way could not be proven")
             return
         self.weighting = self._stated or BY_TERM
-        self._core.note("note", "two samples do not fit at once: not proven that the model keeps samples apart")
+        self._core.note("note", "two samples do not fit at once, so it is unproven that samples do not mix")
 
     def _is_one_mean(self, batch: Ordered) -> bool:
         """Whether the loss is one known mean and no call seems to mix samples, according to fake tensors."""
@@ -305,7 +305,7 @@ class Weigher:
             raise UsageError(
                 "planning with this loss_fn and data",
                 found=f"the loss of {samples} samples is {value}",
-                next_move="make it finite first: look at these samples, and for divisions and logarithms of zero",
+                next_move="make it finite first: check these samples, and divisions by and logarithms of zero",
             )
 
     def _provable(self, batch: Ordered, profile: Profile | None) -> tuple[int, tuple[str, ...]]:
@@ -367,7 +367,7 @@ def _by_hand(weight: Callable[[Any], float], device: torch.device) -> CountOf:
             raise UsageError(
                 "weighting micro-batches by weight=",
                 found=f"it returned {value!r}",
-                next_move="return a number of at least 0: what the loss of this part counts for, such as its valid labels",
+                next_move="return a number of at least 0: the weight of this part's loss, such as its valid labels",
             )
         return value
 

@@ -87,7 +87,7 @@ class UncutCalls:
         if hasattr(error, "add_note") and not isinstance(error, MemfitError):  # Python 3.11
             error.add_note(  # type: ignore[attr-defined]
                 f"memfit: raised on a few of a batch's {samples or ''} samples, to be cut into micro-batches of "
-                f"{self._core.prescribed} as was asked; without micro_batch= a batch that fits runs whole"
+                f"{self._core.prescribed} as asked; without micro_batch= a batch that fits runs whole"
             )
 
     def _fits(self, call: Call, samples: int | None) -> tuple[bool, Plan | None]:
@@ -118,7 +118,7 @@ class UncutCalls:
     def _say(self, error: Exception, plan: Plan | None) -> None:
         core = self._core
         why = error.found if isinstance(error, MemfitError) else first_line(error)
-        unknown = "" if plan is not None or core.fixed is not None else ", and what it takes could not be told beforehand"
+        unknown = "" if plan is not None or core.fixed is not None else ", and its memory could not be predicted"
         core.tell(f"a batch runs whole, as the script wrote it, because it cannot be cut{unknown}: {why}")
         report_fault(core, error)
 

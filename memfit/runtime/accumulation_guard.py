@@ -53,6 +53,6 @@ class AccumulationGuard:
         several = "several iterations" if self._allowed == 1 else f"more than {self._allowed} iterations"
         return UsageError(
             f"target_batch={self._target_batch} samples per optimizer step",
-            found=f"your loop makes {several} per optimizer.step(): the gradients of another loader batch are still there",
-            next_move="pass script_accumulation=8 (or as many as your loop makes), or remove the accumulation from your loop",
+            found=f"your loop runs {several} per optimizer.step(): the gradients of another loader batch are still there",
+            next_move="pass script_accumulation=8 (or as many as your loop runs), or remove the accumulation from your loop",
         )

@@ -25,14 +25,14 @@ def inexact_from(names: Any, model: nn.Module) -> tuple[str, ...]:
     if isinstance(names, str):
         raise UsageError(
             f"allow_inexact={names!r}",
-            found="it is one text, and would be read letter by letter",
+            found="it is a string, and would be read letter by letter",
             next_move=f"did you mean ({names!r},)?",
         )
     found = tuple(names) if isinstance(names, Iterable) else (names,)
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in found):
         raise UsageError(
             f"allow_inexact={names!r}",
-            found="it is no list of names",
+            found="not a list of names",
             next_move="pass the names that a refusal shows, such as ('the loss',)",
         )
     for name in found:
@@ -67,6 +67,6 @@ def _unknown(name: str, names: tuple[str, ...], model: nn.Module) -> UsageError:
     near = difflib.get_close_matches(name, known, n=1)
     return UsageError(
         f"allow_inexact={names!r}",
-        found=f"the model has no module, buffer or attribute {name!r}, and no refusal names one so",
+        found=f"the model has no module, buffer or attribute {name!r}, and no refusal names it",
         next_move=f"did you mean {near[0]!r}?" if near else otherwise,
     )

@@ -174,7 +174,7 @@ class Core:
         self.memory.train()
         for forget in (*self.on_parameters, *self.on_forget):
             forget()
-        self.note("replan", "parameters were added or replaced: planned anew")
+        self.note("replan", "parameters were added or replaced: replanned")
         return True
 
     def _stage_outside(self) -> None:
@@ -320,7 +320,7 @@ class Core:
             self.note(
                 "note",
                 f"{format_bytes(drift)} more are reserved than when the plan was made, and no room is left for more kernels: "
-                "steps run without oneDNN from now on, which makes and keeps some for every shape",
+                "steps run without oneDNN from now on, which caches kernels for every shape",
             )
         sizes_left = range(self.limit(plan), 0, -1)
         fitting = (n for n in sizes_left if plan.measured(n, {}).predicted.upper + now.held + plan.margin // 2 <= plan.limit)
@@ -505,7 +505,7 @@ class Core:
             self.forget()
         self.settings = replace(self.settings, precision=precision)
         self.planner.settings = self.settings
-        ran = " (in the steps before, ranks differed)" if self.steps else ""
+        ran = " (in earlier steps, ranks differed)" if self.steps else ""
         message = f"computes in {precision}, because {why}{ran}"
         if self.settings.rank == 0:
             tell(message)
@@ -592,7 +592,7 @@ class Core:
         self.events.add(
             self.steps,
             "out of memory",
-            f"a micro-batch of {tried} ran out of memory within {budget} ({text}); the batch started again at {smaller}",
+            f"a micro-batch of {tried} ran out of memory within {budget} ({text}); the batch restarted at {smaller}",
         )
 
     def _missed_draws(self) -> None:
@@ -604,7 +604,7 @@ class Core:
 
     def proof_ran_out(self, tried: int, smaller: int, text: str) -> None:
         """Record that a proof ran out of memory and starts again on fewer samples."""
-        message = f"a proof on {tried} samples ran out of memory ({text}); it started again on {smaller}"
+        message = f"a proof on {tried} samples ran out of memory ({text}); it restarted on {smaller}"
         self.events.add(self.steps, "out of memory", message)
 
     def _change(self, plan: Plan) -> None:

@@ -53,7 +53,7 @@ def report_fault(core: Core, error: BaseException) -> Path | None:
     except OSError:
         core.tell(f"memfit failed here ({type(error).__name__}: {error})")
         return None
-    core.tell(f"memfit failed here ({type(error).__name__}); what to attach to an issue is in {path}")
+    core.tell(f"memfit failed here ({type(error).__name__}); attach this to an issue: {path}")
     return path
 
 

@@ -185,8 +185,8 @@ class FactsExchange:
         since = "" if now else " from the next epoch on"
         slower = max(self._seconds) / min(self._seconds)
         self._core.tell(
-            f"ranks differ in speed by {slower:.2g}x: of {sum(found):,} samples per step they have {of}, by rank,{since} "
-            "so that all are busy"
+            f"ranks differ in speed by {slower:.2g}x: of {sum(found):,} samples per step they take {of}, by rank,{since} "
+            "to keep all busy"
         )
 
     # ---- precision
@@ -200,7 +200,7 @@ class FactsExchange:
             return
         lowest = max(found, key=_lowness)
         who = ", ".join(str(plan.rank) for plan in planned if plan.precision == lowest)
-        self._core.compute_in(lowest, f"rank {who} does: all of them, as gradients would differ by rank otherwise")
+        self._core.compute_in(lowest, f"rank {who} does: all ranks must agree, or gradients would differ by rank")
 
 
 def _lowness(precision: str) -> int:

@@ -345,7 +345,7 @@ class Run:
             return
         source = core.catch_up.step(whole=self._sharding is None or self._sharding.level == "off")
         if source is not None:
-            core.note("out of memory", f"optimizer.step() ran out of memory; what it makes was taken over from rank {source}")
+            core.note("out of memory", f"optimizer.step() ran out of memory; its result was taken over from rank {source}")
             self._stepped()
 
     def _held(self) -> StateSource:
@@ -419,7 +419,7 @@ class Run:
         names = [name for name, p in named if p.requires_grad and p.grad is None and id(p) in trained]
         if names:
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            core.note("note", f"no gradient came to {', '.join(names[:NAMED])}{more} in the first step")
+            core.note("note", f"no gradient reached {', '.join(names[:NAMED])}{more} in the first step")
 
     def _compare_with_target(self, script: Script) -> None:
         core = self._core
@@ -439,7 +439,7 @@ class Run:
         if loss_fn is None:
             raise UsageError(
                 "run.step(batch)",
-                found="this run has no loss_fn, so it does not know what to minimise",
+                found="this run has no loss_fn, so it does not know what to minimize",
                 next_move="pass loss_fn= to memfit.wrap, or call the model in your own loop",
             )
         from memfit.batches.samples import SampleBatch

@@ -14,7 +14,7 @@ from memfit.ranks.barrier import helping
 from memfit.ranks.ranks import Ranks
 from memfit.runtime.core import Core
 
-SHARDING = "choosing what to hold in parts"
+SHARDING = "choosing what to shard"
 
 
 class Sharding:
@@ -80,12 +80,12 @@ class Sharding:
         if level == "optimizer":
             self._held = ShardedOptimizer(core.optimizer, self._ranks)
             core.train_sharded(level, self._held.local)
-            core.note("note", f"the optimizer's state is held in parts by {self._held.engine}")
+            core.note("note", f"the optimizer's state is sharded by {self._held.engine}")
         elif level != "off":
             whole = level == "gradients"
             self._held = FullySharded(core.model, core.optimizer, self._ranks, whole_while_training=whole)
             core.train_sharded(level, core.optimizer, self._held)
-            core.note("note", f"{level} are held in parts by torch's FSDP2, which reduces them after each micro-batch")
+            core.note("note", f"{level} are sharded by torch's FSDP2, which reduces them after each micro-batch")
         self.level = level
 
 

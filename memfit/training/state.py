@@ -155,7 +155,7 @@ def _check_kind(state: Any) -> None:
     if not isinstance(state, Mapping):
         raise UsageError(
             LOADING,
-            found=f"a {type(state).__name__}, not what run.state_dict() gave",
+            found=f"a {type(state).__name__}, not a run.state_dict()",
             next_move="read the file first: run.load_state_dict(torch.load(path, weights_only=True))",
         )
     version = state.get("version")
@@ -164,7 +164,7 @@ def _check_kind(state: Any) -> None:
     if version > VERSION:
         raise UsageError(
             LOADING,
-            found=f"it was saved by a later memfit (version {version}; this one reads up to {VERSION})",
+            found=f"it was saved by a newer memfit (version {version}; this one reads up to {VERSION})",
             next_move="install the memfit that saved it; state['model'] and state['optimizer'] load without it",
         )
 
@@ -208,8 +208,8 @@ def _check_target(held: StateSource, target: Any) -> None:
     raise UsageError(
         f"{LOADING} into one with target_batch={held.core.settings.target_batch}",
         found=f"it was saved with target_batch={target}",
-        next_move=f"pass target_batch={target} to memfit.wrap; or, for a training that goes on otherwise, load "
-        "state['model'] and state['optimizer'] by themselves",
+        next_move=f"pass target_batch={target} to memfit.wrap; or, to continue differently, load "
+        "state['model'] and state['optimizer'] alone",
     )
 
 
@@ -223,7 +223,7 @@ def _check_position(held: StateSource, position: LoaderPosition | None) -> None:
             LOADING,
             found=f"its loader had {there}, and this one has {here}",
             next_move="give it the same data set, and the same target_batch= on any number of processes; or load "
-            "state['model'] and state['optimizer'] by themselves",
+            "state['model'] and state['optimizer'] alone",
         )
 
 
@@ -246,8 +246,8 @@ def _checked(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
 def _others(what: str) -> UsageError:
     return UsageError(
         LOADING,
-        found=f"its optimizer is another one: {what}",
-        next_move="build the optimizer as it was; or load state['model'] by itself",
+        found=f"it is another optimizer's: {what}",
+        next_move="build the optimizer as it was; or load state['model'] alone",
     )
 
 
@@ -258,21 +258,21 @@ def _check_alike(ranks: Ranks, found: Read) -> None:
     if len(set(told)) > 1:
         raise UsageError(
             f"{LOADING} on {ranks.size} processes",
-            found="they are not the same: saved after " + ", ".join(f"{t[0]} steps on rank {i}" for i, t in enumerate(told)),
+            found="they differ: saved after " + ", ".join(f"{t[0]} steps on rank {i}" for i, t in enumerate(told)),
             next_move="load the same file on every process, or files that were saved at the same step",
         )
 
 
 def _go_to(held: StateSource, position: LoaderPosition | None) -> None:
     if not isinstance(held.loader, EffectiveLoader):
-        held.tell("the state says nothing of where the loader stood, or this run has no DataLoader: the data begin anew")
+        held.tell("the state has no loader position, or this run has no DataLoader: the data start over")
         return
     if position is None:
-        held.tell("the state does not say where its loader stood: the data begin anew")
+        held.tell("the state has no loader position: the data start over")
         return
     why = held.loader.lost(position)
     if why is not None and position.index:
-        held.tell(f"the {position.index} batches done in epoch {position.epoch} are not left out, it begins anew: {why}")
+        held.tell(f"the {position.index} batches done in epoch {position.epoch} are not skipped, it starts over: {why}")
     held.loader.go_to(position)
 
 
@@ -291,8 +291,8 @@ def _draw_on(held: StateSource, states: dict[int, RandomState], steps: int) -> N
     if held.core is not None:
         held.core.note(
             "note",
-            f"random draws of this process go on from a new seed: the state holds those of rank {next(iter(states))} alone "
-            "(where every process saves its own state and loads it, all go on)",
+            f"random draws of this process continue from a new seed: the state holds only those of rank {next(iter(states))} "
+            "(if every process saves and loads its own, all continue)",
         )
 
 
@@ -316,5 +316,5 @@ def _damaged(what: str) -> UsageError:
     return UsageError(
         LOADING,
         found=f"it is damaged: {what}",
-        next_move="load one saved earlier; nothing of this one was taken",
+        next_move="load one saved earlier; nothing of this one was used",
     )

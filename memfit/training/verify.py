@@ -55,7 +55,7 @@ def verification_of(core: Core, reference: Reference | None) -> Verification:
         raise UsageError(
             "verifying a run",
             found="every batch ran whole so far, as the script wrote it, so there is nothing to compare",
-            next_move="to compare all the same, wrap with a micro_batch= smaller than the batch",
+            next_move="to compare anyway, wrap with a micro_batch= smaller than the batch",
         )
     if reference is None:
         raise UsageError(

@@ -21,7 +21,7 @@ FREE, TWICE, WHOLE, INEXACT, REFUSED, UNTRUE, DIFFERENT, CRASHED, INVALID, UNSTE
 )  # fmt: skip
 WRITTEN = "do not modify them before backward"
 """Said where a script writes what a pass still reads, which `docs/guarantees.md` lists among what is refused."""
-ON_FEW = ("on a few samples the model says", "of a few it cannot be computed")
+ON_FEW = ("on a few samples the model says", "it cannot be computed on a few")
 """Said where a model takes batches of some sizes only, which `docs/guarantees.md` lists as well."""
 BAD = (DIFFERENT, CRASHED, UNTRUE)
 

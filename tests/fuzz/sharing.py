@@ -40,7 +40,7 @@ SHARES = ("half", "third", "most", "one")
 """How many samples of a batch the first process has: half, a third, all but one, or one."""
 LEVELS = ("optimizer", "gradients", "parameters")
 """What may be held in parts."""
-SAID = ("each process computes it of its own share", "each process computes the loss of its own samples", "received gradients outside")
+SAID = ("each process computes it on its own share", "each process computes the loss of its own samples", "received gradients outside")
 """Said where processes compute something else than one would."""
 LEFT = re.compile(r"(second_optimizer|optimizer|beside)\b|.*_parameters\b")
 """What is compared: what each process prints, counts and caches of its own share is its own."""
