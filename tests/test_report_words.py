@@ -356,7 +356,7 @@ def test_more_memory_is_priced_and_one_step_of_each_lever_offered() -> None:
 def test_over_the_budget_the_next_move_is_a_smaller_one() -> None:
     made = measured(350)
     on_cpu = replace(made, allowance=replace(made.allowance, kind="cpu"))
-    assert "a budget that is 20 B smaller" in said(made, "next") and "C library" not in said(made, "next")
+    assert "reduce the budget by 20 B" in said(made, "next") and "C library" not in said(made, "next")
     assert "C library" in said(on_cpu, "next")
 
 

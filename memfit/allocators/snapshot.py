@@ -75,13 +75,13 @@ def read_snapshot(path: str | Path, *, largest: int = LARGEST) -> Snapshot:
     """
     try:
         if Path(path).exists() and not Path(path).is_file():
-            _refuse(path, "it is no file", "give the path of a snapshot's file")
+            _refuse(path, "it is no file", "pass the path of a snapshot file")
         size = Path(path).stat().st_size
         if size > largest:
             _refuse(path, f"it has {format_bytes(size)}, more than {format_bytes(largest)}", f"largest={size} still reads it")
         data = Path(path).read_bytes()
     except OSError as error:
-        _refuse(path, f"it cannot be read: {error.strerror}", "give the path of a snapshot's file")
+        _refuse(path, f"it cannot be read: {error.strerror}", "pass the path of a snapshot file")
     against = objection(data)
     if against is not None:
         _refuse(path, against, _HOW)

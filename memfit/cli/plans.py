@@ -234,7 +234,7 @@ def _check_where(wanted: PlanOptions) -> None:
     if wanted.accumulate_in != "float32" and wanted.hf_config is None and not _is_function_on_cards(wanted):
         raise UsageError(
             f"--accumulate-in {wanted.accumulate_in} for {wanted.target}",
-            found="its own memfit.wrap, or the run that trains it here, says how gradients gather",
+            found="its own memfit.wrap, or the run that trains it here, sets how gradients add up",
             next_move=f"write accumulate_in={wanted.accumulate_in!r} in its memfit.wrap, or plan a function with --device",
         )
     if wanted.hf_config is not None and wanted.device is None and wanted.devices is None:
