@@ -397,7 +397,7 @@ class _Epoch(Iterator[Any]):
         seen = self._passage.first.seen
         if any(then != now for then, now in zip(self._first, seen)):
             raise UsageError(
-                f"resuming batch {self._passage.index} of epoch {self._passage.epoch}, which was interrupted",
+                f"resuming at batch {self._passage.index} of epoch {self._passage.epoch}, which was interrupted",
                 found="the loader's sampler draws a different order than then",
                 next_move="call its set_epoch() as in that epoch, if it has one (run.loader.epoch says which); where it draws "
                 "from a generator of its own, load with state['loader']['start'] = None: the epoch then restarts",
