@@ -54,7 +54,7 @@ def check_same_device(asked: Any, here: torch.device) -> None:
     raise UsageError(
         f"device={str(asked)!r}",
         found=f"the model is on {here}",
-        next_move="move it there, leave device= away, or name a card of the catalogue, like 'a100-40gb'",
+        next_move="move it there, omit device=, or name a card of the catalogue, like 'a100-40gb'",
     )
 
 
@@ -79,7 +79,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise Refused(
             "wrapping torch.optim.LBFGS",
-            found="its step calls a closure several times per batch, and memfit's effective batch runs once",
+            found="its step calls the closure several times per batch; memfit runs an effective batch once",
             next_move="use an optimizer whose step() takes no closure, or enabled=False",
         )
     trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -87,7 +87,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         raise UsageError(
             f"training {type(model).__name__} with {type(optimizer).__name__}",
             found="the optimizer holds none of the model's parameters",
-            next_move="build it from this model's parameters(), after the model was moved or converted",
+            next_move="build it from this model's parameters(), after moving or converting the model",
         )
     _check_backward_hooks(model)
 
@@ -117,8 +117,8 @@ def check_loader(loader: Any, target_batch: int | None, loss_fn: Any) -> None:
     if target_batch is not None:
         raise UsageError(
             f"target_batch={target_batch} with a loader of type {type(loader).__name__}",
-            found="its batches are whole already, and memfit regroups those of a torch.utils.data.DataLoader only",
-            next_move="leave target_batch away (its batches are then the effective batches, and cut), or pass the DataLoader",
+            found="its batches are fixed: memfit regroups only those of a torch.utils.data.DataLoader",
+            next_move="omit target_batch (its batches are then the effective batches, and cut), or pass the DataLoader",
         )
 
 
@@ -127,8 +127,8 @@ def check_sample(sample: Any, loss_fn: Any) -> None:
     if sample is not None and loss_fn is None:
         raise UsageError(
             "sample= without loss_fn=",
-            found="in script mode the plan is made inside the first training call, from what the model is called with",
-            next_move="leave sample= away, or pass loss_fn= and call run.step(batch)",
+            found="in script mode the first training call makes the plan, from the model's inputs",
+            next_move="omit sample=, or pass loss_fn= and call run.step(batch)",
         )
     if any(t.is_meta for t in tensors(sample)):
         raise UsageError(
@@ -204,8 +204,8 @@ def check_plan(plan: Any, fingerprint: str, model: nn.Module) -> Plan | None:
 
         raise PlanFileError(
             f"using a plan for {plan.model} with {plan.optimizer}",
-            found=f"it was made for another model or optimizer than this {type(model).__name__} (other parameters, or frozen "
-            "otherwise)",
+            found=f"it was made for another model or optimizer than this {type(model).__name__} (other parameters, or others "
+            "frozen)",
             next_move="plan again for this one",
         )
     unknown = [name for name in plan.checkpoint if name not in dict(model.named_modules())]
@@ -231,7 +231,7 @@ def _check_trainable(model: nn.Module, parameters: Sequence[torch.Tensor]) -> No
         raise UsageError(
             f"training {type(model).__name__}",
             found="none of its parameters requires a gradient",
-            next_move="unfreeze what is to be trained (requires_grad_()) before wrapping",
+            next_move="unfreeze parameters to train (requires_grad_()) before wrapping",
         )
 
 
@@ -259,8 +259,8 @@ def _check_backward_hooks(model: nn.Module) -> None:
         if hasattr(p, "_in_backward_optimizers") or any(_holds_optimizer(hook) for hook in hooks.values()):
             raise Refused(
                 "an optimizer that steps inside backward",
-                found=f"{name} has a hook that updates it as soon as its gradient is there",
-                next_move="remove those hooks and step the optimizer in the loop; memfit hands the total gradient over once",
+                found=f"{name} has a hook that updates it as soon as its gradient is ready",
+                next_move="remove those hooks and step the optimizer in the loop; memfit delivers the total gradient once",
             )
 
 
@@ -305,14 +305,14 @@ def _check_length(loader: DataLoader[Any], target_batch: int | None) -> None:
     if length is None:
         return
     if length == 0:
-        raise UsageError("training from this loader", found="its data set is empty", next_move="pass one with samples")
+        raise UsageError("training from this loader", found="its dataset is empty", next_move="pass one with samples")
     if target_batch is None and length_of(loader) == 0:
         raise _without_batches(f"its {length} samples make no batch of {loader.batch_size} with drop_last=True")
     drops = loader.drop_last or getattr(loader.batch_sampler, "drop_last", False)
     if target_batch is not None and target_batch > length and drops:
         raise UsageError(
             f"target_batch={target_batch} with drop_last=True",
-            found=f"the data set has {length} samples, so every epoch would be dropped",
+            found=f"the dataset has {length} samples, so every epoch would be dropped",
             next_move=f"use a target of at most {length}, or drop_last=False (one batch of {length} per epoch)",
         )
 
@@ -335,7 +335,7 @@ def _check_functions(loss_fn: Any, before_step: Any, weight: Any, split: Any) ->
         name = "before_step" if before_step is not None else "weight"
         raise UsageError(
             f"{name}= without loss_fn=",
-            found="in script mode the loop, and with it the step, is the script's own",
+            found="in script mode the loop and its step are the script's own",
             next_move="pass loss_fn= and call run.step(batch), or do it in the loop",
         )
 
@@ -345,8 +345,8 @@ def _check_accumulation(target_batch: int | None, script_accumulation: Any, loss
     if script_accumulation > 1 and loss_fn is not None:
         raise UsageError(
             f"script_accumulation={script_accumulation} with loss_fn=",
-            found="each run.step(batch) is a whole optimizer step, so the loop adds nothing up",
-            next_move="leave script_accumulation= away; target_batch= is the samples of one run.step(batch)",
+            found="each run.step(batch) is a whole optimizer step, so nothing accumulates",
+            next_move="omit script_accumulation=; target_batch= is the samples of one run.step(batch)",
         )
     if target_batch is not None and target_batch % script_accumulation:
         raise UsageError(
@@ -367,8 +367,8 @@ def check_sharded(shard: str, ranks: Ranks | None) -> None:
     if ranks is None and shard not in ("auto", "off"):
         raise UsageError(
             f"shard={shard!r}",
-            found="one process trains alone, and holds everything",
-            next_move="start several (torchrun --nproc_per_node=2 train.py), or leave shard= away",
+            found="a single process trains, and holds everything",
+            next_move="start several (torchrun --nproc_per_node=2 train.py), or omit shard=",
         )
 
 
@@ -385,7 +385,7 @@ def _methods_from(value: Any, model: nn.Module, loss_fn: Any) -> tuple[str, ...]
         raise UsageError(
             f"methods={list(names)!r} with loss_fn=",
             found="a loss_fn gets micro-batches, on which it may call any method of the model",
-            next_move="leave methods= away",
+            next_move="omit methods=",
         )
     taken = [name for name in names if name in _ANSWERED or isinstance(getattr(model, name), nn.Module)]
     if taken:
@@ -402,7 +402,7 @@ _ANSWERED = frozenset(dir(nn.Module))
 
 def _check_offload_and_norms(offload: Any, batchnorm: Any) -> None:
     if not is_one_of(offload, ("auto", "off")):
-        raise UsageError(f"offload={offload!r}", found="this version keeps it off", next_move="leave offload= away")
+        raise UsageError(f"offload={offload!r}", found="this version keeps it off", next_move="omit offload=")
     if not is_one_of(batchnorm, ("micro", "whole")):
         raise choice_of("batchnorm", batchnorm, ("micro", "whole"))
 

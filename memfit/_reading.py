@@ -14,5 +14,5 @@ def text_of(path: Path) -> str:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is no file, but a device or a pipe")
     if path.is_file() and path.stat().st_size > LARGEST:
-        raise OSError(errno.EFBIG, "it is larger than any that memfit reads")
+        raise OSError(errno.EFBIG, "it is larger than any file memfit reads")
     return path.read_text(encoding="utf-8")

@@ -107,7 +107,7 @@ def _check(models: list[Any], optimizers: list[Any], settings: dict[str, Any]) -
         raise UsageError(
             asked,
             found=f"{given[0]}= is about one model",
-            next_move="wrap the models one by one, or leave it away: the script's own loop may use all of them",
+            next_move="wrap the models one by one, or omit it: the script's own loop may use all of them",
         )
     if not any(p.requires_grad for model in models for p in model.parameters()):
         raise UsageError(asked, found="none of their parameters requires a gradient", next_move="unfreeze what is to train")
@@ -117,12 +117,12 @@ def _check(models: list[Any], optimizers: list[Any], settings: dict[str, Any]) -
             raise UsageError(
                 asked,
                 found=f"one optimizer ({type(idle).__name__}) holds no parameter of any of the models",
-                next_move="build it from their parameters(), after they were moved or converted",
+                next_move="build it from their parameters(), after moving or converting them",
             )
     if len(optimizers) > 1 and settings["shard"] not in ("auto", "off"):
         raise UsageError(
             f"shard={settings['shard']!r} with {len(optimizers)} optimizers",
-            found="one optimizer's state can be divided among processes",
+            found="only one optimizer's state can be sharded",
             next_move="pass one optimizer with several parameter groups, or shard='off'",
         )
 

@@ -109,9 +109,9 @@ def _meant(name: str, value: Any) -> int:
 
 def _instead_of_none(name: str) -> str:
     if name == "script_accumulation":
-        return "leave it away, or pass as many iterations as your loop makes per optimizer.step(), script_accumulation=8 for 8"
+        return "omit it, or pass as many iterations as your loop makes per optimizer.step(), script_accumulation=8 for 8"
     if name == "micro_batch":
-        return 'leave it away, or pass the samples per forward, for example micro_batch=16 ("off": the whole batch)'
+        return 'omit it, or pass the samples per forward, for example micro_batch=16 ("off": the whole batch)'
     return f"pass, for example, {name}={EXAMPLES.get(name, 256)}"
 
 
@@ -125,13 +125,13 @@ def _check_function(name: str, value: Any) -> None:
     if name == "loss_fn" and _is_criterion(value):
         raise UsageError(
             f"loss_fn={_shown(value)}",
-            found="it takes outputs and targets, and memfit calls loss_fn(model, batch)",
+            found="it takes outputs and targets, but memfit calls loss_fn(model, batch)",
             next_move="pass a function that runs the model too: lambda model, batch: criterion(model(batch[0]), batch[1])",
         )
     if not _takes(value, len(CALLED_WITH[name])):
         raise UsageError(
             f"{name}={_shown(value)}",
-            found=f"it takes {inspect.signature(value)}, and memfit calls {_called(name)}",
+            found=f"it takes {inspect.signature(value)}, but memfit calls {_called(name)}",
             next_move=f"pass a function that can be called as {_called(name)}",
         )
 

@@ -91,7 +91,7 @@ def profile(
     check_accumulate_in(accumulate_in)
     asked = precision_from(precision)
     if asked == "fast":
-        found = "a profile is of one precision, and which is the fastest is for a plan to find"
+        found = "a profile has one precision; a plan finds the fastest"
         raise UsageError("precision='fast'", found=found, next_move="use one of off, float32, bfloat16, float16")
     blocks, every = blocks_from(checkpoint, model)
     on_meta = any(p.is_meta for p in model.parameters())
@@ -181,7 +181,7 @@ def _check_values(sample: Any, on_meta: bool) -> None:
     if not on_meta and any(t.is_meta for t in tensors(sample)):
         raise UsageError(
             "a profile of a model on this machine",
-            found="the sample has tensors on the meta device, shapes without values, and a few micro-batches are timed",
+            found="the sample has tensors on the meta device (no values), and a profile times micro-batches",
             next_move="pass a real batch, or name the card it is for, like device='a100-40gb'",
         )
 
@@ -205,14 +205,14 @@ def _known_blocks(checkpoint: Any, profile: Profile) -> tuple[str, ...] | None:
     if profile.checkpoint and not is_one_of(checkpoint, ("auto",)):
         raise UsageError(
             f"checkpoint={checkpoint!r}",
-            found=f"the profile was made with {len(profile.checkpoint)} blocks checkpointed, and a plan by it checkpoints them",
-            next_move="leave checkpoint away, or make the profile without",
+            found=f"the profile was made with {len(profile.checkpoint)} blocks checkpointed, and its plans checkpoint them",
+            next_move="omit checkpoint, or make the profile without it",
         )
     if profile.source == "measured" and not is_one_of(checkpoint, ("auto", "off")):
         raise UsageError(
             f"checkpoint={checkpoint!r}",
-            found="the profile was measured, which does not tell what checkpointing would save",
-            next_move=f"make it with memfit.profile(..., checkpoint={checkpoint!r}), and leave checkpoint away here",
+            found="a measured profile does not tell what checkpointing would save",
+            next_move=f"make it with memfit.profile(..., checkpoint={checkpoint!r}), and omit checkpoint here",
         )
     if is_one_of(checkpoint, ("auto", "off", "all")):
         return {"auto": None, "off": (), "all": profile.blocks}[checkpoint]
@@ -223,7 +223,7 @@ def _known_blocks(checkpoint: Any, profile: Profile) -> tuple[str, ...] | None:
     if unknown:
         raise UsageError(
             f"checkpoint={list(blocks)!r}",
-            found=f"the profile knows no block {unknown[0]!r}",
+            found=f"the profile has no block {unknown[0]!r}",
             next_move=f"use names such as {', '.join(profile.blocks[:3]) or '(it has none)'}",
         )
     return blocks

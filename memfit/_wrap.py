@@ -455,12 +455,12 @@ def _say(run: Run, loader: Any, target_batch: int | None) -> None:
     before, now = length_of(loader), length_of(run.loader)
     if before is not None and now is not None and before != now:
         lines.append(
-            f"the loader has {now} iterations per epoch now, not {before}; schedulers built before were sized by the "
+            f"the loader now has {now} iterations per epoch, not {before}; schedulers built before were sized by the "
             "old number"
         )
     there = length_of(getattr(loader, "dataset", None))
     if target_batch is not None and there is not None and target_batch > there:
-        lines.append(f"target_batch={target_batch} is more than the {there} samples there are: one batch per epoch")
+        lines.append(f"target_batch={target_batch} exceeds the {there} samples: one batch per epoch")
     for line in lines:
         tell(line)
 

@@ -176,7 +176,7 @@ def test_target_batch_beyond_the_data_set_is_one_batch_per_epoch_and_said(
         ("checkpoint", True, "a list of block names"),
         ("checkpoint", {}, "a list of block names"),
         ("checkpoint", b"all", "a list of block names"),
-        ("shard", "optimizer", "trains alone"),
+        ("shard", "optimizer", "single process"),
         ("offload", "cpu", "keeps it off"),
         ("shard", torch.ones(2), "does not know"),
         ("methods", ("encode",), "has no method 'encode'"),
@@ -510,7 +510,7 @@ def test_gradients_of_gradients() -> None:
 @BOTH
 def test_loaders_without_a_batch(mode: dict[str, Any]) -> None:
     nothing = TensorDataset(torch.zeros(0, 7), torch.zeros(0, dtype=torch.long))
-    refuses(UsageError, "data set is empty", source=DataLoader(nothing), **mode)
+    refuses(UsageError, "dataset is empty", source=DataLoader(nothing), **mode)
     refuses(UsageError, "no batch", source=DataLoader(TensorDataset(*points(3)), batch_size=4, drop_last=True), **mode)
     refuses(UsageError, "no batch", source=[], **mode)
 
@@ -837,7 +837,7 @@ def test_profile() -> None:
         memfit.profile(model, optimizer, points(), loss_fn=loss_fn, device="cuda")
     with refusing(UsageError, "precision='int8'", model=model, optimizer=optimizer):
         memfit.profile(model, optimizer, points(), loss_fn=loss_fn, precision="int8")
-    with refusing(UsageError, "a profile is of one precision", model=model, optimizer=optimizer):
+    with refusing(UsageError, "a profile has one precision", model=model, optimizer=optimizer):
         memfit.profile(model, optimizer, points(), loss_fn=loss_fn, precision="fast")
     with refusing(UsageError, "no machine counts that many", model=model, optimizer=optimizer):
         memfit.profile(model, optimizer, points(), loss_fn=loss_fn, evaluation=1 << 40)

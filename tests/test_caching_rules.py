@@ -368,7 +368,7 @@ def test_a_memory_fraction_refuses_as_the_driver_does() -> None:
 
 
 def test_a_fraction_of_an_unknown_memory_is_refused() -> None:
-    with pytest.raises(UsageError, match="how much memory the device has"):
+    with pytest.raises(UsageError, match="memory size is not given"):
         with_conf("per_process_memory_fraction:0.5")
 
 

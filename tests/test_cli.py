@@ -296,7 +296,7 @@ def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 130
-        assert process.stderr.read().strip() == "memfit: running train.py until there is a plan, and no further"
+        assert process.stderr.read().strip() == "memfit: running train.py only until there is a plan"
 
 
 # ---- what is saved and exported

@@ -640,7 +640,7 @@ def test_processes_that_load_different_states_or_not_all_are_told(two: Processes
     for raised in two.run(other_states, states):
         assert "saved after 1 steps on rank 0, 2 steps on rank 1" in raised
     for raised in two.run(only_one_loads, states[0]):
-        assert "is at another place of the script" in raised
+        assert "is at another point in the script" in raised
 
 
 def test_another_order_than_it_was_is_told_before_a_sample_is_trained_twice() -> None:

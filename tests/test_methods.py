@@ -110,5 +110,5 @@ def test_what_is_no_method_of_the_model_is_refused(methods: list[str], found: st
 
 def test_a_loss_fn_needs_no_methods() -> None:
     model = Pair()
-    with pytest.raises(memfit.UsageError, match="leave methods= away"):
+    with pytest.raises(memfit.UsageError, match="omit methods="):
         memfit.wrap(model, SGD(model.parameters(), lr=0.1), loss_fn=lambda m, b: m(*b).sum(), methods=["encode_text"])

@@ -191,7 +191,7 @@ def test_measured_seconds_are_those_that_are_known() -> None:
 def test_without_a_timeline_only_parameters_are_told() -> None:
     modules = (ModuleFacts("", "Net", 0, 0), ModuleFacts("a", "Linear", 20, 20))
     tree = handmade.profile(None, points=((1, 100), (2, 200)), source="measured", modules=modules).tree(8)
-    assert tree.root.parameters == 20 and not tree.root.holds and "cannot be told" in str(tree)
+    assert tree.root.parameters == 20 and not tree.root.holds and "unknown" in str(tree)
 
 
 @pytest.mark.parametrize("samples", [0, -3, True, 2.0, "4", None, 1 << 50])

@@ -197,9 +197,9 @@ def test_an_evaluation_that_cannot_be_traced_leaves_the_rest_known() -> None:
     optimizer = AdamW(model.parameters())
     found = memfit.profile(model, optimizer, torch.rand(8, 7), loss_fn=lambda m, x: m(x).mean(), evaluation=4)
     assert found.source == "traced" and model.training
-    assert any(note.startswith("the evaluation is not known") for note in found.notes)
+    assert any(note.startswith("the evaluation is unknown") for note in found.notes)
     assert found.explain(4).evaluation is None
-    with pytest.raises(UsageError, match="the evaluation is not known"):
+    with pytest.raises(UsageError, match="the evaluation is unknown"):
         found.evaluation()
 
 

@@ -130,8 +130,8 @@ def test_tables_hold_what_the_explanation_says(name: str) -> None:
 
 def test_what_cannot_be_told_is_said() -> None:
     page = Page(PAGES["measured"])
-    assert not page.figures and "cannot be told" in page.text and not page.rows
-    assert "cannot be told" in str(REPORTS["measured"]) and "cannot be told" in REPORTS["measured"].to_markdown()
+    assert not page.figures and "unknown" in page.text and not page.rows
+    assert "unknown" in str(REPORTS["measured"]) and "unknown" in REPORTS["measured"].to_markdown()
 
 
 # ---- JSON

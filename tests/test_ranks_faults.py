@@ -162,8 +162,8 @@ def elsewhere(trial: Trial, rank: int, found: Outcome, tell: Callable[[Any], Non
 def test_processes_at_different_places_of_the_script_are_told() -> None:
     first, second = run(Trial(2), elsewhere)
     assert first.error == second.error == "RankFailed"
-    assert "rank 1 is at another place of the script" in first.text
-    assert "rank 0 is at another place of the script" in second.text
+    assert "rank 1 is at another point in the script" in first.text
+    assert "rank 0 is at another point in the script" in second.text
 
 
 # ---- rank 0 alone
@@ -279,7 +279,7 @@ def test_a_scripts_own_error_comes_first(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_script_that_just_ends_is_not_waited_for(tmp_path: Path) -> None:
     (status, text), (left, _) = started("sys.exit(0)", tmp_path)
-    assert status == 1 and left == 0 and "rank 1 has come to the end of its script" in text
+    assert status == 1 and left == 0 and "rank 1 has reached the end of its script" in text
 
 
 def test_a_script_that_works_ends_by_itself(tmp_path: Path) -> None:

@@ -213,10 +213,10 @@ def test_on_a_busy_machine_no_size_counts_as_slower_per_sample_than_a_smaller_on
 def test_seconds_that_are_told_from_another_size_say_so() -> None:
     timings = never_slower((Timing(1, 1.0, 0.4), Timing(64, 100.0, 40.0)))
     found = profile(two_blocks(), timings=timings)
-    assert "64.0 s (told from micro-batches of 1)" in str(replace(found, timings=(replace(timings[1], growth=1),)))
+    assert "64.0 s (from micro-batches of 1)" in str(replace(found, timings=(replace(timings[1], growth=1),)))
     tree = found.tree(64)
-    assert "not measured at that size: told from micro-batches of 1" in tree.seconds_are and tree.seconds_are in str(tree)
-    assert "forward time, told" in str(tree) and "forward time, told" not in str(found.tree(1))
+    assert "not measured at that size: from micro-batches of 1" in tree.seconds_are and tree.seconds_are in str(tree)
+    assert "forward time, est." in str(tree) and "forward time, est." not in str(found.tree(1))
     assert found.tree(1).seconds_are == "measured" and "forward time" in str(found.tree(1))
 
 

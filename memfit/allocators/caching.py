@@ -63,7 +63,7 @@ class CachingAllocator:
             raise UsageError(
                 f"the caching allocator with backend:{settings.backend}",
                 found="that backend is the driver's own pool, whose rules are not public",
-                next_move="leave the backend out, or do not simulate",
+                next_move="omit the backend, or do not simulate",
             )
         self.settings = settings
         self.allowed = self._allowed_by(settings)
@@ -81,8 +81,8 @@ class CachingAllocator:
         if self._device_memory is None:
             raise UsageError(
                 f"per_process_memory_fraction:{settings.per_process_memory_fraction:g}",
-                found="how much memory the device has is not given",
-                next_move="say it with device_memory=, or capacity=",
+                found="the device's memory size is not given",
+                next_move="pass device_memory= or capacity=",
             )
         return int(settings.per_process_memory_fraction * self._device_memory)
 
@@ -223,8 +223,8 @@ class CachingAllocator:
     def _nothing_at(self, address: int, doing: str) -> UsageError:
         return UsageError(
             f"{doing} address {address:#x}",
-            found=f"none of the {len(self._live)} blocks that are allocated begins there",
-            next_move="give an address that malloc returned and that is not freed yet",
+            found=f"none of the {len(self._live)} blocks that are allocated starts there",
+            next_move="pass an address that malloc returned and that is not yet freed",
         )
 
     def _wait_for_uses(self, block: Block) -> None:

@@ -39,8 +39,8 @@ class Exhausted(MemfitError, RuntimeError):
         return cls(
             f"{format_bytes(size)} more ({size} bytes)",
             found=f"{format_bytes(allocated)} are allocated, {format_bytes(reserved)} reserved, and {limit}; "
-            f"{format_bytes(reserved - allocated)} of what is reserved lie free in pieces that do not fit",
-            next_move="a smaller micro-batch; expandable_segments:True where much lies free in pieces",
+            f"{format_bytes(reserved - allocated)} of reserved memory is free in blocks that do not fit",
+            next_move="a smaller micro-batch; expandable_segments:True against fragmentation",
             figures=(size, allocated, reserved, capacity),
         )
 

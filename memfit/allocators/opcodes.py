@@ -64,13 +64,13 @@ def objection(data: bytes) -> str | None:
 
 
 def _cut_off(data: bytes) -> str:
-    return f"it breaks off after {len(data)} bytes, without its end"
+    return f"it is truncated after {len(data)} bytes"
 
 
 def _wrong(data: bytes, at: int, texts: list[str]) -> str:
     code = data[at]
     if code in _NESTED:
-        return f"at byte {at} it has a tuple of something else than numbers, which no snapshot has"
+        return f"at byte {at} it has a tuple of non-numbers, which no snapshot has"
     if _OF_FIXED_LENGTH.match(data, at) or code == _LONG_BINPUT:
         whole = code == _PROTO and at + 1 < len(data)
         return f"its protocol is {data[at + 1]}, not one of 2 to 5" if whole else _cut_off(data)

@@ -50,7 +50,7 @@ def replay(
         raise UsageError(
             f"a replay of device {device}",
             found=f"the snapshot has {len(snapshot.devices)} devices",
-            next_move="device= of one of them, counted from 0",
+            next_move="pass device= of one of them, from 0",
         )
     memory = snapshot.devices[device]
     settings = snapshot.settings if settings is None else settings

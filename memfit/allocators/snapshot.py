@@ -75,13 +75,13 @@ def read_snapshot(path: str | Path, *, largest: int = LARGEST) -> Snapshot:
     """
     try:
         if Path(path).exists() and not Path(path).is_file():
-            _refuse(path, "it is no file", "give the path of a snapshot's file")
+            _refuse(path, "it is no file", "pass the path of a snapshot file")
         size = Path(path).stat().st_size
         if size > largest:
-            _refuse(path, f"it has {format_bytes(size)}, more than {format_bytes(largest)}", f"largest={size} reads it still")
+            _refuse(path, f"it has {format_bytes(size)}, more than {format_bytes(largest)}", f"largest={size} still reads it")
         data = Path(path).read_bytes()
     except OSError as error:
-        _refuse(path, f"it cannot be read: {error.strerror}", "give the path of a snapshot's file")
+        _refuse(path, f"it cannot be read: {error.strerror}", "pass the path of a snapshot file")
     against = objection(data)
     if against is not None:
         _refuse(path, against, _HOW)
@@ -102,7 +102,7 @@ def _load(path: str | Path, data: bytes) -> object:
     try:
         return _ContainersAlone(io.BytesIO(data)).load()
     except Exception as error:  # a damaged pickle can raise anything; no user code runs here
-        _refuse(path, f"it is no pickle that loads: {error or type(error).__name__}", _HOW)
+        _refuse(path, f"it does not unpickle: {error or type(error).__name__}", _HOW)
 
 
 def _shown(value: object) -> str:
@@ -154,7 +154,7 @@ class _Reader:
         if not isinstance(value, (list, tuple)):
             self.wrong("a list", f"a {type(value).__name__}")
         if value and id(value) in self._seen:
-            self.wrong("a list", f"its {len(value)} entries stand in several places")
+            self.wrong("a list", f"its {len(value)} entries occur in several places")
         self._seen[id(value)] = value
         return value
 

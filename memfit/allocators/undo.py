@@ -76,7 +76,7 @@ class _Undoing:
         action, address = entry.action, entry.address
         if action == "alloc":
             if self.blocks.pop(address, None) is None:
-                raise CannotUndo(f"entry {at} allocates at {address:#x}, and nothing is freed there later nor there at the end")
+                raise CannotUndo(f"entry {at} allocates at {address:#x}, and nothing is freed there later or left at the end")
         elif action == "free_completed":
             if address in self.blocks:
                 raise CannotUndo(f"entry {at} frees {address:#x}, which is in use afterwards")

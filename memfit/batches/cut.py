@@ -227,7 +227,7 @@ def refuse_no_batch(value: Any) -> None:
             found=f"the batch is {value!r}",
             next_move="pass what run.loader yields, or a batch whose tensors have the samples along their first dimension",
         )
-    raise uncuttable(f"there is no tensor in it (it is of type {type(value).__name__})")
+    raise uncuttable(f"it has no tensor (it is of type {type(value).__name__})")
 
 
 def uncuttable(reason: str) -> Refused:

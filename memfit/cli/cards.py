@@ -68,7 +68,7 @@ def named_card(text: str) -> Card:
         raise UsageError(
             f"--device {text}",
             found="that is a device of this machine, not a card of the catalogue",
-            next_move="leave it away to plan for where the model is, or name a card, like a100-40gb, or a size, like 24GiB",
+            next_move="omit it to plan for the model's device, or name a card, like a100-40gb, or a size, like 24GiB",
         )
     return found
 
@@ -177,7 +177,7 @@ class _Traces:
             except DoesNotFit:
                 continue
             why = f"because nothing fits in {self._profile(card, 'off').precision}"
-            note = f"computes in {precision}, {why}; how far that moves the gradient is not known before it runs there"
+            note = f"computes in {precision}, {why}; how far that moves the gradient is unknown until it runs there"
             return replace(plan, notes=(*plan.notes, note)), profile
         raise own
 

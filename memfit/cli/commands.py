@@ -38,7 +38,7 @@ app = typer.Typer(
 # typer evaluates these annotations when a command is called, hence Optional instead of `X | None`.
 Budget = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option(help="Most memory for the training (on a GPU: for all of the process): 6GiB, 800MiB, or a share such as 0.9."),
+    typer.Option(help="Memory limit of the training (on a GPU: of the whole process): 6GiB, 800MiB, or a share such as 0.9."),
 ]
 TargetBatch = Annotated[Optional[int], typer.Option(help="Samples per optimizer step, over all processes.")]  # noqa: UP045
 
@@ -105,7 +105,7 @@ def plan(
     ] = None,
     optimizer: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help=f"With --hf-config: {', '.join(OPTIMIZERS)}; adamw if not said."),
+        typer.Option(help=f"With --hf-config: {', '.join(OPTIMIZERS)}; adamw by default."),
     ] = None,
     task: Annotated[
         Optional[str],  # noqa: UP045
@@ -113,7 +113,7 @@ def plan(
     ] = None,
     accumulate_in: Annotated[
         str,
-        typer.Option(help="Precision in which half precision gradients gather: float32, or param for the weights' own."),
+        typer.Option(help="Precision that sums half precision gradients: float32, or param for the weights' own."),
     ] = "float32",
     save: Annotated[
         Optional[Path],  # noqa: UP045
@@ -155,7 +155,7 @@ def profile(
     ],
     micro_batch: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Samples per forward; without it the loader's batch size."),
+        typer.Option(help="Samples per forward; default: the loader's batch size."),
     ] = None,
     device: Annotated[
         Optional[str],  # noqa: UP045
@@ -182,7 +182,7 @@ def profile(
     ] = False,
     evaluation: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Samples of a batch of the evaluation: what that takes is told, too."),
+        typer.Option(help="Samples of an evaluation batch: its memory is reported, too."),
     ] = None,
 ) -> None:
     """Show where the memory and the time of a training step go, module by module, and why the peak is where it is."""
@@ -252,10 +252,10 @@ def snapshot(
 def demo(
     steps: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Optimizer steps to train; without it as many as take a good minute."),
+        typer.Option(help="Optimizer steps to train; default: as many as take about a minute."),
     ] = None,
     budget: Annotated[str, typer.Option(help="Memory that the training may take.")] = "1GiB",
-    report: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = Path("memfit-report.html"),
+    report: Annotated[Path, typer.Option(help="Path of the HTML report.")] = Path("memfit-report.html"),
 ) -> None:
     """Train a small GPT on this Python's own library, under a real memory limit. Takes about three minutes."""
     from memfit.demo.show import run_demo
@@ -296,7 +296,7 @@ def _verified(training: UserTraining, target: str, target_batch: int | None, bud
     with progress(f"verifying {target}", None) as bar:
         bar.say("planning")
         run = training.wrapped(target_batch, budget)
-        bar.say("comparing one batch whole with the same in micro-batches")
+        bar.say("comparing one whole batch with the same in micro-batches")
         try:
             return run.verify()
         except UsageError:  # no batch was cut into micro-batches so far

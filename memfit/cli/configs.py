@@ -130,9 +130,9 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(text_of(file))
     except OSError as error:
-        raise _unusable(file, error.strerror or str(error), "name a config.json, or the directory it lies in") from error
+        raise _unusable(file, error.strerror or str(error), "name a config.json, or its directory") from error
     except (ValueError, RecursionError) as error:
-        raise _unusable(file, f"it is not JSON ({error})", "save it anew with config.save_pretrained(directory)") from error
+        raise _unusable(file, f"it is not JSON ({error})", "re-save it with config.save_pretrained(directory)") from error
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         found = "it is JSON, but names no model_type"
         raise _unusable(file, found, "name a file that config.save_pretrained(directory) wrote")
@@ -157,7 +157,7 @@ def _config(data: dict[str, Any], precision: str | None, file: Path) -> Any:
         found = f"this transformers has no model_type {kind!r}{told}"
         raise _unusable(file, found, f"correct it, update transformers, or {_BY_FUNCTION}")
     if data.get("quantization_config"):
-        raise _unusable(file, "its weights are quantised, which memfit does not know to train", "take quantization_config out")
+        raise _unusable(file, "its weights are quantised, which memfit cannot train", "remove quantization_config")
     given = {key: value for key, value in data.items() if key != "auto_map"}
     if precision is not None:
         given = {key: value for key, value in given.items() if key not in ("torch_dtype", "dtype")} | {"torch_dtype": precision}
@@ -251,13 +251,13 @@ def _sample(config: Any, model: Any, task: str, seq_len: int | None) -> tuple[di
     if task == "sequence-classification":
         return {"input_ids": tokens, "labels": _classes(config)}, f"{length:,} tokens per sample"
     decoded = {"decoder_input_ids": tokens} if task == "seq2seq-lm" else {}
-    per = f"{length:,} tokens per sample" + (", and as many to make of them" if decoded else "")
+    per = f"{length:,} tokens per sample" + (", and as many to generate" if decoded else "")
     return {"input_ids": tokens, **decoded, "labels": tokens}, per
 
 
 def _images(config: Any, model: Any, seq_len: int | None) -> tuple[dict[str, torch.Tensor], str]:
     if seq_len is not None:
-        raise UsageError(f"--seq-len {seq_len}", found="the model is given images", next_move="leave it away")
+        raise UsageError(f"--seq-len {seq_len}", found="the model takes images", next_move="omit it")
     size = getattr(config, "image_size", None) or IMAGE
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = getattr(config, "num_channels", 3)
@@ -308,4 +308,4 @@ def _unusable(file: Path, found: str, next_move: str) -> UsageError:
 
 def _refused(file: Path, error: Exception) -> UsageError:
     said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
-    return _unusable(file, f"transformers refuses it: {said[:400]}", "correct it, or save it anew with config.save_pretrained")
+    return _unusable(file, f"transformers refuses it: {said[:400]}", "correct it, or re-save it with config.save_pretrained")

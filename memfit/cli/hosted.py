@@ -89,5 +89,5 @@ def _needs_cuda(script: Path, error: BaseException, elsewhere: bool) -> UsageErr
     return UsageError(
         f"the plan of {script.name} for this machine",
         found=f"{where} uses CUDA, and there is none here",
-        next_move="name the card it is for, --device a100-40gb or the like: tensors for CUDA stay in host memory then",
+        next_move="name the card it is for, --device a100-40gb or the like: CUDA tensors then stay in host memory",
     )

@@ -86,7 +86,7 @@ def _report(wanted: PlanOptions) -> Report:
     file, function = (None, None) if wanted.target is None else split_target(wanted.target)
     if file is not None and function is None:
         check_file(file)
-        typer.echo(f"memfit: running {file.name} until there is a plan, and no further", err=True)
+        typer.echo(f"memfit: running {file.name} only until there is a plan", err=True)
         return planned_by_script(file, wanted.arguments, asked)
     if file is not None and function is not None and card is None:
         return _planned_by_function(made_by(file, function), str(wanted.target), asked)
@@ -99,7 +99,7 @@ def _report(wanted: PlanOptions) -> Report:
         except DoesNotFit as error:
             more = f"{error.next_move}; --devices all instead of --device shows which cards it fits on"
             if subject.widens:
-                more += "; --accumulate-in param gathers gradients in the weights' own precision, with half the bytes"
+                more += "; --accumulate-in param sums gradients in the weights' own precision, in half the bytes"
             raise DoesNotFit(error.asked, found=error.found, next_move=more) from None
 
 
@@ -127,10 +127,10 @@ def _subject(wanted: PlanOptions) -> TrainingSubject:
 
 def _of_config(wanted: PlanOptions, path: Path) -> TrainingSubject:
     if wanted.target_batch is None:
-        raise _no_target(f"--hf-config {path}", "a configuration has no batches, so that nothing says how large they are")
+        raise _no_target(f"--hf-config {path}", "a configuration has no batches, so their size is unknown")
     asked = configs.ConfigOptions(path, wanted.seq_len, wanted.precision, wanted.optimizer or "adamw", wanted.task)
     built = configs.built(asked)
-    typer.echo(f"memfit: {type(built.model).__name__}, {built.what}; nothing of it is computed or downloaded", err=True)
+    typer.echo(f"memfit: {type(built.model).__name__}, {built.what}; nothing is computed or downloaded", err=True)
     return TrainingSubject(
         built.model,
         built.optimizer,
@@ -178,7 +178,7 @@ def _check(wanted: PlanOptions) -> None:
         raise UsageError(
             f"the arguments {' '.join(wanted.arguments)!r} for {wanted.target}",
             found="a function is called without arguments",
-            next_move="leave them away, or name the script alone",
+            next_move="omit them, or name the script alone",
         )
     if wanted.export is not None and wanted.export not in EXPORTS:
         raise UsageError(f"--export {wanted.export}", found="no such tool", next_move=f"use one of {', '.join(EXPORTS)}")
@@ -203,7 +203,7 @@ def _check_what(wanted: PlanOptions) -> None:
         raise UsageError(
             f"{option} {getattr(wanted, given[0])}",
             found=f"it belongs to --hf-config, and {wanted.target} says itself what it trains",
-            next_move="leave it away, or change it in the file",
+            next_move="omit it, or change it in the file",
         )
 
 
@@ -217,29 +217,29 @@ def _check_where(wanted: PlanOptions) -> None:
         raise UsageError(
             f"--device {wanted.device} and --devices {wanted.devices}",
             found="one plans for a card, the other compares several",
-            next_move="leave one of them away",
+            next_move="omit one of them",
         )
     if wanted.devices is not None and wanted.target is not None and split_target(wanted.target)[1] is None:
         raise UsageError(
             f"--devices {wanted.devices} for the script {wanted.target}",
-            found="a script is run until its wrap has a plan, which is for one device",
+            found="a script runs until its wrap has a plan, which is for one device",
             next_move="name one with --device, or a function as FILE.py:function",
         )
     if wanted.devices is not None and wanted.export is not None:
         raise UsageError(
             f"--export {wanted.export} with --devices",
-            found="several plans are compared, of which none is chosen",
+            found="several plans are compared, and none is chosen",
             next_move="name one card with --device",
         )
     if wanted.accumulate_in != "float32" and wanted.hf_config is None and not _is_function_on_cards(wanted):
         raise UsageError(
             f"--accumulate-in {wanted.accumulate_in} for {wanted.target}",
-            found="its own memfit.wrap, or the run that trains it here, says how gradients gather",
+            found="its own memfit.wrap, or the run that trains it here, sets how gradients add up",
             next_move=f"write accumulate_in={wanted.accumulate_in!r} in its memfit.wrap, or plan a function with --device",
         )
     if wanted.hf_config is not None and wanted.device is None and wanted.devices is None:
         raise UsageError(
             f"--hf-config {wanted.hf_config}",
-            found="it names no device, and a configuration lies on none",
+            found="it names no device, and a configuration has none",
             next_move="add --device a100-40gb, a size like --device 24GiB, or --devices all",
         )

@@ -26,7 +26,7 @@ def replayed(file: Path) -> tuple[str, bool]:
 
 def _told(index: int, found: Agreement) -> Iterator[str]:
     verdict = "identical" if found.identical else "differs"
-    segments = f"{found.compared} segments taken or given back alike" if found.compared else "no segment taken or given back"
+    segments = f"{found.compared} segments allocated or freed alike" if found.compared else "no segment allocated or freed"
     same = f"{found.allocations} allocations at the same addresses, {segments}"
     yield f"device {index}: {verdict}; {same}"
     if found.difference:

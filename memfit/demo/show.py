@@ -54,7 +54,7 @@ def tell_without_memfit(demo: Demo) -> None:
         bar.say("")
         done = subprocess.run(_command("whole", demo), env=_environment(), capture_output=True, text=True)
     if done.returncode == 0:
-        tell("without memfit", "one step runs, too: the limit is wide enough for the whole batch")
+        tell("without memfit", "one step runs too: the whole batch fits within the limit")
         return
     tell("without memfit", "dies at its first step, in a process with this limit:")
     more(_last_words(done))

@@ -110,9 +110,9 @@ def fit(demo: Demo, task: Training, loss: Loss, limit: DemoLimit) -> Run:
     assert plan is not None
     tell("plan", plan.summary())
     if limit.budget is None:
-        more(f"the limit was not told but found ({limit.said}): {format_bytes(plan.limit)} with what Python itself holds")
+        more(f"the limit was found, not given ({limit.said}): {format_bytes(plan.limit)} with what Python itself holds")
     else:
-        more(f"the limit was told to memfit: {limit.said}")
+        more(f"memfit was given the limit: {limit.said}")
     return fitted
 
 

@@ -173,8 +173,8 @@ def _unknown(name: str) -> UsageError:
     return UsageError(
         f"card {name!r}",
         found=f"{told}; the nearest: {', '.join(names)}" if names else told,
-        next_move="use a name of memfit.hardware.catalogue.cards(), the size of its memory, like '24GiB', or what torch "
-        "calls a device that is here, like 'cuda:0'",
+        next_move="use a name of memfit.hardware.catalogue.cards(), the size of its memory, like '24GiB', or torch's "
+        "name of a device here, like 'cuda:0'",
     )
 
 

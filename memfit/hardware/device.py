@@ -227,8 +227,8 @@ def _driver_notes(kind: str, properties: Any, memory: DriverMemory) -> Iterator[
         yield "memory is shared with the CPU"
     if kind == "cuda" and memory.own is None and memory.beyond:
         yield (
-            f"other processes unknown (NVML does not tell): {format_bytes(memory.beyond)} beyond the allocator "
-            "count as held, part of which may be theirs"
+            f"other processes unknown (NVML does not say): {format_bytes(memory.beyond)} beyond the allocator "
+            "count as held; some may be theirs"
         )
 
 

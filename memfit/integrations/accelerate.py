@@ -194,7 +194,7 @@ class Accelerator(accelerate.Accelerator):
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
         if gradient_accumulation_steps != 1:
             raise UsageError(
-                f"gradient_accumulation_steps = {gradient_accumulation_steps} on an Accelerator that is there already",
+                f"gradient_accumulation_steps = {gradient_accumulation_steps} on an existing Accelerator",
                 found="an iteration of its loader is an optimizer step over a whole effective batch",
                 next_move="pass it to Accelerator(...), or target_batch=, the samples per optimizer step over all processes",
             )
@@ -204,7 +204,7 @@ class Accelerator(accelerate.Accelerator):
         if self.run is None:
             raise UsageError(
                 "accelerator.backward(loss)",
-                found="no model was prepared together with its optimizer, so there is nothing that memfit trains",
+                found="no model was prepared together with its optimizer, so memfit has nothing to train",
                 next_move="call accelerator.prepare(model, optimizer, loader), or use accelerate.Accelerator",
             )
         super().backward(loss, **kwargs)
@@ -349,7 +349,7 @@ def _not_one(models: int, optimizers: int, *, again: bool) -> Refused:
     return Refused(
         f"preparing {models} models with {optimizers} optimizers" + (" beside those prepared before" if again else ""),
         found="this version of memfit trains one model with one optimizer",
-        next_move="prepare the model with its optimizer, and models that are not trained by themselves, without one",
+        next_move="prepare the model with its optimizer, and models you do not train in a separate call",
     )
 
 

@@ -75,14 +75,14 @@ def _check(loader: DataLoader[Any], settings: DataLoaderConfiguration, place: Ra
         raise Refused(
             f"a training loader with dispatch_batches=True over {place.processes} processes",
             found="each process reads its own part of every effective batch, and none reads for the others",
-            next_move="leave it out of DataLoaderConfiguration, and let every process open the data set",
+            next_move="leave it out of DataLoaderConfiguration, and let every process open the dataset",
         )
 
 
 def _undivided(kind: str, place: RankPlace) -> Refused:
     return Refused(
         f"a training loader with a {kind} over {place.processes} processes",
-        found="it does not say how many samples its batches have (batch_size), so that they cannot be dealt out",
+        found="it does not say how many samples its batches have (batch_size), so they cannot be divided",
         next_move="give it the attribute batch_size, or let DataLoader make the batches",
     )
 

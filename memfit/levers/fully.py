@@ -33,8 +33,8 @@ from memfit.levers.checkpoint import candidate_blocks
 from memfit.ranks.passes import APART, BACKWARD, COUNTED, FORWARD, GLANCE, Passes, begins
 from memfit.ranks.ranks import Ranks
 
-COLLECTING = "collecting what is held in parts"
-PASSING = "a pass over parameters that are held in parts"
+COLLECTING = "gathering sharded state"
+PASSING = "a pass over sharded parameters"
 LARGE = 8 << 20
 """Size in bytes from which a module outside the blocks (an embedding, a head) is gathered by itself."""
 
@@ -191,9 +191,9 @@ class FullySharded:
     def _inputs(self) -> tuple[Any, Any]:
         if self._seen is None:
             raise Refused(
-                "a forward over parameters that are held in parts",
-                found="another process runs the model, and this one has seen no input to run it on along with that",
-                next_move="run the model on every process once before one runs it alone",
+                "a forward over sharded parameters",
+                found="another process runs the model, but this one has seen no input to run it on",
+                next_move="run the model once on every process before one runs it alone",
             )
         return map_leaves(lambda leaf: leaf.made() if isinstance(leaf, _Like) else leaf, self._seen)
 
@@ -397,14 +397,14 @@ def _unshard(units: Sequence[Any], classes: dict[nn.Module, type]) -> None:
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
     found = next(_obstacles(model, optimizer), None)
     if found is not None:
-        raise Refused("holding parameters or gradients in parts", found=found, next_move="pass shard='optimizer' or 'off'")
+        raise Refused("sharding parameters or gradients", found=found, next_move="pass shard='optimizer' or 'off'")
 
 
 def _obstacles(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     import torch.distributed.fsdp as fsdp
 
     if not hasattr(getattr(fsdp, "FSDPModule", None), "set_force_sum_reduction_for_comms"):
-        yield f"torch {torch.__version__} cannot yet sum gradients in parts"
+        yield f"torch {torch.__version__} cannot yet sum gradient shards"
     held = {id(p) for p in model.parameters()}
     if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
         yield "the optimizer trains parameters that are not the model's"

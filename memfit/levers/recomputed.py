@@ -94,7 +94,7 @@ class RecomputeContext:
         with ExitStack() as stack:
             if self._parameters is not None:
                 stack.enter_context(self._parameters.where_they_lay())
-                self._parameters.check_data("computes a block of the model again in backward")
+                self._parameters.check_data("recomputes a block of the model in backward")
             stack.callback(HostRandom.capture().restore)
             self._host.restore()
             for place, before in self._begun():

@@ -134,7 +134,7 @@ class ShardedOptimizer:
 
     def _whole_state(self) -> defaultdict[Any, Any]:
         """Return the state of all parameters: this rank's own by reference, the others' copied to the host."""
-        self._ranks.ask(self._service, "collecting the optimizer's state")
+        self._ranks.ask(self._service, "gathering the optimizer's state")
         found, self._collected = self._collected, defaultdict(dict)
         return found
 

@@ -37,7 +37,7 @@ class CommonDraws:
         if grouping.whole or isinstance(source.dataset, IterableDataset) or type(source.batch_sampler) is not BatchSampler:
             kind = "IterableDataset" if isinstance(source.dataset, IterableDataset) else type(source.batch_sampler).__name__
             self._tell(
-                f"each process's own batches are taken for its part, as they come through a {kind}: which samples a step has "
+                f"each process's own batches are its part, as they come through a {kind}: which samples a step has "
                 "depends on the number of processes"
             )
             return None
@@ -67,7 +67,7 @@ class CommonDraws:
         apart = len(set(self.ranks.gather(digest, DRAWING))) > 1
         if apart:
             self._tell(
-                "the loader's sampler gives every process indices of its own, which are taken for its part: which samples a "
+                "the loader's sampler gives every process indices of its own, which are its part: which samples a "
                 "step has depends on the number of processes"
             )
         return apart

@@ -221,7 +221,7 @@ class EffectiveLoader(DataLoader[Any]):
         if why is not None:
             return why
         if position.parts != self._parts():
-            return f"its sampler goes through batches of its own on each process, and there were {position.parts or 1} of them"
+            return f"its sampler has batches of its own on each process, and there were {position.parts or 1} of them"
         return None
 
     def misplaced(self, position: LoaderPosition) -> tuple[str, str] | None:
@@ -250,7 +250,7 @@ class EffectiveLoader(DataLoader[Any]):
     def _unskippable(self) -> str | None:
         """Why batches cannot be skipped without loading them; None if they can."""
         if isinstance(self.dataset, IterableDataset):
-            return "an IterableDataset has no indices, so nothing of it can be left out unloaded"
+            return "an IterableDataset has no indices, so nothing can be skipped unloaded"
         if type(self.source).__iter__ is not DataLoader.__iter__:
             return f"{type(self.source).__name__} has an __iter__ of its own"
         return None
@@ -397,10 +397,10 @@ class _Epoch(Iterator[Any]):
         seen = self._passage.first.seen
         if any(then != now for then, now in zip(self._first, seen)):
             raise UsageError(
-                f"going on with batch {self._passage.index} of epoch {self._passage.epoch}, which was interrupted",
-                found="the loader's sampler draws another order than it did then",
+                f"resuming at batch {self._passage.index} of epoch {self._passage.epoch}, which was interrupted",
+                found="the loader's sampler draws a different order than then",
                 next_move="call its set_epoch() as in that epoch, if it has one (run.loader.epoch says which); where it draws "
-                "from a generator of its own, load with state['loader']['start'] = None: the epoch then begins anew",
+                "from a generator of its own, load with state['loader']['start'] = None: the epoch then restarts",
             )
         self._first = ()
 
@@ -429,7 +429,7 @@ def leftover(source: Any, share: int | None) -> int | None:
 
 
 def _samples(count: int | None) -> str:
-    return "a number of samples that is not known" if count is None else f"{count} samples"
+    return "an unknown number of samples" if count is None else f"{count} samples"
 
 
 def _processes(count: int | None) -> str:

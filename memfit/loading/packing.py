@@ -113,7 +113,7 @@ def _pickle_into(stream: io.BytesIO, sample: Any) -> list[memoryview]:
         raise UsageError(
             "effective batches of samples that loader workers read",
             found=f"a sample of type {type(sample).__qualname__} cannot be pickled: {error}",
-            next_move="let the dataset return only what can be pickled (tensors, arrays, numbers, texts), "
+            next_move="let the dataset return only picklable objects (tensors, arrays, numbers, strings), "
             "or load with num_workers=0",
         ) from error
     return [buffer.raw() for buffer in found]

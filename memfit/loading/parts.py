@@ -126,5 +126,5 @@ def check_length(sampler: Any, size: int, ranks: int) -> None:
         raise UsageError(
             f"effective batches of {size} samples over {ranks} processes",
             found=f"the loader's {type(sampler).__name__} has no length, so no process can tell when the others end",
-            next_move="give the sampler a __len__, or leave target_batch away: each process's batches are then its part",
+            next_move="give the sampler a __len__, or omit target_batch: each process's batches are then its part",
         ) from None

@@ -33,7 +33,7 @@ def to_accelerate(plan: Plan) -> str:
         arguments.append(f'mixed_precision="{_SHORT[plan.precision]}"')
     code = ["from accelerate import Accelerator", *_checkpoint_imports(plan), ""]
     code += [*_checkpointing(plan), *_call("accelerator", "Accelerator", arguments), _loader(size)]
-    needs = ["the loop's body belongs into `with accelerator.accumulate(model):`, with accelerator.backward(loss)"]
+    needs = ["the loop's body belongs in `with accelerator.accumulate(model):`, with accelerator.backward(loss)"]
     return _text(plan, needs if steps > 1 else [], code, _beyond_accelerate(plan))
 
 
@@ -198,9 +198,9 @@ def _beyond_torch(plan: Plan) -> Iterator[str]:
     if plan.by_size:
         yield f"{_sizes_differ(plan)}; this loop takes at most {fitting(plan)} of any size"
     if plan.mode == "replay" and plan.keep:
-        yield f"memfit keeps the activations of {plan.keep} micro-batches; this loop computes all of them a second time"
+        yield f"memfit keeps the activations of {plan.keep} micro-batches; this loop recomputes all of them"
     if plan.mode == "replay" or plan.checkpoint:
-        yield "batch norm writes its running statistics a second time when a forward is computed again; memfit's do not"
+        yield "batch norm updates its running statistics twice when a forward is recomputed, except in memfit"
     how = (
         "in DistributedDataParallel all micro-batches but the last in no_sync(), count(targets) the mean over processes"
     )
@@ -223,7 +223,7 @@ def _beyond_transformers(plan: Plan) -> Iterator[str]:
     if steps > 1:
         yield (
             "Trainer weights micro-batches by their valid labels where the model's forward takes num_items_in_batch or "
-            "a compute_loss_func is given; elsewhere each counts the same, whatever number of labels it has"
+            "a compute_loss_func is given; elsewhere all count the same, however many labels they have"
         )
     if plan.checkpoint:
         yield (
@@ -264,11 +264,11 @@ def _beyond_equal(plan: Plan) -> Iterator[str]:
             f"{largest // 2 + 1} to {largest}"
         )
     if plan.by_size:
-        yield f"{_sizes_differ(plan)}; here each has {size}, padded to the longest that chance puts into it"
+        yield f"{_sizes_differ(plan)}; here each has {size}, padded to the longest sample in it"
     if plan.mode == "replay":
         yield (
             f"memfit runs two passes, so that the loss sees the outputs of all {plan.share} samples together; here it "
-            f"sees {size} at a time, which is another loss wherever it compares samples with each other"
+            f"sees {size} at a time, which is a different loss if it compares samples with each other"
         )
 
 
@@ -296,7 +296,7 @@ def _processes(plan: Plan, how: str) -> Iterator[str]:
     if target is None or target == plan.share:
         return
     if target % plan.share == 0:
-        yield f"{target} samples per step take {target // plan.share} processes that each run {plan.share} ({how})"
+        yield f"{target} samples per step take {target // plan.share} processes running {plan.share} each ({how})"
     else:
         yield f"this process runs {plan.share} of {target} samples per step; here all processes run as many ({how})"
 
@@ -306,8 +306,8 @@ def _beyond_any(plan: Plan) -> Iterator[str]:
         yield "gradients of bfloat16 or float16 parameters add up in their own precision; memfit adds them in float32"
     for lever, value in (("shard", plan.shard), ("offload", plan.offload)):
         if value != "off":
-            yield f"{lever}={value!r} is no part of this"
-    yield "where memory runs out, or a sample is larger than planned for, memfit goes on in smaller micro-batches"
+            yield f"{lever}={value!r} is not included"
+    yield "where memory runs out, or a sample is larger than planned for, memfit uses smaller micro-batches"
 
 
 def _blocks(plan: Plan) -> str:

@@ -320,7 +320,7 @@ class Plan:
         if isinstance(data.get("version"), int) and data["version"] > VERSION:
             raise PlanFileError(
                 f"reading the plan {source}",
-                found=f"it has version {data['version']}, and this memfit knows versions up to {VERSION}",
+                found=f"it has version {data['version']}, but this memfit knows versions up to {VERSION}",
                 next_move="update memfit, or plan again",
             )
         return _consistent(_build(Plan, data, source))
@@ -417,7 +417,7 @@ def _value(f: Any, value: Any, source: str) -> Any:
     if f.name in _OPTIONAL and value is None:
         return None
     if isinstance(value, (int, float)) and not is_readable(value):
-        raise _unreadable(source, f"the field {f.name!r} is no number that can be meant")
+        raise _unreadable(source, f"the field {f.name!r} is not a plausible number")
     if f.name in _FLOATS and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     wanted = {"int": int, "float": float, "str": str, "bool": bool}.get(f.type, _OPTIONAL.get(f.name, object))

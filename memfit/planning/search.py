@@ -389,7 +389,7 @@ def _needed(peak: Peak, standing: int) -> str:
 def _what_else(demand: Demand, own: Profile) -> str:
     ways = []
     if demand.standing_per_sample:
-        ways.append("pass a loss_fn= that is a mean or sum over samples, so that the output need not exist as a whole")
+        ways.append("pass a loss_fn= that is a mean or sum over samples, so the whole output need not exist")
     if demand.checkpoint is not None and own.blocks:
         ways.append("allow checkpoint='auto'")
     if demand.micro_batch is not None and demand.micro_batch > 1:

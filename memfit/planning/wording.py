@@ -22,7 +22,7 @@ SHOWN = 6
 """Number of rejected options shown."""
 FACTORS = "micro-batch x accumulation steps"
 """The meaning of the numbers in `way`."""
-OWN_PRECISION = "gradients gather in the parameters' own precision"
+OWN_PRECISION = "gradients add up in the parameters' own precision"
 """The effect of accumulate_in="param"."""
 
 

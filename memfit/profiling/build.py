@@ -126,8 +126,8 @@ def _evaluation_notes(loop: Loop, trace: Trace, found: Timeline | None) -> tuple
     """Why the requested evaluation is unknown."""
     if loop.evaluation is None or found is not None:
         return ()
-    reason = f"to trace it takes a batch of {CHECK} samples" if not trace.evaluated else "it runs otherwise for other sizes"
-    return (f"the evaluation is not known: {trace.unevaluated or reason}",)
+    reason = f"tracing takes a batch of {CHECK} samples" if not trace.evaluated else "other sizes compute differently"
+    return (f"the evaluation is unknown: {trace.unevaluated or reason}",)
 
 
 def measured_profile(
@@ -286,13 +286,13 @@ def _unseen_notes(loop: Loop) -> tuple[str, ...]:
     """Names the parts of the loop that a measurement does not include."""
     asked = {"zero_grad": loop.gradients_stay, "plain_loop": loop.plain, "evaluation": loop.evaluation is not None}
     names = ", ".join(name for name, is_asked in asked.items() if is_asked)
-    return (f"{names}: not looked at, as that takes a trace",) if names else ()
+    return (f"{names}: not checked, as that takes a trace",) if names else ()
 
 
 def _guess_notes(guesses: Sequence[str]) -> tuple[str, ...]:
     if not guesses:
         return ()
-    return (f"the model reads computed values ({', '.join(guesses)}); while tracing they were guessed",)
+    return (f"the model reads computed values ({', '.join(guesses)}); tracing guessed them",)
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:

@@ -57,7 +57,7 @@ def _unlogged() -> Iterator[None]:
 def _reason(error: Exception, world: FakeWorld) -> str:
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     what = f"{type(error).__name__}{f': {said}' if said else ''} (at {_place(error)})"
-    return f"it depends on values, and where they are guessed it raises {what}" if world.guesses else f"on fake tensors: {what}"
+    return f"it depends on values, and with guessed values it raises {what}" if world.guesses else f"on fake tensors: {what}"
 
 
 def _place(error: Exception) -> str:

@@ -46,7 +46,7 @@ class Loop:
 
     def __str__(self) -> str:
         told = [
-            "its variables stay bound, gradients gather in the parameters" if self.plain else "",
+            "its variables stay bound, gradients add up in the parameters" if self.plain else "",
             f"gradients clipped to a norm of {self.max_grad_norm:g}" if self.max_grad_norm is not None else "",
             f"gradients clipped at {self.clip_grad_value:g}" if self.clip_grad_value is not None else "",
             f"zero_grad {self.zero_grad}" if self.gradients_stay else "",
@@ -69,7 +69,7 @@ class Loop:
             found = "it is no whole number"
             if type(evaluation) is int:
                 found = "a batch has at least one sample" if evaluation < 1 else "no machine counts that many"
-            next_move = "pass the samples of an evaluation batch, or leave it away"
+            next_move = "pass the samples of an evaluation batch, or omit it"
             raise UsageError(f"evaluation={evaluation!r}", found=found, next_move=next_move)
         if not isinstance(zero_grad, str) or zero_grad not in ZERO_GRAD:
             known = ", ".join(map(repr, ZERO_GRAD))

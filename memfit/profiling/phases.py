@@ -48,7 +48,7 @@ def _not_traced(profile: Profile) -> UsageError:
             found="the profile was made without one",
             next_move="pass evaluation=, the samples of an evaluation batch, to memfit.profile",
         )
-    reason = next((note for note in profile.notes if "evaluation" in note), "no tensor was followed")
+    reason = next((note for note in profile.notes if "evaluation" in note), "no tensor was tracked")
     return UsageError(
         f"the peak of an evaluation with batches of {profile.loop.evaluation}",
         found=reason,

@@ -264,7 +264,7 @@ class Profile:
 
     def _state(self) -> str:
         known = self.optimizer_bytes
-        return "optimizer's state not told apart" if known is None else f"optimizer's state {format_bytes(known)}"
+        return "optimizer's state unknown" if known is None else f"optimizer's state {format_bytes(known)}"
 
     def _shown(self) -> tuple[int, ...]:
         measured = [t.samples for t in self.timings if t.growth is not None]
@@ -276,7 +276,7 @@ class Profile:
         at_most = f", at most {format_bytes(peak.upper)}" if peak.upper > peak.expected else ""
         timing = next((t for t in self.timings if t.samples == samples), None)
         took = "" if timing is None else f", {format_seconds(timing.seconds)}"
-        took += f" (told from micro-batches of {timing.told_from})" if timing is not None and timing.told_from else ""
+        took += f" (from micro-batches of {timing.told_from})" if timing is not None and timing.told_from else ""
         return f"{format_bytes(peak.expected)}{at_most}{took}"
 
     def with_timings(self, timings: tuple[Timing, ...], optimizer_seconds: float) -> Profile:

@@ -76,7 +76,7 @@ def _facts(found: Explanation) -> Iterator[tuple[str, str]]:
     if found.holds:
         yield "it holds", ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.holds)
     if found.tensors and found.beside > 0:
-        yield "beside it", f"{format_bytes(found.beside)} that no tensor holds: sizes rounded up, workspaces of libraries"
+        yield "beside it", f"{format_bytes(found.beside)} that no tensor holds: rounded sizes, library workspaces"
     if found.evaluation is not None:
         more = "more than the training step" if found.evaluation.exceeds else "not more than the training step"
         size = format_bytes(found.evaluation.peak.expected)
@@ -141,7 +141,7 @@ def tree_columns(tree: ModuleTree) -> tuple[str, ...]:
     """Returns the headings; the first is the heading of the module."""
     found = ["module", "parameters", "in bytes", "kept", "transient", "FLOPs"]
     if tree.seconds_are:
-        found.append(_TIMES.get(tree.seconds_are, "forward time, told"))
+        found.append(_TIMES.get(tree.seconds_are, "forward time, est."))
     return (*found, "at the peak", "share")
 
 
@@ -196,10 +196,10 @@ def tree_notes(tree: ModuleTree, depth: int | None = DEPTH) -> Iterator[str]:
     if tree.unknown:
         yield tree.unknown
         return
-    yield "kept: what a micro-batch's forward leaves saved for backward; transient: the most at once that comes and goes"
+    yield "kept: what a micro-batch's forward saves for backward; transient: the most temporary memory at once"
     if root.flops is not None:
         yield "FLOPs: of matrix products, convolutions and attention, in forward and backward of a micro-batch"
-    yield "entries inside a module add up to it, but for transient: not all have their most at the same moment"
+    yield "entries inside a module add up to it, except transient: not all peak at the same moment"
     if root.seconds is not None and root.forward_seconds is not None:
         both = f"{format_seconds(root.seconds)}, {format_seconds(root.forward_seconds)} of it forward"
         yield f"a micro-batch of {tree.samples} takes {both}, {tree.seconds_are}"

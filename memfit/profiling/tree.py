@@ -121,7 +121,7 @@ def module_tree(profile: Profile, micro_batch: int, *, accumulates: bool = True)
 
 
 def _from_others(profile: Profile) -> str:
-    return f"not measured at that size: told from micro-batches of {', '.join(map(str, measured_sizes(profile.timings)))}"
+    return f"not measured at that size: from micro-batches of {', '.join(map(str, measured_sizes(profile.timings)))}"
 
 
 def check_samples(micro_batch: object, name: str = "micro_batch", what: str = "a micro-batch") -> None:
@@ -143,12 +143,12 @@ def unfollowed(profile: Profile) -> str:
         return ""
     if profile.source == "measured":
         return (
-            "no tensor was followed: the model cannot be traced, so that micro-batches were run and measured whole; what lies "
-            "in the peak, and whose it is, cannot be told"
+            "no tensor was tracked: the model cannot be traced, so micro-batches were run and measured whole; what lies "
+            "in the peak, and whose it is, is unknown"
         )
     return (
         "each size was traced by itself, because the model computes differently for other sizes, or the sample has fewer than "
-        "5 samples; what lies in the peak at this one cannot be told"
+        "5 samples; what lies in the peak at this one is unknown"
     )
 
 

@@ -41,8 +41,8 @@ GONE = ("closed by peer", "reset by peer", "Broken pipe", "gloo/transport")
 """Words in gloo's errors if the process at the other end has exited (torch 2.13)."""
 HELPING = "running along with another process"
 RESTING = "going back to the script"
-UNFINISHED = "an error ended a pass over parameters that are held in parts"
-ADDING = "adding up over all processes"
+UNFINISHED = "an error ended a pass over sharded parameters"
+ADDING = "summing"
 
 
 class Ranks:
@@ -229,7 +229,7 @@ class Ranks:
         for code in sorted(asked):
             service = self._services[code - 1]()
             if service is None:
-                raise self._apart("helping another process", "what it asks for is no longer here")
+                raise self._apart("helping another process", "what it asks for is gone")
             service([rank for rank, each in enumerate(told) if each.want == code])
         chosen = 0 if self._passes is None else self._passes.chosen(wants)
         if chosen and self._passes is not None:
@@ -246,11 +246,11 @@ class Ranks:
             time.sleep(BEHIND)
             raise self._apart(doing, "; ".join(f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text))
         if ENDED in wants and not ending and max(wants) <= NOTHING:
-            raise self._apart(doing, f"rank {_listed(wants, ENDED)} has come to the end of its script")
+            raise self._apart(doing, f"rank {_listed(wants, ENDED)} has reached the end of its script")
         places = [(each.place, len(each.numbers)) for each in told]
         other = [str(rank) for rank, place in enumerate(places) if place != places[self.rank]]
         if other and not any(wants):
-            raise self._apart(doing, f"rank {', '.join(other)} is at another place of the script")
+            raise self._apart(doing, f"rank {', '.join(other)} is at another point in the script")
 
     def _apart(self, doing: str, found: str) -> RankFailed:
         self._over = found
@@ -260,7 +260,7 @@ class Ranks:
             found=found,
             next_move="the traceback is in that rank's output; nothing of this step was applied on this rank"
             if failed
-            else "let every process do the same number of steps, and leave the training together",
+            else "let every process run the same number of steps, and end the training together",
         )
 
     def lost(self, doing: str) -> RankFailed:

@@ -44,8 +44,8 @@ def _fit(report: Report) -> Iterator[str]:
     peak = report.pace.peak
     if peak is not None and peak > report.allowance.limit:
         over = format_bytes(peak - report.allowance.limit)
-        heap = ", or let the C library give freed memory back (docs/memory.md)" if report.allowance.kind == "cpu" else ""
-        yield f"ask for a budget that is {over} smaller, which is what was measured above it{heap}"
+        heap = ", or let the C library return freed memory (docs/memory.md)" if report.allowance.kind == "cpu" else ""
+        yield f"reduce the budget by {over}, the measured excess{heap}"
 
 
 def _memory(report: Report) -> Iterator[str]:
@@ -72,8 +72,8 @@ def _loader(report: Report) -> Iterator[str]:
     pin = " and pin_memory=True" if report.allowance.kind in ("cuda", "xpu") else ""
     wait = format_seconds(typical_wait(report.pace))
     yield (
-        f"each batch is waited for {wait} ({percent(share)} of the time): "
-        f"more loader workers (num_workers=){pin} would overlap that with computing"
+        f"the loop waits {wait} per batch ({percent(share)} of the time): "
+        f"more loader workers (num_workers=){pin} would overlap that with compute"
     )
 
 

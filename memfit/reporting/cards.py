@@ -131,10 +131,10 @@ class Comparison:
     def footnotes(self) -> list[str]:
         """Return how many devices fit, and where the numbers come from."""
         fitting, more = sum(row.fits for row in self.rows), len(self.rows) - len(self.shown())
-        left_out = f"; {more} more that lack more are left out here (--save has them)" if more else ""
+        left_out = f"; {more} more that lack more are omitted (--save has them)" if more else ""
         return [
             f"fits on {fitting} of {count(len(self.rows), 'device')}{left_out}",
-            "at most: all that the process comes to hold; micro-batch x steps: samples per forward x accumulation steps",
+            "at most: upper bound of the process's peak; micro-batch x steps: samples per forward x accumulation steps",
             "none of them is here: memory is simulated, seconds are modelled from data sheets, not measured",
         ]
 

@@ -66,7 +66,7 @@ def _memory(report: Report) -> Chart | None:
     lines = list(_levels(report))
     peak = curve.peak
     label = (
-        f"Memory over one optimizer step by category. The most, {format_bytes(peak.total + plan.held)}, is reached "
+        f"Memory over one optimizer step by category. The peak, {format_bytes(peak.total + plan.held)}, is reached "
         f"{at_moment(peak)}. The budget is {format_bytes(report.allowance.limit)}."
     )
     return Chart("memory", "Memory over one step", printable(label), memory_figure(curve, plan.held, lines), 380)

@@ -62,7 +62,7 @@ def _writing(path: Path, what: str) -> Iterator[Path]:
         raise UsageError(
             f"writing {what} {str(path)!r}",
             found=error.strerror or str(error),
-            next_move="name a file in a directory that exists and that you may write to",
+            next_move="name a file in an existing, writable directory",
         ) from error
 
 
@@ -121,7 +121,7 @@ def restored(kind: type[T], text: str, source: str, latest: int, mark: str = "re
     if type(found) is int and found > latest:
         raise UsageError(
             f"reading the report {source}",
-            found=f"it has version {found}, and this memfit knows versions up to {latest}",
+            found=f"it has version {found}, but this memfit knows versions up to {latest}",
             next_move="update memfit, or make the report again",
         )
     return _Restoring(source).value(kind, data, "report")
@@ -147,7 +147,7 @@ class _Restoring:
         if kind is float and isinstance(data, str) and data in _NOT_FINITE and name.startswith(_MAY_BE_NOT_FINITE):
             return _NOT_FINITE[data]
         if isinstance(data, (int, float)) and not is_readable(data):
-            raise unreadable(self._source, f"{name} is no number that can be meant")
+            raise unreadable(self._source, f"{name} is not a plausible number")
         if kind is float and type(data) in (int, float):
             return float(data)
         if type(data) is not kind:

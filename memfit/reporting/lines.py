@@ -88,7 +88,7 @@ def _beyond(report: Report) -> Iterator[str]:
     if exceeds(report):
         keeps = "the C library keeps freed memory as long as the budget has room for it (docs/memory.md)"
         usual = f": usually {keeps}" if report.allowance.kind == "cpu" else ""
-        yield f"more was measured than predicted at most{usual}"
+        yield f"measured more than the predicted maximum{usual}"
 
 
 # ---- what changed
@@ -131,7 +131,7 @@ def _memory(report: Report) -> ComparisonRow:
     plan, allowance, peak = report.plan, report.allowance, report.pace.peak
     asked, here, seen = alike(plan.asked.peak + plan.held, plan.predicted.peak + plan.held, peak or 0)
     remark = "predicted" + ("" if peak is None else f"; measured {seen}")
-    remark += ", more than predicted at most" if exceeds(report) else ""
+    remark += ", above the predicted maximum" if exceeds(report) else ""
     return ComparisonRow("memory", asked + _whether_asked_fits(report), f"{here} of {format_bytes(allowance.limit)}", remark)
 
 
@@ -148,7 +148,7 @@ def _seconds(report: Report) -> ComparisonRow:
     words = iter(alike_seconds(*(seconds for seconds in known if seconds is not None)))
     asked, here, seen = (None if seconds is None else next(words) for seconds in known)
     if asked is not None and _whether_asked_fits(report):
-        asked = f"{asked} if it fitted"
+        asked = f"{asked} if it fit"
     planned = "predicted" if report.allowance.here else MODELLED
     said = [planned] if here is not None else ["measured"] if seen is not None else []
     said += [f"measured {seen}"] if here is not None and seen is not None else []
@@ -229,7 +229,7 @@ def not_equal(report: Report) -> Iterator[str]:
     if plan.precision != "off":
         said += [note for note in plan.notes if plan.precision in note] or [f"computes in {plan.precision}"]
     if plan.accumulate_in == "param" and cuts:
-        said.append(f"{OWN_PRECISION} (accumulate_in='param'), which rounds with every micro-batch")
+        said.append(f"{OWN_PRECISION} (accumulate_in='param'), rounding at every micro-batch")
     if report.draws and cuts:
         where = listed(report.draws, 1)
         said.append(f"dropout: masks are drawn for each micro-batch, not for the whole batch (in {where})")
@@ -255,9 +255,9 @@ def _cost(report: Report) -> Iterator[str]:
     if again and plan.predicted.seconds:
         blocks = count(len(plan.checkpoint), "block")
         share = percent(again / plan.predicted.seconds)
-        yield f"running {blocks} again takes about {share} of it"
+        yield f"recomputing {blocks} takes about {share} of it"
     if plan.mode == "replay":
-        kept = f", but for {plan.keep} of {plan.accumulation}" if plan.keep else ""
+        kept = f", except {plan.keep} of {plan.accumulation}" if plan.keep else ""
         yield f"two passes, because the loss needs the whole output: every forward runs again{kept}"
 
 
@@ -302,5 +302,5 @@ def _so_far(report: Report) -> Iterator[str]:
     if len(notable) > 3:
         yield f"{count(len(notable) - 3, 'earlier event')}"
     for event in notable[-3:]:
-        anew = "planned anew: " if event.kind == "replan" and event.message.startswith("batch ") else ""
+        anew = "replanned: " if event.kind == "replan" and event.message.startswith("batch ") else ""
         yield f"{'' if not_run_yet(report) else f'step {event.step}: '}{anew}{event.message}"

@@ -31,7 +31,7 @@ def what_ran(off: str, calls: int, steps: int) -> tuple[str, str] | None:
     if off:
         return f"off ({off}): everything runs as the script wrote it", SWITCHED_ON_BY[off]
     if calls:
-        return "ran whole, as the script wrote it: there was nothing to cut", "larger batches (target_batch=) are planned for"
+        return "ran whole, as the script wrote it: there was nothing to cut", "larger batches (target_batch=) get a plan"
     if steps:
         return (
             "ran as the script wrote it: the wrapped model was never called while gradients were recorded",

@@ -73,7 +73,7 @@ def _memory(report: ProfileReport) -> Chart | None:
     at = _fullest(curve)
     point_at(figure, at, _in_short(report))
     _spread(figure["layout"]["annotations"], len(lines), at - curve.events[0] > (curve.events[-1] - curve.events[0]) / 2)
-    label = f"Memory over one step by category. The most, {format_bytes(found.tensors)} of tensors, is reached {found.moment}."
+    label = f"Memory over one step by category. The peak, {format_bytes(found.tensors)} of tensors, is reached {found.moment}."
     return Chart("memory", "Memory over one step", printable(label), figure, 400)
 
 

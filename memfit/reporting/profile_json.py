@@ -28,14 +28,14 @@ VERSION = 1
 FIELDS = {
     "samples": "samples per micro-batch that peak, explanation and tree are for",
     "peak": "bytes; allocated: by tensors or a card's allocator; expected, upper: what the device holds, probably and at most",
-    "explanation": "where the step is at its fullest, and what lies there; sizes in bytes",
+    "explanation": "where the step peaks, and what lies there; sizes in bytes",
     "evaluation": "as peak, of an evaluation with batches of that many samples; null if not asked for or not known",
     "tree": "modules, nested; alike: how many an entry stands for, all together; kept, transient, holds: bytes",
     "phases": "stretches of the step, with the event that each begins with; present is what exists before it",
     "micro_batches": "the events at which the traced micro-batches begin; the second stands for all further ones",
     "allocations": "storages in order of birth; fixed and per_sample: bytes; born, died: events, -1 for what survives the step",
     "operations": "in order; event: the one that was next when it began; flops and moved (bytes), fixed and per sample",
-    "timings": "micro-batches as timed or modelled, in seconds; told_from: the size they are told from, or null",
+    "timings": "micro-batches as timed or modelled, in seconds; told_from: the size they derive from, or null",
 }
 """What each field of the file means."""
 

@@ -59,7 +59,7 @@ def every_rank(report: Report) -> Table:
     rows = tuple(map(_rank_row, shown))
     steps = max((each.steps for each in shown), default=0)
     note = (
-        "Computing: seconds per step in micro-batches. Exchange: until all have gathered their gradients, and these are added "
+        "Computing: seconds per step in micro-batches. Exchange: until all ranks have their gradients, and these are added "
         f"up. As of step {steps:,}." + _left_out(report.every)
     )
     numbers = frozenset(i for i, name in enumerate(RANK_COLUMNS) if name not in ("host", "device", "precision"))
@@ -97,7 +97,7 @@ def phases(report: Report) -> Table:
         rows,
         frozenset(range(1, len(kinds) + 2)),
         frozenset({fullest}),
-        f"Each phase at its fullest moment, in {name}.",
+        f"Each phase at its peak, in {name}.",
     )
     return table if any(moment.where for moment in moments) else without(table, "at")
 
@@ -124,8 +124,8 @@ def blocks(report: Report) -> Table:
     total = sum(block.kept for block in report.blocks)
     rows += [("together", format_bytes(total), "-", "-", "-")] if rows else []
     note = (
-        f"One micro-batch of {report.plan.micro_batch}: bytes its forward leaves saved for backward, the most that "
-        "comes and goes, and what running it once more would take per step (the price of checkpointing it)."
+        f"One micro-batch of {report.plan.micro_batch}: bytes its forward saves for backward, the most that "
+        "comes and goes, and what recomputing it would take per step (the price of checkpointing it)."
     )
     columns = ("block", "kept", "transient", "forward again", "checkpointed")
     table = Table("Memory by block", columns, tuple(rows), frozenset({1, 2, 3}), note=note + _left_out(report.blocks))
@@ -141,7 +141,7 @@ def _block_row(block: BlockCost) -> tuple[str, ...]:
 def options(report: Report) -> Table:
     """Build the table of the plans that were considered, and why they were not taken."""
     shown = report.plan.options[:MOST]
-    note = "Memory is on the budget's scale: what is held beside the training is part of it."
+    note = "Memory is on the budget's scale: it includes what is held beside the training."
     note += f" These are {of_median(report.plan)}." if report.plan.by_size else ""
     if any(option.measured for option in shown):
         note += " Seconds marked * were measured while training; the others were timed while planning, and scaled to those."
@@ -213,7 +213,7 @@ def notes(report: Report) -> Iterator[str]:
     said = {NORMS, *not_equal(report)}  # shown above the notes
     yield from (note for note in dict.fromkeys((*report.notes, *report.allowance.notes)) if note not in said)
     if report.curve is None and report.plan.by_size:
-        yield "memory over one step is not drawn: it differs with the sizes of the samples"
+        yield "memory over one step is not drawn: it varies with the samples' sizes"
 
 
 def _left_out(rows: Sequence[object]) -> str:

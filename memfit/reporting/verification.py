@@ -59,7 +59,7 @@ class Verification:
         says = "gradient equals the whole batch's to" if self.passed else "gradient DIFFERS from the whole batch's by"
         if not self.clear:
             return (
-                f"cannot be told: plain PyTorch run twice on the whole batch differs by {relative(self.floor)}",
+                f"inconclusive: plain PyTorch run twice on the whole batch differs by {relative(self.floor)}",
                 *self.notes,
             )
         floor = f"floor of plain PyTorch {relative(self.floor)}"
@@ -69,7 +69,7 @@ class Verification:
             worst = f"{self.worst_parameter} {relative(self.worst_error)}"
             lines.append(f"allowed {relative(self.tolerance)}; worst {worst}; the loss differs by {relative(self.loss_error)}")
         if self.unsliced:
-            lines.append(f"drawn anew in each micro-batch, not compared: {', '.join(self.unsliced)}")
+            lines.append(f"redrawn in each micro-batch, not compared: {', '.join(self.unsliced)}")
         return (*lines, *self.notes)
 
 
