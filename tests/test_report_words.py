@@ -261,7 +261,7 @@ def test_recomputing_halving_by_hand_and_two_passes_are_priced() -> None:
     assert "halving" not in said(reports.report(330, events=ran_out), "it costs")
     replay = replace(reports.planned(330), mode="replay", keep=1)
     assert "two passes" in said(reports.report(330, plan=replay), "it costs")
-    assert "but for 1 of 3" in said(reports.report(330, plan=replay), "it costs")
+    assert "except 1 of 3" in said(reports.report(330, plan=replay), "it costs")
 
 
 def slower_while_training() -> Report:

@@ -139,6 +139,7 @@ def test_the_same_training_with_parts_of_everything(processes: Processes, level:
 
 def tried(fits: tuple[str, bool]) -> list[tuple[str, bool]]:
     """(level, whether precision may be lower) in the order in which `shard="auto"` tries them, up to what fits."""
+    from memfit.engine.staged import is_sharded
     from memfit.training.sharding import Sharding
 
     model = model_of().float()
@@ -157,6 +158,7 @@ def tried(fits: tuple[str, bool]) -> list[tuple[str, bool]]:
     assert core.planner.settings.lowers
     sharding.undo()
     run.undo()
+    assert not any(is_sharded(module) for module in model.modules())
     return found
 
 

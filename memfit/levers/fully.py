@@ -392,6 +392,9 @@ def _unshard(units: Sequence[Any], classes: dict[nn.Module, type]) -> None:
         for key in (STATE_KEY, REGISTRY_KEY):
             unit.__dict__.pop(key, None)
         _composable_state._module_state_mapping.pop(unit, None)
+    for module in classes:
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            module.__dict__.pop(mark, None)
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
