@@ -144,7 +144,7 @@ def planning_leaves_lists_and_counters() -> Patch:
 
 def planning_leaves_tensors() -> Patch:
     """What planning writes into tensors is not put back."""
-    from memfit.profiling import guard
+    from memfit.tracing import write_guard as guard
 
     yield guard.UndoLog, "undo", lambda self: None
 

@@ -84,9 +84,9 @@ def peak_of(build: Callable[[int, dict[str, Any]], Callable[[], Any]], x: int, c
     from memfit.kernels.substitute import cuda_kernels
     from memfit.kernels.target import Target
     from memfit.profiling.allocator import caching_peak
-    from memfit.profiling.counts import Counts
-    from memfit.profiling.fake import FakeWorld
-    from memfit.profiling.ledger import Ledger
+    from memfit.tracing.fake import FakeWorld
+    from memfit.tracing.flop_counter import Counts
+    from memfit.tracing.ledger import Ledger
 
     world = FakeWorld()
     ledger = Ledger(torch.device("cpu"), inside=scratch, counts=Counts())

@@ -93,10 +93,10 @@ def looped(model: Any, size: tuple[int, int, int], batch: int) -> Any:
     from memfit.kernels.scratch import scratch
     from memfit.kernels.substitute import cuda_kernels
     from memfit.kernels.target import Target
-    from memfit.profiling.counts import Counts
-    from memfit.profiling.fake import FakeWorld
-    from memfit.profiling.ledger import Ledger
-    from memfit.profiling.sandbox import leave_no_trace
+    from memfit.tracing.fake import FakeWorld
+    from memfit.tracing.flop_counter import Counts
+    from memfit.tracing.ledger import Ledger
+    from memfit.tracing.sandbox import leave_no_trace
 
     world, cpu = FakeWorld(), torch.device("cpu")
     own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

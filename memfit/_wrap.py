@@ -45,13 +45,13 @@ from memfit.loading.pool import planning_pool
 from memfit.modes.script_mode import Script
 from memfit.modes.step_mode import Stepper
 from memfit.planning.plan import Plan
-from memfit.profiling.build import model_facts
 from memfit.ranks.join import join
 from memfit.ranks.ranks import Ranks
 from memfit.reporting.stderr import tell
 from memfit.runtime.accumulation_guard import AccumulationGuard
 from memfit.runtime.core import Core
 from memfit.runtime.rank_facts import FactsExchange
+from memfit.tracing.build_profile import model_facts
 from memfit.training.run import Run
 from memfit.training.sharding import Sharding
 

@@ -19,7 +19,7 @@ import memfit
 from memfit import Plan, Run
 from memfit.engine.undo_state import is_planning
 from memfit.planning.plan import Cost
-from memfit.profiling.build import model_facts
+from memfit.tracing.build_profile import model_facts
 
 Script = Callable[..., Any]
 """A training script's lines: called with the model and a batch, it leaves gradients behind."""

@@ -17,11 +17,11 @@ from memfit.batches.tree import map_leaves, tensors
 from memfit.hardware.budget import probe
 from memfit.kernels.onednn import stages
 from memfit.modes.step_mode import Stepper
-from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import MEMFITS, Loop
 from memfit.profiling.profile import Profile
 from memfit.profiling.timeline import Timeline
 from memfit.runtime.core import Core
+from memfit.tracing.ledger import Ledger
 
 CPU = torch.device("cpu")
 LossFn = Callable[[nn.Module, Any], Tensor]

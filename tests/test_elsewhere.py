@@ -17,7 +17,7 @@ from memfit._errors import DoesNotFit, UsageError
 from memfit._units import GiB, MiB
 from memfit.hardware.catalogue import card, cards
 from memfit.planning.search import kept_bytes
-from memfit.profiling.modelled import bottleneck, modelled
+from memfit.profiling.roofline import bottleneck, modelled
 
 
 class Attending(nn.Module):

@@ -16,9 +16,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 from torch.utils.checkpoint import checkpoint
 
-from memfit.profiling.fake import FakeWorld
-from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import Loop
+from memfit.tracing.fake import FakeWorld
+from memfit.tracing.ledger import Ledger
 
 WIDTH, SAMPLES = 24, 4
 NUMBER = 4

@@ -13,10 +13,10 @@ from zoo import FAMILIES, first_batch
 
 import memfit
 from memfit._errors import UsageError
-from memfit.profiling.modelled import in_micro_batch, operation_seconds
+from memfit.profiling.describe import LOOSE, tree_rows
 from memfit.profiling.profile import ModuleFacts, Profile
+from memfit.profiling.roofline import in_micro_batch, operation_seconds
 from memfit.profiling.seconds import Timing
-from memfit.profiling.telling import LOOSE, tree_rows
 from memfit.profiling.timeline import CATEGORIES
 from memfit.profiling.tree import ITSELF, ModuleCost, kept_by_forward, together
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from handmade import Course
 
-from memfit.profiling.pages import in_pages
+from memfit.profiling.heap_pages import in_pages
 
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -31,7 +31,7 @@ import json
 from pathlib import Path
 import torch
 from handmade import Course
-from memfit.profiling.pages import in_pages
+from memfit.profiling.heap_pages import in_pages
 
 def resident():
     line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("RssAnon"))

@@ -20,9 +20,9 @@ from memfit._errors import UsageError
 from memfit.batches.tree import tensors
 from memfit.kernels.onednn import stages
 from memfit.kernels.scratch import scratch
-from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import Loop
 from memfit.reporting.profiled import profile_report
+from memfit.tracing.ledger import Ledger
 
 ALL = {**FAMILIES, **MORE}
 TRAIN, EVALUATION = 4, 7

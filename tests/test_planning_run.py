@@ -38,10 +38,10 @@ from memfit.hardware.heap import give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.kernels.onednn import stages
 from memfit.planning.search import with_blocks
-from memfit.profiling.ledger import Ledger
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import Timing
-from memfit.profiling.timing import Stopwatch
+from memfit.tracing.ledger import Ledger
+from memfit.tracing.timing import Stopwatch
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memfit.profiling.fake import FakeWorld
+from memfit.tracing.fake import FakeWorld
 
 Function = Callable[[Tensor, Tensor], Any]
 

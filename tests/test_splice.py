@@ -16,7 +16,7 @@ from memfit.capture.workloads import StepWork
 from memfit.engine.accumulate import Weighting
 from memfit.profiling.splice import continued
 from memfit.profiling.timeline import Timeline
-from memfit.profiling.trace import trace_step
+from memfit.tracing.trace import trace_step
 
 BY_SAMPLES = Weighting("samples", "by samples")
 

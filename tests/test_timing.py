@@ -17,9 +17,9 @@ from memfit._units import MiB
 from memfit.capture.workloads import StepWork
 from memfit.engine.accumulate import Weighting
 from memfit.engine.staged import Staging, sparse_parameters
-from memfit.profiling.build import stepping_bytes
 from memfit.profiling.seconds import Timing, line_through, measured_sizes, never_slower, timing_at
-from memfit.profiling.timing import Stopwatch, time_sizes
+from memfit.tracing.build_profile import stepping_bytes
+from memfit.tracing.timing import Stopwatch, time_sizes
 
 KIB = 1 << 10
 SIZES = (1, 2, 4, 8)

@@ -20,10 +20,10 @@ from memfit.engine.staged import Staging
 from memfit.hardware.budget import Budget
 from memfit.hardware.catalogue import Card
 from memfit.kernels.target import Target
-from memfit.profiling.failures import TraceFailed
 from memfit.profiling.intervals import interval_of
-from memfit.profiling.modelled import modelled
 from memfit.profiling.profile import Profile
+from memfit.profiling.roofline import modelled
+from memfit.tracing.failures import TraceFailed
 
 NEAREST = (9, 0)
 """Compute capability whose kernels stand in for GPUs without one: AMD's data center cards run flash attention and keep

@@ -29,7 +29,7 @@ from memfit.planning.search import Demand, micro_batch_sizes
 from memfit.profiling.allocator import HIGH_HEAP_WASTE, heap_peak, thresholds_pinned
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import Timing, never_slower
-from memfit.profiling.timing import Stopwatch, optimizer_seconds, time_sizes
+from memfit.tracing.timing import Stopwatch, optimizer_seconds, time_sizes
 
 TIMING_SECONDS = 0.8
 """Seconds for timing micro-batches while planning, doubled if kernels take much besides the tensors. Training goes on

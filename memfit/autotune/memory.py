@@ -26,8 +26,8 @@ from memfit.hardware.meter import Meter
 from memfit.planning.plan import Plan
 from memfit.planning.search import with_blocks
 from memfit.profiling.allocator import HEAP_WASTE, HIGH_HEAP_WASTE, heap_peak, mapped_swing, thresholds_pinned
-from memfit.profiling.build import state_bytes, state_there
 from memfit.profiling.profile import Profile
+from memfit.tracing.build_profile import state_bytes, state_there
 
 ONE_MORE = 0.8
 """Fraction of its heap peak that one more micro-batch may add to what the C library already keeps."""

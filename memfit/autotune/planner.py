@@ -31,11 +31,11 @@ from memfit.levers.precision import PRECISIONS, lower_precisions, script_precisi
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search, with_blocks
 from memfit.profiling.allocator import thresholds_pinned
-from memfit.profiling.build import CHECK, Subject, measured_profile, state_bytes, state_there, traced_profile
-from memfit.profiling.failures import TraceFailed, own_exception
-from memfit.profiling.parts import in_parts
 from memfit.profiling.profile import Profile
-from memfit.profiling.trace import MakeWork
+from memfit.tracing.build_profile import CHECK, Subject, measured_profile, state_bytes, state_there, traced_profile
+from memfit.tracing.failures import TraceFailed, own_exception
+from memfit.tracing.sharded_step import in_parts
+from memfit.tracing.trace import MakeWork
 
 FRAGMENTS = (
     "reserved memory is limited here, and the C library keeps freed heap reserved, in fragments: start with "

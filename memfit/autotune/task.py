@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memfit.engine.accumulate import Weighting, Work
 from memfit.planning.search import Demand
-from memfit.profiling.trace import MakeWork
+from memfit.tracing.trace import MakeWork
 
 LOSS_BOUND = 3
 """Copies of a model's output that an unseen loss is assumed to need at once: log-probabilities, their gradient, a temporary."""

@@ -27,7 +27,7 @@ from memfit.capture.side_outputs import ClosureVariable, Door, Doorway
 from memfit.engine.call_context import uncompiled
 from memfit.engine.known_means import leaves_of
 from memfit.engine.staged import is_sharded
-from memfit.profiling.sandbox import leave_no_trace
+from memfit.tracing.sandbox import leave_no_trace
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from memfit.capture.call import Call, Split, Tree
 from memfit.capture.outputs import Outputs, learn_outputs
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
 from memfit.engine.call_context import autocast_now, uncompiled
-from memfit.profiling.failures import TraceFailed
-from memfit.profiling.fake import FakeWorld, ZeroArrays
-from memfit.profiling.sandbox import leave_no_trace
-from memfit.profiling.twins import on_twins
+from memfit.tracing.failures import TraceFailed
+from memfit.tracing.fake import FakeWorld, ZeroArrays
+from memfit.tracing.fake_twins import on_twins
+from memfit.tracing.sandbox import leave_no_trace
 
 
 def structure_of(

@@ -19,9 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memfit.batches.tree import tensors
 from memfit.engine.call_context import uncompiled
 from memfit.engine.random_state import HostRandom
-from memfit.profiling.failures import TraceFailed
-from memfit.profiling.fake import ZeroArrays
-from memfit.profiling.twins import on_twins
+from memfit.tracing.failures import TraceFailed
+from memfit.tracing.fake import ZeroArrays
+from memfit.tracing.fake_twins import on_twins
 
 SPLITTING = frozenset("split unsafe_split".split())
 """Functions that split into pieces of a given size."""

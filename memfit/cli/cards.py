@@ -23,13 +23,13 @@ from memfit.levers.precision import lower_precisions, script_precision
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, Prices, search
 from memfit.profiling.allocator import workspace_bytes
-from memfit.profiling.build import trains_in_half
-from memfit.profiling.modelled import bottleneck
 from memfit.profiling.profile import Profile
+from memfit.profiling.roofline import bottleneck
 from memfit.reporting.cards import Comparison, DeviceRow, in_order
 from memfit.reporting.drawing import drawing_modules
 from memfit.reporting.progress import Progress
 from memfit.reporting.report import Report, made_now, make_report
+from memfit.tracing.build_profile import trains_in_half
 
 _HOST = torch.device("cpu")
 

@@ -23,8 +23,8 @@ from memfit.cli.snapshots import replayed
 from memfit.hardware.budget import asked_bytes, probe as probe_budget
 from memfit.levers.precision import PRECISIONS
 from memfit.planning.export import EXPORTS
+from memfit.profiling.describe import DEPTH
 from memfit.profiling.loop import AFTER_STEP, ZERO_GRAD
-from memfit.profiling.telling import DEPTH
 from memfit.reporting.progress import progress
 from memfit.reporting.verification import Verification
 

@@ -20,7 +20,7 @@ from memfit._errors import UsageError
 from memfit._reading import text_of
 from memfit._values import check_count
 from memfit.levers.precision import PRECISIONS
-from memfit.profiling.build import CHECK
+from memfit.tracing.build_profile import CHECK
 
 TASKS = {
     "seq2seq-lm": ("SEQ_TO_SEQ_CAUSAL_LM", "Seq2SeqLM"),

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from memfit._errors import RankFailed, UsageError
 from memfit.hardware.driver import identity
-from memfit.profiling.build import model_facts
 from memfit.ranks.ranks import Ranks
+from memfit.tracing.build_profile import model_facts
 
 WRAPPING = "memfit.wrap"
 

@@ -28,7 +28,7 @@ from memfit.engine.random_slices import Draws
 from memfit.equivalence.host_reads import Reads, Value, decided
 from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
 from memfit.equivalence.tolerances import Deviation, relative_difference, tolerance
-from memfit.profiling.sandbox import Traces, leave_no_trace
+from memfit.tracing.sandbox import Traces, leave_no_trace
 
 PROOF_SAMPLES = 5
 """Number of samples that proofs run on."""

@@ -40,7 +40,7 @@ from memfit.engine.compose_state import (
 )
 from memfit.engine.rewindable import IteratorPosition
 from memfit.equivalence.tolerances import Deviation, relative_difference, tolerance
-from memfit.profiling.sandbox import Traces
+from memfit.tracing.sandbox import Traces
 
 Run = Callable[[int, int], object]
 """Runs the samples `start:stop` with the whole batch's random draws."""

@@ -25,7 +25,7 @@ from memfit.engine.accumulate import Work, loss_of
 from memfit.engine.call_context import uncompiled
 from memfit.engine.staged import is_sharded
 from memfit.hardware.exhausted import is_out_of_memory, retry_on_oom
-from memfit.profiling.sandbox import leave_no_trace
+from memfit.tracing.sandbox import leave_no_trace
 
 
 def call_alone(call: Call) -> str | None:

@@ -42,11 +42,11 @@ from memfit.modes.pending_calls import UNDERWAY
 from memfit.modes.whole_calls import UncutCalls
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, keepable, search
-from memfit.profiling.build import CHECK
 from memfit.profiling.profile import Profile
-from memfit.profiling.trace import MakeWork
 from memfit.runtime.core import Core
 from memfit.runtime.faults import is_fault, report_fault, strict
+from memfit.tracing.build_profile import CHECK
+from memfit.tracing.trace import MakeWork
 
 RESERVE = 5
 """Until a step was seen, a call runs whole only if one part in this many of the available memory stays free."""

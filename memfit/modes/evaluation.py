@@ -31,10 +31,10 @@ from memfit.capture.side_outputs import Doorway, through
 from memfit.engine.call_context import uncompiled
 from memfit.engine.recovery import surviving
 from memfit.equivalence.proofs import joined_outputs, parts_of
-from memfit.profiling.evaluating import forwards
-from memfit.profiling.failures import TraceFailed
 from memfit.profiling.timeline import Timeline, fit
 from memfit.runtime.core import Core
+from memfit.tracing.failures import TraceFailed
+from memfit.tracing.trace_evaluation import forwards
 
 FEW, MANY = 2, 3
 """Samples that an evaluation is traced with."""

@@ -32,11 +32,11 @@ from memfit.levers.checkpoint import checkpointed
 from memfit.modes.ordered_batch import Ordered
 from memfit.modes.step_workload import Tasks
 from memfit.planning.search import Demand, with_blocks
-from memfit.profiling.failures import TraceFailed, is_ours
-from memfit.profiling.fake import ZeroArrays
 from memfit.profiling.profile import Profile
-from memfit.profiling.twins import on_twins
 from memfit.runtime.core import KEPT_SAMPLES, Core, MadeReference
+from memfit.tracing.failures import TraceFailed, is_ours
+from memfit.tracing.fake import ZeroArrays
+from memfit.tracing.fake_twins import on_twins
 
 LOOSE = 1e-2
 """Minimum tolerance of a proof that is reported to the user."""

@@ -15,10 +15,10 @@ from memfit.modes.ordered_batch import Ordered
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search, with_blocks
 from memfit.planning.sizes import by_size, peak_of, peaks_of, profile_between, with_padding
-from memfit.profiling.build import CHECK
 from memfit.profiling.profile import Profile
-from memfit.profiling.trace import MakeWork
 from memfit.runtime.core import Core
+from memfit.tracing.build_profile import CHECK
+from memfit.tracing.trace import MakeWork
 
 HELD = 2
 """Uncollated batches in memory during a step besides the one used for planning: the current one and the previous one, which

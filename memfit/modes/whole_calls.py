@@ -26,9 +26,9 @@ from memfit.hardware.exhausted import is_out_of_memory
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search
 from memfit.profiling.profile import Profile
-from memfit.profiling.trace import MakeWork
 from memfit.runtime.core import Core
 from memfit.runtime.faults import report_fault
+from memfit.tracing.trace import MakeWork
 
 Sizes = tuple[int, ...]
 

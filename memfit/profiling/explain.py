@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from memfit.profiling.allocator import Peak
-from memfit.profiling.telling import NAMES, explanation_lines
+from memfit.profiling.describe import NAMES, explanation_lines
 from memfit.profiling.timeline import CATEGORIES, Timeline
 from memfit.profiling.tree import ITSELF, ModuleCost, check_samples, module_tree, together, unfollowed
 

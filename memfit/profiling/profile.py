@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from memfit._units import format_bytes, format_count, format_seconds
 from memfit.hardware.catalogue import Card
 from memfit.profiling.allocator import HEAP_WASTE, Peak, peak_on, thresholds_pinned
+from memfit.profiling.heap_pages import in_pages
 from memfit.profiling.intervals import GIVEN_BACK, Interval
 from memfit.profiling.loop import MEMFITS, Loop
-from memfit.profiling.pages import in_pages
 from memfit.profiling.seconds import Timing
 from memfit.profiling.timeline import CATEGORIES, Timeline, fit
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from memfit._errors import UsageError
-from memfit.profiling.modelled import in_micro_batch, operation_seconds
+from memfit.profiling.describe import LOOSE, tree_lines
+from memfit.profiling.roofline import in_micro_batch, operation_seconds
 from memfit.profiling.seconds import measured_sizes, timing_at
-from memfit.profiling.telling import LOOSE, tree_lines
 from memfit.profiling.timeline import CATEGORIES, Timeline
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memfit._units import format_bytes, format_count
-from memfit.profiling.telling import TreeRow, explanation_facts, tree_columns, tree_notes, tree_rows
+from memfit.profiling.describe import TreeRow, explanation_facts, tree_columns, tree_notes, tree_rows
 from memfit.reporting.charts import Chart, memory_figure, point_at
 from memfit.reporting.colours import MEANING, colour
 from memfit.reporting.facts import Curve

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from memfit.profiling.telling import explanation_facts, tree_notes
+from memfit.profiling.describe import explanation_facts, tree_notes
 from memfit.reporting.markdown import escaped, table_lines
 from memfit.reporting.profile_tables import module_table, tensor_table, tree_table
 from memfit.reporting.words import made_with

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memfit.profiling.describe import share_cells, tensor_cells, tree_columns, tree_rows
 from memfit.profiling.explain import MODULES
-from memfit.profiling.telling import share_cells, tensor_cells, tree_columns, tree_rows
 from memfit.reporting.tables import Table
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memfit.profiling.telling import (
+from memfit.profiling.describe import (
     explanation_facts,
     explanation_lines,
     share_cells,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from memfit.profiling.describe import DEPTH
 from memfit.profiling.explain import Explanation
 from memfit.profiling.profile import Profile
-from memfit.profiling.telling import DEPTH
 from memfit.profiling.timeline import Timeline
 from memfit.profiling.tree import ModuleTree
 from memfit.reporting.facts import Curve

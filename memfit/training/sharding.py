@@ -9,10 +9,10 @@ from memfit._errors import DoesNotFit
 from memfit.levers.fully import FullySharded, ShardLayout, unit_bytes
 from memfit.levers.shard import ShardedOptimizer, largest_part
 from memfit.planning.sharding import LEVELS, Standing, least_shard, levels_from
-from memfit.profiling.build import model_facts, state_bytes
 from memfit.ranks.barrier import helping
 from memfit.ranks.ranks import Ranks
 from memfit.runtime.core import Core
+from memfit.tracing.build_profile import model_facts, state_bytes
 
 SHARDING = "choosing what to shard"
 

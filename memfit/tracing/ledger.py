@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.batches.tree import tensors
 from memfit.kernels.fused import KERNEL
-from memfit.profiling.counts import Counts
-from memfit.profiling.fake import QUESTIONS, answered
 from memfit.profiling.timeline import CATEGORIES, Phase, Timeline, Visit
+from memfit.tracing.fake import QUESTIONS, answered
+from memfit.tracing.flop_counter import Counts
 
 
 class Ledger(TorchDispatchMode):

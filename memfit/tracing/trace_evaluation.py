@@ -18,11 +18,11 @@ from memfit.engine.accumulate import Work
 from memfit.engine.call_context import uncompiled
 from memfit.kernels.onednn import stages
 from memfit.kernels.scratch import scratch
-from memfit.profiling.ledger import Ledger
-from memfit.profiling.plainly import Variables
-from memfit.profiling.sandbox import collected_by_hand
 from memfit.profiling.timeline import Timeline
-from memfit.profiling.twins import on_twins
+from memfit.tracing.fake_twins import on_twins
+from memfit.tracing.ledger import Ledger
+from memfit.tracing.plain_loop import Variables
+from memfit.tracing.sandbox import collected_by_hand
 
 MakeForward = Callable[[Callable[[torch.Tensor], torch.Tensor]], Callable[[], Any]]
 """Takes a function that maps a tensor to its fake twin; returns a forward on twins."""

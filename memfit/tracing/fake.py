@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.engine.staged import AS_GIVEN, refresh_flat_weights
-from memfit.profiling.recall import Recall
-from memfit.profiling.results import CTC, as_held, of_longest
+from memfit.tracing.op_cache import Recall
+from memfit.tracing.op_results import CTC, as_held, of_longest
 
 _SMALL = 1 << 16
 """Maximum number of elements of a tensor whose real value is tracked; masks and index tensors are smaller."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from memfit._errors import MemfitError
-from memfit.profiling.fake import FakeWorld
+from memfit.tracing.fake import FakeWorld
 
 _TORCH, _OURS = (str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 

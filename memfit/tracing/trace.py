@@ -29,16 +29,16 @@ from memfit.kernels.onednn import stages
 from memfit.kernels.scratch import is_unknown, scratch
 from memfit.kernels.substitute import cuda_kernels
 from memfit.kernels.target import Target
-from memfit.profiling.counts import Counts
-from memfit.profiling.evaluating import evaluated, one_each
-from memfit.profiling.failures import TraceFailed, telling_failures
-from memfit.profiling.fake import FakeWorld
-from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import AFTER_STEP, BEFORE_BACKWARD, BEFORE_FORWARD, MEMFITS, TO_ZERO, Loop
-from memfit.profiling.plainly import Directly, Variables, clip
-from memfit.profiling.sandbox import collected_by_hand, leave_no_trace
 from memfit.profiling.splice import continued
 from memfit.profiling.timeline import Timeline
+from memfit.tracing.failures import TraceFailed, telling_failures
+from memfit.tracing.fake import FakeWorld
+from memfit.tracing.flop_counter import Counts
+from memfit.tracing.ledger import Ledger
+from memfit.tracing.plain_loop import Directly, Variables, clip
+from memfit.tracing.sandbox import collected_by_hand, leave_no_trace
+from memfit.tracing.trace_evaluation import evaluated, one_each
 
 MakeWork = Callable[[Callable[[torch.Tensor], torch.Tensor], int], Work]
 """Takes a function that maps a tensor to its fake twin, and a number of samples; returns the work on that many twin samples."""

@@ -13,8 +13,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from memfit.batches.tree import tensors
 from memfit.engine.staged import Staging
-from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import Loop
+from memfit.tracing.ledger import Ledger
 
 BY_LISTS = ("cpu", "cuda", "xpu")
 """Devices where torch clips all gradients at once, with foreach (`_has_foreach_support` in torch/utils/_foreach_utils.py)."""

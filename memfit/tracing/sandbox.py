@@ -22,7 +22,7 @@ from memfit.engine.modules import modules_of
 from memfit.engine.random_state import random_state_kept
 from memfit.engine.staged import is_sharded, reshard_model
 from memfit.engine.undo_state import UndoState, kept
-from memfit.profiling.guard import UndoLog, writes_undone
+from memfit.tracing.write_guard import UndoLog, writes_undone
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from memfit.hardware.exhausted import is_out_of_memory
 from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.profiling.allocator import thresholds_pinned
-from memfit.profiling.guard import UndoLog, watched
-from memfit.profiling.sandbox import leave_no_trace
 from memfit.profiling.seconds import Timing, timing_at
+from memfit.tracing.sandbox import leave_no_trace
+from memfit.tracing.write_guard import UndoLog, watched
 
 CLONE_LIMIT = 64 * MiB
 """Bytes of parameters whose optimizer step is timed; the rest is assumed to cost the same per byte."""

@@ -17,15 +17,15 @@ from memfit.engine.shadow_optimizer import shadow_optimizer, step
 from memfit.engine.staged import Staging, sparse_parameters
 from memfit.hardware.exhausted import retry_on_oom
 from memfit.kernels.target import Target
-from memfit.profiling.failures import telling_failures
-from memfit.profiling.fake import FakeWorld
-from memfit.profiling.ledger import Ledger
 from memfit.profiling.loop import MEMFITS, Loop
-from memfit.profiling.plainly import clip
 from memfit.profiling.profile import ModelFacts, ModuleFacts, Profile, affine
 from memfit.profiling.timeline import Timeline, fit, split_like
-from memfit.profiling.timing import Stopwatch, clone_of_optimizer
-from memfit.profiling.trace import MakeWork, Manner, Trace, trace_step
+from memfit.tracing.failures import telling_failures
+from memfit.tracing.fake import FakeWorld
+from memfit.tracing.ledger import Ledger
+from memfit.tracing.plain_loop import clip
+from memfit.tracing.timing import Stopwatch, clone_of_optimizer
+from memfit.tracing.trace import MakeWork, Manner, Trace, trace_step
 
 SIZES, CHECK = (2, 3), 5
 """Sizes of the traced micro-batches. Two sizes give every allocation as fixed + per sample; the third checks the fit. One

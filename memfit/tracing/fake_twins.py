@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from memfit.profiling.failures import telling_failures
-from memfit.profiling.fake import FakeWorld
-from memfit.profiling.sandbox import leave_no_trace
+from memfit.tracing.failures import telling_failures
+from memfit.tracing.fake import FakeWorld
+from memfit.tracing.sandbox import leave_no_trace
 
 
 @contextmanager
