@@ -26,7 +26,7 @@ from memfit.engine.recovery import surviving
 from memfit.engine.staged import Staging
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
-from memfit.levers.fully import FullySharded
+from memfit.levers.fsdp import FullySharded
 from memfit.levers.precision import PRECISIONS, lower_precisions, script_precision
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search, with_blocks

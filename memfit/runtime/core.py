@@ -40,7 +40,7 @@ from memfit.engine.staged import Staging, bytes_here, check_nothing_escaped
 from memfit.hardware.budget import Budget
 from memfit.hardware.heap import give_back_free_heap
 from memfit.levers.checkpoint import checkpoint_blocks
-from memfit.levers.fully import FullySharded
+from memfit.levers.fsdp import FullySharded
 from memfit.planning.plan import Plan
 from memfit.planning.search import NORMS, WHOLE_NORMS
 from memfit.profiling.profile import Profile
