@@ -11,11 +11,9 @@ from __future__ import annotations
 import enum
 import functools
 import io
-import logging
 import random
 import sys
 import sysconfig
-import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -25,44 +23,46 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from memfit.engine.compose_state import (
     MISSING,
     ArrayPlace,
-    AssignedPlace,
     AttributePlace,
-    ContentsPlace,
-    ItemPlace,
     Place,
     TensorPlace,
     VariablePlace,
 )
-from memfit.engine.rewindable import Drawn, IteratorPosition, Rewound, go_back, position_of, rewound_of, untouched
+from memfit.engine.rewindable import Rewound, go_back, position_of, rewound_of, untouched
+from memfit.engine.state_changes import (
+    CONTAINERS,
+    KINDS,
+    LONG,
+    OF_MODULES,
+    SHARED,
+    SIMPLE,
+    added_to,
+    holds,
+    holds_data,
+    is_data,
+    moved_array,
+    moved_attribute,
+    moved_contents,
+    moved_data,
+    moved_entries,
+    moved_global,
+    moved_position,
+    moved_variable,
+    place_of,
+)
 
-KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Where modules keep their hooks. Prefixed with "_global": where torch keeps the hooks of all modules."""
 _PLANNING: ContextVar[bool] = ContextVar("planning", default=False)
 _REACHED: ContextVar[tuple[Any, ...]] = ContextVar("reached", default=())
 """What planning calls besides the model: the loss function, and functions that cut and weight batches."""
 MOST = 200_000
 """Maximum number of objects visited."""
-LONG = 10_000
-"""Maximum number of entries of a container that is visited."""
 LARGE = 64 << 20
 """Maximum bytes of a NumPy array that is copied."""
-_SIMPLE = frozenset((type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice))
-_SHARED: tuple[type, ...] = (
-    type, types.CodeType, types.GeneratorType, types.CoroutineType, types.FrameType, torch.dtype, torch.device, torch.layout,
-    torch.memory_format, torch.Size, torch.jit.ScriptModule, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,
-    DataLoader, Dataset, Sampler, enum.Enum, io.IOBase, logging.Logger, logging.Handler, threading.Thread,
-    type(threading.Lock()), type(threading.RLock()), threading.Event, threading.Condition, torch._C._FunctionBase,
-)  # fmt: skip
-_CONTAINERS = (dict, list, set, deque)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OF_MODULES = frozenset((*KINDS, "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
-_OURS = ("forward", "training", *_OF_MODULES)
-"""Attributes of modules that are not state of a forward."""
 Undo = Callable[[], object]
 
 
@@ -137,11 +137,6 @@ class StateSnapshot:
         return [*(move for watch in self._watches for move in watch()), *written]
 
 
-def holds(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether a tensor has the values of a copy, which may be on another device."""
-    return torch.equal(tensor.detach().to(copy.device), copy)
-
-
 class UndoState:
     """All objects reached, and how to restore them. `names` maps ids of attribute dictionaries to module names."""
 
@@ -164,7 +159,7 @@ class UndoState:
         self._open.extend(roots)
         while self._open and len(self._seen) < MOST:
             value = self._open.popleft()
-            if type(value) not in _SIMPLE and id(value) not in self._seen:
+            if type(value) not in SIMPLE and id(value) not in self._seen:
                 self._seen.add(id(value))
                 self._alive.append(functools.partial(id, value))
                 self._one(value)
@@ -189,8 +184,8 @@ class UndoState:
 
     def holder_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the visited tensor at the same place, which keeps the state if `.data` is assigned; else `tensor`."""
-        place = _place(tensor)
-        return next((held for held in self._held if _place(held) == place), tensor)
+        place = place_of(tensor)
+        return next((held for held in self._held if place_of(held) == place), tensor)
 
     def moved(self) -> list[tuple[Place, Any]]:
         """Return (place, old value) of all that changed."""
@@ -207,11 +202,11 @@ class UndoState:
             for name, tensor in (*value._parameters.items(), *value._buffers.items()):
                 if tensor is not None and type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
                     self._tensors.append((f"{owner}.{name}".lstrip("."), tensor))
-            self._no_state.update(id(value.__dict__.get(name)) for name in _OF_MODULES if name != "_buffers")
+            self._no_state.update(id(value.__dict__.get(name)) for name in OF_MODULES if name != "_buffers")
             self._names_of.setdefault(id(value._buffers), owner)
             self._attributes(value)
             self._class(type(value))
-        elif isinstance(value, _CONTAINERS):
+        elif isinstance(value, CONTAINERS):
             self._container(value)
         elif isinstance(value, (tuple, frozenset)):
             self._open.extend(value)
@@ -232,7 +227,7 @@ class UndoState:
             self._iterator(value)
         elif isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy"):
             self._state(value)
-        elif not isinstance(value, (*_SHARED, types.ModuleType)) and not _only_draws(value):
+        elif not isinstance(value, (*SHARED, types.ModuleType)) and not _only_draws(value):
             self._object(value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
@@ -243,12 +238,12 @@ class UndoState:
             return
         self._held.append(tensor)
         data, gradient = tensor.detach(), tensor.grad
-        self._watch(_moved_data, tensor, data, _place(data), self.name_of)
+        self._watch(moved_data, tensor, data, place_of(data), self.name_of)
 
         def undo() -> None:
             if tensor.grad is not gradient:
                 tensor.grad = gradient
-            if _place(tensor) != _place(data):
+            if place_of(tensor) != place_of(data):
                 tensor.data = data
 
         self._undo.append(undo)
@@ -263,7 +258,7 @@ class UndoState:
             rewound.rehearsing = rehearsing
 
         self._undo.append(undo)
-        self._watch(_moved_position, rewound, position)
+        self._watch(moved_position, rewound, position)
 
     def _rewindable(self, put: Callable[[Any], object], value: Any) -> Any:
         """Make the iterators in a value rewindable and store the result with `put`. Iterators that were never drawn from are
@@ -282,7 +277,7 @@ class UndoState:
         return made
 
     def _rewindable_entries(self, holder: Any, items: Iterable[tuple[Any, Any]]) -> None:
-        for name, value in [(name, value) for name, value in items if type(value) not in _SIMPLE]:
+        for name, value in [(name, value) for name, value in items if type(value) not in SIMPLE]:
             self._rewindable(functools.partial(holder.__setitem__, name), value)
 
     def _container(self, container: Any) -> None:
@@ -294,12 +289,12 @@ class UndoState:
         self._undo.append(lambda: refilled(container, items))
         if isinstance(container, dict):
             if id(container) not in self._no_state:
-                self._watch(_moved_entries, container, items, self._names_of.get(id(container), "a dictionary"))
+                self._watch(moved_entries, container, items, self._names_of.get(id(container), "a dictionary"))
         elif isinstance(container, (list, deque)):
-            self._watch(_moved_contents, container, items, "a list")
+            self._watch(moved_contents, container, items, "a list")
         if len(items) <= LONG:
             self._open.extend(items.values() if isinstance(items, dict) else items)
-        if type(container) not in (*_CONTAINERS, OrderedDict) and not is_installed(type(container).__module__):
+        if type(container) not in (*CONTAINERS, OrderedDict) and not is_installed(type(container).__module__):
             self._attributes(container)
 
     def _function(self, function: types.FunctionType) -> None:
@@ -322,7 +317,7 @@ class UndoState:
             cell.cell_contents = value
 
         self._undo.append(undo)
-        self._watch(_moved_variable, cell, value)
+        self._watch(moved_variable, cell, value)
         self._open.append(value)
 
     def _names(self, known: dict[str, Any], names: Iterable[str]) -> None:
@@ -338,18 +333,18 @@ class UndoState:
             else:
                 value = self._rewindable(functools.partial(known.__setitem__, name), value)
                 self._undo.append(functools.partial(_rebound, known, name, value))
-                self._watch(_moved_global, known, name, value)
+                self._watch(moved_global, known, name, value)
                 self._open.append(value)
 
     def _module(self, module: types.ModuleType) -> None:
         if id(module) in self._seen or is_installed(module.__name__):
             return
         self._seen.add(id(module))
-        self._names(module.__dict__, [name for name, value in module.__dict__.items() if _is_data(name, value)])
+        self._names(module.__dict__, [name for name, value in module.__dict__.items() if is_data(name, value)])
 
     def _object(self, value: Any) -> None:
         kind = type(value)
-        if not is_installed(kind.__module__) or _holds_data(value):
+        if not is_installed(kind.__module__) or holds_data(value):
             self._attributes(value)
             self._class(kind)
 
@@ -359,8 +354,8 @@ class UndoState:
             self._rewindable_entries(own, own.items())
             items = dict(own)
             self._undo.append(lambda: put_back(own, items))
-            self._watch(_moved_entries, own, items, self._names_of.get(id(own), type(value).__name__))
-            self._open.extend(item for name, item in items.items() if name not in _OF_MODULES or item)
+            self._watch(moved_entries, own, items, self._names_of.get(id(own), type(value).__name__))
+            self._open.extend(item for name, item in items.items() if name not in OF_MODULES or item)
         for name in _slots(type(value)):
             self._attribute(AttributePlace(value, name, f"{type(value).__name__}.{name}"))
 
@@ -368,7 +363,7 @@ class UndoState:
         """Visit an attribute of a class or in a slot."""
         item = self._rewindable(place.put, place.value())
         self._undo.append(functools.partial(_set_again, place, item))
-        self._watch(_moved_attribute, place, item)
+        self._watch(moved_attribute, place, item)
         self._open.append(item)
 
     def _class(self, kind: type) -> None:
@@ -387,8 +382,8 @@ class UndoState:
                 elif not name.startswith("__") and not hasattr(type(item), "__get__"):
                     self._attribute(AttributePlace(base, name, f"{base.__name__}.{name}"))
             names = frozenset(vars(base))
-            self._undo.append(lambda base=base, names=names: [place.put(MISSING) for place, _ in _added_to(base, names)])
-            self._watch(_added_to, base, names)
+            self._undo.append(lambda base=base, names=names: [place.put(MISSING) for place, _ in added_to(base, names)])
+            self._watch(added_to, base, names)
 
     def _state(self, value: Any) -> None:
         """Watch generators and arrays, which expose their own state."""
@@ -403,7 +398,7 @@ class UndoState:
         elif hasattr(value, "flags") and value.flags.writeable and not value.dtype.hasobject and value.nbytes <= LARGE:
             array, copy = ArrayPlace(value, "an array"), value.copy()
             self._undo.append(functools.partial(array.put, copy))
-            self._watch(_moved_array, array, copy)
+            self._watch(moved_array, array, copy)
 
 
 def is_installed(module: str | None) -> bool:
@@ -434,7 +429,7 @@ def _rewinding(value: Any, found: list[Rewound]) -> Any:
         return found[-1].__next__
     if isinstance(value, tuple) and len(value) <= LONG:
         before = len(found)
-        items = [item if type(item) in _SIMPLE else _rewinding(item, found) for item in value]
+        items = [item if type(item) in SIMPLE else _rewinding(item, found) for item in value]
         if len(found) > before:
             return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)  # type: ignore[attr-defined]
     return value
@@ -458,63 +453,6 @@ def names_in(code: types.CodeType) -> Iterator[str]:
             yield from names_in(constant)
 
 
-def _moved_entries(holder: dict[Any, Any], before: dict[Any, Any], owner: str) -> list[tuple[Place, Any]]:
-    found: list[tuple[Place, Any]] = []
-    for name in [*before, *(name for name in holder if name not in before)]:
-        value, now = before.get(name, MISSING), holder.get(name, MISSING)
-        if now is not value and not (name in _OURS or _is_ours(value) or _is_ours(now)):
-            found.append((ItemPlace(holder, name, f"{owner}.{name}".lstrip(".")), value))
-    return found
-
-
-def _moved_contents(container: Any, before: Any, owner: str) -> list[tuple[Place, Any]]:
-    same = len(container) == len(before) and all(a is b for a, b in zip(container, before))
-    return [] if same else [(ContentsPlace(container, owner), list(before))]
-
-
-def _moved_data(
-    tensor: torch.Tensor, data: torch.Tensor, place: tuple[Any, ...], name_of: Callable[[torch.Tensor], str]
-) -> list[tuple[Place, Any]]:
-    return [] if _place(tensor) == place else [(AssignedPlace(tensor, name_of(data)), data.clone())]
-
-
-def _moved_position(rewound: Rewound, before: IteratorPosition) -> list[tuple[Place, Any]]:
-    return [] if position_of(rewound) == before else [(Drawn(rewound, "an iterator"), before)]
-
-
-def _moved_attribute(place: AttributePlace, before: Any) -> list[tuple[Place, Any]]:
-    return [] if place.value() is before else [(place, before)]
-
-
-def _added_to(kind: type, before: frozenset[str]) -> list[tuple[Place, Any]]:
-    added = [name for name in vars(kind) if name not in before and not name.startswith("__")]
-    return [(AttributePlace(kind, name, f"{kind.__name__}.{name}"), MISSING) for name in added]
-
-
-def _moved_array(array: ArrayPlace, before: Any) -> list[tuple[Place, Any]]:
-    return [] if array.array.tobytes() == before.tobytes() else [(array, before)]
-
-
-def _moved_variable(cell: types.CellType, before: Any) -> list[tuple[Place, Any]]:
-    return [] if cell.cell_contents is before else [(VariablePlace(cell, "a variable"), before)]
-
-
-def _moved_global(known: dict[str, Any], name: str, before: Any) -> list[tuple[Place, Any]]:
-    return [] if known.get(name, MISSING) is before else [(ItemPlace(known, name, name), before)]
-
-
-def _is_ours(value: Any) -> bool:
-    return type(value).__module__.startswith("memfit")
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    try:
-        storage = tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        storage = 0
-    return storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
 def _rebound(known: dict[str, Any], name: str, value: Any) -> None:
     if known.get(name) is not value:
         known[name] = value
@@ -523,25 +461,6 @@ def _rebound(known: dict[str, Any], name: str, value: Any) -> None:
 def _set_again(place: AttributePlace, item: Any) -> None:
     if place.value() is not item:
         place.put(item)
-
-
-def _is_data(name: str, value: Any) -> bool:
-    return not name.startswith("__") and not isinstance(value, (types.ModuleType, type, types.FunctionType))
-
-
-def _holds_data(value: Any, depth: int = 3) -> bool:
-    """Whether an object holds only numbers, strings, tensors, and containers and objects of these."""
-    own = getattr(value, "__dict__", None)
-    return own is not None and depth > 0 and all(_is_plain(item, depth) for item in own.values())
-
-
-def _is_plain(value: Any, depth: int) -> bool:
-    if type(value) in _SIMPLE or isinstance(value, (torch.Tensor, nn.Module, type, torch.dtype, torch.device)):
-        return True
-    if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
-        items = value.values() if isinstance(value, dict) else value
-        return len(value) <= LONG and all(_is_plain(item, depth) for item in items)
-    return not isinstance(value, _SHARED) and _holds_data(value, depth - 1)
 
 
 def _slots(kind: type) -> Iterator[str]:

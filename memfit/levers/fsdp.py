@@ -9,12 +9,10 @@ keep lists of their weights.
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,34 +27,13 @@ from memfit.engine.aside import aside
 from memfit.engine.call_context import restore_tensors
 from memfit.engine.modules import modules_of
 from memfit.engine.staged import AS_GIVEN, RESHARD, bytes_here
-from memfit.levers.checkpoint import candidate_blocks
+from memfit.levers.fsdp_state import full_tensor, is_shard, load_as_shards, shard_like
+from memfit.levers.fsdp_units import ShardLayout, check_shardable, is_torchs, shard_units, unshard
 from memfit.ranks.passes import APART, BACKWARD, COUNTED, FORWARD, GLANCE, Passes, begins
 from memfit.ranks.ranks import Ranks
 
 COLLECTING = "gathering sharded state"
 PASSING = "a pass over sharded parameters"
-LARGE = 8 << 20
-"""Size in bytes from which a module outside the blocks (an embedding, a head) is gathered by itself."""
-
-
-@dataclass(frozen=True)
-class ShardLayout:
-    """How a model is sharded."""
-
-    share: float
-    """This rank's fraction of all parameters."""
-    units: tuple[int, ...]
-    """Bytes of the parameters that are gathered together, per unit. Units are the blocks; the last one is everything else."""
-    whole_while_training: bool
-    """Whether all parameters stay gathered from the first forward to the end of backward (ZeRO stage 2)."""
-
-    @property
-    def gathered(self) -> int:
-        """Bytes gathered or in flight at once: all parameters, or the block that computes and everything outside blocks; the
-        next block; a block's gradients and the copy of them that is sent."""
-        largest = max(self.units)
-        parameters = sum(self.units) + largest if self.whole_while_training else self.units[-1] + 2 * largest
-        return parameters + 2 * largest
 
 
 class FullySharded:
@@ -70,7 +47,7 @@ class FullySharded:
     def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, whole_while_training: bool) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
-        _check(model, optimizer)
+        check_shardable(model, optimizer)
         self.counting = False
         self.live = False
         self.gathered: list[torch.Tensor | None] | None = None
@@ -79,7 +56,7 @@ class FullySharded:
         before = list(model.parameters())
         group: Any = ranks.group or dist.group.WORLD
         self._mesh = DeviceMesh.from_group(group, ranks.device.type)
-        units = _shard(model, self._mesh, reshard=not whole_while_training)
+        units = shard_units(model, self._mesh, reshard=not whole_while_training)
         self._units = list(units)
         self.parameters: list[Any] = list(model.parameters())
         share = sum(map(bytes_here, self.parameters)) / max(1, sum(p.numel() * p.element_size() for p in self.parameters))
@@ -228,7 +205,7 @@ class FullySharded:
         self._hidden = True
         try:
             for _, hooks, _ in places:
-                for key in [key for key, hook in hooks.items() if _is_torchs(hook)]:
+                for key in [key for key, hook in hooks.items() if is_torchs(hook)]:
                     del hooks[key]
             yield
         finally:
@@ -246,13 +223,13 @@ class FullySharded:
             for p, q in zip(old, group["params"]):
                 if q is not p and p in self._optimizer.state:
                     state = self._optimizer.state.pop(p)
-                    self._optimizer.state[q] = {name: _part_like(value, q) for name, value in state.items()}
+                    self._optimizer.state[q] = {name: shard_like(value, q) for name, value in state.items()}
 
     def _answer_states(self) -> list[Callable[[], None]]:
         undo = []
         for module in modules_of(self._model):
             undo.append(module._register_state_dict_hook(self._whole_state).remove)
-            undo.append(module.register_load_state_dict_pre_hook(_in_parts).remove)
+            undo.append(module.register_load_state_dict_pre_hook(load_as_shards).remove)
         answered = {"state_dict": self._optimizer_state, "load_state_dict": self._load_optimizer_state}
         self._optimizer.__dict__.update(answered)
         return [*undo, *(partial(self._optimizer.__dict__.pop, name, None) for name in answered)]
@@ -284,7 +261,7 @@ class FullySharded:
         type(self._optimizer).load_state_dict(self._optimizer, {**state_dict, "state": {}})
         for number, state in state_dict["state"].items():
             p = parameters[number]
-            self._optimizer.state[p] = {name: _part_like(value, p) for name, value in state.items()}
+            self._optimizer.state[p] = {name: shard_like(value, p) for name, value in state.items()}
 
     def _collected(self, service: int) -> dict[Any, torch.Tensor]:
         self._ranks.ask(service, COLLECTING)
@@ -302,7 +279,7 @@ class FullySharded:
         """Send this rank's shards to the requesting ranks, one tensor at a time."""
         self.reshard()
         for place, part in parts:
-            whole = _sent(part, asking, self._ranks) if _is_part(part) else None
+            whole = full_tensor(part, asking, self._ranks) if is_shard(part) else None
             if whole is not None:
                 self._found[place] = whole
 
@@ -319,7 +296,7 @@ class FullySharded:
         for module in modules_of(self._model):
             for name, p in module._parameters.items():
                 module._parameters[name] = new.get(id(p), p)
-        _unshard(self._units, self._classes)
+        unshard(self._units, self._classes)
         self._model.__dict__.pop("forward", None)
         for name in (AS_GIVEN, RESHARD):
             self._model.__dict__.pop(name, None)
@@ -333,110 +310,8 @@ class FullySharded:
         self._optimizer.param_groups = groups
 
 
-def _shard(model: nn.Module, mesh: Any, *, reshard: bool) -> dict[Any, int]:
-    """Shard every block by itself, other large modules that share no parameters, and the rest together. Returns the bytes of
-    parameters that are gathered together, per module."""
-    from torch.distributed.fsdp import fully_shard
-
-    blocks, others = _units(model)
-    units = [*blocks, *others, model]
-    sizes = unit_bytes(model)
-    for unit in units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=None if unit is model else reshard)
-        unit.set_gradient_divide_factor(1.0)  # type: ignore[attr-defined]  # weights already refer to the whole batch
-        unit.set_force_sum_reduction_for_comms(True)  # type: ignore[attr-defined]
-    # By default torch prefetches in the order of the forwards it has seen. It does not see those inside a backward, so ranks
-    # in different backwards would gather in different orders.
-    for unit, ahead in zip(units, [*blocks[:1], *blocks]):
-        unit.set_modules_to_backward_prefetch([ahead if unit in blocks else unit])  # type: ignore[attr-defined]
-    return sizes
-
-
-def _units(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The blocks, and the other large modules that share no parameters."""
-    modules = dict(model.named_modules())
-    users = Counter(id(p) for m in modules_of(model) for p in m._parameters.values() if p is not None)
-    blocks = [modules[name] for name in candidate_blocks(model)]
-    inside = {id(m) for block in blocks for m in block.modules()}
-    return blocks, [m for m in modules_of(model) if m is not model and id(m) not in inside and _large(m, users)]
-
-
-def unit_bytes(model: nn.Module) -> dict[nn.Module, int]:
-    """Return the bytes of the parameters that are gathered together, per unit of FSDP2; the model itself is the last unit. A
-    parameter counts in the first unit that holds it."""
-    blocks, others = _units(model)
-    seen: set[int] = set()
-    sizes: dict[nn.Module, int] = {}
-    for unit in (*blocks, *others, model):
-        own = {id(p): p for p in unit.parameters() if id(p) not in seen}
-        seen |= own.keys()
-        sizes[unit] = sum(p.numel() * p.element_size() for p in own.values())
-    return sizes
-
-
-def _large(module: nn.Module, users: Counter[int]) -> bool:
-    own = [p for p in module._parameters.values() if p is not None]
-    return sum(p.numel() * p.element_size() for p in own) >= LARGE and all(users[id(p)] == 1 for p in own)
-
-
-def _unshard(units: Sequence[Any], classes: dict[nn.Module, type]) -> None:
-    """Remove FSDP's hooks and classes. torch has no public way back (torch 2.13)."""
-    from torch.distributed import _composable_state
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-
-    for unit in units:
-        for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
-            for key in [key for key, hook in hooks.items() if _is_torchs(hook)]:
-                del hooks[key]
-        unit.__class__ = classes[unit]
-        for key in (STATE_KEY, REGISTRY_KEY):
-            unit.__dict__.pop(key, None)
-        _composable_state._module_state_mapping.pop(unit, None)
-    for module in classes:
-        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-            module.__dict__.pop(mark, None)
-
-
-def _check(model: nn.Module, optimizer: Optimizer) -> None:
-    found = next(_obstacles(model, optimizer), None)
-    if found is not None:
-        raise Refused("sharding parameters or gradients", found=found, next_move="pass shard='optimizer' or 'off'")
-
-
-def _obstacles(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
-    import torch.distributed.fsdp as fsdp
-
-    if not hasattr(getattr(fsdp, "FSDPModule", None), "set_force_sum_reduction_for_comms"):
-        yield f"torch {torch.__version__} cannot yet sum gradient shards"
-    held = {id(p) for p in model.parameters()}
-    if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
-        yield "the optimizer trains parameters that are not the model's"
-    if others := _trained_elsewhere(model, optimizer):
-        yield f"another optimizer trains {', '.join(others[:3])}, and would not see what takes their place"
-    for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase):
-            yield f"{name} keeps a list of its weights"
-        if module.__dict__.get("sparse") is True:
-            yield f"{name} has sparse gradients"
-
-
-def _trained_elsewhere(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Return the parameters that another optimizer of the script trains, and `optimizer` does not."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left = {id(p): name for name, p in model.named_parameters() if p.requires_grad and id(p) not in own}
-    if not left:
-        return []
-    alive = [each for each in gc.get_objects() if isinstance(each, Optimizer) and each is not optimizer]
-    return [left[id(p)] for each in alive for group in each.param_groups for p in group["params"] if id(p) in left]
-
-
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
     return other if one is None else one if other is None else one.add_(other)
-
-
-def _is_torchs(hook: Any) -> bool:
-    """Whether a hook belongs to fully_shard."""
-    return type(getattr(hook, "__self__", None)).__name__ == "FSDPState"
 
 
 def _first_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
@@ -456,10 +331,6 @@ def _with_graph(out: Any) -> list[torch.Tensor]:
 def _takes_part(node: Any) -> bool:
     """Whether the current backward executes this node."""
     return node is None or torch._C._will_engine_execute_node(node)
-
-
-def _is_part(value: Any) -> bool:
-    return hasattr(value, "to_local")
 
 
 def _class_forward(model: nn.Module) -> Callable[..., Any]:
@@ -484,55 +355,6 @@ class _Like:
 
 def _like(leaf: Any) -> Any:
     return _Like(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _part_like(value: Any, parameter: Any) -> Any:
-    """Return this rank's shard of a full tensor that belongs to `parameter`. Anything else is returned unchanged."""
-    if not isinstance(value, torch.Tensor) or _is_part(value) or value.shape != parameter.shape or not _is_part(parameter):
-        return value
-    from torch.distributed.tensor import DTensor
-
-    local = parameter.to_local()
-    start, stop = _rows(parameter)
-    part = value.detach()[start:stop].to(device=local.device, dtype=value.dtype, copy=True)
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=value.shape, stride=parameter.stride()
-    )
-
-
-def _rows(part: Any, rank: int | None = None) -> tuple[int, int]:
-    """Return the rows that a rank holds, as torch.chunk splits them."""
-    mesh = part.device_mesh
-    each = -(-part.shape[0] // mesh.size()) if part.shape[0] else 0
-    start = min(part.shape[0], each * (mesh.get_local_rank() if rank is None else rank))
-    return start, min(part.shape[0], start + each)
-
-
-def _in_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a module loads its own parameters, replace full tensors by shards for the sharded parameters."""
-    for name, p in module._parameters.items():
-        if prefix + name in state and p is not None:
-            state[prefix + name] = _part_like(state[prefix + name], p)
-
-
-def _sent(part: Any, asking: Sequence[int], ranks: Ranks) -> torch.Tensor | None:
-    """Gather the full tensor on the host of the requesting ranks."""
-    local = part.to_local().detach().cpu().contiguous()
-    mine = ranks.rank in asking
-    whole = torch.empty(part.shape, dtype=part.dtype) if mine else None
-    for owner in range(ranks.size):
-        start, stop = _rows(part, owner)
-        if start == stop:
-            continue
-        if owner == ranks.rank:
-            for rank in asking:
-                if rank != owner:
-                    dist.send(local, ranks.everywhere(rank), group=ranks.talk)
-            if whole is not None:
-                whole[start:stop] = local
-        elif whole is not None:
-            dist.recv(whole[start:stop], ranks.everywhere(owner), group=ranks.talk)
-    return whole
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from memfit.levers.fsdp import ShardLayout
+from memfit.levers.fsdp_units import ShardLayout
 from memfit.profiling.profile import Profile
 from memfit.profiling.timeline import CATEGORIES, Timeline
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -28,14 +27,13 @@ from memfit.runtime.events import Event
 from memfit.runtime.loss_watch import LossWatch
 from memfit.training.sharding import Sharding
 from memfit.training.state import StateSource, load, written
+from memfit.training.step_clock import HISTORY, StepClock
 
 if TYPE_CHECKING:
     from memfit.reporting.plain import PlainReport
     from memfit.reporting.report import Report
     from memfit.reporting.verification import Verification
 
-HISTORY = 1000
-"""Number of steps whose durations are kept."""
 NAMED = 8
 """Number of parameters named in a note."""
 LOOKS = 100
@@ -59,7 +57,7 @@ class Run:
         self._undo: list[Callable[[], None]] = []
         self._stepper: Stepper | None = None
         self._before_step: Callable[[], Any] | None = None
-        self._clock = _StepClock()
+        self._clock = StepClock()
         self._batch: BatchInfo | None = None
         self._batches = self._batches_stepped = 0
         self._done_before = 0, 0
@@ -463,21 +461,3 @@ class Run:
         self._plain_loss_fn, self._before_step = loss_fn, before_step
 
 
-class _StepClock:
-    """Measures the seconds per optimizer step."""
-
-    def __init__(self) -> None:
-        self.seconds: float | None = None
-        self.rate: float | None = None
-        self.history: deque[float] = deque(maxlen=HISTORY)
-        self._begun: float | None = None
-
-    def begin(self) -> None:
-        self._begun = time.perf_counter()
-
-    def end(self, samples: int) -> None:
-        if self._begun is None:
-            return
-        self.seconds = time.perf_counter() - self._begun
-        self.rate = samples / self.seconds if self.seconds and samples else None
-        self.history.append(self.seconds)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from itertools import product
 
 from memfit._errors import DoesNotFit
-from memfit.levers.fsdp import FullySharded, ShardLayout, unit_bytes
+from memfit.levers.fsdp import FullySharded
+from memfit.levers.fsdp_units import ShardLayout, unit_bytes
 from memfit.levers.shard import ShardedOptimizer, largest_part
 from memfit.planning.sharding import LEVELS, Standing, least_shard, levels_from
 from memfit.ranks.barrier import helping
