@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memfit.capture.expression import Term
-from memfit.capture.lazy_ops import named
+from memfit.capture.lazy_views import named
 
 Constant = int | float | torch.Tensor
 """A value that does not depend on the call: a number, or a tensor with one entry."""

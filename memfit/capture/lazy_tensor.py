@@ -21,8 +21,9 @@ from memfit.batches.cut import Axis
 from memfit.batches.weights import all_arguments, known_loss
 from memfit.capture.call import Call
 from memfit.capture.expression import Leaf, Node, Output, SampleRange, Sized, Step, Sum, Term, leaves_in
-from memfit.capture.lazy_ops import PAIRED, Operand, known, step, term_of, total, unreduced
+from memfit.capture.lazy_ops import PAIRED, known, step, term_of, total, unreduced
 from memfit.capture.lazy_scalar import OUT_OF_PLACE, Scalar, combined
+from memfit.capture.lazy_views import Operand
 from memfit.engine.call_context import without_inference_mode
 from memfit.engine.handover import give, given_within, refuse_create_graph
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memfit.capture.expression import BatchTensor, Divisor, Step, Term
-from memfit.capture.lazy_ops import named
+from memfit.capture.lazy_views import named
 
 _MULTIPLYING = frozenset(named("mul", "multiply", "__mul__", "__rmul__"))
 
