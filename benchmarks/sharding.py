@@ -24,7 +24,7 @@ def held(level: str, steps: int) -> dict[str, Any]:
     from zoo import FAMILIES, first_batch
 
     import memfit
-    from memfit.engine.staged import bytes_here
+    from memfit.engine.gradients import bytes_here
 
     family, rank = FAMILIES["gpt"], int(os.environ["RANK"])
     torch.manual_seed(0)

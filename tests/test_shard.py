@@ -139,7 +139,7 @@ def test_the_same_training_with_parts_of_everything(processes: Processes, level:
 
 def tried(fits: tuple[str, bool]) -> list[tuple[str, bool]]:
     """(level, whether precision may be lower) in the order in which `shard="auto"` tries them, up to what fits."""
-    from memfit.engine.staged import is_sharded
+    from memfit.engine.gradients import is_sharded
     from memfit.training.sharding import Sharding
 
     model = model_of().float()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from memfit.capture.workloads import StepWork
-from memfit.engine.accumulate import Weighting
+from memfit.engine.weighting import Weighting
 from memfit.profiling.splice import continued
 from memfit.profiling.timeline import Timeline
 from memfit.tracing.trace import trace_step

@@ -15,8 +15,9 @@ from torch import nn
 
 from memfit._units import MiB
 from memfit.capture.workloads import StepWork
-from memfit.engine.accumulate import Weighting
-from memfit.engine.staged import Staging, sparse_parameters
+from memfit.engine.gradients import sparse_parameters
+from memfit.engine.staged import Staging
+from memfit.engine.weighting import Weighting
 from memfit.profiling.seconds import Timing, line_through, measured_sizes, never_slower, timing_at
 from memfit.tracing.build_profile import stepping_bytes
 from memfit.tracing.timing import Stopwatch, time_sizes

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memfit.engine.staged import bytes_here
+from memfit.engine.gradients import bytes_here
 from memfit.hardware.budget import Budget, margin_for
 from memfit.hardware.device import query_device
 from memfit.hardware.exhausted import release_workspaces

@@ -15,8 +15,9 @@ from torch import nn
 
 from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.call_context import without_autocast
+from memfit.engine.gradients import gradients_of
 from memfit.engine.random_slices import Draws
-from memfit.engine.staged import Staging, gradients_of
+from memfit.engine.staged import Staging
 from memfit.equivalence.infer_weighting import probes_of
 from memfit.equivalence.proofs import comparable
 

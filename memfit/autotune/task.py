@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.engine.accumulate import Weighting, Work
+from memfit.engine.accumulate import Work
+from memfit.engine.weighting import Weighting
 from memfit.planning.search import Demand
 from memfit.tracing.trace import MakeWork
 

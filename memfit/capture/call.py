@@ -30,9 +30,10 @@ from memfit.engine.call_context import (
     without_autocast,
 )
 from memfit.engine.compose_state import Composition
+from memfit.engine.gradients import is_sharded
 from memfit.engine.modules import modules_of, parameters_in
 from memfit.engine.random_state import HostDraws, RandomState
-from memfit.engine.staged import Staging, is_sharded
+from memfit.engine.staged import Staging
 from memfit.engine.version_checks import Keys, Modified, Unchanged
 
 Tree = tuple[tuple[Any, ...], dict[str, Any]]

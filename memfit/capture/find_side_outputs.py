@@ -25,8 +25,8 @@ from memfit.batches.tree import leaves, tensors
 from memfit.capture.call import Call
 from memfit.capture.side_outputs import ClosureVariable, Door, Doorway
 from memfit.engine.call_context import uncompiled
+from memfit.engine.gradients import is_sharded
 from memfit.engine.known_means import leaves_of
-from memfit.engine.staged import is_sharded
 from memfit.tracing.sandbox import leave_no_trace
 
 

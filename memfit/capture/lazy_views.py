@@ -246,6 +246,7 @@ def numel_of(sizes: Sequence[int]) -> int:
 
 
 def holds_tensor(values: tuple[Any, ...]) -> bool:
+    """Whether any of these values, in any nesting, is a tensor or an operand."""
     return any(
         isinstance(v, (torch.Tensor, Operand))
         or (isinstance(v, (tuple, list)) and any(isinstance(i, (torch.Tensor, Operand)) for i in v))

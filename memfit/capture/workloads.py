@@ -12,8 +12,9 @@ from memfit.batches.tree import map_leaves, tensors
 from memfit.batches.weights import Count, known_loss
 from memfit.capture.call import Call, copied
 from memfit.capture.expression import Node, SampleRange, Step, leaves_in, used_again
-from memfit.engine.accumulate import CountOf, wide
+from memfit.engine.accumulate import wide
 from memfit.engine.compose_state import Composition
+from memfit.engine.weighting import CountOf
 from memfit.levers.precision import precision_applied
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]

@@ -35,9 +35,11 @@ from memfit.distributed.rank_reports import (
     upstream_of,
 )
 from memfit.distributed.unwrap_ddp import TakenOver
-from memfit.engine.accumulate import BY_SAMPLES, Weighting, wide
+from memfit.engine.accumulate import wide
+from memfit.engine.gradients import sparse_parameters
 from memfit.engine.handover import Factor, Total
-from memfit.engine.staged import Staging, sparse_parameters
+from memfit.engine.staged import Staging
+from memfit.engine.weighting import BY_SAMPLES, Weighting
 from memfit.equivalence.weighting_codes import Way, common, way_of, ways_of, weighting_by
 from memfit.hardware.exhausted import retry_on_oom
 from memfit.ranks.buckets import Reducer

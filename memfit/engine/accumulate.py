@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,12 +18,12 @@ from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
 from memfit.engine.call_context import without_autocast
 from memfit.engine.compose_state import Composition
-from memfit.engine.divisors import Divided, How, read
+from memfit.engine.divisors import Divided, read
 from memfit.engine.handover import Factor, Total
 from memfit.engine.known_means import KnownMean, Terms, is_only_term, standing_in
 from memfit.engine.staged import Staging
+from memfit.engine.weighting import BY_SAMPLES, CountOf, Weighting, WeightsChanged
 
-CountOf = Callable[[Any], Count]
 AroundLast = Callable[[Total], AbstractContextManager[None]]
 """Context for the last micro-batch's backward, made from the total without its gradients."""
 _NUMBERS = (torch.float32, torch.float64)
@@ -63,47 +62,6 @@ class Work(Protocol):
     def extra_gradients(self) -> list[torch.Tensor | None]:
         """Move out the gradients that the extra receivers got, in the same order."""
         ...
-
-
-@dataclass(frozen=True)
-class Weighting:
-    """How the losses of micro-batches are weighted to give the loss of the full batch (its reduction)."""
-
-    kind: Literal["samples", "sum", "term", "count", "share"]
-    """samples: by the number of samples. sum: each weighs 1. term: by the denominator of the one known mean that the loss is.
-    count: by `count` of the micro-batch. share: each weighs 1, and ranks weigh by their samples."""
-    label: str
-    """Description for the report."""
-    count: CountOf | None = None
-    """For "count": returns the weight of a micro-batch."""
-    watch: bool = False
-    """Whether known means stand beside other terms. Their denominators must then be proportional to the samples, which is
-    checked before the gradients are handed over."""
-    by_name: bool = False
-    """Whether all its known means are called as attributes of torch.nn.functional; no other call is intercepted then."""
-    told: bool = False
-    """Whether the work reports the known mean it computes (`terms.told`); no call is intercepted then."""
-    inferred: bool = False
-    """For "count": whether the count was inferred, not given by the user."""
-    rivals: tuple[CountOf, ...] = ()
-    """For "samples" and "count": other counts that the proof could not tell apart from the weights. A batch where they are not
-    proportional to the weights needs a new proof."""
-    sums: bool = False
-    """Whether adding the losses is correct, too. Parts with zero loss cannot tell the two apart."""
-    divided: tuple[How, ...] | None = None
-    """How each divisor in the loss depends on the samples. Divisors that add up must stay proportional to the weights. None:
-    not checked."""
-    doubt: str | None = None
-    """Why it may hold for the proof's samples but not for others. None if nothing suggests that."""
-
-
-BY_SAMPLES = Weighting("samples", "by samples")
-BY_TERM = Weighting("term", "by its mean's denominator")
-BY_TOLD_TERM = Weighting("term", "by its mean's denominator", told=True)
-
-
-class WeightsChanged(Exception):
-    """The loss no longer has the form its weighting was proven for. No gradients were handed over."""
 
 
 class SharesDiffer(Exception):

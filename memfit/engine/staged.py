@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from memfit._errors import Refused
-from memfit.engine.known_means import leaves_of, nodes_of
+from memfit.engine.gradients import is_sparse, set_gradients
 from memfit.engine.modules import modules_of, parameters_in
 
 
@@ -126,7 +126,7 @@ class Staging:
         `gathered` until `take_parts`, as other ranks may still add to them."""
         before = [p.grad for p in parts.parameters]
         known = parts.gathered if parts.counting else None
-        _set_gradients(parts.parameters, known or [None] * len(before))
+        set_gradients(parts.parameters, known or [None] * len(before))
         parts.gathered = None if parts.counting else parts.gathered
         self._depth, parts.live = 1, parts.counting
         try:
@@ -135,7 +135,7 @@ class Staging:
                 parts.gathered = [p.grad for p in parts.parameters]
         finally:
             self._depth, parts.live = 0, False
-            _set_gradients(parts.parameters, before)
+            set_gradients(parts.parameters, before)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -198,7 +198,7 @@ class Staging:
     def discard(self) -> None:
         """Drop all staged gradients."""
         if self.parts is not None and self._depth:
-            _set_gradients(self.parts.parameters, [None] * len(self.parts.parameters))
+            set_gradients(self.parts.parameters, [None] * len(self.parts.parameters))
         for _p, alias in self._aliases.values():
             alias.grad = None
         for p in self.outside if self._depth else ():  # their own gradients are set aside
@@ -214,7 +214,7 @@ class Staging:
 
     def _put_aliases(self, modules: Iterable[nn.Module], changed: list[tuple[dict[str, Any], str, Any]]) -> None:
         for module in modules:
-            entries, sparse = module._parameters, _is_sparse(module)
+            entries, sparse = module._parameters, is_sparse(module)
             for name, original in entries.items():
                 if original is not None and original.requires_grad:
                     changed.append((entries, name, original))
@@ -270,66 +270,6 @@ class Parts(Protocol):
     """Training gradients so far, until all ranks have added theirs."""
 
 
-def gradients_of(loss: torch.Tensor, parameters: Sequence[torch.Tensor], model: nn.Module) -> list[torch.Tensor | None]:
-    """Return what `torch.autograd.grad` does, None for unused parameters. Of sharded parameters, returns this rank's shards,
-    whose gradients accumulate only in a full `backward`."""
-    if is_sharded(model):
-        torch.autograd.backward(loss)
-        found = [None if p.grad is None else p.grad.to_local() for p in parameters]  # type: ignore[attr-defined]
-        _set_gradients(parameters, [None] * len(parameters))
-        return found
-    if _holds_reentrant_checkpoint(loss):
-        return _gradients_by_backward(loss, parameters, model)
-    return list(torch.autograd.grad(loss, list(parameters), allow_unused=True))
-
-
-def _holds_reentrant_checkpoint(loss: torch.Tensor) -> bool:
-    return any(node.name() == "CheckpointFunctionBackward" for node in nodes_of([loss]))
-
-
-def _gradients_by_backward(
-    loss: torch.Tensor, parameters: Sequence[torch.Tensor], model: nn.Module
-) -> list[torch.Tensor | None]:
-    """For reentrant checkpoints, which `torch.autograd.grad` does not support: they run their own backward into `.grad`."""
-    receivers = list({id(t): t for t in (*leaves_of([loss]), *model.parameters(), *parameters)}.values())
-    before = [receiver.grad for receiver in receivers]
-    _set_gradients(receivers, [None] * len(receivers))
-    try:
-        torch.autograd.backward(loss)
-        return [p.grad for p in parameters]
-    finally:
-        _set_gradients(receivers, before)
-
-
-AS_GIVEN = "_memfit_as_given"
-"""Attribute of a sharded model: returns a context in which its modules are unsharded, as the user gave them."""
-
-
-RESHARD = "_memfit_let_go"
-"""Attribute of a sharded model: frees the all-gathered parameters (reshard)."""
-
-
-def reshard_model(model: nn.Module) -> None:
-    """Reshard the model if its parameters are sharded."""
-    model.__dict__.get(RESHARD, lambda: None)()
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether the model's parameters are sharded (FSDP2)."""
-    return bool(getattr(model, "_is_fsdp_managed_module", False))
-
-
-def bytes_here(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor on this rank: those of the local shard if it is sharded."""
-    held = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]
-    return held.numel() * held.element_size()
-
-
-def _set_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    for p, grad in zip(parameters, gradients):
-        p.grad = grad
-
-
 def check_nothing_escaped(
     parameters: Sequence[torch.Tensor], before: Sequence[torch.Tensor | None], model: nn.Module
 ) -> None:
@@ -355,15 +295,6 @@ def _merge_rows(alias: torch.Tensor) -> None:
     """Sum duplicate rows of a sparse gradient: torch appends the rows of each micro-batch."""
     if alias.grad is not None and alias.grad.is_sparse:
         alias.grad = alias.grad.coalesce()
-
-
-def sparse_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters with sparse gradients, which hold only the rows that a batch uses."""
-    return [p for module in modules_of(model) if _is_sparse(module) for p in module.parameters(recurse=False)]
-
-
-def _is_sparse(module: nn.Module) -> bool:
-    return module.__dict__.get("sparse") is True
 
 
 def _gradient_bytes(gradient: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from memfit.engine.compose_state import (
+from memfit.engine.places import (
     MISSING,
     ArrayPlace,
     AssignedPlace,

@@ -24,14 +24,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from memfit.engine.compose_state import (
-    MISSING,
-    ArrayPlace,
-    AttributePlace,
-    Place,
-    TensorPlace,
-    VariablePlace,
-)
+from memfit.engine.places import MISSING, ArrayPlace, AttributePlace, Place, TensorPlace, VariablePlace
 from memfit.engine.rewindable import Rewound, go_back, position_of, rewound_of, untouched
 from memfit.engine.state_changes import (
     CONTAINERS,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,15 +18,18 @@ from torch import nn
 
 from memfit._units import MiB
 from memfit.batches.pieces import bounds
-from memfit.batches.tree import Path, leaf_at, leaves, path_name, tensors
-from memfit.batches.weights import Count, entries_other_than
-from memfit.engine.accumulate import Weighting, WeightsChanged, Work, checked_loss
+from memfit.batches.tree import tensors
+from memfit.batches.weights import Count
+from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.divisors import How, Number, divisors_of, how_divided, off_by
+from memfit.engine.gradients import gradients_of, is_sharded
 from memfit.engine.intercept import is_compiled
 from memfit.engine.known_means import Terms, is_only_term, leaves_of
 from memfit.engine.random_slices import Draws
-from memfit.engine.staged import Staging, gradients_of, is_sharded
+from memfit.engine.staged import Staging
+from memfit.engine.weighting import Weighting, WeightsChanged
 from memfit.equivalence.host_reads import Reads, Value, decided
+from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.proofs import comparable
 from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
@@ -79,7 +82,7 @@ def _inferred(
     """Return (weighting, deviation, changed state, other leaves reached), or None if draws could not be sliced."""
     samples, draws = sum(sizes), Draws(by_operations=by_operations)
     with comparable(model, work.device) as traces, staging.swapped():
-        staged, counts = staging.parameters(), _count_candidates(work, samples)
+        staged, counts = staging.parameters(), candidate_counts(work, samples)
         # A stand-in would make compiled code recompile.
         look = _Look(work, model, probes_of(staged), counts, not is_compiled(model), model if decides else None)
         reads = Reads()
@@ -314,83 +317,6 @@ def _difference(
             squares += float(torch.as_tensor(off).square().sum())
     columns = list(zip(*(map(float, part.divisors or ()) for part in parts)))
     return max(error, (squares / max(norm, 1e-30)) ** 0.5, off_by(how or (), columns, weights))
-
-
-@dataclass(frozen=True)
-class LeafCount:
-    """Counts valid entries in one leaf of a micro-batch."""
-
-    path: Path
-    """Path to the leaf."""
-    rule: str
-    """labels: entries other than -100. shifted: likewise without the first position. mask: the sum. nonzero: other than 0."""
-    label: str
-    """Description."""
-
-    def __call__(self, inputs: Any) -> Count:
-        leaf = leaf_at(inputs, self.path)
-        if not isinstance(leaf, torch.Tensor):
-            raise WeightsChanged(f"there is no {path_name(self.path)} to count in")
-        if self.rule == "labels":
-            return entries_other_than(leaf, -100)
-        if self.rule == "shifted":
-            return entries_other_than(leaf[..., 1:], -100)
-        return entries_other_than(leaf, 0) if self.rule == "nonzero" else self._sum(leaf)
-
-    def counts_all(self, inputs: Any) -> bool:
-        """Whether every entry counts one, so that counts are proportional to samples; False if the host does not know."""
-        leaf = leaf_at(inputs, self.path)
-        if type(leaf) is not torch.Tensor or leaf.device.type != "cpu":
-            return False
-        if self.rule == "mask":
-            return bool((_readable(leaf) == 1).all())
-        count = self(inputs)
-        return isinstance(count, int) and count == (leaf[..., 1:] if self.rule == "shifted" else leaf).numel()
-
-    def _sum(self, mask: torch.Tensor) -> Count:
-        # NumPy reads a count on the CPU without anything that looks like a device synchronization.
-        if mask.device.type != "cpu" or type(mask) is not torch.Tensor:
-            return mask.sum()
-        total = float(_readable(mask).sum())
-        if not total.is_integer():
-            raise WeightsChanged(f"{path_name(self.path)} no longer holds only ones and zeros")
-        return int(total)
-
-
-def _readable(tensor: torch.Tensor) -> Any:
-    """Return values on the host for NumPy, which lacks bfloat16."""
-    tensor = tensor.detach()
-    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
-
-
-def _count_candidates(work: Work, samples: int) -> list[LeafCount]:
-    """Return the counts of the inputs that a hand-written loss could divide by."""
-    found: list[LeafCount] = []
-
-    def look(inputs: Any) -> Count:
-        for path, leaf in leaves(inputs):
-            if isinstance(leaf, torch.Tensor):
-                found.extend(_rules(path, leaf))
-        return 0
-
-    work.inputs(0, samples, look)
-    return found
-
-
-def _rules(path: Path, leaf: torch.Tensor) -> Iterator[LeafCount]:
-    name = path_name(path)
-    is_mask = leaf.dtype is torch.bool or (leaf.dim() > 0 and not leaf.is_complex() and _zeros_and_ones(leaf))
-    if is_mask:
-        yield LeafCount(path, "mask", f"the entries set in {name}")
-    if not leaf.is_floating_point() and (leaf.dim() == 1 if is_mask else leaf.dim() > 0) and leaf.dtype is not torch.bool:
-        yield LeafCount(path, "labels", f"the valid labels in {name}")
-        if leaf.dim() > 1:
-            yield LeafCount(path, "shifted", f"the valid labels after the first position in {name}")
-            yield LeafCount(path, "nonzero", f"the entries of {name} that are not padding")
-
-
-def _zeros_and_ones(leaf: torch.Tensor) -> bool:
-    return bool(((leaf == 0) | (leaf == 1)).all())
 
 
 def probes_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -20,24 +20,19 @@ from memfit.batches.pieces import bounds
 from memfit.batches.tree import tensors
 from memfit.capture.size_dependence import Positions, decides_by_position
 from memfit.engine.compose_state import (
-    MISSING,
     Added,
     Appended,
     ComposedPlace,
     Composition,
-    ContentsPlace,
     Inside,
     Last,
     Mean,
-    Place,
     Rows,
     Rule,
-    TensorPlace,
-    WithoutGraph,
     appended,
     is_number,
-    without_graph,
 )
+from memfit.engine.places import MISSING, ContentsPlace, Place, TensorPlace, WithoutGraph, without_graph
 from memfit.engine.rewindable import IteratorPosition
 from memfit.equivalence.tolerances import Deviation, relative_difference, tolerance
 from memfit.tracing.sandbox import Traces

@@ -23,7 +23,7 @@ from memfit.capture.infer_layout import fake_outputs
 from memfit.capture.outputs import Leaf, name_in
 from memfit.engine.accumulate import Work, loss_of
 from memfit.engine.call_context import uncompiled
-from memfit.engine.staged import is_sharded
+from memfit.engine.gradients import is_sharded
 from memfit.hardware.exhausted import is_out_of_memory, retry_on_oom
 from memfit.tracing.sandbox import leave_no_trace
 

@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, CountOf, Weighting
-from memfit.equivalence.infer_weighting import LeafCount
+from memfit.engine.weighting import BY_SAMPLES, BY_TERM, CountOf, Weighting
+from memfit.equivalence.leaf_counts import LeafCount
 
 
 @dataclass(frozen=True)

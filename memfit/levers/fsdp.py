@@ -25,8 +25,8 @@ from memfit._errors import RankFailed, Refused
 from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.aside import aside
 from memfit.engine.call_context import restore_tensors
+from memfit.engine.gradients import AS_GIVEN, RESHARD, bytes_here
 from memfit.engine.modules import modules_of
-from memfit.engine.staged import AS_GIVEN, RESHARD, bytes_here
 from memfit.levers.fsdp_state import full_tensor, is_shard, load_as_shards, shard_like
 from memfit.levers.fsdp_units import ShardLayout, check_shardable, is_torchs, shard_units, unshard
 from memfit.ranks.passes import APART, BACKWARD, COUNTED, FORWARD, GLANCE, Passes, begins

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from memfit.engine.call_context import is_faking
-from memfit.engine.compose_state import Place, TensorPlace
+from memfit.engine.gradients import is_sharded
+from memfit.engine.places import Place, TensorPlace
 from memfit.engine.random_state import HostRandom
-from memfit.engine.staged import is_sharded
 from memfit.engine.state_changes import holds
 from memfit.engine.undo_state import StateSnapshot
 from memfit.engine.version_checks import Unchanged

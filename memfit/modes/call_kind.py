@@ -12,8 +12,8 @@ from memfit.batches.shapes import Shapes
 from memfit.capture.call import Call
 from memfit.capture.infer_layout import outputs_of
 from memfit.capture.outputs import Outputs
-from memfit.engine.accumulate import BY_SAMPLES, Weighting
 from memfit.engine.compose_state import Composition
+from memfit.engine.weighting import BY_SAMPLES, Weighting
 from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
 

@@ -29,11 +29,12 @@ from memfit.capture.find_side_outputs import FoundDoors
 from memfit.capture.infer_layout import look_of, structure_of, twin_call, ways_to_cut
 from memfit.capture.outputs import Otherwise, Outputs
 from memfit.capture.side_outputs import Door, Doorway
-from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, Weighting, WeightsChanged, Work
+from memfit.engine.accumulate import Work
 from memfit.engine.buffers import beside_statistics
 from memfit.engine.call_context import without_saved_tensors_hooks
 from memfit.engine.recovery import surviving
 from memfit.engine.version_checks import Modified
+from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting, WeightsChanged
 from memfit.equivalence.tolerances import Deviation
 from memfit.hardware.exhausted import is_out_of_memory, said_by
 from memfit.modes.call_kind import CallKind, PlannedCall

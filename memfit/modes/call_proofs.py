@@ -21,8 +21,8 @@ from memfit.capture.infer_layout import size_that_decides
 from memfit.capture.size_dependence import SIZE
 from memfit.capture.workloads import CallWork
 from memfit.distributed.reduction import OF_SHARES
-from memfit.engine.accumulate import BY_SAMPLES
 from memfit.engine.recovery import on_fewer, surviving
+from memfit.engine.weighting import BY_SAMPLES
 from memfit.equivalence.infer_weighting import PROBED, infer_weighting
 from memfit.equivalence.proof_samples import marks_of, most_telling, spaced
 from memfit.equivalence.proofs import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of

@@ -16,7 +16,7 @@ from memfit.batches.shapes import Shapes
 from memfit.batches.tree import map_leaves, tensors
 from memfit.capture.call import Split, part_of_split
 from memfit.capture.infer_layout import twins_of
-from memfit.engine.accumulate import WeightsChanged
+from memfit.engine.weighting import WeightsChanged
 from memfit.equivalence.proof_samples import marks_of, most_telling, spaced
 
 RAGGED = 1.05

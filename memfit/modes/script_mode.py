@@ -47,13 +47,14 @@ from memfit.capture.workloads import ExpressionWork
 from memfit.distributed.rank_reports import divisor_of
 from memfit.distributed.reduction import OF_SHARES, StepReduction
 from memfit.distributed.stray_gradients import StrayGradients
-from memfit.engine.accumulate import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weighting, WeightsChanged, Work
+from memfit.engine.accumulate import Work
 from memfit.engine.call_context import in_checkpoint, outside_transforms, without_inference_mode, without_saved_tensors_hooks
+from memfit.engine.gradients import reshard_model
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
 from memfit.engine.joined_handover import joined
 from memfit.engine.random_state import RandomState
-from memfit.engine.staged import reshard_model
 from memfit.engine.user_line import line_of_script
+from memfit.engine.weighting import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weighting, WeightsChanged
 from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
 from memfit.modes.call_kinds import OWN_LOSS, CallKinds
 from memfit.modes.evaluation import Evaluations

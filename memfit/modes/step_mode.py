@@ -24,9 +24,10 @@ from memfit.batches.tree import flat, map_leaves, tensors
 from memfit.capture.call import copied
 from memfit.capture.workloads import LossFn, moved
 from memfit.distributed.reduction import WholeShares
-from memfit.engine.accumulate import BY_SAMPLES, SharesDiffer, Weighting, WeightsChanged, checked_loss
+from memfit.engine.accumulate import SharesDiffer, checked_loss
 from memfit.engine.handover import Total, hand_over
 from memfit.engine.undo_state import reaching
+from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
 from memfit.equivalence.infer_weighting import without_idle_rivals
 from memfit.equivalence.weighting_codes import way_of
 from memfit.modes.ordered_batch import Ordered

@@ -27,16 +27,18 @@ from memfit.distributed.overlap import Load
 from memfit.distributed.reduction import StepReduction
 from memfit.distributed.step_sync import CatchUp
 from memfit.distributed.unwrap_ddp import TakenOver
-from memfit.engine.accumulate import AroundLast, SharesDiffer, Weighting, Work, accumulate
+from memfit.engine.accumulate import AroundLast, SharesDiffer, Work, accumulate
 from memfit.engine.buffers import WrittenBuffers
 from memfit.engine.call_context import Autocast, in_functional_call
 from memfit.engine.compose_state import Composition
+from memfit.engine.gradients import bytes_here
 from memfit.engine.handover import Total
 from memfit.engine.inference_caches import Caches
 from memfit.engine.modules import normalises_batches
 from memfit.engine.random_state import HostDraws
 from memfit.engine.recovery import Recovery, RestartBatch
-from memfit.engine.staged import Staging, bytes_here, check_nothing_escaped
+from memfit.engine.staged import Staging, check_nothing_escaped
+from memfit.engine.weighting import Weighting
 from memfit.hardware.budget import Budget
 from memfit.hardware.heap import give_back_free_heap
 from memfit.levers.checkpoint import checkpoint_blocks

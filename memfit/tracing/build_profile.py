@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memfit.engine.accumulate import Weighting, Work
+from memfit.engine.accumulate import Work
+from memfit.engine.gradients import sparse_parameters
 from memfit.engine.shadow_optimizer import shadow_optimizer, step
-from memfit.engine.staged import Staging, sparse_parameters
+from memfit.engine.staged import Staging
+from memfit.engine.weighting import Weighting
 from memfit.hardware.exhausted import retry_on_oom
 from memfit.kernels.target import Target
 from memfit.profiling.loop import MEMFITS, Loop

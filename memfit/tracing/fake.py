@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memfit.engine.staged import AS_GIVEN, refresh_flat_weights
+from memfit.engine.gradients import AS_GIVEN
+from memfit.engine.staged import refresh_flat_weights
 from memfit.tracing.op_cache import Recall
 from memfit.tracing.op_results import CTC, as_held, of_longest
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from memfit.engine.call_context import autocast_kept, modes_as, modes_of, restore_tensors, without_saved_tensors_hooks
-from memfit.engine.compose_state import Place, TensorPlace
+from memfit.engine.gradients import is_sharded, reshard_model
 from memfit.engine.modules import modules_of
+from memfit.engine.places import Place, TensorPlace
 from memfit.engine.random_state import random_state_kept
-from memfit.engine.staged import is_sharded, reshard_model
 from memfit.engine.undo_state import UndoState, kept
 from memfit.tracing.write_guard import UndoLog, writes_undone
 

@@ -17,10 +17,11 @@ import torch
 from memfit._errors import UsageError
 from memfit.batches.pieces import sizes
 from memfit.batches.weights import Count
-from memfit.engine.accumulate import CountOf, Work, accumulate, checked_loss
+from memfit.engine.accumulate import Work, accumulate, checked_loss
 from memfit.engine.call_context import without_autocast
 from memfit.engine.random_slices import Draws
 from memfit.engine.undo_state import reaching
+from memfit.engine.weighting import CountOf
 from memfit.equivalence.proofs import comparable
 from memfit.reporting.verification import Verification
 from memfit.runtime.core import Core, Reference

@@ -1,0 +1,202 @@
+"""Places where code may leave state (entries, attributes, closure variables, contents, tensors), to be read and put back."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from memfit.batches.tree import map_leaves
+from memfit.engine.call_context import restore_tensors
+
+MISSING: Any = object()
+"""The value of an absent entry."""
+
+
+class Place(Protocol):
+    """A place where code may leave state."""
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+        ...
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Identity of the place while it exists."""
+        ...
+
+    def value(self) -> Any:
+        """The current value, as a snapshot that later writes do not change."""
+        ...
+
+    def put(self, value: Any) -> None:
+        """Set the value."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ItemPlace:
+    """A dictionary entry: an attribute of an object, a global variable, a dictionary's item."""
+
+    holder: dict[Any, Any]
+    name: Any
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return id(self.holder), self.name
+
+    def value(self) -> Any:
+        return self.holder.get(self.name, MISSING)
+
+    def put(self, value: Any) -> None:
+        if value is MISSING:
+            self.holder.pop(self.name, None)
+        else:
+            self.holder[self.name] = value
+
+
+@dataclass(frozen=True, eq=False)
+class AttributePlace:
+    """An attribute of a class, or of an object with a slot for it."""
+
+    holder: Any
+    name: str
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "attribute", id(self.holder), self.name
+
+    def value(self) -> Any:
+        if isinstance(self.holder, type):
+            return vars(self.holder).get(self.name, MISSING)  # not an inherited attribute
+        return getattr(self.holder, self.name, MISSING)
+
+    def put(self, value: Any) -> None:
+        kind = type if isinstance(self.holder, type) else object  # bypasses the checks of frozen dataclasses
+        try:
+            kind.__delattr__(self.holder, self.name) if value is MISSING else kind.__setattr__(self.holder, self.name, value)
+        except AttributeError:  # read-only after construction
+            return
+
+
+@dataclass(frozen=True, eq=False)
+class VariablePlace:
+    """A closure variable."""
+
+    cell: types.CellType
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (id(self.cell),)
+
+    def value(self) -> Any:
+        return self.cell.cell_contents
+
+    def put(self, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+@dataclass(frozen=True, eq=False)
+class ContentsPlace:
+    """The items of a list or a deque."""
+
+    container: list[Any] | deque[Any]
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (id(self.container),)
+
+    def value(self) -> Any:
+        return list(self.container)
+
+    def put(self, value: Any) -> None:
+        self.container.clear()
+        self.container.extend(value)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPlace:
+    """The values of a tensor."""
+
+    tensor: torch.Tensor
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.tensor.untyped_storage()._cdata,)
+
+    def value(self) -> torch.Tensor:
+        return self.tensor.detach().clone()
+
+    def put(self, value: torch.Tensor) -> None:
+        restore_tensors([(self.tensor, value)])
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayPlace:
+    """The values of a NumPy array."""
+
+    array: Any
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "array", id(self.array)
+
+    def value(self) -> Any:
+        return self.array.copy()
+
+    def put(self, value: Any) -> None:
+        self.array[...] = value
+
+
+@dataclass(frozen=True, eq=False)
+class AssignedPlace:
+    """The values of a tensor whose data was assigned (`p.data = ...`) and has another storage now."""
+
+    tensor: torch.Tensor
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "data", id(self.tensor)
+
+    def value(self) -> torch.Tensor:
+        return self.tensor.detach().clone()
+
+    def put(self, value: torch.Tensor) -> None:
+        restore_tensors([(self.tensor, value)])
+
+
+@dataclass(frozen=True, eq=False)
+class WithoutGraph:
+    """The value of another place, detached from the graph of its micro-batch, which backward frees."""
+
+    place: Place
+
+    @property
+    def label(self) -> str:
+        return self.place.label
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.place.key
+
+    def value(self) -> Any:
+        return without_graph(self.place.value())
+
+    def put(self, value: Any) -> None:
+        self.place.put(value)
+
+
+def without_graph(value: Any) -> Any:
+    """Detach every tensor in a tree."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
