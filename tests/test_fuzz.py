@@ -35,6 +35,7 @@ FOUND = (
     {"state": "spectral", "between": "buffers_data"},
     {"state": "running_used", "pack": "loss_out", "metrics": "other_loss"},
     {"body": "causal", "pack": "loss_out", "arithmetic": "divided_by_itself", "metrics": "set_item"},
+    {"state": "running_used", "calls": "baseline", "batch": "5", "lever": "block"},
     {"state": "hidden", "pack": "losses"},
     {"state": "hidden", "pack": "loss"},
     {"state": "hidden", "pack": "loss", "micro": "5"},

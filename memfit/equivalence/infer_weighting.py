@@ -20,6 +20,7 @@ from memfit._units import MiB
 from memfit.batches.pieces import bounds
 from memfit.batches.tree import tensors
 from memfit.batches.weights import Count
+from memfit.capture.size_dependence import Positions
 from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.divisors import How, Number, divisors_of, how_divided, off_by
 from memfit.engine.gradients import gradients_of, is_sharded
@@ -129,6 +130,8 @@ def _inferred(
                 later = look.at(0, samples, Reads())[0]
         if _choose(later, again, counts)[0] is None:
             moves = replace(moves, deviation=moves.misread())
+    if decides and moves.deviation is None and moves.mixes and _calls_twice(model, partial(run, 0, samples), aside):
+        moves = replace(moves, deviation=moves.misread())
 
     def put(read: tuple[int, Value]) -> tuple[float, list[torch.Tensor | None]]:
         with aside(), staging.swapped(), draws.sliced(0, samples, samples):
@@ -139,6 +142,16 @@ def _inferred(
     moves = replace(moves, decides=decided(reads, looks, put, partial(same, (whole.loss, whole.gradients))))
     known = {id(p) for p in staged}
     return chosen, deviation, moves, [leaf for leaf in reached if id(leaf()) not in known]
+
+
+def _calls_twice(
+    model: nn.Module, run: Callable[[], object], aside: Callable[[], AbstractContextManager[Any]]
+) -> bool:
+    """Whether a loss calls the model more than once. The second forward reads what all samples of the first have moved. If it
+    only branches on that (`argmax`), the values of a few samples show nothing."""
+    with aside(), Positions().watching() as watched:
+        run()
+    return watched.calls[id(model)] > 1
 
 
 def _twice(double: Work | None, staging: Staging, aside: Callable[[], AbstractContextManager[Any]]) -> tuple[Trial, ...]:

@@ -55,9 +55,14 @@ class Moves:
     decides: str | None = None
     """The source line whose control flow depends on values that it reads from the batch."""
 
+    @property
+    def mixes(self) -> list[ComposedPlace]:
+        """The places where micro-batches leave otherwise than the whole batch, before they are joined."""
+        return [slot for slot in self.composition.slots if not isinstance(slot.rule, Last)]
+
     def misread(self) -> Deviation:
         """Returns the deviation for composed state that a later forward reads differently in parts than as a whole."""
-        return Deviation(self.composition.slots[0].place.label, 1.0, 0.0, by="moving")
+        return Deviation((self.mixes or self.composition.slots)[0].place.label, 1.0, 0.0, by="moving")
 
 
 EXACT = 1e-5
