@@ -128,10 +128,9 @@ def _inferred(
             run(0, samples)
             with staging.swapped(), draws.sliced(0, samples, samples):
                 later = look.at(0, samples, Reads())[0]
-        if _choose(later, again, counts)[0] is None:
+        twice = decides and moves.deviation is None and _calls_twice(moves, model, partial(run, 0, samples), aside)
+        if twice or _choose(later, again, counts)[0] is None:
             moves = replace(moves, deviation=moves.misread())
-    if decides and moves.deviation is None and moves.mixes and _calls_twice(model, partial(run, 0, samples), aside):
-        moves = replace(moves, deviation=moves.misread())
 
     def put(read: tuple[int, Value]) -> tuple[float, list[torch.Tensor | None]]:
         with aside(), staging.swapped(), draws.sliced(0, samples, samples):
@@ -145,10 +144,12 @@ def _inferred(
 
 
 def _calls_twice(
-    model: nn.Module, run: Callable[[], object], aside: Callable[[], AbstractContextManager[Any]]
+    moves: Moves, model: nn.Module, run: Callable[[], object], aside: Callable[[], AbstractContextManager[Any]]
 ) -> bool:
-    """Whether a loss calls the model more than once. The second forward reads what all samples of the first have moved. If it
-    only branches on that (`argmax`), the values of a few samples show nothing."""
+    """Whether a loss calls a model whose state moves more than once. The second forward reads what all samples of the first
+    have moved. If it only branches on that (`argmax`), the values of a few samples show nothing."""
+    if not moves.mixes:
+        return False
     with aside(), Positions().watching() as watched:
         run()
     return watched.calls[id(model)] > 1
