@@ -29,7 +29,8 @@ CORRECTED = ("lstm", "resnet", "convnext", "unet", "superres")
 def environment(pinned: bool = False) -> dict[str, str]:
     """That of a fresh process which imports memfit from here, as compiled as an installed package is."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**kept, **(PINNED if pinned else {}), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    places = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]  # (tests/simcuda adds one)
+    return {**kept, **(PINNED if pinned else {}), "PYTHONPATH": os.pathsep.join(places)}
 
 
 def child(script: str, arguments: Sequence[str], *, pinned: bool, timeout: float = 900.0) -> dict[str, Any]:
