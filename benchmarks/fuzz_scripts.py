@@ -3,6 +3,7 @@
     python benchmarks/fuzz_scripts.py --seeds 0:20000 [--resume] [--shrink] [--workers 2] [--save]
     python benchmarks/fuzz_scripts.py --show SEED
     python benchmarks/fuzz_scripts.py --alone loss=vmap     # one construct, with everything else as simple as it goes
+    python benchmarks/fuzz_scripts.py --seeds 0:1000 --device cuda     # on a GPU; `python -m tests.simcuda` before it simulates one
     python benchmarks/fuzz_scripts.py --seeds 0:1000 --processes 2     # two processes with their shares, against one
 
 A seed is a script. Results are written as they come, one JSON object a line, to `--log`; `--resume` leaves out seeds that are
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -26,6 +28,7 @@ from common import ROOT, save
 sys.path[:0] = [str(ROOT / "tests")]
 
 from fuzz.grammar import Choices, alone, drawn, others  # noqa: E402
+from fuzz.on_device import PLACE  # noqa: E402
 from fuzz.outcomes import BAD, INVALID, REFUSED  # noqa: E402
 from fuzz.pool import Found, found_in, outcomes_of  # noqa: E402
 from fuzz.reporting import causes, per_thousand, small  # noqa: E402
@@ -44,9 +47,12 @@ def main() -> None:
     arguments.add_argument("--save", action="store_true", help="write a dated result")
     arguments.add_argument("--workers", type=int, default=1)
     arguments.add_argument("--processes", type=int, choices=(1, 2), default=1, help="2: shares of batches on two, against one")
+    arguments.add_argument("--device", help="scripts move their models and batches there")
     arguments.add_argument("--findings", type=Path, help="write the table and the findings there, too")
     arguments.add_argument("--log", type=Path, default=Path("fuzz.jsonl"))
     given = arguments.parse_args()
+    if given.device:
+        os.environ[PLACE] = given.device
     if given.show is not None or given.alone:
         show(drawn(given.show) if given.show is not None else alone(*given.alone.split("=")))
         return
@@ -111,7 +117,7 @@ def summary(found: list[Found]) -> dict[str, object]:
         {"kind": kind, "mode": mode, "what": what, "runs": len(group), "seeds": [one.seed for one in group[:20]]}
         for (kind, mode, what), group in groups.items()
     ]
-    return {"commit": commit, "table": per_thousand(found).splitlines(), "findings": listed}
+    return {"commit": commit, "device": os.environ.get(PLACE, "cpu"), "table": per_thousand(found).splitlines(), "findings": listed}
 
 
 if __name__ == "__main__":

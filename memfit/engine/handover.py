@@ -112,12 +112,11 @@ def _scale_together(gradients: Sequence[torch.Tensor | None], factor: Factor) ->
     """Scale in place, in one foreach call, the gradients that allow it. Returns their indices."""
     if isinstance(factor, float) and factor == 1.0:
         return ()
-    device = factor.device if isinstance(factor, torch.Tensor) else None
     found = {i: g for i, g in enumerate(gradients) if type(g) is torch.Tensor and g.layout is torch.strided}
-    alike = {i: g for i, g in found.items() if device is None or g.device == device}
-    if alike:
-        torch._foreach_mul_(list(alike.values()), factor)  # pyright: ignore[reportPrivateImportUsage]
-    return frozenset(alike)
+    for device in {g.device for g in found.values()}:
+        alike = [g for g in found.values() if g.device == device]
+        torch._foreach_mul_(alike, _near(factor, device))  # pyright: ignore[reportPrivateImportUsage]
+    return frozenset(found)
 
 
 def _silence(receiver: torch.Tensor) -> None:
@@ -186,6 +185,7 @@ def graph_is_kept() -> bool:
 
 
 def _scaled(gradient: torch.Tensor, factor: Factor, dtype: torch.dtype, keep: bool) -> torch.Tensor:
+    factor = _near(factor, gradient.device)
     if isinstance(factor, float) and factor == 1.0:
         result = gradient.clone() if keep else gradient
     elif keep or gradient.is_sparse:
@@ -193,6 +193,11 @@ def _scaled(gradient: torch.Tensor, factor: Factor, dtype: torch.dtype, keep: bo
     else:
         result = gradient.mul_(factor)
     return result.to(dtype)
+
+
+def _near(factor: Factor, device: torch.device) -> Factor:
+    """The factor on the device of a gradient: one model may have parameters on several."""
+    return factor.to(device) if isinstance(factor, torch.Tensor) else factor
 
 
 def _times(factor: Factor, incoming: torch.Tensor) -> Factor:

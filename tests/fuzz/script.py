@@ -6,6 +6,7 @@ import re
 
 from fuzz import loaders, models, outside, training
 from fuzz.grammar import Choices, kind, owner, the
+from fuzz.on_device import on_device
 from fuzz.pieces import SECTIONS, indented, together
 
 HEAD = """
@@ -33,7 +34,7 @@ def source_of(choices: Choices, *, step: bool = False, micro: int | str | None =
 
     `step` writes the loss as a function that step mode can be given.
     """
-    return _Writer(choices, step, micro).text()
+    return on_device(_Writer(choices, step, micro).text())
 
 
 def steps_by_itself(choices: Choices) -> bool:

@@ -29,6 +29,14 @@ SHAPES = {
         "num_hidden_layers": 6,
         "num_attention_heads": 8,
     },
+    "large": {
+        "vocab_size": 30522,
+        "max_position_embeddings": 512,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    },
 }
 
 

@@ -16,6 +16,7 @@ CLASSES = 5
 SHAPES = {
     "tiny": {"image_size": 8, "patch_size": 2, "depths": [1, 1], "hidden_sizes": [8, 16], "num_stages": 2},
     "bench": {"image_size": 64, "patch_size": 4, "depths": [2, 2, 6, 2], "hidden_sizes": [56, 112, 224, 448]},
+    "large": {"image_size": 224, "patch_size": 4, "depths": [3, 3, 9, 3], "hidden_sizes": [96, 192, 384, 768]},
 }
 
 

@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     layers: int
 
 
-SHAPES = {"tiny": Shape(32, 12, 16, 2, 2), "bench": Shape(8192, 256, 256, 8, 6)}
+SHAPES = {"tiny": Shape(32, 12, 16, 2, 2), "bench": Shape(8192, 256, 256, 8, 6), "large": Shape(50304, 1024, 768, 12, 12)}
 
 
 class Attention(nn.Module):

@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     hidden: int
 
 
-SHAPES = {"tiny": Shape(32, 8, 8, 12), "bench": Shape(8192, 128, 256, 512)}
+SHAPES = {"tiny": Shape(32, 8, 8, 12), "bench": Shape(8192, 128, 256, 512), "large": Shape(32000, 512, 512, 1024)}
 
 
 class Classifier(nn.Module):

@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     depths: tuple[int, ...]
 
 
-SHAPES = {"tiny": Shape(16, 4, (1, 1)), "bench": Shape(64, 64, (2, 2, 2, 2))}
+SHAPES = {"tiny": Shape(16, 4, (1, 1)), "bench": Shape(64, 64, (2, 2, 2, 2)), "large": Shape(224, 64, (3, 4, 6, 3))}
 NORMS = {"batch": nn.BatchNorm2d, "group": partial(nn.GroupNorm, 4)}
 
 

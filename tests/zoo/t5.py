@@ -14,8 +14,9 @@ from zoo.family import Family, builder, dataset
 SHAPES = {
     "tiny": {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2},
     "bench": {"vocab_size": 8192, "d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": 8},
+    "large": {"vocab_size": 32128, "d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
 }
-LONGEST = {"tiny": 12, "bench": 256}
+LONGEST = {"tiny": 12, "bench": 256, "large": 512}
 
 
 def _make(size: str, dropout: float) -> nn.Module:

@@ -22,7 +22,7 @@ class Shape(NamedTuple):
     levels: int
 
 
-SHAPES = {"tiny": Shape(8, 4, 2), "bench": Shape(64, 32, 4)}
+SHAPES = {"tiny": Shape(8, 4, 2), "bench": Shape(64, 32, 4), "large": Shape(256, 64, 4)}
 
 
 class DoubleConv(nn.Sequential):
