@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,8 +40,9 @@ def child(script: str, arguments: Sequence[str], *, pinned: bool, timeout: float
     done = subprocess.run(command, env=environment(pinned), capture_output=True, text=True, timeout=timeout)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        error = (done.stderr.strip().splitlines() or [""])[-1]
-        return {"died": done.returncode or -1, "error": error[:300]}
+        said = done.stderr.strip().splitlines() or [""]
+        error = next((line for line in reversed(said) if re.match(r"[\w.]+(Error|Exception|Refused|DoesNotFit)\b", line)), said[-1])
+        return {"died": done.returncode or -1, "error": error[:300], "end": said[-12:]}
     return json.loads(lines[-1])
 
 

@@ -3,7 +3,7 @@
     python benchmarks/fuzz_scripts.py --seeds 0:20000 [--resume] [--shrink] [--workers 2] [--save]
     python benchmarks/fuzz_scripts.py --show SEED
     python benchmarks/fuzz_scripts.py --alone loss=vmap     # one construct, with everything else as simple as it goes
-    python benchmarks/fuzz_scripts.py --seeds 0:1000 --device cuda     # on a GPU; `python -m tests.simcuda` before it simulates one
+    python benchmarks/fuzz_scripts.py --seeds 0:1000 --device cuda      # on a GPU
     python benchmarks/fuzz_scripts.py --seeds 0:1000 --processes 2     # two processes with their shares, against one
 
 A seed is a script. Results are written as they come, one JSON object a line, to `--log`; `--resume` leaves out seeds that are
@@ -117,7 +117,8 @@ def summary(found: list[Found]) -> dict[str, object]:
         {"kind": kind, "mode": mode, "what": what, "runs": len(group), "seeds": [one.seed for one in group[:20]]}
         for (kind, mode, what), group in groups.items()
     ]
-    return {"commit": commit, "device": os.environ.get(PLACE, "cpu"), "table": per_thousand(found).splitlines(), "findings": listed}
+    device = os.environ.get(PLACE, "cpu")
+    return {"commit": commit, "device": device, "table": per_thousand(found).splitlines(), "findings": listed}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """On a real GPU: what is predicted against what is reserved, seconds against a loop by hand, host waits, planning seconds.
 
-    python benchmarks/gpu.py memory [--workers 8] [family ...]     # 8 families x {fp32, bf16, checkpointed, expandable segments}
+    python benchmarks/gpu.py memory [--workers 8] [family ...]     # 8 families x 4 variants
     python benchmarks/gpu.py speed [family ...]                    # in turns with loops by hand, one family after the other
     python benchmarks/gpu.py billion                               # a transformer of 1 B parameters, far beyond the card
     python benchmarks/gpu.py all
@@ -29,7 +29,7 @@ TARGETS = {"gpt": 48, "bert": 192, "vit": 256, "t5": 96, "resnet": 256, "convnex
 SIZE = os.environ.get("GPU_SIZE", "large")
 """Another one, such as bench, is to try this program with."""
 VARIANTS = ("float32", "bfloat16", "checkpointed", "expandable")
-BUDGET = "12GiB"
+BUDGET = "8GiB"
 STEPS, ROUNDS, BEHIND = 6, 3, 1.3
 BILLION: dict[str, Any] = {"vocab_size": 50304, "n_positions": 1024, "n_embd": 2048, "n_layer": 18, "n_head": 16}
 
@@ -71,7 +71,8 @@ def memory_case(name: str, variant: str) -> dict[str, Any]:
     optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
     cuda.empty_cache()
-    step = by_hand(family, model, optimizer, samples[:target], plan.micro_batch, variant == "bfloat16", blocks)
+    hand = min((samples for _, samples, _ in plan.by_size), default=plan.micro_batch)  # of the longest
+    step = by_hand(family, model, optimizer, samples[:target], hand, variant == "bfloat16", blocks)
     for i in range(3):
         if i == 1:
             cuda.reset_peak_memory_stats()
@@ -92,7 +93,7 @@ def speed_case(name: str, precision: str) -> dict[str, Any]:
     import torch
 
     low = precision == "bfloat16"
-    family, model, optimizer, samples = built(name)
+    family, model, _, samples = built(name)
     target = TARGETS[name]
     mine = copy.deepcopy(model)
     run, planning = wrapped(
@@ -295,13 +296,13 @@ def kernels_of(way: Callable[[], object]) -> int | None:
         return None
 
 
-def memory(names: list[str], workers: int) -> dict[str, Any]:
+def memory(names: list[str], variants: list[str], workers: int) -> dict[str, Any]:
     """All cases, several at a time."""
-    cases = [(name, variant) for variant in VARIANTS for name in names]
+    cases = [(name, variant) for variant in variants for name in names]
 
     def one(case: tuple[str, str]) -> dict[str, Any]:
         found = {"family": case[0], "variant": case[1], **child("gpu.py", ["--case", "memory", *case], pinned=False)}
-        print(*case, found.get("error", ""), flush=True)
+        print(*case, found["error"] if "died" in found else " ".join(map(str, _memory_row(found))), flush=True)
         return found
 
     with ThreadPoolExecutor(workers) as pool:
@@ -331,9 +332,12 @@ def speed(names: list[str], precisions: list[str]) -> dict[str, Any]:
         for name in names:
             found = child("gpu.py", ["--case", "speed", name, precision], pinned=False)
             rows.append({"family": name, "precision": precision, **found})
-            print(name, precision, found.get("error", ""), flush=True)
+            print(json.dumps(rows[-1]), flush=True)
     alive = [row for row in rows if "died" not in row]
-    header = ("family", "precision", "micro", "memfit s", "same", "best", "best size", "waits", "by hand", "kernels", "by hand", "planning")
+    header = (
+        *("family", "precision", "micro", "memfit s", "same", "best", "best size"),
+        *("waits", "by hand", "kernels", "by hand", "planning s"),
+    )
     print(table("speed", header, [_speed_row(row) for row in alive]))
     return {"cases": rows}
 
@@ -349,12 +353,13 @@ def main() -> None:
     parser.add_argument("what", choices=("memory", "speed", "billion", "all"))
     parser.add_argument("families", nargs="*", metavar="family")
     parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--variant", action="append", choices=VARIANTS)
     parser.add_argument("--target", default="256", help="samples per step of the large transformer")
     parser.add_argument("--precision", action="append", choices=("float32", "bfloat16"))
     wanted = parser.parse_args()
     names = wanted.families or list(FAMILIES)
     parts: dict[str, Callable[[], Any]] = {
-        "memory": lambda: memory(names, wanted.workers),
+        "memory": lambda: memory(names, wanted.variant or list(VARIANTS), wanted.workers),
         "speed": lambda: speed(names, wanted.precision or ["bfloat16"]),
         "billion": lambda: child("gpu.py", ["--case", "billion", wanted.target], pinned=False),
     }

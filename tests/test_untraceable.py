@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -11,10 +12,14 @@ import torch.nn.functional as F
 from helpers import mlp, points
 from stepping import sgd
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from zoo.plain import gradients_of, relative_error
 
 import memfit
 from memfit import UsageError
+from memfit.tracing.failures import TraceFailed
+from memfit.tracing.fake_twins import on_twins
 
 Inner = Callable[[Tensor], Tensor]
 
@@ -116,6 +121,22 @@ def test_script_mode_cuts_it_all_the_same(name: str) -> None:
     assert run.plan is not None and run.plan.accumulation == 3
     assert relative_error(gradients_of(model), gradients_of(plain)) < 1e-6
     run.undo()
+
+
+def test_a_trace_that_fails_inside_a_checkpoint_leaves_none_of_its_hooks() -> None:
+    model = nn.Linear(3, 3)
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        before = top(False)
+        with pytest.raises(TraceFailed) as failed, on_twins(model, torch.device("cpu")) as world:
+            x = world.twin(torch.randn(2, 3, requires_grad=True))
+            with world.entered():
+                checkpoint(lambda x: model(x).data_ptr(), x, use_reentrant=False)
+        assert top(False) == before and failed.value.reason  # (the exception and its frames still live)
+        del failed
+        gc.collect()
+        assert top(False) == before
+    assert top(False) is None
 
 
 def test_the_reason_names_the_line_it_happened_at() -> None:

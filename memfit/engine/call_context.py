@@ -7,6 +7,7 @@ Not covered: torch function modes, and backend flags that a script changes betwe
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -174,19 +175,36 @@ def is_faking() -> bool:
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
     """Disable the hooks of `torch.autograd.graph.saved_tensors_hooks` and similar."""
-    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-    found: list[Any] = []
-    while hasattr(autograd, "_top_saved_tensors_default_hooks"):
-        top = autograd._top_saved_tensors_default_hooks(False)
-        if top is None:
-            break
-        found.append(top)
-        autograd._pop_saved_tensors_default_hooks()
+    found = _taken_hooks()
     try:
         yield
+    except BaseException as error:
+        # A function that fails inside torch.utils.checkpoint leaves the hooks of that call enabled for as long as the frames of
+        # the exception live: all that is saved later would go through them.
+        failed: BaseException | None = error if _hooks_on_top() is not None else None
+        while failed is not None:
+            traceback.clear_frames(failed.__traceback__)
+            failed = failed.__cause__
+        raise
     finally:
+        _taken_hooks()
         for pack, unpack in reversed(found):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _taken_hooks() -> list[Any]:
+    """Removes and returns the enabled hooks, the innermost first."""
+    found: list[Any] = []
+    while (top := _hooks_on_top()) is not None:
+        found.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()  # pyright: ignore[reportAttributeAccessIssue]
+    return found
+
+
+def _hooks_on_top() -> Any:
+    """Returns the innermost hooks that are enabled; None if there are none, or if torch does not tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore[reportAttributeAccessIssue]
+    return None if top is None else top(False)
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
@@ -203,6 +221,5 @@ def outside_transforms() -> AbstractContextManager[Any]:
 def in_checkpoint() -> bool:
     """Whether the code runs inside `torch.utils.checkpoint` (the non-reentrant kind), which counts the tensors saved for
     backward and expects as many when it recomputes."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore[reportAttributeAccessIssue]
-    hooks = None if top is None else top(False)
+    hooks = _hooks_on_top()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -34,7 +34,7 @@ from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.proofs import comparable
 from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
-from memfit.equivalence.tolerances import TOLERANCE, Deviation, in_double, tolerance
+from memfit.equivalence.tolerances import TOLERANCE, Arithmetic, Deviation, full_precision, in_double, tolerance
 
 PROBED = 32 * MiB
 """Bytes of parameters whose gradients a proof compares."""
@@ -59,8 +59,9 @@ def infer_weighting(
     staged from now on. `decides`: doubts losses that decide by what the model computed, and treats tensors with a graph as
     state, for works that call the model and not its forward. `double`: the same samples twice, to find how state changes.
     """
-    look = partial(_inferred, work, sizes, staging, model, decides, double)
-    found = look(by_operations=False) or look(by_operations=True)
+    with full_precision(work.device) as arithmetic:
+        look = partial(_inferred, work, sizes, staging, model, decides, double, arithmetic)
+        found = look(by_operations=False) or look(by_operations=True)
     assert found is not None  # the second look takes every draw
     weighting, deviation, moves, foreign = found
     if weighting is not None and moves.decides is not None:
@@ -77,6 +78,7 @@ def _inferred(
     model: nn.Module,
     decides: bool,
     double: Work | None,
+    arithmetic: Arithmetic,
     *,
     by_operations: bool,
 ) -> tuple[Weighting | None, Deviation, Moves, Sequence[weakref.ref[torch.Tensor]]] | None:
@@ -129,7 +131,7 @@ def _inferred(
             with staging.swapped(), draws.sliced(0, samples, samples):
                 later = look.at(0, samples, Reads())[0]
         twice = decides and moves.deviation is None and _calls_twice(moves, model, partial(run, 0, samples), aside)
-        if twice or _choose(later, again, counts)[0] is None:
+        if twice or _choose(later, again, counts, arithmetic)[0] is None:
             moves = replace(moves, deviation=moves.misread())
 
     def put(read: tuple[int, Value]) -> tuple[float, list[torch.Tensor | None]]:
@@ -137,7 +139,7 @@ def _inferred(
             answered = look.at(0, samples, Reads(read))[0]
         return answered.loss, answered.gradients
 
-    chosen, deviation = _choose(whole, parts, counts)
+    chosen, deviation = _choose(whole, parts, counts, arithmetic)
     moves = replace(moves, decides=decided(reads, looks, put, partial(same, (whole.loss, whole.gradients))))
     known = {id(p) for p in staged}
     return chosen, deviation, moves, [leaf for leaf in reached if id(leaf()) not in known]
@@ -251,7 +253,7 @@ class _Look:
 
 
 def _choose(
-    whole: _Measured, parts: Sequence[_Measured], counts: Sequence[LeafCount]
+    whole: _Measured, parts: Sequence[_Measured], counts: Sequence[LeafCount], arithmetic: Arithmetic
 ) -> tuple[Weighting | None, Deviation]:
     limit = max(tolerance(whole.dtype), max((tolerance(g.dtype) for g in whole.gradients if g is not None), default=0.0))
     if not any(measured.says_something for measured in (whole, *parts)):
@@ -272,8 +274,11 @@ def _choose(
         ways.append((Weighting("sum", "as a sum"), []))
     how = how_divided(whole.divisors, [part.divisors for part in parts])
     tried = [(_difference(whole, parts, weights, how), weighting, weights) for weighting, weights in ways]
-    fitting = [(weighting, weights) for difference, weighting, weights in tried if difference <= limit]
     best = min(difference for difference, _, _ in tried)
+    if best > limit:  # under autocast even the right one may be as far away as that rounds; then it is the closest
+        limit = max(limit, arithmetic.tolerance(whole.dtype))
+        tried = [each for each in tried if each[0] == best]
+    fitting = [(weighting, weights) for difference, weighting, weights in tried if difference <= limit]
     deviation = Deviation("the loss", best, limit)
     if not fitting:
         return None, deviation

@@ -27,7 +27,7 @@ from memfit.engine.compose_state import Composition
 from memfit.engine.random_slices import Draws
 from memfit.equivalence.host_reads import Reads, Value, decided
 from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
-from memfit.equivalence.tolerances import Deviation, relative_difference, tolerance
+from memfit.equivalence.tolerances import Arithmetic, Deviation, full_precision, relative_difference
 from memfit.tracing.sandbox import Traces, leave_no_trace
 
 PROOF_SAMPLES = 5
@@ -68,7 +68,8 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
 
     A leaf without gradient that cannot be joined is marked opaque: using it is refused, training is not.
     """
-    whole, parts, moves, line = _whole_and_parts(frozen_norms(call), sizes)
+    with full_precision(call.device) as arithmetic:
+        whole, parts, moves, line = _whole_and_parts(frozen_norms(call), sizes)
     deviations = [] if moves.deviation is None else [moves.deviation]
     deviations += [] if line is None else [Deviation(line, 1.0, 0.0, by="reading")]
     outputs = call.outputs
@@ -80,10 +81,10 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
         if leaf.kind == "opaque" or i == outputs.loss:  # the weighting of a single own loss is proven separately
             settled.append(leaf)
             continue
-        leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], sizes)
+        leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], sizes, arithmetic)
         settled.append(leaf)
         deviations += [deviation] if leaf.differentiable else []
-    if moves.again is not None and _differs_again(settled, outputs.loss, moves.again, sizes):
+    if moves.again is not None and _differs_again(settled, outputs.loss, moves.again, sizes, arithmetic):
         deviations.append(moves.misread())
     deviations.sort(key=lambda each: each.relative / each.limit if each.limit else each.relative, reverse=True)
     return replace(outputs, leaves=tuple(settled)), deviations, moves.composition
@@ -106,19 +107,25 @@ def _twice(call: Call, sizes: Sequence[int], aside: Callable[[], AbstractContext
 
 
 def _differs_again(
-    settled: Sequence[Leaf], loss: int | None, again: tuple[list[Any], list[list[Any]]], sizes: Sequence[int]
+    settled: Sequence[Leaf],
+    loss: int | None,
+    again: tuple[list[Any], list[list[Any]]],
+    sizes: Sequence[int],
+    arithmetic: Arithmetic,
 ) -> bool:
     """Whether parts differ from the whole once the state has changed. A single own loss is checked separately."""
     whole, parts = again
     for i, leaf in enumerate(settled):
         if leaf.differentiable and i != loss and leaf.is_tensor:
-            limit = tolerance(whole[i].dtype) if whole[i].is_floating_point() else 0.0
+            limit = arithmetic.tolerance(whole[i].dtype) if whole[i].is_floating_point() else 0.0
             if _leaf_difference(leaf, whole[i], [part[i] for part in parts], sizes) > limit:
                 return True
     return False
 
 
-def _settled(leaf: Leaf, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[Leaf, Deviation]:
+def _settled(
+    leaf: Leaf, whole: Any, parts: Sequence[Any], sizes: Sequence[int], arithmetic: Arithmetic
+) -> tuple[Leaf, Deviation]:
     """Return the leaf joined in the way closest to the whole, and its deviation."""
     where = name_in(leaf.path)
     if leaf.kind in ("value", "size"):
@@ -135,7 +142,7 @@ def _settled(leaf: Leaf, whole: Any, parts: Sequence[Any], sizes: Sequence[int])
         return _unjoined(leaf, whole), Deviation(where, 0.0, 1.0)
     found = [(_leaf_difference(way, whole, parts, sizes), n, way) for n, way in enumerate(_ways_to_join(leaf))]
     difference, _, best = min(found, key=lambda item: item[:2])
-    limit = tolerance(whole.dtype) if whole.is_floating_point() else FLIPPED if leaf.kind == "batch" else 0.0
+    limit = arithmetic.tolerance(whole.dtype) if whole.is_floating_point() else FLIPPED if leaf.kind == "batch" else 0.0
     if difference <= limit or leaf.differentiable:
         return best, Deviation(where, difference, limit)
     return _unjoined(leaf, whole), Deviation(where, difference, limit)
@@ -161,7 +168,7 @@ def mixing_module(call: Call, sizes: Sequence[int], allowed: Sequence[str]) -> D
     not. Returns None if every such module is in `allowed` or contains an allowed one."""
     call, samples = frozen_norms(call), sum(sizes)
     whole, parts = _Recorded(call.model), []
-    with comparable(call.model, call.device), torch.enable_grad():
+    with comparable(call.model, call.device), full_precision(call.device) as arithmetic, torch.enable_grad():
         draws = Draws()
         with draws.recording(), whole.watching():
             call.run(call.arguments(0, samples))
@@ -173,22 +180,25 @@ def mixing_module(call: Call, sizes: Sequence[int], allowed: Sequence[str]) -> D
     for name in whole.outputs:
         label = name or type(call.model).__name__
         accepted = any(a == label or (a + ".").startswith(name + "." if name else "") for a in allowed)
-        given = _module_difference([record.inputs.get(name) for record in (whole, *parts)], sizes)
+        given = _module_difference([record.inputs.get(name) for record in (whole, *parts)], sizes, arithmetic)
         if accepted or not given.agrees:
             continue
-        made = _module_difference([record.outputs[name] for record in (whole, *parts) if name in record.outputs], sizes)
+        found = [record.outputs[name] for record in (whole, *parts) if name in record.outputs]
+        made = _module_difference(found, sizes, arithmetic)
         if not made.agrees:
             return replace(made, where=label)
     return None
 
 
-def _module_difference(found: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> Deviation:
+def _module_difference(
+    found: Sequence[torch.Tensor | None], sizes: Sequence[int], arithmetic: Arithmetic
+) -> Deviation:
     """Compare a module's inputs or outputs for the parts with those for the whole. Unknown ones count as equal."""
     known = [t for t in found if t is not None and t.dim() > 0]
     if len(known) < 1 + len(sizes):
         return Deviation("", 0.0, 1.0)
     difference = _joined_difference(known[0], known[1:], sizes)
-    return Deviation("", difference, tolerance(known[0].dtype))
+    return Deviation("", difference, arithmetic.tolerance(known[0].dtype))
 
 
 def _whole_and_parts(call: Call, sizes: Sequence[int]) -> tuple[list[Any], list[list[Any]], Moves, str | None]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 """Relative difference up to which whole and parts count as equal. Rounding of two summation orders stays an order of magnitude
@@ -62,3 +64,73 @@ def in_double(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
 def tolerance(dtype: torch.dtype) -> float:
     """Return the relative difference up to which tensors of this precision count as equal."""
     return TOLERANCE.get(dtype, TOLERANCE[torch.float32])
+
+
+class Arithmetic:
+    """The precision in which modules computed: kernels for other numbers of samples round differently, and a float32 tensor
+    may come out of autocast."""
+
+    def __init__(self) -> None:
+        self._autocast: set[torch.dtype] = set()
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """Return the relative difference up to which tensors of this dtype count as equal."""
+        return max(tolerance(dtype), *(tolerance(low) for low in self._autocast), 0.0)
+
+    def _note(self, kinds: tuple[str, ...]) -> None:
+        self._autocast.update(torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[Arithmetic]:
+    """Computes float32 products in float32 inside, whatever the script allows. TF32 keeps 10 bits and rounds differently for
+    another number of samples, which would look like mixing (on an H100: a U-Net's convolutions, by more than 2e-4). Yields what
+    modules computed in. The script's settings are restored on exit."""
+    arithmetic, kinds = Arithmetic(), tuple(dict.fromkeys((device.type, "cpu")))
+    hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: arithmetic._note(kinds))
+    restored = [_with_products("highest"), _without_cudnn_tf32()]
+    try:
+        yield arithmetic
+    finally:
+        hook.remove()
+        for restore in restored:
+            restore()
+
+
+def _with_products(precision: str) -> Callable[[], Any]:
+    """Sets the precision of float32 matrix products; returns a function that restores it."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the script has set it by torch.backends.cuda.matmul.fp32_precision
+        return _without_tf32("matmul")
+    if before == precision:
+        return _nothing
+    torch.set_float32_matmul_precision(precision)
+    return lambda: torch.set_float32_matmul_precision(before)
+
+
+def _without_cudnn_tf32() -> Callable[[], Any]:
+    """Lets cuDNN compute without TF32; returns a function that restores it. Not by `torch.backends.cudnn.allow_tf32`, which a
+    script may have frozen."""
+    try:
+        allowed = torch._C._get_cudnn_allow_tf32()
+    except RuntimeError:  # the script has set convolutions and recurrent networks apart
+        undo = [_without_tf32(operation) for operation in ("conv", "rnn")]
+        return lambda: [restore() for restore in undo]
+    if not allowed:
+        return _nothing
+    torch._C._set_cudnn_allow_tf32(False)
+    return lambda: torch._C._set_cudnn_allow_tf32(True)
+
+
+def _without_tf32(operation: str) -> Callable[[], Any]:
+    """By the settings of torch 2.9 and later, which have one for each operation."""
+    before = torch._C._get_fp32_precision_getter("cuda", operation)
+    if before in ("none", "ieee"):
+        return _nothing
+    torch._C._set_fp32_precision_setter("cuda", operation, "ieee")
+    return lambda: torch._C._set_fp32_precision_setter("cuda", operation, before)
+
+
+def _nothing() -> None:
+    pass

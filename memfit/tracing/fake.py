@@ -69,7 +69,7 @@ class FakeWorld:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Context manager in which operations on fake tensors compute shapes only."""
-        with self.mode, self.values, _not_looking_traced():
+        with _without_cudnn(), self.mode, self.values, _not_looking_traced():
             yield
 
     @contextmanager
@@ -102,6 +102,17 @@ class FakeWorld:
             is_parameter = isinstance(original, nn.Parameter)
             twins[id(original)] = self.parameter(original) if is_parameter else self.twin(original)
         return twins[id(original)]
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """cuDNN's recurrent networks compare the addresses of weights, which fake tensors do not have: the trace would fail."""
+    enabled = torch._C._get_cudnn_enabled()
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_enabled(enabled)
 
 
 class ZeroArrays(TorchFunctionMode):

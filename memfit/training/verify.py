@@ -23,6 +23,7 @@ from memfit.engine.random_slices import Draws
 from memfit.engine.undo_state import reaching
 from memfit.engine.weighting import CountOf
 from memfit.equivalence.proofs import comparable
+from memfit.equivalence.tolerances import full_precision
 from memfit.reporting.verification import Verification
 from memfit.runtime.core import Core, Reference
 
@@ -67,7 +68,7 @@ def verification_of(core: Core, reference: Reference | None) -> Verification:
     samples = _fitting(core, reference)
     for by_operations in (False, True):
         draws = Draws(by_operations=by_operations)
-        with reaching(*core.reached), comparable(core.model, core.device), core.without_levers():
+        with reaching(*core.reached), comparable(core.model, core.device), full_precision(core.device), core.without_levers():
             whole = _whole(core, reference.work(samples), samples, draws.recording)
             if draws.unsliced and not by_operations:
                 continue

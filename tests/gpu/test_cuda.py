@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from zoo import FAMILIES, first_batch
 from zoo.plain import gradients_of, relative_error
@@ -16,6 +21,7 @@ from memfit._units import GiB, MiB
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 DEVICE = torch.device("cuda", 0)
+Loss = Callable[[nn.Module, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 WITHOUT_BATCH_NORM = [name for name, family in FAMILIES.items() if not family.mixes]
 
 
@@ -91,6 +97,93 @@ def test_planning_leaves_the_device_as_it_was() -> None:
     _, model = wrapped("gpt", target_batch=32, micro_batch=4)
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)
     assert all(p.grad is None for p in model.parameters())
+
+
+class Recurrent(nn.Module):
+    """As cuDNN computes it: fake tensors have no addresses, which it compares."""
+
+    def __init__(self, kind: str, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = getattr(nn, kind)(6, 8, num_layers=2, batch_first=True, dropout=dropout)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.among(self.rnn(x)[0][:, -1]))
+
+    def among(self, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+
+class Counting(Recurrent):
+    """It acts differently on many samples than on few."""
+
+    def among(self, h: torch.Tensor) -> torch.Tensor:
+        return F.gelu(h, approximate="tanh" if len(h) > 6 else "none")
+
+
+class Packed(Recurrent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.full((len(x),), x.shape[1])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        out = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+        return self.head(self.among(out[:, -1]))
+
+
+def cross_entropy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def checkpointed(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(checkpoint(model, batch[0], use_reentrant=False), batch[1])
+
+
+def series(n: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(n, 5, 6, device=DEVICE), torch.randint(3, (n,), device=DEVICE)
+
+
+@pytest.mark.parametrize("loss_fn", [cross_entropy, checkpointed])
+@pytest.mark.parametrize("make", [Recurrent, Packed])
+@pytest.mark.parametrize(("kind", "dropout"), [("LSTM", 0.0), ("GRU", 0.1), ("RNN", 0.1)])
+def test_recurrent_networks_are_traced(kind: str, dropout: float, make: type[Recurrent], loss_fn: Loss) -> None:
+    model = make(kind, dropout).to(DEVICE)
+    optimizer = AdamW(model.parameters())
+    profile = memfit.profile(model, optimizer, series(), loss_fn=loss_fn)
+    assert profile.source == "traced" or make is Packed  # its steps are as many as the values of its lengths say
+    plain, batch = copy.deepcopy(model), series()
+    loss_fn(plain, batch).backward()  # nothing of the trace is left
+    run = memfit.wrap(model, optimizer, loss_fn=loss_fn, sample=batch, micro_batch=3, target_batch=16)
+    run.step(batch)
+
+
+def test_what_branches_on_the_number_of_samples_is_refused_behind_a_recurrent_network() -> None:
+    model = Counting("GRU", 0.0).to(DEVICE)
+    x, y = series(8)
+    memfit.wrap(model, AdamW(model.parameters()), micro_batch=3)
+    with pytest.raises(memfit.MemfitError, match="number of samples"):
+        F.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", ["unet", "convnext", "resnet_group", "vit"])
+def test_what_torch_rounds_differently_for_few_samples_does_not_look_like_mixing(
+    name: str, dtype: torch.dtype | None
+) -> None:
+    """With convolutions in TF32, as torch comes, and under the script's autocast."""
+    family = FAMILIES[name]
+    pytest.importorskip("transformers") if "transformers" in family.requires else None
+    model, allowed = family.build("bench").to(DEVICE), torch.backends.cudnn.allow_tf32
+    plain, batch = copy.deepcopy(model), on_device(first_batch(family, 24, size="bench"))
+    run = memfit.wrap(model, AdamW(model.parameters()), micro_batch=5)
+    for each in (plain, model):
+        with nullcontext() if dtype is None else torch.autocast("cuda", dtype):
+            loss = family.script_loss(each, batch)
+        loss.backward()
+    kinds = [event.kind for event in run.events]
+    run.undo()
+    assert "not equal" not in kinds and torch.backends.cudnn.allow_tf32 is allowed
+    assert relative_error(gradients_of(model), gradients_of(plain)) <= (5e-3 if dtype is None else 5e-2)
 
 
 def test_verify_passes_with_dropout() -> None:

@@ -21,7 +21,7 @@ class Family:
 
     name: str
     build: Callable[..., nn.Module]
-    """build(size="tiny"|"bench", for some also "large", dropout=0.0, dtype=torch.float32, seed=0): in train mode, no RNG disturbed."""
+    """build(size="tiny"|"bench"|"large" (of some), dropout=0.0, dtype=torch.float32, seed=0): train mode, no RNG disturbed."""
     dataset: Callable[..., Dataset]
     """dataset(size="tiny", n=64, dtype=torch.float32, seed=0): map-style; sample i depends on (size, seed, i) alone."""
     loss: Callable[[nn.Module, Any], Tensor]
