@@ -41,7 +41,8 @@ def child(script: str, arguments: Sequence[str], *, pinned: bool, timeout: float
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         said = done.stderr.strip().splitlines() or [""]
-        error = next((line for line in reversed(said) if re.match(r"[\w.]+(Error|Exception|Refused|DoesNotFit)\b", line)), said[-1])
+        named = (line for line in reversed(said) if re.match(r"[\w.]+(Error|Exception|Refused|DoesNotFit)\b", line))
+        error = next(named, said[-1])
         return {"died": done.returncode or -1, "error": error[:300], "end": said[-12:]}
     return json.loads(lines[-1])
 
