@@ -29,7 +29,7 @@ TARGETS = {"gpt": 48, "bert": 192, "vit": 256, "t5": 96, "resnet": 256, "convnex
 SIZE = os.environ.get("GPU_SIZE", "large")
 """Another one, such as bench, is to try this program with."""
 VARIANTS = ("float32", "bfloat16", "checkpointed", "expandable")
-BUDGET = "8GiB"
+BUDGET = os.environ.get("GPU_BUDGET", "8GiB")
 STEPS, ROUNDS, BEHIND = 6, 3, 1.3
 BILLION: dict[str, Any] = {"vocab_size": 50304, "n_positions": 1024, "n_embd": 2048, "n_layer": 18, "n_head": 16}
 

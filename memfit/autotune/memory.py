@@ -18,9 +18,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.engine.gradients import bytes_here
+from memfit.hardware.allocator_limit import can_limit, reserving_at_most
 from memfit.hardware.budget import Budget, margin_for
 from memfit.hardware.device import query_device
-from memfit.hardware.exhausted import release_workspaces
+from memfit.hardware.exhausted import free_unused, release_workspaces
 from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.planning.plan import Plan
@@ -63,6 +64,7 @@ class Memory:
         self._budget = budget
         self.heap_waste = HIGH_HEAP_WASTE if self.reserved else HEAP_WASTE
         self.no_new_kernels = False
+        self._limited = budget.source.startswith("as asked") and can_limit(device)
         explicit = device.type == "cpu" and budget.held == 0
         self._base = 0 if explicit else max(0, budget.held - self._known_bytes())
 
@@ -194,9 +196,26 @@ class Memory:
         self.no_new_kernels = True
         return True
 
-    def running(self) -> AbstractContextManager[None]:
-        """Returns the context that micro-batches run in."""
-        return _without_onednn() if self.no_new_kernels else nullcontext()
+    def running(self, largest: int) -> AbstractContextManager[None]:
+        """Returns the context that micro-batches of at most `largest` samples run in. On a CUDA device the allocator reserves no
+        more than the budget that was asked for, unless memory ran out by that, or would run out for good."""
+        if self.no_new_kernels:
+            return _without_onednn()
+        if not self._limited or largest <= 1:
+            return nullcontext()
+        return reserving_at_most(self._budget.limit - self._meter.beyond, self._device)
+
+    def ran_out(self) -> None:
+        """Lets the allocator reserve what there is from now on: what ran out may be needed by others than the micro-batches."""
+        self._limited = False
+
+    def give_back_cache(self) -> None:
+        """Releases what planning, or micro-batches of other sizes, left behind. The segments of an accelerator's cache fit the
+        sizes that they were made for."""
+        if self._device.type == "cpu":
+            give_back_free_heap()
+        else:
+            free_unused(self._device)
 
     def _give_back(self) -> None:
         """Release what planning or a step left behind and what later work recreates, so that it does not count as held."""

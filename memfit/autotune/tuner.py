@@ -46,6 +46,10 @@ class Tuner:
         self._measured: dict[int, list[float]] = {choice: [] for choice in self.choices}
         self._running: list[tuple[int, int] | None] = []
         self._turn = 0
+        self._in_rows = device.type != "cpu"
+        """Whether a size runs several times in a row, and its first time does not count: then the allocator has no segments for
+        it yet."""
+        self._latest: int | None = None
 
     @property
     def largest(self) -> int:
@@ -63,6 +67,8 @@ class Tuner:
         allowed = [c for c in self.choices if c != self._alone or alone]
         missing = [c for c in allowed if self._is_open(c)]
         open_ = missing or ([self.planned] if self.planned in allowed or not allowed else allowed[-1:])
+        if self._in_rows and self._latest in open_:
+            return self._latest
         choice = open_[self._turn % len(open_)]
         self._turn += 1
         return choice
@@ -77,11 +83,16 @@ class Tuner:
 
     def expect(self, choice: int, units: int) -> None:
         """Sets the next micro-batch's choice and units. It is measured if it is at least three quarters full."""
-        self._running.append((choice, units) if units >= 0.75 * choice else None)
+        self._running.append((choice, units) if units >= 0.75 * choice and not self._is_first(choice) else None)
 
     def expect_batch(self, choice: int, units: int, pieces: int) -> None:
         """Sets the choice, units and number of micro-batches for the whole pass."""
-        self._running, self._pieces = [(choice, units)], pieces
+        self._running, self._pieces = [None if self._is_first(choice) else (choice, units)], pieces
+
+    def _is_first(self, choice: int) -> bool:
+        """Whether the first micro-batch, or whole pass, of this choice in a row begins."""
+        before, self._latest = self._latest, choice
+        return self._in_rows and choice != before
 
     def micro_batch_done(self, index: int) -> None:
         """Marks the end of a micro-batch."""

@@ -93,6 +93,11 @@ class Meter:
         most = peak_between(self._start, self._read())
         return None if most is None else most + self._beyond
 
+    @property
+    def beyond(self) -> int:
+        """Bytes that this process holds outside the allocator, as of the last `refresh()`."""
+        return self._beyond
+
     def refresh(self) -> None:
         """Query the driver again for memory outside the allocator (it grows as kernels load). Slow: not for every step."""
         self._beyond = self._measure_beyond()

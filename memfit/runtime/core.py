@@ -40,7 +40,6 @@ from memfit.engine.recovery import Recovery, RestartBatch
 from memfit.engine.staged import Staging, check_nothing_escaped
 from memfit.engine.weighting import Weighting
 from memfit.hardware.budget import Budget
-from memfit.hardware.heap import give_back_free_heap
 from memfit.levers.checkpoint import checkpoint_blocks
 from memfit.levers.fsdp import FullySharded
 from memfit.planning.plan import Plan
@@ -223,6 +222,8 @@ class Core:
             return
         self.release()
         self._checkpoint(planned.plan.checkpoint)
+        if self.device.type != "cpu":
+            self.memory.give_back_cache()
         self.active = planned
         self._limit_heap()
         if planned.profile is not None and planned.profile.source != "measured":
@@ -389,7 +390,7 @@ class Core:
                 run = partial(accumulate, work, pieces, self.staging, weighting, parameters=parameters)
                 before = self._before_backward(look=looks and not half and self.staging.parts is None)
                 run = partial(run, alone=self.reduction is None, around_last=last, before_backward=before)
-                with self.memory.running(), self.staging.counting(), self.norms_of(len(pieces)):
+                with self.memory.running(limit if self.staging.parts is None else 1), self.staging.counting(), self.norms_of(len(pieces)):
                     total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:
                 if not repeats:
@@ -405,6 +406,8 @@ class Core:
         if told or self.half_graphs.seen:
             total.on_handover = self.scale.seen
         self._end_tuning()
+        if not self.steps and self.device.type != "cpu":
+            self.memory.give_back_cache()  # the optimizer's state comes into being in segments of its own
         self.apply_norms()
         return total
 
@@ -579,14 +582,14 @@ class Core:
             return
         before, (best, rates) = active.plan, active.tuner.best()
         active.tuner = None
-        if self.device.type == "cpu":
-            give_back_free_heap()  # larger sizes left free pages that the plan does not need
+        self.memory.give_back_cache()
         self._change(_resized(before, best // before.unit, {c // before.unit: rate for c, rate in rates.items()}))
         if active.plan.micro_batch != before.micro_batch:
             self.note("replan", f"measured while training: {active.plan.summary()}")
 
     def _ran_out(self, tried: int, smaller: int, text: str) -> None:
         budget = format_bytes(self.memory.budget().limit)
+        self.memory.ran_out()
         if self.active is not None:
             self.active.tuner, self.active.largest = None, min(smaller, self.active.largest)
         if self.plan is not None and smaller < self.plan.micro_batch:

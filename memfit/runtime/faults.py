@@ -50,7 +50,7 @@ def report_fault(core: Core, error: BaseException) -> Path | None:
     path = Path(tempfile.gettempdir()) / f"memfit-fault-{os.getpid()}-{next(_NUMBERS)}.txt"
     try:
         path.write_text(_told(core, error))
-    except OSError:
+    except Exception:  # of whatever is told: the fault itself must not end the script
         core.tell(f"memfit failed here ({type(error).__name__}: {error})")
         return None
     core.tell(f"memfit failed here ({type(error).__name__}); attach this to an issue: {path}")
@@ -58,10 +58,14 @@ def report_fault(core: Core, error: BaseException) -> Path | None:
 
 
 def _told(core: Core, error: BaseException) -> str:
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
+    try:
+        own = version("memfit")
+    except PackageNotFoundError:
+        own = "from a checkout"
     lines = (
-        f"memfit {version('memfit')}, torch {torch.__version__}, Python {platform.python_version()}, {platform.platform()}",
+        f"memfit {own}, torch {torch.__version__}, Python {platform.python_version()}, {platform.platform()}",
         f"model {type(core.model).__name__}, optimizer {type(core.optimizer).__name__}, device {core.device}",
         f"settings {core.settings}",
         f"plan {core.plan}",
