@@ -197,8 +197,8 @@ class Memory:
         return True
 
     def running(self, largest: int) -> AbstractContextManager[None]:
-        """Returns the context that micro-batches of at most `largest` samples run in. On a CUDA device the allocator reserves no
-        more than the budget that was asked for, unless memory ran out by that, or would run out for good."""
+        """Returns the context that micro-batches of at most `largest` samples run in. There the allocator of a CUDA device keeps
+        the budget that was asked for, unless memory ran out before or smaller micro-batches could not save the batch."""
         if self.no_new_kernels:
             return _without_onednn()
         if not self._limited or largest <= 1:
