@@ -21,7 +21,7 @@ from memfit.engine.gradients import bytes_here
 from memfit.hardware.allocator_limit import can_limit, reserving_at_most
 from memfit.hardware.budget import Budget, margin_for
 from memfit.hardware.device import query_device
-from memfit.hardware.exhausted import free_unused, release_workspaces
+from memfit.hardware.exhausted import release_workspaces
 from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.planning.plan import Plan
@@ -197,8 +197,8 @@ class Memory:
         return True
 
     def running(self, largest: int) -> AbstractContextManager[None]:
-        """Returns the context that micro-batches of at most `largest` samples run in. There the allocator of a CUDA device keeps
-        the budget that was asked for, unless memory ran out before or smaller micro-batches could not save the batch."""
+        """Returns the context that micro-batches of at most `largest` samples run in. There a CUDA device's allocator keeps the
+        budget that was asked for, unless memory ran out before or smaller micro-batches could not save the batch."""
         if self.no_new_kernels:
             return _without_onednn()
         if not self._limited or largest <= 1:
@@ -211,11 +211,11 @@ class Memory:
 
     def give_back_cache(self) -> None:
         """Releases what planning, or micro-batches of other sizes, left behind. The segments of an accelerator's cache fit the
-        sizes that they were made for."""
+        sizes that they were made for: others split them, and what is left of them fits nothing."""
         if self._device.type == "cpu":
             give_back_free_heap()
         else:
-            free_unused(self._device)
+            torch.get_device_module(self._device).empty_cache()
 
     def _give_back(self) -> None:
         """Release what planning or a step left behind and what later work recreates, so that it does not count as held."""

@@ -50,6 +50,7 @@ class Tuner:
         """Whether a size runs several times in a row, and its first time does not count: then the allocator has no segments for
         it yet."""
         self._latest: int | None = None
+        self._firsts: set[int] = set()
 
     @property
     def largest(self) -> int:
@@ -77,17 +78,28 @@ class Tuner:
         """Starts a pass. Proposals for a failed pass are dropped."""
         self._collect()
         self._passes += 1
+        self._firsts = set()
         if not self._near_known and self._all_measured():
             self._look_near()
         self._clock.start()
 
     def expect(self, choice: int, units: int) -> None:
         """Sets the next micro-batch's choice and units. It is measured if it is at least three quarters full."""
-        self._running.append((choice, units) if units >= 0.75 * choice and not self._is_first(choice) else None)
+        first = self._is_first(choice)
+        if first:
+            self._firsts.add(len(self._running))
+        self._running.append((choice, units) if units >= 0.75 * choice and not first else None)
 
     def expect_batch(self, choice: int, units: int, pieces: int) -> None:
         """Sets the choice, units and number of micro-batches for the whole pass."""
-        self._running, self._pieces = [None if self._is_first(choice) else (choice, units)], pieces
+        first = self._is_first(choice)
+        self._firsts = {0} if first else set()
+        self._running, self._pieces = [None if first else (choice, units)], pieces
+
+    def changes_before(self, index: int) -> bool:
+        """Whether the pass's micro-batch of this index is the first of another size, on a device whose allocator keeps segments
+        of the sizes before."""
+        return index in self._firsts
 
     def _is_first(self, choice: int) -> bool:
         """Whether the first micro-batch, or whole pass, of this choice in a row begins."""

@@ -381,6 +381,8 @@ class Core:
                 tuner.begin()
             pieces, known = (tuple(pieces_for(limit, tuner)), None) if exact is None else exact
             begin(pieces)
+            if tuner is not None and tuner.changes_before(0):
+                self.memory.give_back_cache()
             self.prepare(len(pieces), parameters)
             half = told or self.half_graphs.seen
             scale = self.scale.scale if half else 1.0
@@ -518,13 +520,16 @@ class Core:
         self.events.add(self.steps, "not equal", message)
 
     def _after_micro_batch(self, tuner: Tuner | None) -> Callable[[int], None] | None:
-        if self.heap.ceiling is None:
-            return None if tuner is None else tuner.micro_batch_done
+        if self.heap.ceiling is None and tuner is None:
+            return None
 
         def after(index: int) -> None:
             if tuner is not None:
                 tuner.micro_batch_done(index)
-            self.heap.check()
+                if tuner.changes_before(index + 1):
+                    self.memory.give_back_cache()
+            if self.heap.ceiling is not None:
+                self.heap.check()
 
         return after
 
