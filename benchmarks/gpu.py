@@ -279,7 +279,7 @@ def waits_of(way: Callable[[], object]) -> tuple[int, list[str]]:
             way()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    synced = [w for w in heard if "synchronizing" in str(w.message)]
+    synced = [w for w in heard if "called a synchronizing" in str(w.message)]
     return len(synced), sorted({f"{w.filename.rpartition('/memfit/')[2]}:{w.lineno}" for w in synced})
 
 

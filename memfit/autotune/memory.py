@@ -196,14 +196,18 @@ class Memory:
         self.no_new_kernels = True
         return True
 
-    def running(self, largest: int) -> AbstractContextManager[None]:
+    def running(self, plan: Plan | None, largest: int) -> AbstractContextManager[None]:
         """Returns the context that micro-batches of at most `largest` samples run in. There a CUDA device's allocator keeps the
-        budget that was asked for, unless memory ran out before or smaller micro-batches could not save the batch."""
+        budget that was asked for, unless the process now holds so much else that the plan has no room in it, memory ran out
+        before, or smaller micro-batches could not save the batch."""
         if self.no_new_kernels:
             return _without_onednn()
-        if not self._limited or largest <= 1:
+        if not self._limited or largest <= 1 or plan is None:
             return nullcontext()
-        return reserving_at_most(self._budget.limit - self._meter.beyond, self._device)
+        limit = self._budget.limit - self._meter.beyond
+        if self._meter.in_use() - self._meter.beyond - self._known_bytes() + plan.predicted.upper > limit:
+            return nullcontext()
+        return reserving_at_most(limit, self._device)
 
     def ran_out(self) -> None:
         """Lets the allocator reserve what there is from now on: what ran out may be needed by others than the micro-batches."""

@@ -392,7 +392,7 @@ class Core:
                 run = partial(accumulate, work, pieces, self.staging, weighting, parameters=parameters)
                 before = self._before_backward(look=looks and not half and self.staging.parts is None)
                 run = partial(run, alone=self.reduction is None, around_last=last, before_backward=before)
-                running = self.memory.running(limit if self.staging.parts is None else 1)
+                running = self.memory.running(self.plan, limit if self.staging.parts is None else 1)
                 with running, self.staging.counting(), self.norms_of(len(pieces)):
                     total = self._run(run, scale, known, self._after_micro_batch(tuner))
             except SharesDiffer as difference:
