@@ -67,6 +67,50 @@ def test_the_peak_stays_within_the_budget_and_near_the_prediction(name: str) -> 
     assert abs(predicted / measured - 1) <= 0.1 or abs(predicted - measured) <= 128 * MiB
 
 
+def test_a_budget_is_kept_while_sizes_are_measured_and_what_is_predicted_is_reserved() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 1024), nn.GELU(), nn.Linear(1024, 128)) for _ in range(6)]).to(DEVICE)
+    x = torch.randn(1024, 8, 128)
+    loader = DataLoader(list(zip(x, x)), batch_size=64)
+    free, total = torch.cuda.mem_get_info(DEVICE)
+    beyond = total - free - torch.cuda.memory_reserved(DEVICE)  # the context
+    run = memfit.wrap(
+        model,
+        AdamW(model.parameters()),
+        loader,
+        loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        target_batch=512,
+        budget=beyond + 200 * MiB,
+    )
+    for _ in range(4):
+        for batch in run.loader:
+            torch.cuda.reset_peak_memory_stats(DEVICE)
+            run.step(batch)
+            assert torch.cuda.max_memory_reserved(DEVICE) <= 200 * MiB
+    assert run.plan is not None and {event.kind for event in run.events} <= {"plan", "replan"}
+    reserved = torch.cuda.max_memory_reserved(DEVICE)
+    assert abs(run.plan.predicted.peak - reserved) <= max(0.03 * reserved, 24 * MiB)
+
+
+@pytest.mark.parametrize("other", ["cpu", *(["cuda:1"] if torch.cuda.device_count() > 1 else [])])
+def test_a_parameter_of_the_loss_on_another_device(other: str) -> None:
+    torch.manual_seed(0)
+    model, scale = nn.Linear(6, 3).double().to(DEVICE), nn.Parameter(torch.zeros((), dtype=torch.float64, device=other))
+    plain, x, y = copy.deepcopy(model), torch.randn(11, 6, device=DEVICE).double(), torch.randint(3, (11,), device=DEVICE)
+
+    def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1]) * scale.to(DEVICE).exp()
+
+    loss_fn(plain, (x, y)).backward()
+    wanted, scale.grad = scale.grad, None
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.0)
+    run = memfit.wrap(model, optimizer, micro_batch=3, loss_fn=loss_fn, sample=(x, y))
+    run.step((x, y))
+    assert wanted is not None and scale.grad is not None and scale.grad.device == torch.device(other)
+    assert torch.allclose(scale.grad, wanted, rtol=1e-12, atol=0)
+    assert relative_error(gradients_of(model), gradients_of(plain)) <= 1e-12
+
+
 def test_running_out_of_memory_is_survived_and_the_batch_trains_once() -> None:
     family = FAMILIES["mlp"]
     run, model = wrapped("mlp", n=32, target_batch=32, micro_batch=16)
