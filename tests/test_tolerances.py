@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+import memfit
 from memfit.equivalence.tolerances import TOLERANCE, full_precision
 
 CPU = torch.device("cpu")
@@ -84,3 +87,66 @@ def test_what_comes_out_of_autocast_may_differ_by_as_much_as_that_rounds(dtype: 
     with full_precision(CPU) as arithmetic, nullcontext() if dtype is None else torch.autocast("cpu", dtype):
         model(torch.ones(1, 2))
     assert arithmetic.tolerance(torch.float32) == TOLERANCE[dtype or torch.float32]
+
+
+@torch.library.custom_op("memfit_tests::product", mutates_args=())
+def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A kernel that rounds by the number of samples, as those of an accelerator do."""
+    return (x @ w) * (1 + 1.2e-7 * (len(x) % 3 > 0))
+
+
+@product.register_fake
+def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, w = ctx.saved_tensors
+    return grad @ w.T, x.T @ grad
+
+
+product.register_autograd(_back, setup_context=_keep)
+
+
+class Amplifying(nn.Module):
+    """Its output moves `by` times as much as its weights do, relative to them; `mixing` lets the samples see each other."""
+
+    def __init__(self, by: float, mixing: float = 0.0, *, owns: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.by, self.mixing, self.owns = nn.Parameter(torch.randn(6, 3)), by, mixing, owns
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        out = torch.sin(self.by * product(x, self.w))
+        out = out + self.mixing * out.mean(0).square()
+        return out if y is None else F.mse_loss(out, y) * 2
+
+
+def trained(model: Amplifying, x: torch.Tensor, y: torch.Tensor) -> None:
+    """A step in micro-batches of 3."""
+
+    def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return model(*batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if model.owns:
+        run = memfit.wrap(model, optimizer, loss_fn=loss_fn, sample=(x, y), micro_batch=3)
+        run.step((x, y))
+    else:
+        memfit.wrap(model, optimizer, micro_batch=3)
+        model(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("owns", [True, False])
+def test_what_a_model_makes_of_its_last_digits_is_no_mixing(owns: bool) -> None:
+    trained(Amplifying(2e3, owns=owns), torch.randn(12, 6), torch.randn(12, 3))
+
+
+@pytest.mark.parametrize("owns", [True, False])
+def test_mixing_is_seen_where_a_model_makes_little_of_them(owns: bool) -> None:
+    with pytest.raises(memfit.Refused, match="mixes samples"):
+        trained(Amplifying(1.0, 1e-2, owns=owns), torch.randn(12, 6), torch.randn(12, 3))

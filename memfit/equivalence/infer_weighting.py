@@ -34,7 +34,17 @@ from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.proofs import comparable
 from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
-from memfit.equivalence.tolerances import TOLERANCE, Arithmetic, Deviation, full_precision, in_double, tolerance
+from memfit.equivalence.tolerances import (
+    FLOORS,
+    MOST,
+    TOLERANCE,
+    Arithmetic,
+    Deviation,
+    full_precision,
+    in_double,
+    last_bits_flipped,
+    tolerance,
+)
 
 PROBED = 32 * MiB
 """Bytes of parameters whose gradients a proof compares."""
@@ -140,6 +150,12 @@ def _inferred(
         return answered.loss, answered.gradients
 
     chosen, deviation = _choose(whole, parts, counts, arithmetic)
+    if chosen is None and deviation.limit < deviation.relative < MOST:  # a model may make more of its last digits than most do
+        with aside(), last_bits_flipped(staged), staging.swapped(), draws.sliced(0, samples, samples):
+            nearby = look.at(0, samples, Reads())[0]
+        floor = min(MOST, FLOORS * _difference(whole, [nearby], [], None))
+        if floor > deviation.limit:
+            chosen, deviation = _choose(whole, parts, counts, arithmetic, floor)
     moves = replace(moves, decides=decided(reads, looks, put, partial(same, (whole.loss, whole.gradients))))
     known = {id(p) for p in staged}
     return chosen, deviation, moves, [leaf for leaf in reached if id(leaf()) not in known]
@@ -253,7 +269,7 @@ class _Look:
 
 
 def _choose(
-    whole: _Measured, parts: Sequence[_Measured], counts: Sequence[LeafCount], arithmetic: Arithmetic
+    whole: _Measured, parts: Sequence[_Measured], counts: Sequence[LeafCount], arithmetic: Arithmetic, floor: float = 0.0
 ) -> tuple[Weighting | None, Deviation]:
     limit = max(tolerance(whole.dtype), max((tolerance(g.dtype) for g in whole.gradients if g is not None), default=0.0))
     if not any(measured.says_something for measured in (whole, *parts)):
@@ -275,8 +291,8 @@ def _choose(
     how = how_divided(whole.divisors, [part.divisors for part in parts])
     tried = [(_difference(whole, parts, weights, how), weighting, weights) for weighting, weights in ways]
     best = min(difference for difference, _, _ in tried)
-    if best > limit:  # under autocast even the right one may be as far away as that rounds; then it is the closest
-        limit = max(limit, arithmetic.tolerance(whole.dtype))
+    if best > limit:  # even the right one is as far away as autocast rounds, or as the floor; then it is the closest
+        limit = max(limit, arithmetic.tolerance(whole.dtype), floor)
         tried = [each for each in tried if each[0] == best]
     fitting = [(weighting, weights) for difference, weighting, weights in tried if difference <= limit]
     deviation = Deviation("the loss", best, limit)

@@ -27,7 +27,15 @@ from memfit.engine.compose_state import Composition
 from memfit.engine.random_slices import Draws
 from memfit.equivalence.host_reads import Reads, Value, decided
 from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
-from memfit.equivalence.tolerances import Arithmetic, Deviation, full_precision, relative_difference
+from memfit.equivalence.tolerances import (
+    MOST,
+    Arithmetic,
+    Deviation,
+    floor_of,
+    full_precision,
+    last_bits_flipped,
+    relative_difference,
+)
 from memfit.tracing.sandbox import Traces, leave_no_trace
 
 PROOF_SAMPLES = 5
@@ -69,7 +77,7 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     A leaf without gradient that cannot be joined is marked opaque: using it is refused, training is not.
     """
     with full_precision(call.device) as arithmetic:
-        whole, parts, moves, line = _whole_and_parts(frozen_norms(call), sizes)
+        whole, parts, moves, line, nearby = _whole_and_parts(frozen_norms(call), sizes)
     deviations = [] if moves.deviation is None else [moves.deviation]
     deviations += [] if line is None else [Deviation(line, 1.0, 0.0, by="reading")]
     outputs = call.outputs
@@ -82,6 +90,9 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
             settled.append(leaf)
             continue
         leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], sizes, arithmetic)
+        if leaf.differentiable and deviation.limit < deviation.relative < MOST:
+            with full_precision(call.device):
+                deviation = replace(deviation, limit=max(deviation.limit, floor_of(whole[i], nearby()[i])))
         settled.append(leaf)
         deviations += [deviation] if leaf.differentiable else []
     if moves.again is not None and _differs_again(settled, outputs.loss, moves.again, sizes, arithmetic):
@@ -201,9 +212,11 @@ def _module_difference(
     return Deviation("", difference, arithmetic.tolerance(known[0].dtype))
 
 
-def _whole_and_parts(call: Call, sizes: Sequence[int]) -> tuple[list[Any], list[list[Any]], Moves, str | None]:
-    """Run the call on the whole and on its parts. Return both outputs, how changed state is composed, and the line whose
-    control flow depends on batch values."""
+def _whole_and_parts(
+    call: Call, sizes: Sequence[int]
+) -> tuple[list[Any], list[list[Any]], Moves, str | None, Callable[[], list[Any]]]:
+    """Run the call on the whole and on its parts. Return both outputs, how changed state is composed, the line whose control
+    flow depends on batch values, and a function: the whole's outputs from parameters that differ in their last bits."""
     for by_operations in (False, True):
         draws, reads = Draws(by_operations=by_operations), Reads()
         # With grad enabled as in training, because models check for it and may register hooks.
@@ -219,7 +232,7 @@ def _whole_and_parts(call: Call, sizes: Sequence[int]) -> tuple[list[Any], list[
 
 def _parts_of(
     call: Call, sizes: Sequence[int], draws: Draws, reads: Reads, whole: list[Any], moved: bool
-) -> tuple[list[list[Any]], Moves, str | None]:
+) -> tuple[list[list[Any]], Moves, str | None, Callable[[], list[Any]]]:
     """Do `_whole_and_parts` for the parts, after the whole has run."""
     samples, aside = sum(sizes), partial(comparable, call.model, call.device)
 
@@ -232,6 +245,10 @@ def _parts_of(
     def put(read: tuple[int, Value]) -> list[Any]:
         with aside():
             return run(0, samples, Reads(read))
+
+    def nearby() -> list[Any]:
+        with aside(), last_bits_flipped(call.model.parameters()):
+            return run(0, samples)
 
     def in_parts(looks: list[Reads]) -> list[list[Any]]:
         parts = []
@@ -262,7 +279,7 @@ def _parts_of(
         used = [leaf.differentiable for leaf in call.outputs.leaves] if len(call.outputs.leaves) == len(whole) else ()
         return len(made) == len(whole) and all(map(same, compress(whole, used), compress(made, used)))
 
-    return parts, moves, decided(reads, looks, put, same_as_whole)
+    return parts, moves, decided(reads, looks, put, same_as_whole), nearby
 
 
 def _detached(found: list[Any]) -> list[Any]:

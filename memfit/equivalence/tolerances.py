@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -64,6 +64,33 @@ def in_double(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
 def tolerance(dtype: torch.dtype) -> float:
     """Return the relative difference up to which tensors of this precision count as equal."""
     return TOLERANCE.get(dtype, TOLERANCE[torch.float32])
+
+
+FLOORS = 4.0
+"""Multiples of the floor (what the last bits of parameters change) that count as rounding: errors of several summation orders add
+up."""
+MOST = 5e-2
+"""The floor raises the tolerance up to this: beyond, nothing would be told apart."""
+
+
+@contextmanager
+def last_bits_flipped(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Flips the last bit of parameters inside, and restores them exactly. Kernels for other numbers of samples round as much. Deep
+    models may make more of it: near a ReLU's edge, or in a softmax that saturates."""
+    bits = {torch.float32: torch.int32, torch.float64: torch.int64}
+    views = [p.data.view(bits[p.dtype]) for p in parameters if p.dtype in bits and p.layout is torch.strided]
+    for view in views:
+        view.bitwise_xor_(1)
+    try:
+        yield
+    finally:
+        for view in views:
+            view.bitwise_xor_(1)
+
+
+def floor_of(wanted: torch.Tensor, nearby: torch.Tensor) -> float:
+    """Return the relative difference that rounding makes, from two results of parameters that differ in their last bits."""
+    return min(MOST, FLOORS * relative_difference(wanted, nearby))
 
 
 class Arithmetic:

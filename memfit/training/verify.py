@@ -6,8 +6,7 @@ leave no trace. Not covered: the optimizer step, and draws inside fused kernels 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from memfit.engine.random_slices import Draws
 from memfit.engine.undo_state import reaching
 from memfit.engine.weighting import CountOf
 from memfit.equivalence.proofs import comparable
-from memfit.equivalence.tolerances import full_precision
+from memfit.equivalence.tolerances import FLOORS, full_precision, last_bits_flipped
 from memfit.reporting.verification import Verification
 from memfit.runtime.core import Core, Reference
 
@@ -31,8 +30,6 @@ MOST = 32
 """Maximum number of samples for a verification."""
 LAW = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Relative gradient error that counts as equal, unless the floating-point floor is higher."""
-FLOORS = 4.0
-"""Multiples of the floor that count as rounding, because errors of several summation orders add up."""
 
 
 def unequal(samples: int, least: int = 1) -> tuple[int, ...]:
@@ -72,7 +69,7 @@ def verification_of(core: Core, reference: Reference | None) -> Verification:
             whole = _whole(core, reference.work(samples), samples, draws.recording)
             if draws.unsliced and not by_operations:
                 continue
-            with _last_bits_flipped(core.staging.parameters()):
+            with last_bits_flipped(core.staging.parameters()):
                 nearby = _whole(core, reference.work(samples), samples, partial(draws.sliced, 0, samples, samples))
             parts = _parts(core, reference, unequal(samples, core.least), samples, draws)
             if reference.reversible:
@@ -82,21 +79,6 @@ def verification_of(core: Core, reference: Reference | None) -> Verification:
                 orders = parts, _parts(core, reference, unequal(samples, core.least)[::-1], samples, draws)
         return _compare(core, whole, parts, (orders, (whole, nearby)), samples, draws)
     raise AssertionError("unreachable: the second round always returns")
-
-
-@contextmanager
-def _last_bits_flipped(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Flip the last bit of parameters inside, and restore them exactly. Kernels for other numbers of samples round as much.
-    Near a ReLU's edge the gradient then moves by more than the sum's rounding."""
-    bits = {torch.float32: torch.int32, torch.float64: torch.int64}
-    views = [p.data.view(bits[p.dtype]) for p in parameters if p.dtype in bits and p.layout is torch.strided]
-    for view in views:
-        view.bitwise_xor_(1)
-    try:
-        yield
-    finally:
-        for view in views:
-            view.bitwise_xor_(1)
 
 
 @dataclass(frozen=True)
