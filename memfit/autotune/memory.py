@@ -196,7 +196,7 @@ class Memory:
         self.no_new_kernels = True
         return True
 
-    def running(self, plan: Plan | None, largest: int) -> AbstractContextManager[None]:
+    def running(self, plan: Plan | None = None, largest: int = 1) -> AbstractContextManager[None]:
         """Returns the context that micro-batches of at most `largest` samples run in. There a CUDA device's allocator keeps the
         budget that was asked for, unless the process now holds so much else that the plan has no room in it, memory ran out
         before, or smaller micro-batches could not save the batch."""

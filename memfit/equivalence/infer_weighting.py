@@ -144,21 +144,23 @@ def _inferred(
         if twice or _choose(later, again, counts, arithmetic)[0] is None:
             moves = replace(moves, deviation=moves.misread())
 
-    def put(read: tuple[int, Value]) -> tuple[float, list[torch.Tensor | None]]:
+    def once_more(read: tuple[int, Value] | None = None) -> _Measured:
         with aside(), staging.swapped(), draws.sliced(0, samples, samples):
-            answered = look.at(0, samples, Reads(read))[0]
-        return answered.loss, answered.gradients
+            return look.at(0, samples, Reads(read))[0]
 
-    chosen, deviation = _choose(whole, parts, counts, arithmetic)
-    if chosen is None and deviation.limit < deviation.relative < MOST:  # a model may make more of its last digits than most do
-        with aside(), last_bits_flipped(staged), staging.swapped(), draws.sliced(0, samples, samples):
-            nearby = look.at(0, samples, Reads())[0]
-        floor = min(MOST, FLOORS * _difference(whole, [nearby], [], None))
-        if floor > deviation.limit:
-            chosen, deviation = _choose(whole, parts, counts, arithmetic, floor)
-    moves = replace(moves, decides=decided(reads, looks, put, partial(same, (whole.loss, whole.gradients))))
+    chosen, deviation = _choose(whole, parts, counts, arithmetic, partial(_nearby, staged, once_more))
+    moves = replace(moves, decides=decided(reads, looks, once_more, partial(_same, whole)))
     known = {id(p) for p in staged}
     return chosen, deviation, moves, [leaf for leaf in reached if id(leaf()) not in known]
+
+
+def _nearby(parameters: Sequence[torch.Tensor], measure: Callable[[], _Measured]) -> _Measured:
+    with last_bits_flipped(parameters):
+        return measure()
+
+
+def _same(one: _Measured, other: _Measured) -> bool:
+    return same((one.loss, one.gradients), (other.loss, other.gradients))
 
 
 def _calls_twice(
@@ -269,8 +271,14 @@ class _Look:
 
 
 def _choose(
-    whole: _Measured, parts: Sequence[_Measured], counts: Sequence[LeafCount], arithmetic: Arithmetic, floor: float = 0.0
+    whole: _Measured,
+    parts: Sequence[_Measured],
+    counts: Sequence[LeafCount],
+    arithmetic: Arithmetic,
+    nearby: Callable[[], _Measured] | None = None,
 ) -> tuple[Weighting | None, Deviation]:
+    """Return (the weighting of these parts that makes the whole, the deviation). `nearby` measures the whole with parameters
+    that differ in their last bits."""
     limit = max(tolerance(whole.dtype), max((tolerance(g.dtype) for g in whole.gradients if g is not None), default=0.0))
     if not any(measured.says_something for measured in (whole, *parts)):
         return None, Deviation("the loss", 0.0, limit)
@@ -291,9 +299,11 @@ def _choose(
     how = how_divided(whole.divisors, [part.divisors for part in parts])
     tried = [(_difference(whole, parts, weights, how), weighting, weights) for weighting, weights in ways]
     best = min(difference for difference, _, _ in tried)
-    if best > limit:  # even the right one is as far away as autocast rounds, or as the floor; then it is the closest
-        limit = max(limit, arithmetic.tolerance(whole.dtype), floor)
+    if best > limit:  # even the right one is as far away as autocast rounds; then it is the closest
+        limit = max(limit, arithmetic.tolerance(whole.dtype))
         tried = [each for each in tried if each[0] == best]
+    if limit < best < MOST and nearby is not None:  # or as the model makes of its last digits
+        limit = max(limit, min(MOST, FLOORS * _difference(whole, [nearby()], [], None)))
     fitting = [(weighting, weights) for difference, weighting, weights in tried if difference <= limit]
     deviation = Deviation("the loss", best, limit)
     if not fitting:

@@ -67,16 +67,16 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 FLOORS = 4.0
-"""Multiples of the floor (what the last bits of parameters change) that count as rounding: errors of several summation orders add
-up."""
+"""Multiples of the floor (what the last bits of parameters change) that count as rounding, as errors of several summation
+orders add up."""
 MOST = 5e-2
 """The floor raises the tolerance up to this: beyond, nothing would be told apart."""
 
 
 @contextmanager
 def last_bits_flipped(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Flips the last bit of parameters inside, and restores them exactly. Kernels for other numbers of samples round as much. Deep
-    models may make more of it: near a ReLU's edge, or in a softmax that saturates."""
+    """Flips the last bit of parameters inside, and restores them exactly. Kernels for other numbers of samples round as much.
+    Deep models may make more of it: near a ReLU's edge, or in a softmax that saturates."""
     bits = {torch.float32: torch.int32, torch.float64: torch.int64}
     views = [p.data.view(bits[p.dtype]) for p in parameters if p.dtype in bits and p.layout is torch.strided]
     for view in views:

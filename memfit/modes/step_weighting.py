@@ -197,7 +197,8 @@ class Weigher:
             self.weighting = self._stated  # taken as given; only the composition of state is proven
         elif self.weighting is not None and again is None and deviation.limit >= LOOSE:
             close = f"{deviation.limit:.0%}"
-            core.note("note", f"the loss computes in half precision: sample independence is proven to {close} only")
+            why = "the loss computes in half precision, or the model multiplies rounding"
+            core.note("note", f"{why}: sample independence is proven to {close} only")
         if self.weighting is not None and moves.deviation is not None and not self._accepts(moves.deviation):
             self.run_together(f"it updates state per call, differently in parts than as a whole: {moves.deviation.where}")
         elif self.composition.trained:

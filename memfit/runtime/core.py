@@ -210,6 +210,8 @@ class Core:
         plan, before = planned.plan, self.plan
         again = before is not None and plan.micro_batch != before.micro_batch
         planned.tuner = self._tuner_of(planned)
+        if self.device.type != "cpu":
+            self.memory.give_back_cache()
         self.activate(planned)
         self.events.add(self.steps, "replan" if again else "plan", plan.summary())
         self.on_plan()
@@ -222,8 +224,6 @@ class Core:
             return
         self.release()
         self._checkpoint(planned.plan.checkpoint)
-        if self.device.type != "cpu":
-            self.memory.give_back_cache()
         self.active = planned
         self._limit_heap()
         if planned.profile is not None and planned.profile.source != "measured":
