@@ -329,7 +329,7 @@ class Call:
         if index < len(self.random):
             self.random[index].restore(self.device)
             return
-        self.random.append(RandomState.capture(self.device, host=self.host_draws.kept))
+        self.random.append(RandomState.begin(self.device, host=self.host_draws.kept))
         for each in self.several:
             each.begins = index
 

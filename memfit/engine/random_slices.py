@@ -2,7 +2,7 @@
 
 A run over the full batch records every draw in order. The k-th draw of a part gets its rows of the k-th record. Draws outside
 torch (layer drop with `random.random()`) have no rows; each part repeats them. Not covered: operators that draw inside a fused
-kernel (attention with dropout on accelerators, RNN dropout in cuDNN); `unsliced` lists those that ran.
+kernel (attention with dropout on accelerators); `unsliced` lists those that ran.
 """
 
 from __future__ import annotations

@@ -91,6 +91,18 @@ class RandomState:
         state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
         return RandomState(torch.get_rng_state(), state, outside)
 
+    @staticmethod
+    def begin(device: torch.device, *, host: bool = True) -> RandomState:
+        """Capture the current states, for a run that is repeated from them.
+
+        On CUDA the generator is set to the state that it has. cuDNN's recurrent networks draw dropout from a state of their
+        own, which torch makes anew from the generator only after that was set (`get_dropout_state` in
+        aten/src/ATen/native/cudnn/RNN.cpp). Without it a repeated run would drop other entries than the first."""
+        found = RandomState.capture(device, host=host)
+        if device.type == "cuda" and found.device is not None:
+            torch.cuda.set_rng_state(found.device, device)
+        return found
+
     def restore(self, device: torch.device) -> None:
         """Restore these states."""
         if self.host is not None:

@@ -52,12 +52,28 @@ def parts_of(samples: int, least: int = 1) -> tuple[int, ...]:
 
 @contextmanager
 def comparable(model: nn.Module, device: torch.device) -> Iterator[Traces]:
-    """Sets up the comparison of whole and parts: leaves no trace, compiles nothing, freezes batch norm."""
-    with leave_no_trace(model, device) as traces, uncompiled():
+    """Sets up the comparison of whole and parts: leaves no trace, compiles nothing, freezes batch norm, and drops nothing
+    between the layers of recurrent networks."""
+    with _without_recurrent_dropout(model), leave_no_trace(model, device) as traces, uncompiled():
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.training = False
         yield traces
+
+
+@contextmanager
+def _without_recurrent_dropout(model: nn.Module) -> Iterator[None]:
+    """Dropout between the layers of a recurrent network keeps samples apart, but its draws have no rows by sample: cuDNN draws
+    inside one kernel, and packed sequences lie by time, each as long as it is."""
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    dropping = [(module, module.dropout) for module in recurrent if module.dropout]
+    for module, _ in dropping:
+        module.dropout = 0.0
+    try:
+        yield
+    finally:
+        for module, share in dropping:
+            module.dropout = share
 
 
 def frozen_norms(call: Call) -> Call:

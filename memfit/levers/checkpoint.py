@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit._errors import UsageError
 from memfit.engine.intercept import Interception
+from memfit.engine.random_state import RandomState
 from memfit.levers.arguments import as_it_was
 from memfit.levers.recomputed import Moving, RecomputeContext, moving_of
 
@@ -78,11 +79,15 @@ class _Checkpointed:
         self, block: nn.Module, moving: Moving, between: Callable[[], None], uninterrupted: Callable[[], bool]
     ) -> None:
         self._block, self._moving, self._between, self._uninterrupted = block, moving, between, uninterrupted
+        drops = any(isinstance(module, nn.RNNBase) and module.dropout for module in block.modules())
+        self._draws_on = next((p.device for p in block.parameters() if p.is_cuda), None) if drops else None
 
     def __call__(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
             return plain(*args, **kwargs)
         self._between()
+        if self._draws_on is not None:
+            RandomState.begin(self._draws_on, host=False)
         run = _Repeatable(plain, args, kwargs)
         again = RecomputeContext(self._moving.begun(self._block), self._between)
         output = checkpoint(run, *args, use_reentrant=False, context_fn=partial(_contexts, again), **kwargs)

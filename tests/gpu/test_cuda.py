@@ -201,6 +201,37 @@ def test_recurrent_networks_are_traced(make: type[Recurrent], kind: str, dropout
     run.step(batch)
 
 
+@pytest.mark.parametrize("make", [Recurrent, Packed])
+def test_dropout_inside_a_recurrent_network_does_not_look_like_mixing(make: type[Recurrent]) -> None:
+    model = make("LSTM", 0.5).to(DEVICE)
+    (x, y), before = series(11), [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memfit.wrap(model, optimizer, micro_batch=3)
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert model.rnn.dropout == 0.5 and not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_pass_that_repeats_a_recurrent_network_drops_the_same_entries(checkpoint: bool) -> None:
+    """Then a linear head's weights times their gradients sum up to the loss, as its output is linear in them."""
+    model = nn.Sequential(nn.Sequential(Recurrent("LSTM", 0.5)), nn.Linear(3, 4, bias=False)).to(DEVICE)
+    x, _ = series(11)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = memfit.wrap(model, optimizer, micro_batch=3, checkpoint=["0.0"] if checkpoint else "off")
+    for _ in range(3):
+        optimizer.zero_grad()
+        out = model(x)
+        signs = torch.tensor(out.tolist(), device=DEVICE).sign()  # what is read before the loss makes two passes
+        loss = (out * signs).sum()
+        loss.backward()
+        weight = model[1].weight
+        assert weight.grad is not None
+        assert torch.allclose((weight * weight.grad).sum(), loss, rtol=1e-4)
+        optimizer.step()
+    assert run.plan is not None and run.plan.mode == "replay"
+
+
 def test_what_branches_on_the_number_of_samples_is_refused_behind_a_recurrent_network() -> None:
     model = Counting("GRU", 0.0).to(DEVICE)
     x, y = series(8)
