@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memfit
-from memfit.equivalence.tolerances import TOLERANCE, full_precision
+from memfit.equivalence.tolerances import FLOORS, MOST, TOLERANCE, floor_from, full_precision, last_bits_flipped
 
 CPU = torch.device("cpu")
 NEW = hasattr(torch._C, "_get_fp32_precision_getter")
@@ -150,3 +150,16 @@ def test_what_a_model_makes_of_its_last_digits_is_no_mixing(owns: bool) -> None:
 def test_mixing_is_seen_where_a_model_makes_little_of_them(owns: bool) -> None:
     with pytest.raises(memfit.Refused, match="mixes samples"):
         trained(Amplifying(1.0, 1e-2, owns=owns), torch.randn(12, 6), torch.randn(12, 3))
+
+
+@pytest.mark.parametrize("difference", [float("nan"), float("inf"), MOST])
+def test_what_is_more_than_rounding_is_no_floor(difference: float) -> None:
+    assert floor_from(difference) == 0.0 and floor_from(1e-4) == FLOORS * 1e-4
+
+
+def test_bits_come_back_if_a_parameter_cannot_be_flipped() -> None:
+    first, second = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(1).expand(3))
+    before = first.detach().clone()
+    with pytest.raises(RuntimeError), last_bits_flipped([first, second]):
+        raise AssertionError
+    assert torch.equal(first, before)

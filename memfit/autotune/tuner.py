@@ -46,10 +46,12 @@ class Tuner:
         self._measured: dict[int, list[float]] = {choice: [] for choice in self.choices}
         self._running: list[tuple[int, int] | None] = []
         self._turn = 0
-        self._in_rows = device.type != "cpu"
+        self._in_rows = device.type == "cuda"
         """Whether a size runs several times in a row, and its first time does not count: then the allocator has no segments for
         it yet."""
         self._latest: int | None = None
+        self._row = 0
+        """How often the latest choice was proposed in a row. Batches may be too small for it to be measured."""
         self._firsts: set[int] = set()
 
     @property
@@ -68,10 +70,12 @@ class Tuner:
         allowed = [c for c in self.choices if c != self._alone or alone]
         missing = [c for c in allowed if self._is_open(c)]
         open_ = missing or ([self.planned] if self.planned in allowed or not allowed else allowed[-1:])
-        if self._in_rows and self._latest in open_:
+        if self._in_rows and self._latest in open_ and self._row < self._enough + 2:
+            self._row += 1
             return self._latest
         choice = open_[self._turn % len(open_)]
         self._turn += 1
+        self._row = 1 if choice != self._latest else self._row
         return choice
 
     def begin(self) -> None:

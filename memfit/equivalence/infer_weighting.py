@@ -35,11 +35,11 @@ from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.proofs import comparable
 from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
 from memfit.equivalence.tolerances import (
-    FLOORS,
     MOST,
     TOLERANCE,
     Arithmetic,
     Deviation,
+    floor_from,
     full_precision,
     in_double,
     last_bits_flipped,
@@ -50,6 +50,8 @@ PROBED = 32 * MiB
 """Bytes of parameters whose gradients a proof compares."""
 
 
+CLOSE = 2.0
+"""Weightings up to this many times as far away as the closest are not told from it where rounding decides: they are rivals."""
 DECIDES = "it branches on values read from the batch"
 
 
@@ -148,7 +150,8 @@ def _inferred(
         with aside(), staging.swapped(), draws.sliced(0, samples, samples):
             return look.at(0, samples, Reads(read))[0]
 
-    chosen, deviation = _choose(whole, parts, counts, arithmetic, partial(_nearby, staged, once_more))
+    nearby = None if is_sharded(model) else partial(_nearby, staged, once_more)
+    chosen, deviation = _choose(whole, parts, counts, arithmetic, nearby)
     moves = replace(moves, decides=decided(reads, looks, once_more, partial(_same, whole)))
     known = {id(p) for p in staged}
     return chosen, deviation, moves, [leaf for leaf in reached if id(leaf()) not in known]
@@ -299,11 +302,11 @@ def _choose(
     how = how_divided(whole.divisors, [part.divisors for part in parts])
     tried = [(_difference(whole, parts, weights, how), weighting, weights) for weighting, weights in ways]
     best = min(difference for difference, _, _ in tried)
-    if best > limit:  # even the right one is as far away as autocast rounds; then it is the closest
+    if best > limit:  # even the right one is as far away as autocast rounds; then it is among the closest
         limit = max(limit, arithmetic.tolerance(whole.dtype))
-        tried = [each for each in tried if each[0] == best]
+        tried = sorted((each for each in tried if each[0] <= CLOSE * best), key=lambda each: each[0])
     if limit < best < MOST and nearby is not None:  # or as the model makes of its last digits
-        limit = max(limit, min(MOST, FLOORS * _difference(whole, [nearby()], [], None)))
+        limit = max(limit, floor_from(_difference(whole, [nearby()], [], None)))
     fitting = [(weighting, weights) for difference, weighting, weights in tried if difference <= limit]
     deviation = Deviation("the loss", best, limit)
     if not fitting:

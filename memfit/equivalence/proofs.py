@@ -24,6 +24,7 @@ from memfit.capture.call import Call
 from memfit.capture.outputs import Leaf, Outputs, name_in, turned
 from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition
+from memfit.engine.gradients import is_sharded
 from memfit.engine.random_slices import Draws
 from memfit.equivalence.host_reads import Reads, Value, decided
 from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
@@ -31,7 +32,7 @@ from memfit.equivalence.tolerances import (
     MOST,
     Arithmetic,
     Deviation,
-    floor_of,
+    floor_from,
     full_precision,
     last_bits_flipped,
     relative_difference,
@@ -100,15 +101,16 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     outputs.check_count(whole)
     if any(len(found) != len(outputs.leaves) for found in parts):
         return outputs, [Deviation("the structure of the output", float("inf"), 1.0)], moves.composition
-    settled = []
+    settled, near = [], list[Any]()
     for i, leaf in enumerate(outputs.leaves):
         if leaf.kind == "opaque" or i == outputs.loss:  # the weighting of a single own loss is proven separately
             settled.append(leaf)
             continue
         leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], sizes, arithmetic)
-        if leaf.differentiable and deviation.limit < deviation.relative < MOST:
-            with full_precision(call.device):
-                deviation = replace(deviation, limit=max(deviation.limit, floor_of(whole[i], nearby()[i])))
+        if leaf.differentiable and deviation.limit < deviation.relative < MOST and not is_sharded(call.model):
+            near = near or nearby()
+            floor = floor_from(relative_difference(whole[i], near[i]))
+            deviation = replace(deviation, limit=max(deviation.limit, floor))
         settled.append(leaf)
         deviations += [deviation] if leaf.differentiable else []
     if moves.again is not None and _differs_again(settled, outputs.loss, moves.again, sizes, arithmetic):
@@ -263,7 +265,7 @@ def _parts_of(
             return run(0, samples, Reads(read))
 
     def nearby() -> list[Any]:
-        with aside(), last_bits_flipped(call.model.parameters()):
+        with full_precision(call.device), aside(), last_bits_flipped(call.model.parameters()):
             return run(0, samples)
 
     def in_parts(looks: list[Reads]) -> list[list[Any]]:

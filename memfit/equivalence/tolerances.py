@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -70,7 +70,7 @@ FLOORS = 4.0
 """Multiples of the floor (what the last bits of parameters change) that count as rounding, as errors of several summation
 orders add up."""
 MOST = 5e-2
-"""The floor raises the tolerance up to this: beyond, nothing would be told apart."""
+"""The floor raises the tolerance up to this. Beyond it counts for nothing: mixing could not be told from it."""
 
 
 @contextmanager
@@ -78,19 +78,21 @@ def last_bits_flipped(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Flips the last bit of parameters inside, and restores them exactly. Kernels for other numbers of samples round as much.
     Deep models may make more of it: near a ReLU's edge, or in a softmax that saturates."""
     bits = {torch.float32: torch.int32, torch.float64: torch.int64}
-    views = [p.data.view(bits[p.dtype]) for p in parameters if p.dtype in bits and p.layout is torch.strided]
-    for view in views:
-        view.bitwise_xor_(1)
+    flipped: list[torch.Tensor] = []
     try:
+        for p in parameters:
+            if p.dtype in bits and p.layout is torch.strided:
+                flipped.append(p.data.view(bits[p.dtype]).bitwise_xor_(1))
         yield
     finally:
-        for view in views:
+        for view in flipped:
             view.bitwise_xor_(1)
 
 
-def floor_of(wanted: torch.Tensor, nearby: torch.Tensor) -> float:
-    """Return the relative difference that rounding makes, from two results of parameters that differ in their last bits."""
-    return min(MOST, FLOORS * relative_difference(wanted, nearby))
+def floor_from(difference: float) -> float:
+    """Return the tolerance that follows from what the last bits of the parameters change, relative: 0 if that is more than
+    rounding (a branch that flips, NaN)."""
+    return FLOORS * difference if FLOORS * difference <= MOST else 0.0
 
 
 class Arithmetic:
@@ -114,14 +116,12 @@ def full_precision(device: torch.device) -> Iterator[Arithmetic]:
     another number of samples, which would look like mixing (on an H100: a U-Net's convolutions, by more than 2e-4). Yields what
     modules computed in. The script's settings are restored on exit."""
     arithmetic, kinds = Arithmetic(), tuple(dict.fromkeys((device.type, "cpu")))
-    hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: arithmetic._note(kinds))
-    restored = [_with_products("highest"), _without_cudnn_tf32()]
-    try:
+    with ExitStack() as stack:
+        stack.callback(_with_products("highest"))
+        stack.callback(_without_cudnn_tf32())
+        hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: arithmetic._note(kinds))
+        stack.callback(hook.remove)
         yield arithmetic
-    finally:
-        hook.remove()
-        for restore in restored:
-            restore()
 
 
 def _with_products(precision: str) -> Callable[[], Any]:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from memfit.hardware.driver import numbered
+
 
 def can_limit(device: torch.device) -> bool:
     """Whether the limit can be set and restored: torch tells it since 2.8."""
@@ -20,6 +22,7 @@ def reserving_at_most(limit: int, device: torch.device) -> Iterator[None]:
     Beyond that the allocator releases the segments that nothing uses before it asks for another, as where a device is full, and
     then raises torch.OutOfMemoryError. Micro-batches of several sizes leave segments of several sizes: without a limit all of
     them stay reserved (on an H100 a GPT reserved 9.8 GiB for tensors of 5.9 GiB)."""
+    device = numbered(device)
     before = torch.cuda.get_per_process_memory_fraction(device)
     allowed = (limit + 1) / torch.cuda.mem_get_info(device)[1]  # torch rounds the product down
     if not 0 < allowed < before:

@@ -37,6 +37,8 @@ class FakeWorld:
         # A fake tensor has no valid data pointer: reading from it (DLPack, kernels of other libraries) would crash the process.
         self.mode._allow_unsafe_data_ptr_access = False
         self.values = _Values(self.mode)
+        self._recurs = False
+        """Whether a model with recurrent networks runs here."""
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the fake tensor for `tensor`: same shape, strides, dtype, device, aliasing and requires_grad."""
@@ -69,7 +71,7 @@ class FakeWorld:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Context manager in which operations on fake tensors compute shapes only."""
-        with _without_cudnn(), self.mode, self.values, _not_looking_traced():
+        with _without_cudnn() if self._recurs else nullcontext(), self.mode, self.values, _not_looking_traced():
             yield
 
     @contextmanager
@@ -83,6 +85,7 @@ class FakeWorld:
     def _replacing(
         self, model: nn.Module, twins: dict[int, torch.Tensor], changed: list[tuple[dict[str, Any], str, Any]]
     ) -> Iterator[dict[int, torch.Tensor]]:
+        self._recurs = self._recurs or any(isinstance(module, nn.RNNBase) for module in model.modules())
         try:
             for module in model.modules():
                 for entries in (module._parameters, module._buffers):
