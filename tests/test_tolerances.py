@@ -126,7 +126,29 @@ class Amplifying(nn.Module):
         return out if y is None else F.mse_loss(out, y) * 2
 
 
-def trained(model: Amplifying, x: torch.Tensor, y: torch.Tensor) -> None:
+class Counting(Amplifying):
+    """Its output also depends on a buffer that each forward moves by the mean of its samples."""
+
+    def __init__(self, by: float, mixing: float = 0.0, *, owns: bool) -> None:
+        super().__init__(by, mixing, owns=owns)
+        self.register_buffer("center", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        with torch.no_grad():
+            before = self.center.clone()
+            self.center.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return super().forward(x + before, y)
+
+
+class Halved(Amplifying):
+    """Its product is one of autocast's."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        out = x @ self.w
+        return out if y is None else F.mse_loss(out, y)
+
+
+def trained(model: Amplifying, x: torch.Tensor, y: torch.Tensor) -> memfit.Run:
     """A step in micro-batches of 3."""
 
     def loss_fn(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -136,14 +158,26 @@ def trained(model: Amplifying, x: torch.Tensor, y: torch.Tensor) -> None:
     if model.owns:
         run = memfit.wrap(model, optimizer, loss_fn=loss_fn, sample=(x, y), micro_batch=3)
         run.step((x, y))
-    else:
-        memfit.wrap(model, optimizer, micro_batch=3)
-        model(x).square().sum().backward()
+        return run
+    run = memfit.wrap(model, optimizer, micro_batch=3)
+    model(x).square().sum().backward()
+    return run
 
 
 @pytest.mark.parametrize("owns", [True, False])
-def test_what_a_model_makes_of_its_last_digits_is_no_mixing(owns: bool) -> None:
-    trained(Amplifying(2e3, owns=owns), torch.randn(12, 6), torch.randn(12, 3))
+@pytest.mark.parametrize("kind", [Amplifying, Counting])
+def test_what_a_model_makes_of_its_last_digits_is_no_mixing(kind: type[Amplifying], owns: bool) -> None:
+    run = trained(kind(2e3, owns=owns), torch.randn(12, 6), torch.randn(12, 3))
+    assert not any("two passes" in event.message for event in run.events)
+
+
+@pytest.mark.parametrize("owns", [True, False])
+def test_a_proof_that_is_loose_is_said_to_be(owns: bool) -> None:
+    x, y = torch.randn(12, 6), torch.randn(12, 3)
+    assert not any("proven to" in event.message for event in trained(Amplifying(1.0, owns=owns), x, y).events)
+    with torch.autocast("cpu", torch.bfloat16):
+        run = trained(Halved(1.0, owns=owns), x, y)
+    assert sum("proven to 6%" in event.message for event in run.events) == 1
 
 
 @pytest.mark.parametrize("owns", [True, False])

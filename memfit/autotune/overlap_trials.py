@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from memfit.autotune.timer import PENDING, Clock
+from memfit.hardware.clock import PENDING, Clock
 
 TRIED = 8
 """Timed steps per way."""

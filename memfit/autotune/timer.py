@@ -1,53 +1,17 @@
-"""Measures the seconds of a stretch of work without synchronizing: device events in its stream (CUDA), or the CPU's clock.
-
-Not covered: devices without events; their work is not timed.
-"""
+"""Measures the seconds of one kind of work in each step, without synchronizing with the device."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-import torch
+from memfit.hardware.clock import PENDING, Clock
 
 REMEMBERED = 50
 """Number of steps whose seconds are kept."""
-PENDING = 64
-"""Number of steps whose events may be pending."""
-
-
-class Clock:
-    """Takes timestamps on a device without synchronizing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
-
-    def now(self) -> Any:
-        """Returns a timestamp: an event, or host seconds on the CPU. None if the device has no events."""
-        if self._module is None:
-            return time.perf_counter()
-        if not (hasattr(self._module, "Event") and hasattr(self._module, "current_stream")):
-            return None
-        event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))  # (the current device may be another one)
-        return event
-
-    def reached(self, moment: Any) -> bool:
-        """Whether the device has reached this timestamp; False if that is not known."""
-        return moment is not None and (self._module is None or moment.query())
-
-    def between(self, start: Any, stop: Any) -> float | None:
-        """Returns the seconds between two timestamps, or None if the device has not reached `stop` yet."""
-        if start is None or stop is None:
-            return None
-        if self._module is None:
-            return stop - start
-        return start.elapsed_time(stop) / 1e3 if stop.query() else None
 
 
 class Laps:

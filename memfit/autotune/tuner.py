@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.autotune.timer import Clock
+from memfit.hardware.clock import Clock
 
 ENOUGH, ENOUGH_WHOLE = 3, 2
 """Measurements per size in each of the two rounds: by micro-batch, and by whole batch."""

@@ -18,13 +18,13 @@ import torch
 
 from memfit._errors import RankFailed, Refused
 from memfit.autotune.overlap_trials import Trials
-from memfit.autotune.timer import Clock
 from memfit.distributed.rank_reports import RankReporter, Stated, check_rivals, number_of, share_of
 from memfit.engine.accumulate import AroundLast
 from memfit.engine.handover import Factor, Total
 from memfit.engine.recovery import RestartBatch
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import BY_SAMPLES, Weighting
+from memfit.hardware.clock import Clock
 from memfit.ranks.overlapped import Buckets, Flight
 from memfit.ranks.ranks import Ranks
 

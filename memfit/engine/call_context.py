@@ -7,7 +7,6 @@ Not covered: torch function modes, and backend flags that a script changes betwe
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memfit.engine.modules import parameters_in
+from memfit.hardware.exhausted import drop_frames
 
 
 @dataclass(frozen=True)
@@ -181,10 +181,8 @@ def without_saved_tensors_hooks() -> Iterator[None]:
     except BaseException as error:
         # A function that fails inside torch.utils.checkpoint leaves the hooks of that call enabled for as long as the frames of
         # the exception live: all that is saved later would go through them.
-        failed: BaseException | None = error if _hooks_on_top() is not None else None
-        while failed is not None:
-            traceback.clear_frames(failed.__traceback__)
-            failed = failed.__cause__
+        if _hooks_on_top() is not None:
+            drop_frames(error)
         raise
     finally:
         _taken_hooks()

@@ -1,7 +1,8 @@
 """Detects writes to tensors between a call and its deferred run.
 
 In-place operations increment the version counter. Writes through `.data` do not, so that a few values of each tensor are
-compared, too. Not covered: writes through `.data` to other values, or on an accelerator, where a comparison would synchronize.
+compared, too: at once on the CPU, some steps later on an accelerator, which must not wait (`device_values.py`). Not covered:
+writes through `.data` to other values.
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ from typing import Any
 
 import torch
 
+from memfit.engine.device_values import INTEGERS, VALUES, DeviceValues, found_different
+
 Keys = Set[tuple[Any, ...]]
 """Keys of places with state (`composed.Place`)."""
-VALUES = 16
-"""Number of values compared per tensor."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_THROUGH_DATA = "was written through .data, which bumps no version"
 
 
 class Modified(RuntimeError):
     """A tensor was modified before the computation that needs it ran. Has the message of torch's own error."""
 
-    def __init__(self, tensor: torch.Tensor, version: str, when: str) -> None:
+    def __init__(self, variable: str, version: str, when: str) -> None:
         super().__init__(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: [{tensor.type()} "
-            f"{list(tensor.shape)}] {version}. (memfit {when}, with the tensors that it was given; do not modify them before "
-            "backward.)"
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: [{variable}] "
+            f"{version}. (memfit {when}, with the tensors that it was given; do not modify them before backward.)"
         )
+
+
+def _named(tensor: torch.Tensor) -> str:
+    return f"{tensor.type()} {list(tensor.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +45,13 @@ class _Held:
     """Its data then; shares its storage."""
     lies_at: int
     few: Callable[[], bytes] | None
-    """Reads a few of its values; None if that could synchronize."""
+    """Reads a few of its values; None if they cannot be read, or lie on an accelerator."""
     values: bytes
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Held:
         data = tensor.detach()
-        few = _few(data) if _is_readable(tensor) else None
+        few = _few(data) if tensor.device.type == "cpu" and _is_readable(tensor) else None
         return cls(tensor, tensor._version, data, _lies_at(tensor), few, b"" if few is None else few())
 
     @property
@@ -62,14 +66,18 @@ class _Held:
 
 
 class Unchanged:
-    """The state of tensors at a call. If they were `copied`, writes that increment versions are harmless."""
+    """The state of tensors at a call. If they were `copied`, writes that increment versions are harmless. `late`: also compares
+    values of tensors on an accelerator, of which `check_data` tells some steps later."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False) -> None:
-        self._tensors, self.copied = [t for t in tensors if not t.is_inference()], copied
+    def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False, late: bool = True) -> None:
+        self._tensors, self.copied, self._late = [t for t in tensors if not t.is_inference()], copied, late
         self._note()
 
     def _note(self) -> None:
         self._held = [_Held.of(t) for t in self._tensors]
+        self._accepted: set[int] = set()
+        distant = {i: held.data for i, held in enumerate(self._held) if self._late and _is_distant(held.tensor)}
+        self._distant = DeviceValues.of(distant)
 
     @property
     def written(self) -> Keys:
@@ -91,8 +99,10 @@ class Unchanged:
 
     def accept(self, moved: Keys) -> None:
         """Accept the current state at these places."""
-        if moved:
-            self._held = [_Held.of(held.tensor) if _is_at(moved, held.tensor, held.data) else held for held in self._held]
+        for i, held in enumerate(self._held):
+            if _is_at(moved, held.tensor, held.data):
+                self._held[i] = _Held.of(held.tensor)
+                self._accepted.add(i)
 
     def check(self, when: str, moved: Keys = frozenset()) -> None:
         """Raise Modified if a tensor changed outside these places; `when` says why that matters."""
@@ -101,17 +111,31 @@ class Unchanged:
             if moved and _is_at(moved, tensor, held.data):
                 continue
             if tensor._version != held.version:
-                raise Modified(tensor, f"is at version {tensor._version}; expected version {held.version} instead", when)
+                versions = f"is at version {tensor._version}; expected version {held.version} instead"
+                raise Modified(_named(tensor), versions, when)
             if held.moved and not _same(tensor, held.data):
-                raise Modified(tensor, "got other data through .data", when)
+                raise Modified(_named(tensor), "got other data through .data", when)
         self.check_data(when, moved)
 
     def check_data(self, when: str, moved: Keys = frozenset()) -> None:
-        """Raise Modified if a tensor was written without a version increment."""
+        """Raise Modified if a tensor was written without a version increment, on an accelerator perhaps in an earlier step."""
         for held in self._held:
-            same = held.reads_alike or held.tensor._version != held.version
-            if not same and not _is_at(moved, held.tensor, held.tensor):
-                raise Modified(held.tensor, "was written through .data, which bumps no version", when)
+            if not held.reads_alike and not _may_differ(held, moved):
+                raise Modified(_named(held.tensor), _THROUGH_DATA, when)
+        if self._distant is None:
+            return
+
+        def variable(i: int) -> str | None:
+            held = self._held[i]
+            return None if i in self._accepted or _may_differ(held, moved) else _named(held.tensor)
+
+        self._distant.compare(variable)
+        for found in found_different():
+            raise Modified(found, _THROUGH_DATA, f"{when}, in this step or an earlier one")
+
+
+def _may_differ(held: _Held, moved: Keys) -> bool:
+    return held.tensor._version != held.version or _is_at(moved, held.tensor, held.tensor)
 
 
 def _same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
@@ -126,15 +150,19 @@ def _lies_at(tensor: torch.Tensor) -> int:
 
 def _is_readable(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not plain or tensor.device.type != "cpu" or tensor.is_nested or tensor.is_complex():
+    if not plain or tensor.is_nested or tensor.is_complex():
         return False
     return tensor.numel() > 0 and not tensor.is_neg() and not tensor.is_inference()
+
+
+def _is_distant(tensor: torch.Tensor) -> bool:
+    return tensor.device.type not in ("cpu", "meta") and _is_readable(tensor)
 
 
 def _few(tensor: torch.Tensor) -> Callable[[], bytes]:
     """Returns a function that reads a few values bit for bit, so that NaN equals itself."""
     # NumPy, as a read by torch would count as a synchronization. Integers, as NumPy has no bfloat16.
-    values = tensor.view(_INTEGERS[tensor.itemsize]).numpy()
+    values = tensor.view(INTEGERS[tensor.itemsize]).numpy()
     step = max(1, tensor.numel() // VALUES)
     if tensor.is_contiguous():
         return values.reshape(-1)[::step].tobytes

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -113,7 +113,15 @@ def _inferred(
         with staging.swapped(), draws.sliced(start, stop, samples), looking:
             return work.loss(work.forward(given))
 
-    aside, moves = partial(comparable, model, work.device), STILL
+    aside = partial(comparable, model, work.device)
+
+    def measured(start: int, stop: int, reads: Reads) -> _Measured:
+        with staging.swapped(), draws.sliced(start, stop, samples):
+            return look.at(start, stop, reads)[0]
+
+    def once_more(read: tuple[int, Value] | None = None) -> _Measured:
+        with aside():
+            return measured(0, samples, Reads(read))
 
     def in_parts(looks: list[Reads]) -> list[_Measured]:
         parts = []
@@ -121,12 +129,12 @@ def _inferred(
             for start, stop in bounds(sizes):
                 moves.composition.before_micro_batch()
                 looks.append(Reads())
-                with draws.sliced(start, stop, samples):
-                    parts.append(look.at(start, stop, looks[-1])[0])
+                parts.append(measured(start, stop, looks[-1]))
                 moves.composition.after_micro_batch(stop - start)
         return parts
 
-    looks, parts, again = list[Reads](), list[_Measured](), list[_Measured]()
+    floor = _floor_of(whole, once_more, model, staged)
+    moves, looks, parts, again = STILL, list[Reads](), list[_Measured](), list[_Measured]()
     if not moved:
         with aside() as traces:
             parts = in_parts(looks)
@@ -140,26 +148,35 @@ def _inferred(
     if again:
         with aside():
             run(0, samples)
-            with staging.swapped(), draws.sliced(0, samples, samples):
-                later = look.at(0, samples, Reads())[0]
+            later = measured(0, samples, Reads())
         twice = decides and moves.deviation is None and _calls_twice(moves, model, partial(run, 0, samples), aside)
-        if twice or _choose(later, again, counts, arithmetic)[0] is None:
+        if twice or _choose(later, again, counts, arithmetic, floor)[0] is None:
             moves = replace(moves, deviation=moves.misread())
-
-    def once_more(read: tuple[int, Value] | None = None) -> _Measured:
-        with aside(), staging.swapped(), draws.sliced(0, samples, samples):
-            return look.at(0, samples, Reads(read))[0]
-
-    nearby = None if is_sharded(model) else partial(_nearby, staged, once_more)
-    chosen, deviation = _choose(whole, parts, counts, arithmetic, nearby)
+    chosen, deviation = _choose(whole, parts, counts, arithmetic, floor)
     moves = replace(moves, decides=decided(reads, looks, once_more, partial(_same, whole)))
-    known = {id(p) for p in staged}
-    return chosen, deviation, moves, [leaf for leaf in reached if id(leaf()) not in known]
+    return chosen, deviation, moves, _others(reached, staged)
 
 
-def _nearby(parameters: Sequence[torch.Tensor], measure: Callable[[], _Measured]) -> _Measured:
-    with last_bits_flipped(parameters):
-        return measure()
+def _floor_of(
+    whole: _Measured, once_more: Callable[[], _Measured], model: nn.Module, parameters: Sequence[torch.Tensor]
+) -> Callable[[], float]:
+    """Return a function that measures the tolerance that follows from the last bits of the parameters, once."""
+
+    @cache
+    def floor() -> float:
+        if is_sharded(model):
+            return 0.0
+        with last_bits_flipped(parameters):
+            return floor_from(_difference(whole, [once_more()], [], None))
+
+    return floor
+
+
+def _others(
+    leaves: Sequence[weakref.ref[torch.Tensor]], known: Sequence[torch.Tensor]
+) -> Sequence[weakref.ref[torch.Tensor]]:
+    there = {id(tensor) for tensor in known}
+    return [leaf for leaf in leaves if id(leaf()) not in there]
 
 
 def _same(one: _Measured, other: _Measured) -> bool:
@@ -278,10 +295,10 @@ def _choose(
     parts: Sequence[_Measured],
     counts: Sequence[LeafCount],
     arithmetic: Arithmetic,
-    nearby: Callable[[], _Measured] | None = None,
+    floor: Callable[[], float],
 ) -> tuple[Weighting | None, Deviation]:
-    """Return (the weighting of these parts that makes the whole, the deviation). `nearby` measures the whole with parameters
-    that differ in their last bits."""
+    """Return (the weighting of these parts that makes the whole, the deviation). `floor` measures the tolerance that follows
+    from the last bits of the parameters."""
     limit = max(tolerance(whole.dtype), max((tolerance(g.dtype) for g in whole.gradients if g is not None), default=0.0))
     if not any(measured.says_something for measured in (whole, *parts)):
         return None, Deviation("the loss", 0.0, limit)
@@ -305,8 +322,8 @@ def _choose(
     if best > limit:  # even the right one is as far away as autocast rounds; then it is among the closest
         limit = max(limit, arithmetic.tolerance(whole.dtype))
         tried = sorted((each for each in tried if each[0] <= CLOSE * best), key=lambda each: each[0])
-    if limit < best < MOST and nearby is not None:  # or as the model makes of its last digits
-        limit = max(limit, floor_from(_difference(whole, [nearby()], [], None)))
+    if limit < best < MOST:  # or as the model makes of its last digits
+        limit = max(limit, floor())
     fitting = [(weighting, weights) for difference, weighting, weights in tried if difference <= limit]
     deviation = Deviation("the loss", best, limit)
     if not fitting:

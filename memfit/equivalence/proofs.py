@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import compress
 from typing import Any, Literal
 
@@ -101,19 +101,22 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     outputs.check_count(whole)
     if any(len(found) != len(outputs.leaves) for found in parts):
         return outputs, [Deviation("the structure of the output", float("inf"), 1.0)], moves.composition
-    settled, near = [], list[Any]()
+    near = cache(nearby)
+
+    def floor(i: int) -> float:
+        return 0.0 if is_sharded(call.model) else floor_from(relative_difference(whole[i], near()[i]))
+
+    settled = []
     for i, leaf in enumerate(outputs.leaves):
         if leaf.kind == "opaque" or i == outputs.loss:  # the weighting of a single own loss is proven separately
             settled.append(leaf)
             continue
         leaf, deviation = _settled(leaf, whole[i], [part[i] for part in parts], sizes, arithmetic)
-        if leaf.differentiable and deviation.limit < deviation.relative < MOST and not is_sharded(call.model):
-            near = near or nearby()
-            floor = floor_from(relative_difference(whole[i], near[i]))
-            deviation = replace(deviation, limit=max(deviation.limit, floor))
+        if leaf.differentiable and deviation.limit < deviation.relative < MOST:
+            deviation = replace(deviation, limit=max(deviation.limit, floor(i)))
         settled.append(leaf)
         deviations += [deviation] if leaf.differentiable else []
-    if moves.again is not None and _differs_again(settled, outputs.loss, moves.again, sizes, arithmetic):
+    if moves.again is not None and _differs_again(settled, outputs.loss, moves.again, sizes, arithmetic, floor):
         deviations.append(moves.misread())
     deviations.sort(key=lambda each: each.relative / each.limit if each.limit else each.relative, reverse=True)
     return replace(outputs, leaves=tuple(settled)), deviations, moves.composition
@@ -141,13 +144,15 @@ def _differs_again(
     again: tuple[list[Any], list[list[Any]]],
     sizes: Sequence[int],
     arithmetic: Arithmetic,
+    floor: Callable[[int], float],
 ) -> bool:
     """Whether parts differ from the whole once the state has changed. A single own loss is checked separately."""
     whole, parts = again
     for i, leaf in enumerate(settled):
         if leaf.differentiable and i != loss and leaf.is_tensor:
             limit = arithmetic.tolerance(whole[i].dtype) if whole[i].is_floating_point() else 0.0
-            if _leaf_difference(leaf, whole[i], [part[i] for part in parts], sizes) > limit:
+            difference = _leaf_difference(leaf, whole[i], [part[i] for part in parts], sizes)
+            if difference > limit and not (difference < MOST and difference <= floor(i)):
                 return True
     return False
 
@@ -195,17 +200,21 @@ def _unjoined(leaf: Leaf, value: Any) -> Leaf:
 def mixing_module(call: Call, sizes: Sequence[int], allowed: Sequence[str]) -> Deviation | None:
     """Returns the first module, in order of completion, whose output differs between whole and parts although its input does
     not. Returns None if every such module is in `allowed` or contains an allowed one."""
-    call, samples = frozen_norms(call), sum(sizes)
-    whole, parts = _Recorded(call.model), []
+    call, samples, draws = frozen_norms(call), sum(sizes), Draws()
+    whole = _Recorded(call.model)
+
+    def record(start: int, stop: int) -> _Recorded:
+        part = _Recorded(call.model)
+        with draws.sliced(start, stop, samples), part.watching():
+            call.run(call.arguments(start, stop))
+        return part
+
     with comparable(call.model, call.device), full_precision(call.device) as arithmetic, torch.enable_grad():
-        draws = Draws()
         with draws.recording(), whole.watching():
             call.run(call.arguments(0, samples))
-        for start, stop in bounds(sizes):
-            part = _Recorded(call.model)
-            with draws.sliced(start, stop, samples), part.watching():
-                call.run(call.arguments(start, stop))
-            parts.append(part)
+        parts = [record(start, stop) for start, stop in bounds(sizes)]
+        with last_bits_flipped(() if is_sharded(call.model) else call.model.parameters()):
+            near = record(0, samples)
     for name in whole.outputs:
         label = name or type(call.model).__name__
         accepted = any(a == label or (a + ".").startswith(name + "." if name else "") for a in allowed)
@@ -214,7 +223,8 @@ def mixing_module(call: Call, sizes: Sequence[int], allowed: Sequence[str]) -> D
             continue
         found = [record.outputs[name] for record in (whole, *parts) if name in record.outputs]
         made = _module_difference(found, sizes, arithmetic)
-        if not made.agrees:
+        floor = _module_difference([whole.outputs[name], near.outputs.get(name)], (samples,), arithmetic).relative
+        if made.relative > max(made.limit, floor_from(floor)):
             return replace(made, where=label)
     return None
 

@@ -95,6 +95,17 @@ def floor_from(difference: float) -> float:
     return FLOORS * difference if FLOORS * difference <= MOST else 0.0
 
 
+LOOSE = 1e-2
+"""Minimum tolerance of a proof that is reported to the user."""
+
+
+def note_loose(limit: float, note: Callable[[str, str], None]) -> None:
+    """Records that a proof has this tolerance if a user should know."""
+    if limit >= LOOSE:
+        why = "the model or its loss computes in half precision, or multiplies rounding"
+        note("note", f"{why}: sample independence is proven to {limit:.0%} only")
+
+
 class Arithmetic:
     """The precision in which modules computed: kernels for other numbers of samples round differently, and a float32 tensor
     may come out of autocast."""

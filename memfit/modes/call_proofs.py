@@ -28,7 +28,7 @@ from memfit.equivalence.proof_samples import marks_of, most_telling, spaced
 from memfit.equivalence.proofs import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.equivalence.side_effects import with_written
 from memfit.equivalence.single_sample import call_alone
-from memfit.equivalence.tolerances import Deviation
+from memfit.equivalence.tolerances import Deviation, note_loose
 from memfit.levers.checkpoint import checkpointed
 from memfit.modes.call_kind import CallKind
 from memfit.planning.search import with_blocks
@@ -171,6 +171,8 @@ class Prover:
             return replace(refused[0], others=tuple(deviation.where for deviation in refused[1:]))
         for deviation in apart:
             self._accept(deviation)
+        if kind.proven is None:
+            note_loose(max((each.limit for each in deviations if each.agrees), default=0.0), core.note)
         kind.outputs[shapes] = call.outputs = proof.outputs = outputs
         entrances = look_for_side_doors(proof, proof.samples)
         core.staging.stage_also(entrances.parameters)
@@ -195,6 +197,8 @@ class Prover:
             kind.prove_at, kind.mute = self._core.steps, True  # the next call is proven again
             return moves.deviation
         kind.weighting = weighting or BY_SAMPLES
+        if kind.proven is None and deviation.agrees:
+            note_loose(deviation.limit, self._core.note)
         return deviation if weighting is None else moves.deviation
 
     def _is_allowed(self, deviation: Deviation, proof: Call) -> bool:

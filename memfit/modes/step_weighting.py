@@ -26,7 +26,7 @@ from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
 from memfit.equivalence.side_effects import with_written
 from memfit.equivalence.single_sample import loss_alone
-from memfit.equivalence.tolerances import Deviation
+from memfit.equivalence.tolerances import Deviation, note_loose
 from memfit.equivalence.weighting_codes import ways_of
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
@@ -39,8 +39,6 @@ from memfit.tracing.failures import TraceFailed, is_ours
 from memfit.tracing.fake import ZeroArrays
 from memfit.tracing.fake_twins import on_twins
 
-LOOSE = 1e-2
-"""Minimum tolerance of a proof that is reported to the user."""
 PROVE_AGAIN = 4
 """An inferred weighting is proven again at the next batch, then whenever the number of steps has grown by this factor."""
 IN_TWO = "the model runs in two passes, or in one where the loss is made of sums and means that memfit follows"
@@ -195,10 +193,8 @@ class Weigher:
         self._tasks.watch(work)
         if self._stated is not None:
             self.weighting = self._stated  # taken as given; only the composition of state is proven
-        elif self.weighting is not None and again is None and deviation.limit >= LOOSE:
-            close = f"{deviation.limit:.0%}"
-            why = "the loss computes in half precision, or the model multiplies rounding"
-            core.note("note", f"{why}: sample independence is proven to {close} only")
+        elif self.weighting is not None and again is None:
+            note_loose(deviation.limit, core.note)
         if self.weighting is not None and moves.deviation is not None and not self._accepts(moves.deviation):
             self.run_together(f"it updates state per call, differently in parts than as a whole: {moves.deviation.where}")
         elif self.composition.trained:

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memfit.autotune.timer import Clock, Laps
+from memfit.autotune.timer import Laps
 from memfit.distributed.load_balance import Speeds
+from memfit.hardware.clock import Clock
 from memfit.levers.precision import PRECISIONS
 from memfit.loading.shares import Shares
 from memfit.planning.balance import balanced, most_samples

@@ -115,6 +115,62 @@ def test_a_parameter_of_the_loss_on_another_device(other: str) -> None:
     assert relative_error(gradients_of(model), gradients_of(plain)) <= 1e-12
 
 
+def write_input(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    x.data.mul_(2)
+
+
+def write_labels(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    y.data.fill_(0)
+
+
+def write_parameter(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    next(model.parameters()).data.add_(1)
+
+
+def write_one_more_tensor(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    x.new_zeros(3).data.add_(1)
+
+
+Write = Callable[[nn.Module, torch.Tensor, torch.Tensor], None]
+
+
+def steps_with(write: Write, x: torch.Tensor) -> None:
+    """Trains four steps. In the second, `write` runs between the loss and its backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    model = model.to(DEVICE, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memfit.wrap(model, optimizer, micro_batch=4)
+    y = torch.arange(len(x), device=DEVICE) % 5
+    for step in range(4):
+        loss = F.cross_entropy(model(x), y)
+        if step == 1:
+            write(model, x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "contiguous": lambda: torch.randn(12, 3, 8, 8),
+    "channels_last": lambda: torch.randn(12, 3, 8, 8).to(memory_format=torch.channels_last),
+    "a part of another": lambda: torch.randn(12, 3, 8, 11)[..., :8],
+}
+
+
+@pytest.mark.parametrize("write", [write_input, write_labels, write_parameter])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_written_through_data_before_the_backward_is_an_error_in_the_next_steps(write: Write, layout: str) -> None:
+    with pytest.raises(RuntimeError, match=r"written through \.data"):
+        steps_with(write, LAYOUTS[layout]().to(DEVICE))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_written_elsewhere_is_none(layout: str) -> None:
+    steps_with(write_one_more_tensor, LAYOUTS[layout]().to(DEVICE))
+
+
 def test_running_out_of_memory_is_survived_and_the_batch_trains_once() -> None:
     family = FAMILIES["mlp"]
     run, model = wrapped("mlp", n=32, target_batch=32, micro_batch=16)

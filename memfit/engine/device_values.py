@@ -1,0 +1,75 @@
+"""Compares a few values of tensors on an accelerator with what they were before, without waiting for the device.
+
+Whether they differ is known once the comparison has arrived at the host, usually a step later. Not covered: other values than
+these few, and devices without events.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from memfit.engine.late_reads import LateReads
+from memfit.hardware.clock import has_events
+from memfit.hardware.exhausted import is_out_of_memory, retry_on_oom
+
+VALUES = 16
+"""Number of values compared per tensor."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtype by element size that values are compared in, so that NaN equals itself."""
+
+
+class DeviceValues:
+    """A few values of tensors, as they are now."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[int, torch.Tensor]) -> DeviceValues | None:
+        """Return the values of these strided tensors with elements, by index. None if there are none, or no memory for them."""
+        try:
+            return cls(tensors) if tensors else None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        self._few: dict[tuple[torch.device, int], dict[int, torch.Tensor]] = defaultdict(dict)
+        for i, tensor in tensors.items():
+            if has_events(tensor.device):
+                self._few[tensor.device, tensor.itemsize][i] = _few(tensor)
+        self._before = [torch.cat([*few.values()]) for few in self._few.values()]
+
+    def compare(self, tell: Callable[[int], str | None]) -> None:
+        """Start to compare the values with those of now. `tell` returns what to say if the tensor of an index differs; None: it
+        may differ."""
+        for ((device, _), few), before in zip(self._few.items(), self._before, strict=True):
+            said = [(tell(i), len(values)) for i, values in few.items()]
+            if any(what is not None for what, _ in said):
+                reads = _READS.setdefault(device, LateReads(device))
+                reads.add(said, retry_on_oom(lambda few=few, before=before: torch.cat([*few.values()]) != before, device))
+
+
+_READS: dict[torch.device, LateReads[list[tuple[str | None, int]]]] = {}
+"""The comparisons that have not arrived. A result concerns an earlier step, and is told in whichever comes next."""
+
+
+def found_different() -> Iterator[str]:
+    """Yields what was to be said of the tensors that differed, from comparisons that have arrived since the last call."""
+    for reads in _READS.values():
+        for said, differs in reads.arrived():
+            for (what, _), values in zip(said, differs.split([size for _, size in said]), strict=True):
+                if what is not None and bool(values.numpy().any()):
+                    yield what
+
+
+def _few(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a few values, spread evenly over the storage if the tensor fills it, else along one dimension."""
+    values = tensor.view(INTEGERS[tensor.itemsize])
+    step = max(1, tensor.numel() // VALUES)
+    if values.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(values):
+        return values.as_strided((-(-tensor.numel() // step),), (step,))
+    largest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
+    step = max(1, tensor.shape[largest] // VALUES)
+    return values[tuple(slice(None, None, step) if dim == largest else 0 for dim in range(tensor.dim()))]
