@@ -53,7 +53,7 @@ def raced(rounds: int) -> dict[str, list[tuple[float, float]]]:
         """Gradients reduced beside the last micro-batch, after it, or as memfit decides."""
         model, optimizer = made()
         run = memfit.wrap(model, optimizer, loss_fn=family.loss, micro_batch=SAMPLES, sample=batch)
-        run._core.reduction.overlap.forced = beside
+        run._core.team.reduction.overlap.forced = beside
         return lambda: run.step(batch)
 
     def scripted() -> Any:

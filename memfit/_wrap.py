@@ -32,8 +32,6 @@ from memfit._values import check_flag
 from memfit.autotune.settings import Settings
 from memfit.capture.workloads import LossFn
 from memfit.distributed.join import WRAPPING, beginning, beside, check_alike, check_share, start_alike
-from memfit.distributed.reduction import StepReduction
-from memfit.distributed.step_sync import CatchUp
 from memfit.distributed.unwrap_ddp import TakenOver, loss_of_outer, refuse_synchronised_norms, taken_over
 from memfit.engine.intercept import interception_of, is_compiled
 from memfit.hardware.budget import Budget, budget_for, probe, shared_among
@@ -51,6 +49,7 @@ from memfit.reporting.stderr import tell
 from memfit.runtime.accumulation_guard import AccumulationGuard
 from memfit.runtime.core import Core
 from memfit.runtime.rank_facts import FactsExchange
+from memfit.runtime.team import Team
 from memfit.tracing.build_profile import model_facts
 from memfit.training.run import Run
 from memfit.training.sharding import Sharding
@@ -244,24 +243,23 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     _undo_earlier(given.model, optimizer, keep=BESIDE.get().runs)
     known = replace(settings, leftover=None if ranks else leftover(loader, settings.share), card=card)
     core = Core(model, optimizer, device, allowed, known, compiled=is_compiled(model))
-    core.taken = given.taken
     core.memory.expect_states_of(BESIDE.get().optimizers)
     core.memory.train()
     if ranks is not None:
-        _train_together(core, ranks, steps=loss_fn is not None, whole=shard in ("auto", "off"))
+        core.team = _team(core, ranks, given.taken, steps=loss_fn is not None, whole=shard in ("auto", "off"))
     run = Run(given.model, optimizer, None, core=core)
     core.owner = run
     run.script_batch = _script_batch(loader, settings)
     _tell_of_plans(run, core, asked, in_script=loss_fn is None and plan is None)
     run.loader = _effective(loader, settings.together, loss_fn, run, ranks, core.tell)
-    if core.reduction is not None:
-        core.rank_facts = core.reduction.reporter = _rank_facts(core, core.reduction.ranks, run, plan)
+    if isinstance(core.team, Team):
+        core.team.exchange(_rank_facts(core, core.team.ranks, run, plan))
     guard = None
     if given.target_batch is not None and loader is not None:
         guard = AccumulationGuard(given.target_batch, settings.script_accumulation)
     script = _script(core, run, guard if loss_fn is None else None)
     if plan is not None:
-        core.fix(plan)
+        core.in_force.fix(plan)
     sharding = None if ranks is None else Sharding(core, ranks, shard)
     run.train_sharded(sharding)
     try:
@@ -288,13 +286,15 @@ def _wrapped(given: _Given, settings: Settings, device: torch.device, ranks: Ran
     return run
 
 
-def _train_together(core: Core, ranks: Ranks, *, steps: bool, whole: bool) -> None:
-    """Let a run reduce its gradients with the other ranks. `steps`: memfit runs the optimizer steps. `whole`: this rank may
+def _team(core: Core, ranks: Ranks, taken: TakenOver | None, *, steps: bool, whole: bool) -> Team:
+    """Return what trains a run together with the other ranks. `steps`: memfit runs the optimizer steps. `whole`: this rank may
     hold all parameters and optimizer state."""
-    core.reduction = StepReduction(ranks, core.model, core.staging, core.taken, overlaps=steps and whole)
-    if core.reduction.overlap is not None:
-        core.reduction.overlap.note = partial(core.note, "note")
-    core.catch_up = CatchUp(ranks, core.model, core.optimizer) if steps else None
+    team = Team(ranks, core.model, core.staging, taken, overlaps=steps and whole)
+    if team.overlap is not None:
+        team.overlap.note = partial(core.note, "note")
+    if steps:
+        team.take_steps(core.optimizer)
+    return team
 
 
 def _script(core: Core, run: Run, guard: AccumulationGuard | None = None) -> Script:
@@ -358,13 +358,13 @@ def _rank_facts(core: Core, ranks: Ranks, run: Run, plan: Plan | None) -> FactsE
 
 def _tell_others(core: Core, prepare: Callable[[], None]) -> None:
     """Exchange the plan with the other ranks. Plan again if the ranks agree on another precision."""
-    if core.rank_facts is None:
+    if core.team.rank_facts is None:
         return
     before = core.settings.precision
-    core.rank_facts.meet(WRAPPING)
+    core.team.rank_facts.meet(WRAPPING)
     if core.settings.precision != before:
         prepare()
-        core.rank_facts.meet(WRAPPING)
+        core.team.rank_facts.meet(WRAPPING)
 
 
 def _tell_of_plans(run: Run, core: Core, asked: Asked | None, *, in_script: bool) -> None:
@@ -375,9 +375,9 @@ def _tell_of_plans(run: Run, core: Core, asked: Asked | None, *, in_script: bool
     if asked is not None:
         asked.on_wrap(run)
     if asked is not None and asked.stop:
-        core.on_plan = partial(_stop, run)
+        core.in_force.on_plan = partial(_stop, run)
     elif in_script:
-        core.on_plan = partial(_announce, core)
+        core.in_force.on_plan = partial(_announce, core)
 
 
 def _stop(run: Run) -> None:
@@ -468,7 +468,7 @@ def _say(run: Run, loader: Any, target_batch: int | None) -> None:
 def _announce(core: Core) -> None:
     """Print the plan made inside the first training call. Later plans are events."""
     assert core.plan is not None
-    core.on_plan = lambda: None
+    core.in_force.on_plan = lambda: None
     if core.settings.rank == 0:
         tell(core.plan.summary())
 

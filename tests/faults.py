@@ -273,7 +273,7 @@ def train(trial: Trial, rank: int, found: Outcome, tell: Callable[[Any], None]) 
     if trial.mode == "step":
         own = {"loss_fn": loss_fn, "before_step": lambda: injector.at("before_step")}
     run = memfit.wrap(model, optimizer, source, target_batch=TARGET, micro_batch=MICRO, shard=trial.shard, **own)
-    overlap = None if run._core is None or run._core.reduction is None else run._core.reduction.overlap
+    overlap = None if run._core is None or run._core.team.reduction is None else run._core.team.reduction.overlap
     if overlap is not None:
         overlap.forced = trial.overlap
     found.seen.clear()

@@ -108,7 +108,7 @@ def test_the_heap_is_watched_however_small_micro_batches_are(monkeypatch: pytest
     run = memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="1GiB", micro_batch=2)
     model(torch.randn(8, 4)).square().mean().backward()
     core, plan = run._core, run.plan
-    assert core is not None and plan is not None and core.heap.ceiling is not None
+    assert core is not None and plan is not None and core.in_force.heap.ceiling is not None
     ceilings = [core.memory.heap_ceiling(replace(plan, limit=limit), core.profile) for limit in (4 << 30, 8 << 30)]
     assert None not in ceilings
     assert ceilings[1] - ceilings[0] == pytest.approx((4 << 30) * (1 - 1 / BETWEEN), abs=2)

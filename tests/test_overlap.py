@@ -167,8 +167,8 @@ def trained(
         optimizer = AdamW(model.parameters(), lr=0.01)
         size = int(os.environ["WORLD_SIZE"])
         run = wrapped(model, MICRO, optimizer=optimizer, loss_fn=loss_fn, share=SHARES[size][rank()])
-        assert run._core is not None and run._core.reduction is not None and run._core.reduction.overlap is not None
-        run._core.reduction.overlap.forced = forced
+        assert run._core is not None and run._core.team.reduction is not None and run._core.team.reduction.overlap is not None
+        run._core.team.reduction.overlap.forced = forced
         states = []
         for number, step in enumerate(batches(size)):
             failing, point, visit = faults.get(rank(), (-1, 0, 0))
@@ -176,7 +176,7 @@ def trained(
                 model.points[point].error, model.points[point].at = error or torch.OutOfMemoryError(MEMORY), visit  # type: ignore[union-attr]
             run.step(step[rank()])
             states.append(state_of(model, optimizer))
-        found = states, run._core.reduction.overlap.ran, [event.kind for event in run.events]
+        found = states, run._core.team.reduction.overlap.ran, [event.kind for event in run.events]
         run.undo()
         return found
     finally:
@@ -236,15 +236,15 @@ def drawing(forced: bool, fails: bool) -> tuple[list[float], list[float], int]:
             nn.Linear(6, 32), nn.BatchNorm1d(32), nn.Dropout(0.4), point, nn.Tanh(), nn.Linear(32, 3)
         ).double()
     run = wrapped(model, 4, optimizer=AdamW(model.parameters(), lr=0.01), loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
-    assert run._core is not None and run._core.reduction is not None and run._core.reduction.overlap is not None
-    run._core.reduction.overlap.forced = forced
+    assert run._core is not None and run._core.team.reduction is not None and run._core.team.reduction.overlap is not None
+    run._core.team.reduction.overlap.forced = forced
     generator = torch.Generator().manual_seed(rank())
     for step in range(5):
         if fails and step == 3 and rank() == 1:
             point.error, point.at = torch.OutOfMemoryError(MEMORY), 3
         x = torch.randn(12, 6, generator=generator, dtype=torch.float64)
         run.step([x, torch.randint(0, 3, (12,), generator=generator)])
-    ran = run._core.reduction.overlap.ran
+    ran = run._core.team.reduction.overlap.ran
     parameters = [float(v) for p in model.parameters() for v in p.detach().reshape(-1)]
     held = [float(v) for b in model.buffers() for v in b.reshape(-1)]
     run.undo()
@@ -290,8 +290,8 @@ def counted(accumulation: int, forced: bool) -> tuple[int, int]:
     buckets.BUCKET, buckets.ALONE = 4 << 10, 2 << 10
     model = built()
     run = wrapped(model, 16 // accumulation, loss_fn=loss_fn, share=16)
-    assert run._core is not None and run._core.reduction is not None and run._core.reduction.overlap is not None
-    overlap = run._core.reduction.overlap
+    assert run._core is not None and run._core.team.reduction is not None and run._core.team.reduction.overlap is not None
+    overlap = run._core.team.reduction.overlap
     overlap.forced = forced
     generator = torch.Generator().manual_seed(4)
     x, y = torch.randn(16, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (16,), generator=generator)
@@ -357,14 +357,14 @@ def unusual(kind: str, forced: bool, micro_batch: int) -> tuple[list[float], int
         model = KINDS[kind]().double()
     optimizer = AdamW(model.parameters(), lr=0.01)
     run = wrapped(model, micro_batch, optimizer=optimizer, loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1]))
-    assert run._core is not None and run._core.reduction is not None and run._core.reduction.overlap is not None
-    run._core.reduction.overlap.forced = forced
+    assert run._core is not None and run._core.team.reduction is not None and run._core.team.reduction.overlap is not None
+    run._core.team.reduction.overlap.forced = forced
     generator = torch.Generator().manual_seed(rank())
     for step in range(5):
         samples = 3 if kind == "again" or step == 0 else 1
         x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
         run.step([x, torch.randint(0, 3, (samples,), generator=generator)])
-    ran = run._core.reduction.overlap.ran
+    ran = run._core.team.reduction.overlap.ran
     run.undo()
     return [float(v) for p in model.parameters() for v in p.detach().reshape(-1)], ran
 

@@ -50,7 +50,7 @@ def taken(samples: list[Batch]) -> tuple[list[Gradients], list[float]]:
     for one in samples:
         run.step(one)
         gradients.append({"weight": gradients_of(model)["weight"]})
-        scales.append(run._core.scale.scale)
+        scales.append(run._core.accumulator.scale.scale)
     return gradients, scales
 
 

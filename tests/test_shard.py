@@ -146,8 +146,8 @@ def tried(fits: tuple[str, bool]) -> list[tuple[str, bool]]:
     data = TensorDataset(torch.randn(8, 6), torch.randint(3, (8,)))
     run = memfit.wrap(model, torch.optim.AdamW(model.parameters()), DataLoader(data, batch_size=4), shard="off")
     core = run._core
-    assert core is not None and core.reduction is not None
-    sharding, found = Sharding(core, core.reduction.ranks, "auto"), list[tuple[str, bool]]()
+    assert core is not None and core.team.reduction is not None
+    sharding, found = Sharding(core, core.team.reduction.ranks, "auto"), list[tuple[str, bool]]()
 
     def prepare() -> None:
         found.append((sharding.level, core.planner.settings.lowers))

@@ -11,7 +11,7 @@ from memfit.profiling.profile import Profile
 
 @dataclass
 class Planned:
-    """What is in force while batches of one kind run, after `Core.activate`."""
+    """What is in force while batches of one kind run, after `PlanInForce.activate`."""
 
     plan: Plan
     """The plan. It is replaced if tuning finds a faster size, or after an out-of-memory error."""

@@ -142,8 +142,8 @@ class CallKinds:
         if call is None or call.composition.moved or call.copies:
             return None
         core.planner.measurer.ran_out(found.samples)
-        if core.fixed is not None and core.active is not None:
-            core.active.largest = min(core.active.largest, found.samples // 2)
+        if core.in_force.fixed is not None and core.in_force.active is not None:
+            core.in_force.active.largest = min(core.in_force.active.largest, found.samples // 2)
         said = f"{found.samples} samples ran out of memory as a whole ({said_by(error)}): such batches are cut from now on"
         core.events.add(core.steps, "out of memory", said)
         return call
@@ -173,7 +173,7 @@ class CallKinds:
             call, samples = (None, None) if key in self._untrained else self._met(key, plain, tree, hint)
         if call is not None:
             call.key = key if key in self._kinds else ("single", key)
-            call.host_draws = self._core.host_draws
+            call.host_draws = self._core.accumulator.host_draws
             call.composition = self._kinds[call.key].composition.afresh()
         return call, samples
 
@@ -208,7 +208,7 @@ class CallKinds:
             return None, None
         refusal: Refused | None = None
         for samples in told:
-            if samples < 2 and self._core.reduction is not None:
+            if samples < 2 and not self._core.team.alone:
                 return self._single(key, plain, tree), samples
             if samples < 2:
                 if self._core.plan is None:
@@ -246,7 +246,7 @@ class CallKinds:
         core, kinds = self._core, unread(tree)
         if key in self._unknown or not (tensors(tree) or kinds):
             return
-        if hint is not None and core.prescribed is not None and core.prescribed < hint:
+        if hint is not None and core.in_force.prescribed is not None and core.in_force.prescribed < hint:
             refuse_packed(tree)
             if not tensors(tree):
                 raise uncuttable(f"the call is given a {kinds[0]}, in which memfit does not see the batch's {hint} samples")
@@ -289,7 +289,7 @@ class CallKinds:
             return False
         if strict() and is_fault(error):
             return False
-        if self._core.reduction is not None or any(c.several or c.values is not None for c in call.calls):
+        if not self._core.team.alone or any(c.several or c.values is not None for c in call.calls):
             return False
         bounds = [self._kinds[c.key].bound for c in call.calls]
         needs = [bound.peak(c.samples, accumulates=False).upper for c, bound in zip(call.calls, bounds) if bound is not None]
@@ -324,10 +324,10 @@ class CallKinds:
                 return None
             shapes = call.shapes
             self._prover.look_at_single_samples(call)
-            kind = CallKind(call.layout, shapes, {shapes: call.outputs}, None if core.fixed else self._bound(call))
+            kind = CallKind(call.layout, shapes, {shapes: call.outputs}, None if core.in_force.fixed else self._bound(call))
             kind.counted = core.split is not None and shared_samples(tree) == samples
             whole = self._runs_whole(kind, call)
-            if whole and core.reduction is None:
+            if whole and core.team.alone:
                 self._kinds[key] = kind
                 return None
             # With several ranks a known loss is weighted over all of them: then the call is cut, even if into one piece.
@@ -353,7 +353,7 @@ class CallKinds:
         if not self._trains(call):
             return None
         shapes = call.shapes
-        bound = None if core.fixed else self._bound(call)
+        bound = None if core.in_force.fixed else self._bound(call)
         kind = CallKind(call.layout, shapes, {shapes: call.outputs}, bound, weighting=BY_TERM)
         self._kinds[("single", key)] = kind
         return call
@@ -364,7 +364,7 @@ class CallKinds:
         try:
             return call.outputs.trains
         except Refused as refused:
-            if self._core.prescribed is not None and self._core.prescribed < call.samples:
+            if self._core.in_force.prescribed is not None and self._core.in_force.prescribed < call.samples:
                 raise
             self._core.tell(f"the model runs whole: {refused.found}")
             return False
@@ -382,7 +382,7 @@ class CallKinds:
         call.outputs = kind.outputs_of(call, shapes)
         if not fits:
             self._grew(kind, call, shapes)
-        if core.reduction is None and self._runs_whole(kind, call):
+        if core.team.alone and self._runs_whole(kind, call):
             return None
         if call.samples > 1 and (kind.proven is None or core.steps >= kind.prove_at or call.samples > kind.alike):
             self._prove_known(kind, call, shapes)
@@ -405,7 +405,7 @@ class CallKinds:
 
     def _grew(self, kind: CallKind, call: Call, shapes: Shapes) -> None:
         """Plan again, before the call runs: its inputs are larger than any planned for."""
-        if self._core.fixed is not None:
+        if self._core.in_force.fixed is not None:
             return
         kind.shapes, kind.whole, kind.refused, kind.planned, kind.bound = shapes, 0, None, {}, self._bound(call)
         sizes = " ".join("x".join(map(str, shape)) for shape in shapes if shape)
@@ -421,16 +421,16 @@ class CallKinds:
         core, settings = self._core, self._core.settings
         if call.samples >= kind.too_many:
             return False
-        if core.fixed is not None:
-            return core.fixed.micro_batch >= call.samples and core.fixed.precision == "off"
+        if core.in_force.fixed is not None:
+            return core.in_force.fixed.micro_batch >= call.samples and core.in_force.fixed.precision == "off"
         assert kind.bound is not None
         if settings.micro_batch is not None and settings.micro_batch < call.samples:
             return False
         if settings.precision not in ("auto", "off", "float32"):
             return False  # a prescribed precision is applied around micro-batches
         waiting = UNDERWAY.whole
-        circumstances = core.settled, call.samples, waiting, self._most_open
-        if kind.refused == circumstances or (kind.planned and kind.refused and kind.refused[0] == core.settled):
+        circumstances = core.in_force.settled, call.samples, waiting, self._most_open
+        if kind.refused == circumstances or (kind.planned and kind.refused and kind.refused[0] == core.in_force.settled):
             return False  # (a cut call stays cut until more is known: checking takes time and memory)
         demand = Demand(call.samples, settings.target_batch, checkpoint=settings.checkpoint or ())
         if call.outputs.loss is None:
@@ -446,7 +446,7 @@ class CallKinds:
             return False
         if core.plan is None or (core.plan.share, core.plan.accumulation > 1) == (call.samples, True):
             plan = replace(plan, notes=(*plan.notes, "fits as is: it runs whole, as the script wrote it"))
-            core.adopt(Planned(plan, kind.bound))
+            core.in_force.adopt(Planned(plan, kind.bound))
         kind.whole, kind.beside = max(kind.whole, call.samples), waiting
         return True
 
@@ -455,7 +455,7 @@ class CallKinds:
         was seen, for what may come."""
         core, grows = self._core, profile.added_by(call.samples)
         reserve = 0
-        if not core.settled and not core.normalises_batches():  # (cutting changes batch norm's statistics)
+        if not core.in_force.settled and not core.normalises_batches():  # (cutting changes batch norm's statistics)
             there = plan.room + grows
             pairs = 0 if call.outputs.loss is not None else PAIRS * 4 * call.samples**2
             reserve = max(there // RESERVE, min(pairs, there // 2))
@@ -476,12 +476,12 @@ class CallKinds:
     ) -> Planned:
         """Return the plan for this consumer of the call's output and put it in force. It is made at the first use, and again if
         there is more room."""
-        if self._core.fixed is not None:
-            assert self._core.active is not None
-            return self._core.active
+        if self._core.in_force.fixed is not None:
+            assert self._core.in_force.active is not None
+            return self._core.in_force.active
         with without_saved_tensors_hooks():
             planned = self._planned(call, consumer, weighting, mode, standing_per_sample)
-        self._core.activate(planned)
+        self._core.in_force.activate(planned)
         return planned
 
     def _planned(
@@ -513,7 +513,7 @@ class CallKinds:
 
     def _adopted(self, plan: Plan, profile: Profile, demand: Demand, shapes: Shapes) -> PlannedCall:
         made = PlannedCall(keepable(plan, profile, self._most_kept(profile)), profile, demand, shapes)
-        self._core.adopt(made)
+        self._core.in_force.adopt(made)
         return made
 
     def _for_more(self, planned: PlannedCall, demand: Demand) -> PlannedCall | None:

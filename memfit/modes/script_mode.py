@@ -49,7 +49,6 @@ from memfit.distributed.reduction import OF_SHARES, StepReduction
 from memfit.distributed.stray_gradients import StrayGradients
 from memfit.engine.accumulate import Work
 from memfit.engine.call_context import in_checkpoint, outside_transforms, without_inference_mode, without_saved_tensors_hooks
-from memfit.engine.gradients import reshard_model
 from memfit.engine.handover import ALMOST, Factor, Total, graph_is_kept, hand_over
 from memfit.engine.joined_handover import joined
 from memfit.engine.random_state import RandomState
@@ -93,9 +92,9 @@ class Script:
         self._joint: Callable[[], Call | None] = lambda: None
         self.outside = OutsideForward(core.model, core.tell)
         self._strays: StrayGradients | None = None
-        if core.reduction is not None:
+        if core.team.reduction is not None:
             said = partial(core.note, "note")
-            self._strays = StrayGradients(core.reduction, core.model, said, batch_samples, lambda: self._busy)
+            self._strays = StrayGradients(core.team.reduction, core.model, said, batch_samples, lambda: self._busy)
 
     def answer(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an intercepted method."""
@@ -113,15 +112,15 @@ class Script:
         core = self._core
         core.caches.trains()
         args, kwargs = _all_computed((args, kwargs))  # inputs may be outputs of another call
-        with self.aside(), self._core.announcing():
+        with self.aside(), self._core.team.announcing():
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples())
             self.samples_seen += samples or 0
             if call is None:
                 output, call = self._whole_or_cut(name, plain, (args, kwargs))
                 if call is None:
                     self._guard_whole(output)
-                    if core.reduction is not None:
-                        core.reduction.ranks.rest()  # its graph needs the all-gathered parameters
+                    if core.team.ranks is not None:
+                        core.team.ranks.rest()  # its graph needs the all-gathered parameters
                     return output
             self._rest()
         self._waiting.add(call)
@@ -143,20 +142,17 @@ class Script:
         return output
 
     def _rest(self, *, alone: bool = False) -> None:
-        """Return control to the script; `alone`: after work that other ranks need not do. Reshards the parameters, so that
-        they look the same on all ranks."""
-        if self._core.reduction is not None:
-            self._core.reduction.ranks.rest(alone=alone)
-            reshard_model(self._core.model)
+        """Return control to the script; `alone`: after work that other ranks need not do."""
+        self._core.team.rest(alone=alone)
 
     def _whole_or_cut(self, name: str, plain: Callable[..., Any], tree: Tree) -> tuple[Any, Call | None]:
         """Return (output of a call that runs whole, None), or (None, call to cut) if it runs out of memory."""
         core, (args, kwargs) = self._core, tree
         self._run_earlier()
         UNDERWAY.make_room(None)
-        if core.reduction is not None:
+        if not core.team.alone:
             return self._whole_of_all(lambda: plain(*args, **kwargs)), None
-        put_back = core.recovery.watched()
+        put_back = core.accumulator.recovery.watched()
         try:
             return plain(*args, **kwargs), None
         except BaseException as error:
@@ -175,13 +171,13 @@ class Script:
         core = self._core
 
         def finish(gradients: list[torch.Tensor | None], receivers: Sequence[torch.Tensor]) -> Total:
-            with core.announcing():
+            with core.team.announcing():
                 total = Total(torch.zeros((), device=core.device), receivers, gradients, weight=weight, unseen=True)
                 total.factor = core.staging.relative_to(weight)
                 self._combine(total, BY_SAMPLES)
             return total
 
-        core.prepare(1)
+        core.accumulator.prepare(1)
         weight = self._own_weight(1)
         return joined(run, core.staging, finish, weight)
 
@@ -218,7 +214,7 @@ class Script:
             first.append(total.incoming)  # combine leaves no other factor
             total.factor = factor
             divided = isinstance(factor, float) and abs(factor * total.samples - 1.0) < ALMOST
-            with self._core.announcing():
+            with self._core.team.announcing():
                 self._combine(total, weighting, divided=divided)
             return 1.0
 
@@ -226,14 +222,14 @@ class Script:
 
     def _combine(self, total: Total, weighting: Weighting, *, divided: bool = False) -> None:
         """Reduce a call's total across ranks. Raises Refused if they weight it differently."""
-        if self._core.combine(total, weighting, divided=divided) is not None:
+        if self._core.accumulator.combine(total, weighting, divided=divided) is not None:
             raise Refused(
                 "one loss over all processes",
                 found="the denominator of its mean is visible on some of them only, so they cannot weight it alike",
                 next_move="give every process at least two samples of each batch, or pass loss_fn= to memfit.wrap",
             )
-        if self._core.reduction is not None:
-            self._say_how(self._core.reduction)
+        if self._core.team.reduction is not None:
+            self._say_how(self._core.team.reduction)
         if self._strays is not None and self._core.staging.parts is None:
             self._strays.combined()
 
@@ -338,7 +334,7 @@ class Script:
     @property
     def alone(self) -> bool:
         """Whether this process trains alone, without other ranks."""
-        return self._core.reduction is None
+        return self._core.team.alone
 
     def defers(self, call: Call) -> bool:
         """Whether losses of calls like this one are deferred until their use is known. They are if there are several, unless
@@ -351,7 +347,7 @@ class Script:
         """Accumulate a known loss."""
         reduction = loss.keywords["reduction"]
         weighting = BY_SUM if reduction == "sum" else BY_TOLD_TERM
-        with self._core.announcing():
+        with self._core.team.announcing():
             return self._accumulated(call, Expression(f"{name_of(loss)} {reduction}", loss, call.offsets), weighting)
 
     def accumulate_terms(self, call: Call, terms: Sequence[Term]) -> torch.Tensor:
@@ -362,14 +358,14 @@ class Script:
             return loss * terms[0].coefficient
         if len(terms) == 1 and not self.alone and self._core.staging.parts is None:
             return self._accumulate_term(call, terms[0]) * terms[0].coefficient
-        with self._core.announcing():
+        with self._core.team.announcing():
             node = Sum(self.over_all(call, terms))
             return self._accumulated(call, Expression(name_of(node), node, call.offsets), BY_SHARE)
 
     def _accumulate_term(self, call: Call, term: Term) -> torch.Tensor:
         """Accumulate the only term of a loss. Its weight among the ranks is its denominator."""
         made = term.without_coefficient()
-        with self._core.announcing():
+        with self._core.team.announcing():
             consumer = Expression(name_of(made), made, call.offsets)
             count = count_of(term)
             if count is None:
@@ -379,7 +375,7 @@ class Script:
     def over_all(self, call: Call, terms: Sequence[Term]) -> tuple[Term, ...]:
         """Rescale the terms so that the ranks' values, weighted by samples, give the value over all samples: sums add up, and
         other terms are divided by counts over all ranks."""
-        reduction = self._core.reduction
+        reduction = self._core.team.reduction
         if reduction is None:
             return tuple(terms)
         own = self._own_weight(call.samples)
@@ -398,7 +394,7 @@ class Script:
 
     def accumulate_own_loss(self, call: Call) -> torch.Tensor:
         """Accumulate the model's own loss."""
-        with self._core.announcing():
+        with self._core.team.announcing():
             while True:
                 try:
                     return self._accumulated(call, OWN_LOSS, self._kinds.weighting(call))
@@ -416,7 +412,7 @@ class Script:
 
     def _compute_values(self, call: Call) -> None:
         self._after_earlier(call)
-        with self._core.announcing(), self._in_pass(call), torch.enable_grad():
+        with self._core.team.announcing(), self._in_pass(call), torch.enable_grad():
             self._first_pass(call)
             self._rest(alone=True)
         self._ran(call)
@@ -451,7 +447,7 @@ class Script:
     def _first_pass(self, call: Call) -> None:
         UNDERWAY.make_room(call)
         core, planned, repeated = self._core, self._replay_plan(call), bool(call.pieces)
-        call.activate, tries = partial(core.activate, planned), itertools.count()
+        call.activate, tries = partial(core.in_force.activate, planned), itertools.count()
 
         def attempt(largest: int) -> None:
             call.kept.clear()
@@ -462,15 +458,15 @@ class Script:
             # Passes over sharded parameters need the same order on all ranks. A forward that writes parameters invalidates the
             # graphs kept of earlier micro-batches.
             keep = 0 if core.staging.parts is not None or call.composition.moved else planned.plan.keep
-            pieces = core.pieces(call.samples, largest)
+            pieces = core.accumulator.pieces(call.samples, largest)
             cut = partial(sizes, largest=largest, least=core.least)
-            with nullcontext() if repeated else core.norms_of(len(pieces)):
-                call.compute_values(pieces, keep, core.staging, core.buffers, cut, core.heap.check)
+            with nullcontext() if repeated else core.accumulator.norms_of(len(pieces)):
+                call.compute_values(pieces, keep, core.staging, core.buffers, cut, core.in_force.heap.check)
 
         try:
-            with core.computing():
-                core.recovery.run(attempt, core.limit(planned.plan))
-            core.apply_norms()
+            with core.team.computing():
+                core.accumulator.recovery.run(attempt, core.in_force.limit(planned.plan))
+            core.accumulator.apply_norms()
         except BaseException as error:
             begun, ran = call.random[:1], call.values is not None
             if not repeated:
@@ -498,22 +494,22 @@ class Script:
             if next(tries):  # after out of memory: free what is kept, so that it can be cut further, too
                 call.kept.clear()
                 self._ran(call)  # up to where memory ran out
-            core.prepare(len(call.pieces))
+            core.accumulator.prepare(len(call.pieces))
             weight = self._own_weight(call.samples)
             factor = core.staging.relative_to(weight)
             incoming = gradients if factor == 1.0 else tuple(None if g is None else g * weight for g in gradients)
             with core.staging.counting():
                 cut = partial(sizes, largest=largest, least=core.least)
-                call.replay(incoming, core.staging, core.buffers, cut, core.heap.check)
+                call.replay(incoming, core.staging, core.buffers, cut, core.in_force.heap.check)
                 parameters = len(receivers) - len(call.inputs.wanted)
                 staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
             value = torch.zeros((), device=core.device)
             return Total(value, receivers, staged, factor, weight=weight, samples=call.samples, unseen=True)
 
-        with self.aside(), core.announcing(), call.as_called():
+        with self.aside(), core.team.announcing(), call.as_called():
             largest = max(call.pieces)
-            with core.computing(again=True):
-                total = attempt(largest) if core.staging.parts is not None else core.recovery.run(attempt, largest)
+            with core.team.computing(again=True):
+                total = attempt(largest) if core.staging.parts is not None else core.accumulator.recovery.run(attempt, largest)
             self._combine(total, BY_SAMPLES)
         self._ran(call)
         settle_looks(call.calls)
@@ -592,7 +588,7 @@ class Script:
                 for each in call.calls:
                     each.pending += 1
                 total.on_handover = handing_over
-                if self._core.reduction is not None:
+                if not self._core.team.alone:
                     combined = BY_SAMPLES if weighting is BY_SHARE else weighting
                     if weight is not None:
                         combined, total.weight = BY_TERM, weight if total.weight else 0.0
@@ -626,7 +622,7 @@ class Script:
         call.check_unchanged()
         UNDERWAY.make_room(call)
         planned = self._kinds.planned(call, consumer, weighting)
-        call.activate = partial(core.activate, planned)
+        call.activate = partial(core.in_force.activate, planned)
         if core.reference is None:
             core.reference = _reference(call, consumer, weighting)
         work = consumer.work(call, planned.plan.precision)
@@ -646,11 +642,11 @@ class Script:
                 call.begin(pieces)
 
         def pieces_for(largest: int, tuner: Tuner | None) -> Sequence[int]:
-            return core.tuned_pieces(call.samples, largest, tuner) if first else call.pieces
+            return core.accumulator.tuned_pieces(call.samples, largest, tuner) if first else call.pieces
 
         with core.buffers.kept(not first):
-            limit = core.limit(planned.plan)
-            total = core.accumulated(work, weighting, pieces_for, largest=limit, begin=begin, autocast=call.autocast)
+            limit = core.in_force.limit(planned.plan)
+            total = core.accumulator.run(work, weighting, pieces_for, largest=limit, begin=begin, autocast=call.autocast)
         self._ran(call)
         for node, value in work.noted.values() if isinstance(work, ExpressionWork) else ():
             call.note(node, value)

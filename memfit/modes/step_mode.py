@@ -110,8 +110,7 @@ class Stepper:
         if flags not in self._kinds:
             self._kinds[flags] = Weigher(self._core, self._tasks), []
         self._weights, self._plans = self._kinds[flags]
-        if self._core.reduction is not None:
-            self._core.reduction.whole = self._weights.together
+        self._core.team.loss_is_whole(self._weights.together)
 
     def task(self, batch: Any) -> Task:
         """Return the task to profile for a batch like this one."""
@@ -120,7 +119,7 @@ class Stepper:
 
     def loss(self, batch: Any) -> torch.Tensor:
         """Accumulate an effective batch and return its loss as a tensor whose backward hands the gradients over."""
-        with self._core.announcing(), reaching(*self._core.reached):
+        with self._core.team.announcing(), reaching(*self._core.reached):
             return self._loss(batch)
 
     def _loss(self, batch: Any) -> torch.Tensor:
@@ -161,16 +160,17 @@ class Stepper:
                 weighting = without_idle_rivals(weighting, lambda: batch.piece(0, batch.samples))
             load = batch.load if self._weights.known else None
             repeats = not batch.is_whole  # a batch given as samples is collated again, in the same pieces
-            return core.accumulated(work, weighting, pieces_for, largest=core.limit(plan), load=load, repeats=repeats)
+            largest = core.in_force.limit(plan)
+            return core.accumulator.run(work, weighting, pieces_for, largest=largest, load=load, repeats=repeats)
 
         def combined(total: Total, weighting: Weighting) -> Weighting | None:
             try:
-                return core.combine(total, weighting, unproven=not self._weights.known)
+                return core.accumulator.combine(total, weighting, unproven=not self._weights.known)
             except WholeShares:
                 begin_again()
                 raise
 
-        begin_again = core.beginning(work.composition, unsure=self._weights.mute)
+        begin_again = core.accumulator.beginning(work.composition, unsure=self._weights.mute)
         with core.staging.also(batch.wanted):
             weighting = self._weights.of(batch)
             total = gathered(weighting)
@@ -185,8 +185,7 @@ class Stepper:
             return hand_over(total)
 
     def _all_at_once(self, batch: Any) -> torch.Tensor:
-        if self._core.reduction is not None:
-            self._core.reduction.agree_whole()
+        self._core.team.agree_whole()
         whole = batch.collate() if isinstance(batch, SampleBatch) else batch
         whole = map_leaves(copied, whole) if self._tasks.writes else whole
         return checked_loss(self._whole_loss(moved(whole, self._core.device)))
@@ -194,14 +193,14 @@ class Stepper:
     def _pieces(self, batch: Ordered, largest: int, plan: Plan, tuner: Tuner | None) -> tuple[int, ...]:
         """Micro-batch sizes. If samples differ in size, the first sample of each determines its planned size."""
         if not plan.by_size:
-            return self._core.tuned_pieces(batch.samples, largest, tuner)
+            return self._core.accumulator.tuned_pieces(batch.samples, largest, tuner)
         choice = None if tuner is None else tuner.next_choice()
 
         def samples_for(size: int) -> int:
             usual, most = next(((n, m) for elements, n, m in plan.by_size if size <= elements), plan.by_size[-1][1:])
             return usual * largest // plan.micro_batch if choice is None else min(most, choice // max(1, size))
 
-        active = self._core.active
+        active = self._core.in_force.active
         sizes = [active.scale.size(extent) for extent in batch.extents] if isinstance(active, PlannedBatch) else batch.sizes
         found = pieces_by_size(sizes, samples_for, self._core.least)
         if tuner is not None and choice is not None:
@@ -246,7 +245,7 @@ class Stepper:
         self._share = max(share, self._share)
         profile = self._weights.decide(batch, self._share)
         doubted = False
-        while not self._weights.together and self._core.fixed is None:
+        while not self._weights.together and self._core.in_force.fixed is None:
             try:
                 return self._plan(batch, profile)
             except WeightsChanged:  # from samples used for timing
@@ -256,7 +255,7 @@ class Stepper:
     def _plan(self, batch: Ordered, profile: Profile | None) -> None:
         known = next((planned for planned in reversed(self._plans) if planned.covers(batch)), None)
         if known is not None:
-            self._core.activate(known)
+            self._core.in_force.activate(known)
             return
         if self._plans:
             self._core.note("replan", "samples larger than any before, or more of them: replanned before they run")
@@ -264,7 +263,7 @@ class Stepper:
         plan, profile = self._tasks.planned(batch, self._share, weighting, profile)
         found = PlannedBatch(plan, profile, batch.shapes, Scale(batch.extents[::-1]), self._share)
         self._plans[:] = [planned for planned in self._plans if not _outdone(planned, batch)] + [found]
-        self._core.adopt(found)
+        self._core.in_force.adopt(found)
 
 
 def _outdone(planned: PlannedBatch, batch: Ordered) -> bool:

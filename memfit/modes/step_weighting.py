@@ -96,7 +96,7 @@ class Weigher:
             failed = self._failure(batch, share)
             if failed is not None and type(failed.__cause__) is type(error):
                 raise  # fails for any number of samples
-            if self._core.reduction is not None:
+            if not self._core.team.alone:
                 _say_on_few(error)
                 raise
             said = first_line(error)
@@ -119,7 +119,7 @@ class Weigher:
         self._proven_ragged = self._proven_ragged or batch.ragged
         self._look_alone(batch)
         if batch.samples < 2 * core.least:
-            if self._stated is None and core.reduction is not None and batch.samples and self._is_one_mean(batch):
+            if self._stated is None and not core.team.alone and batch.samples and self._is_one_mean(batch):
                 self._alone = BY_TERM  # its weight among the ranks is seen without a proof
             return None  # one micro-batch needs no weighting; the next batch decides
         profile = self._tasks.profile(batch, share)
@@ -152,7 +152,8 @@ class Weigher:
         core = self._core
         if core.plan is None:
             return
-        most = min(PROOF_SAMPLES, batch.samples, max(core.limit(core.plan), PROOF_SAMPLES if core.profile else 2 * core.least))
+        largest = core.in_force.limit(core.plan)
+        most = min(PROOF_SAMPLES, batch.samples, max(largest, PROOF_SAMPLES if core.profile else 2 * core.least))
         if core.profile is not None:
             room = core.memory.budget().room - 2 * min(PROBED, core.profile.model.gradient_bytes)
             cheaper = with_blocks(core.profile, core.plan.checkpoint)
@@ -286,10 +287,10 @@ class Weigher:
     def run_together(self, why: str) -> None:
         self.weighting, self.together = None, True
         self._core.reference = None  # the old reference does not hold; both passes record their own
-        if self._core.reduction is None:
+        if self._core.team.alone:
             self._core.note("note", f"the loss needs all samples together ({why}): {IN_TWO}")
         else:
-            self._core.reduction.whole = True
+            self._core.team.loss_is_whole(True)
             self._core.tell(
                 f"the loss needs all samples together ({why}): {IN_TWO}; what of it is not made of those, {OF_SHARES}"
             )

@@ -75,7 +75,7 @@ class Tasks:
 
     def profile(self, batch: Ordered, share: int) -> Profile | None:
         """Profile the largest sample. Memory does not depend on the weighting. Returns None for a plan made elsewhere."""
-        if self._core.fixed is not None:
+        if self._core.in_force.fixed is not None:
             return None
         return self._core.planner.profile(self.task(batch, 0, Demand(share), BY_SAMPLES), "off")
 

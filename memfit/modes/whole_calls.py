@@ -75,12 +75,12 @@ class UncutCalls:
 
     def _may(self, error: Exception) -> bool:
         wants_cut = self._core.settings.precision not in ("auto", "off", "float32")
-        if is_out_of_memory(error) or self._core.reduction is not None or wants_cut:
+        if is_out_of_memory(error) or not self._core.team.alone or wants_cut:
             return False
         return isinstance(error, Refused) or not isinstance(error, MemfitError)
 
     def _is_prescribed(self, samples: int | None) -> bool:
-        prescribed = self._core.prescribed
+        prescribed = self._core.in_force.prescribed
         return prescribed is not None and (samples is None or prescribed < samples)
 
     def _explain(self, samples: int | None, error: Exception) -> None:
@@ -88,13 +88,13 @@ class UncutCalls:
         if hasattr(error, "add_note") and not isinstance(error, MemfitError):  # Python 3.11
             error.add_note(  # type: ignore[attr-defined]
                 f"memfit: raised on a few of a batch's {samples or ''} samples, to be cut into micro-batches of "
-                f"{self._core.prescribed} as asked; without micro_batch= a batch that fits runs whole"
+                f"{self._core.in_force.prescribed} as asked; without micro_batch= a batch that fits runs whole"
             )
 
     def _fits(self, call: Call, samples: int | None) -> tuple[bool, Plan | None]:
         """Return (whether the whole may run, its plan if it could be traced)."""
         core = self._core
-        if core.fixed is not None:
+        if core.in_force.fixed is not None:
             return True, None
         try:
             profile = core.planner.traced_whole(_task(call, core, 0))
@@ -114,12 +114,12 @@ class UncutCalls:
 
     def _adopt(self, plan: Plan, profile: Profile, samples: int) -> None:
         """Adopt a plan of the whole as one piece, counted in samples."""
-        self._core.adopt(Planned(replace(plan, share=samples, micro_batch=samples), None))
+        self._core.in_force.adopt(Planned(replace(plan, share=samples, micro_batch=samples), None))
 
     def _say(self, error: Exception, plan: Plan | None) -> None:
         core = self._core
         why = error.found if isinstance(error, MemfitError) else first_line(error)
-        unknown = "" if plan is not None or core.fixed is not None else ", and its memory could not be predicted"
+        unknown = "" if plan is not None or core.in_force.fixed is not None else ", and its memory could not be predicted"
         core.tell(f"a batch runs whole, as the script wrote it, because it cannot be cut{unknown}: {why}")
         report_fault(core, error)
 

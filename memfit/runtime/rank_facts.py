@@ -89,7 +89,8 @@ class FactsExchange:
         samples, seconds = self._computing.read()
         epoch, number = (0, 0) if self.shares is None else self.shares.position(self._thread)
         most = 0 if self._wanted is None else min(self._wanted[self._ranks.rank], self._most())
-        return [samples, seconds, float(epoch), float(number), float(most), float(self._core.tuning), float(self._changed())]
+        tuning = self._core.in_force.tuning
+        return [samples, seconds, float(epoch), float(number), float(most), float(tuning), float(self._changed())]
 
     def heard(self, told: Sequence[Sequence[float]], step: int) -> None:
         """Process what all ranks stated in a step. Every rank does the same."""
@@ -179,7 +180,7 @@ class FactsExchange:
             return
         now = min(numbers) > 0 and len(set(epochs)) == 1
         self.shares.change(int(max(numbers)) if now else NEXT_EPOCH, found)
-        self._core.reshare(found[self._ranks.rank])
+        self._core.in_force.reshare(found[self._ranks.rank])
         self._computing.forget()
         self._exchanging.forget()
         of = " + ".join(f"{share:,}" for share in found)

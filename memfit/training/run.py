@@ -80,7 +80,7 @@ class Run:
         core = self._core
         if core is None:
             return self._last_plan
-        return core.plan if core.rank_facts is None else core.rank_facts.in_all(core.plan)
+        return core.team.in_all(core.plan)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -124,7 +124,7 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._stepper.loss(batch)
         value = loss.detach()
-        with self._core.announcing():
+        with self._core.team.announcing():
             loss.backward()
             del loss
             if self._before_step is not None:
@@ -140,7 +140,7 @@ class Run:
             undo()
         self._undo.clear()
         if self._core is not None:
-            self._core.release()
+            self._core.in_force.release()
             self._core.memory.end()
         loader = self.loader
         if isinstance(loader, (EffectiveLoader, PassedThrough)):
@@ -234,7 +234,7 @@ class Run:
             script_precision=script_precision(self.model.parameters(), core.device),
             draws=drawing_modules(self.model),
             change=batch_change(self.script_batch, core.settings.target_batch, self.optimizer.param_groups),
-            every=() if core.rank_facts is None else core.rank_facts.facts,
+            every=core.team.facts,
         )
 
     # ---- set up by wrap
@@ -286,7 +286,7 @@ class Run:
 
     def drew(self) -> bool:
         """Whether host random draws differ from those of the unmodified script so far."""
-        return self._core is not None and (self._core.recovery.drew or bool(getattr(self.loader, "drew", False)))
+        return self._core is not None and (self._core.accumulator.recovery.drew or bool(getattr(self.loader, "drew", False)))
 
     def follow(self, guard: AccumulationGuard | None, script: Script | None) -> None:
         """Hooks the optimizer's steps to count them."""
@@ -298,8 +298,8 @@ class Run:
         if script is not None and self._stepper is None:
             self._undo.append(self.optimizer.register_step_pre_hook(script.stepping).remove)
             self._undo.append(script.watch_strays())
-        if self._core is not None and self._core.reduction is not None:
-            self._undo.append(self.optimizer.register_step_pre_hook(self._core.reduction.stepping).remove)
+        if self._core is not None and self._core.team.reduction is not None:
+            self._undo.append(self.optimizer.register_step_pre_hook(self._core.team.reduction.stepping).remove)
 
     def on_batch(self, info: BatchInfo) -> None:
         """Records a batch that the loader is about to yield."""
@@ -338,10 +338,10 @@ class Run:
 
     def _take_step(self) -> None:
         core = self._core
-        if core is None or core.catch_up is None:
+        if core is None:
             self.optimizer.step()
             return
-        source = core.catch_up.step(whole=self._sharding is None or self._sharding.level == "off")
+        source = core.team.step(self.optimizer, whole=self._sharding is None or self._sharding.level == "off")
         if source is not None:
             core.note("out of memory", f"optimizer.step() ran out of memory; its result was taken over from rank {source}")
             self._stepped()
@@ -377,7 +377,7 @@ class Run:
     def measured_peak(self) -> int | None:
         """Returns the peak bytes in steps of this plan. None before its first full step, or on unsupported platforms."""
         core = self._core
-        if core is None or core.tuning or core.steps <= self._peak_from:
+        if core is None or core.in_force.tuning or core.steps <= self._peak_from:
             return None
         return core.memory.measured_peak()
 
@@ -386,19 +386,18 @@ class Run:
         if core is None:
             return
         core.steps += 1
-        if core.reduction is not None:
-            core.reduction.torn = False
+        core.team.stepped()
         self._batches_stepped = self._batches
-        core.heap.check()
+        core.in_force.heap.check()
         if core.plan is not self._measured_plan:
             core.memory.reset_peak()  # excludes planning and earlier plans
             self._measured_plan, self._peak_from = core.plan, core.steps
         core.memory.stepped()
-        if core.steps == 1 and core.reduction is None:
+        if core.steps == 1 and core.team.alone:
             self._name_unreached(core)
-        if not core.settled and core.steps <= LOOKS and core.plan is not None:
+        if not core.in_force.settled and core.steps <= LOOKS and core.plan is not None:
             peak = self.measured_peak()
-            core.settled = peak is not None and peak <= core.plan.held + core.plan.predicted.upper
+            core.in_force.settled = peak is not None and peak <= core.plan.held + core.plan.predicted.upper
         if self._guard is not None:
             self._guard.stepped()
         if self._script is not None:

@@ -47,7 +47,7 @@ class StateSource:
     @property
     def ranks(self) -> Ranks | None:
         """The ranks that train together; None if there is only one."""
-        return None if self.core is None or self.core.reduction is None else self.core.reduction.ranks
+        return None if self.core is None else self.core.team.ranks
 
     @property
     def rank(self) -> int:
@@ -82,7 +82,7 @@ class Read:
 def written(held: StateSource, steps: int, position: LoaderPosition | None, *, whole: bool) -> dict[str, Any]:
     """Return the current state; without `whole`, only what no script saves itself."""
     core = held.core
-    scale = (1.0, 0) if core is None else core.scale.state
+    scale = (1.0, 0) if core is None else core.accumulator.scale.state
     found: dict[str, Any] = {
         "version": VERSION,
         "fingerprint": fingerprint(held.model),
@@ -120,7 +120,7 @@ def load(held: StateSource, state: Any) -> int:
         held.optimizer.load_state_dict(found.optimizer)
     if held.core is not None:
         held.core.steps = found.steps
-        held.core.scale.state = found.scale
+        held.core.accumulator.scale.state = found.scale
     _go_to(held, found.position)
     if found.random:
         _draw_on(held, found.random, found.steps)

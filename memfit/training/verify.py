@@ -65,7 +65,8 @@ def verification_of(core: Core, reference: Reference | None) -> Verification:
     samples = _fitting(core, reference)
     for by_operations in (False, True):
         draws = Draws(by_operations=by_operations)
-        with reaching(*core.reached), comparable(core.model, core.device), full_precision(core.device), core.without_levers():
+        aside = comparable(core.model, core.device)
+        with reaching(*core.reached), aside, full_precision(core.device), core.in_force.without_levers():
             whole = _whole(core, reference.work(samples), samples, draws.recording)
             if draws.unsliced and not by_operations:
                 continue
@@ -102,7 +103,7 @@ def _whole(core: Core, work: Work, samples: int, drawing: Callable[[], Any]) -> 
 
 
 def _parts(core: Core, reference: Reference, pieces: Sequence[int], samples: int, draws: Draws) -> _Gradient:
-    core.prepare(len(pieces))
+    core.accumulator.prepare(len(pieces))
     work = _Sliced(reference.work(samples), draws)
     try:
         with work.composition.kept():

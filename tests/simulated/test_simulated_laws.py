@@ -204,8 +204,8 @@ def test_what_is_admitted_is_near_what_a_loop_by_hand_has_room_for(capacity: int
     for each in run.loader:
         run.step(each)
     core = run._core
-    assert core is not None and core.active is not None and core.active.profile is not None
-    profile, room = core.active.profile, core.memory.budget().room
+    assert core is not None and core.in_force.active is not None and core.in_force.active.profile is not None
+    profile, room = core.in_force.active.profile, core.memory.budget().room
     assert by_hand // 4 <= max(size for size in sizes if profile.peak(size).upper <= room) <= by_hand
 
 
