@@ -99,26 +99,26 @@ Patch = Iterator[tuple[Any, str, Any]]
 
 def in_place_on_a_loss_that_waits() -> Patch:
     """`loss.div_(4)`: answered as if it had happened."""
-    from memfit.capture import lazy_tensor
+    from memfit.capture import lazy_functions
 
     def rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return isinstance(args[0], lazy_tensor.LazyTensor) and args[0]._scalar is not None
+        return isinstance(args[0], lazy_functions.LazyTensor) and args[0].scalar is not None
 
-    yield lazy_tensor, "_rewritten", rewritten
+    yield lazy_functions, "_rewritten", rewritten
 
 
 def in_place_on_a_plain_tensor() -> Patch:
     """`total += out.detach().mean()`: computed out of place."""
-    from memfit.capture import lazy_tensor
+    from memfit.capture import lazy_functions
 
-    answer = lazy_tensor._answer
+    answer = lazy_functions._answer
 
     def out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in lazy_tensor.OUT_OF_PLACE and not isinstance(args[0], lazy_tensor.LazyTensor):
-            func = lazy_tensor.OUT_OF_PLACE[func]
+        if func in lazy_functions.OUT_OF_PLACE and not isinstance(args[0], lazy_functions.LazyTensor):
+            func = lazy_functions.OUT_OF_PLACE[func]
         return answer(func, args, kwargs)
 
-    yield lazy_tensor, "_answer", out_of_place
+    yield lazy_functions, "_answer", out_of_place
 
 
 def data_written_before_the_loss() -> Patch:
@@ -195,9 +195,9 @@ def losses_that_decide() -> Patch:
 
 def hooks_on_saved_tensors() -> Patch:
     """Hooks on what the loss saves for backward: not looked for."""
-    from memfit.capture import lazy_tensor
+    from memfit.capture import lazy_functions
 
-    yield lazy_tensor, "_watching_saved_tensors", lambda: False
+    yield lazy_functions, "_watching_saved_tensors", lambda: False
 
 
 def means_by_samples() -> Patch:

@@ -40,7 +40,8 @@ from memfit.capture.expression import (
     name_of,
 )
 from memfit.capture.joint_call import joint
-from memfit.capture.lazy_tensor import LazyTensor, settle_looks, stand_ins
+from memfit.capture.lazy_functions import stand_ins
+from memfit.capture.lazy_tensor import LazyTensor, settle_looks
 from memfit.capture.masked_mean import count_of
 from memfit.capture.side_outputs import through
 from memfit.capture.workloads import ExpressionWork
@@ -526,7 +527,7 @@ class Script:
 
     def like_after(self, call: Call, following: Node, parents: Sequence[LazyTensor]) -> torch.Tensor | None:
         """Return a fake tensor like the result of an operation on stand-ins, or None if unknown."""
-        key = look_of(following, {id(p._node): (tuple(p.shape), p.dtype, p.device) for p in parents}, call.samples)
+        key = look_of(following, {id(p.node): (tuple(p.shape), p.dtype, p.device) for p in parents}, call.samples)
         if key not in self._shapes:
             if len(self._shapes) >= LOOKS:
                 self._shapes.clear()
@@ -536,7 +537,7 @@ class Script:
     def _result_of(self, following: Node, parents: Sequence[LazyTensor], samples: int) -> torch.Tensor | None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        known = {id(parent._node): parent for parent in parents}
+        known = {id(parent.node): parent for parent in parents}
         try:
             with FakeTensorMode():
                 part = SampleRange({}, 0, samples)
