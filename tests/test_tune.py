@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from memfit.autotune import timer as laps
 from memfit.autotune.tuner import ENOUGH, Tuner, spread
 from memfit.batches.pieces import next_size
+from memfit.hardware import clock
 from memfit.planning.search import micro_batch_sizes
 
 CPU = torch.device("cpu")
@@ -43,9 +43,9 @@ def tuned(
 ) -> tuple[int, int]:
     """(the size taken, the batches it took to know). `in_rows`: as on a device, whose allocator has no segments for a size that
     was not the latest."""
-    monkeypatch.setattr(laps.time, "perf_counter", machine.perf_counter)
+    monkeypatch.setattr(clock.time, "perf_counter", machine.perf_counter)
     tuner = Tuner(fitting, planned, CPU)
-    tuner._in_rows = in_rows
+    tuner._row._used = in_rows
     batches = 0
     while not tuner.done:
         batches += 1
@@ -95,7 +95,7 @@ def test_a_single_size_has_nothing_to_measure() -> None:
 
 def test_what_a_failed_pass_proposed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(lambda size: 1.0)
-    monkeypatch.setattr(laps.time, "perf_counter", machine.perf_counter)
+    monkeypatch.setattr(clock.time, "perf_counter", machine.perf_counter)
     tuner = Tuner((1, 2), 2, CPU)
     for _ in range(5):
         tuner.begin()
@@ -143,7 +143,7 @@ def pieces_of(elements: int) -> list[tuple[int, int]]:
 
 def test_samples_of_different_sizes_are_measured_by_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(laps.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
     fitting = [10 * n for n in micro_batch_sizes(64)]
     tuner = Tuner(fitting, fitting[-1], CPU, whole=True)
     batches = 0
@@ -164,7 +164,7 @@ def test_samples_of_different_sizes_are_measured_by_whole_batches(monkeypatch: p
 
 def test_a_batch_that_failed_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(laps.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
     tuner = Tuner((10, 20), 10, CPU, whole=True)
     tuner.begin()
     tuner.expect_batch(tuner.next_choice(), 40, 4)

@@ -46,13 +46,9 @@ class Tuner:
         self._measured: dict[int, list[float]] = {choice: [] for choice in self.choices}
         self._running: list[tuple[int, int] | None] = []
         self._turn = 0
-        self._in_rows = device.type == "cuda"
-        """Whether a size runs several times in a row, and its first time does not count: then the allocator has no segments for
-        it yet."""
-        self._latest: int | None = None
-        self._row = 0
-        """How often the latest choice was proposed in a row. Batches may be too small for it to be measured."""
+        self._row = _Row(used=device.type == "cuda")
         self._firsts: set[int] = set()
+        """Indices of the pass's micro-batches that begin a row."""
 
     @property
     def largest(self) -> int:
@@ -70,12 +66,11 @@ class Tuner:
         allowed = [c for c in self.choices if c != self._alone or alone]
         missing = [c for c in allowed if self._is_open(c)]
         open_ = missing or ([self.planned] if self.planned in allowed or not allowed else allowed[-1:])
-        if self._in_rows and self._latest in open_ and self._row < self._enough + 2:
-            self._row += 1
-            return self._latest
-        choice = open_[self._turn % len(open_)]
-        self._turn += 1
-        self._row = 1 if choice != self._latest else self._row
+        choice = self._row.going_on(open_, self._enough + 2)
+        if choice is None:
+            choice = open_[self._turn % len(open_)]
+            self._turn += 1
+        self._row.proposes(choice)
         return choice
 
     def begin(self) -> None:
@@ -89,14 +84,14 @@ class Tuner:
 
     def expect(self, choice: int, units: int) -> None:
         """Sets the next micro-batch's choice and units. It is measured if it is at least three quarters full."""
-        first = self._is_first(choice)
+        first = self._row.begins(choice)
         if first:
             self._firsts.add(len(self._running))
         self._running.append((choice, units) if units >= 0.75 * choice and not first else None)
 
     def expect_batch(self, choice: int, units: int, pieces: int) -> None:
         """Sets the choice, units and number of micro-batches for the whole pass."""
-        first = self._is_first(choice)
+        first = self._row.begins(choice)
         self._firsts = {0} if first else set()
         self._running, self._pieces = [None if first else (choice, units)], pieces
 
@@ -104,11 +99,6 @@ class Tuner:
         """Whether the pass's micro-batch of this index is the first of another size, on a device whose allocator keeps segments
         of the sizes before."""
         return index in self._firsts
-
-    def _is_first(self, choice: int) -> bool:
-        """Whether the first micro-batch, or whole pass, of this choice in a row begins."""
-        before, self._latest = self._latest, choice
-        return self._in_rows and choice != before
 
     def micro_batch_done(self, index: int) -> None:
         """Marks the end of a micro-batch."""
@@ -160,6 +150,27 @@ class Tuner:
             if running is not None:
                 self._measured[running[0]].append(took / running[1])
         self._running, self._pieces = [], None
+
+
+class _Row:
+    """One choice several times in a row, where the allocator keeps segments for each size: the first time it has none yet, so
+    that time does not count."""
+
+    def __init__(self, *, used: bool) -> None:
+        self._used, self._choice, self._proposed = used, -1, 0
+
+    def going_on(self, choices: Sequence[int], most: int) -> int | None:
+        """Return the row's choice if it is open and was not proposed too often: batches may be too small to measure it."""
+        return self._choice if self._used and self._choice in choices and self._proposed < most else None
+
+    def proposes(self, choice: int) -> None:
+        """Count a proposal."""
+        self._proposed = self._proposed + 1 if choice == self._choice else 1
+
+    def begins(self, choice: int) -> bool:
+        """Set what runs next. Return whether it begins a row."""
+        before, self._choice = self._choice, choice
+        return self._used and choice != before
 
 
 def spread(sizes: Sequence[int], factor: int = 2) -> tuple[int, ...]:
