@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -100,6 +101,17 @@ def hooked(model: nn.Module, x: Tensor, y: Tensor) -> list[Any]:
     return [*seen, out.grad]
 
 
+def hooked_losses(model: nn.Module, x: Tensor, y: Tensor) -> list[Any]:
+    seen: list[Any] = []
+    out, other = model(x), model(x + 0.1)
+    loss = F.cross_entropy(out, y) + F.kl_div(F.log_softmax(other, 1), out.softmax(1), reduction="batchmean")
+    loss = (loss + 1e-3 * sum(p.pow(2).sum() for p in model.parameters())) / 2
+    loss.register_hook(lambda gradient: seen.append(gradient.clone()))
+    loss.register_hook(lambda gradient: gradient * 2)
+    loss.backward()
+    return seen
+
+
 def looked_at(model: nn.Module, x: Tensor, y: Tensor) -> list[Any]:
     out = model(x)
     F.cross_entropy(out, y).backward()
@@ -132,8 +144,8 @@ def functional(model: nn.Module, x: Tensor, y: Tensor) -> list[Any]:
 
 
 LOOPS = [
-    retained, kept_across_steps, together, listed, added_in_place, written_output, indexed_by_a_mask, hooked, looked_at,
-    with_autograd_grad, saved, jacobian, functional,
+    retained, kept_across_steps, together, listed, added_in_place, written_output, indexed_by_a_mask, hooked, hooked_losses,
+    looked_at, with_autograd_grad, saved, jacobian, functional,
 ]  # fmt: skip
 
 
@@ -148,6 +160,20 @@ def test_it_is_as_without_memfit(loop: Loop) -> None:
         assert torch.allclose(torch.as_tensor(mine), torch.as_tensor(its), rtol=1e-12, atol=1e-14)
     if any(p.grad is not None for p in plain.parameters()):
         assert relative_error(gradients_of(model), gradients_of(plain)) < 1e-12
+
+
+def test_a_hook_on_a_part_of_a_loss_that_was_computed_is_refused() -> None:
+    model, (x, y) = net(), data()
+    memfit.wrap(model, sgd(model), micro_batch=3)
+    for step in range(2):  # from the second step on, losses wait for others
+        model.zero_grad()
+        out = model(x)
+        first, second = F.cross_entropy(out, y), out.pow(2).mean()
+        total = first + second
+        total.item()
+        with pytest.raises(Refused, match="gradient of the model's output") if step else nullcontext():
+            first.register_hook(lambda gradient: gradient * 2)
+        total.backward()
 
 
 @pytest.mark.parametrize("what", [lambda o: o.softmax(-1).amax(-1).mean(), lambda o: (o > 0).sum()], ids=["mean", "count"])

@@ -43,7 +43,8 @@ def refuse_watching(output: Any) -> None:
 
 def refuse_late(output: Any) -> None:
     """A loss computed from it before has already accumulated its gradients, past any hook."""
-    if isinstance(output, LazyTensor) and output.call.pending and output.materialized is None:
+    late = isinstance(output, LazyTensor) and output.call.pending and output.materialized is None
+    if late and not output.is_apart:  # a hook on a loss of its own sees the whole gradient
         raise Refused(
             "reading the gradient of the model's output",
             found="the batch ran in micro-batches with its loss, so the whole gradient of the output never existed",

@@ -134,6 +134,12 @@ class LazyTensor(torch.Tensor):
             value = sum(term.of_sum(known[id(term.node)]) for term in terms)
             return self.scalar.and_others(value.to(self.dtype)).detach()  # type: ignore[union-attr]
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether it is a deferred scalar without a term whose gradients were gathered already, in the sum of another one."""
+        summed = {key for call in self.call.calls for key in call.summed}
+        return self.is_loss_that_waits and not any(id(term.node) in summed for term in self.terms)
+
     def detached(self) -> torch.Tensor:
         """Return the values without a graph."""
         if self.materialized is not None:
@@ -229,9 +235,13 @@ class LazyTensor(torch.Tensor):
     def _gathered(self, terms: tuple[Term, ...]) -> torch.Tensor:
         """The sum of terms, with all gradients of the call accumulated at once."""
         if self.owner.accumulates(self.call, Sum(terms)):
-            return self.owner.accumulate_terms(self.call, terms)
-        node = Sum(self.owner.over_all(self.call, terms))
-        return last_operation(node, self.parents, [parent.computed() for parent in self.parents], self.call.samples)
+            made = self.owner.accumulate_terms(self.call, terms)
+        else:
+            node, values = Sum(self.owner.over_all(self.call, terms)), [parent.computed() for parent in self.parents]
+            made = last_operation(node, self.parents, values, self.call.samples)
+        for call in self.call.calls:
+            call.summed.update({id(term.node): term.node for term in terms})
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.computed().__reduce_ex__(protocol)
