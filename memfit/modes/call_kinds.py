@@ -1,65 +1,42 @@
-"""Decides on training calls: whole or cut, how proven, how planned. Keeps one entry per kind (call signature).
-
-Calls that wait for one backward hold their activations together, and a script's loss shows its memory only when it runs. So at
-first a call runs whole only if that leaves room for what may come. Otherwise it is cut, until a step was seen to need no more
-than planned. Not covered: calls of several models that each fit whole but not together, where the last one takes what the first
-one's backward needs.
-"""
+"""Decides on training calls: whole or cut, and how proven. Keeps one entry per kind (call signature)."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from memfit._errors import DoesNotFit, MemfitError, Refused, first_line
+from memfit._errors import MemfitError, Refused, first_line
 from memfit.autotune.active_plan import Planned
-from memfit.autotune.measure_sizes import UNSEEN
-from memfit.autotune.task import LOSS_BOUND, Task
+from memfit.autotune.task import Task
 from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, shared_samples, uncuttable, unread
 from memfit.batches.lists import cut_lists, samples_in_lists
 from memfit.batches.shapes import Shapes, no_larger, samples_by, shapes_per_sample
 from memfit.batches.tree import tensors
 from memfit.capture.call import Call, Split, Tree
-from memfit.capture.consumers import Consumer, OwnLoss, Twin
+from memfit.capture.consumers import Consumer
 from memfit.capture.find_side_outputs import FoundDoors
-from memfit.capture.infer_layout import look_of, structure_of, twin_call, ways_to_cut
+from memfit.capture.infer_layout import look_of, structure_of, ways_to_cut
 from memfit.capture.outputs import Otherwise, Outputs
 from memfit.capture.side_outputs import Door, Doorway
-from memfit.engine.accumulate import Work
-from memfit.engine.buffers import beside_statistics
 from memfit.engine.call_context import without_saved_tensors_hooks
 from memfit.engine.recovery import surviving
 from memfit.engine.version_checks import Modified
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting, WeightsChanged
 from memfit.equivalence.tolerances import Deviation
 from memfit.hardware.exhausted import is_out_of_memory, said_by
-from memfit.modes.call_kind import CallKind, PlannedCall
+from memfit.modes.call_kind import CallKind
+from memfit.modes.call_plans import OWN_LOSS, CallPlans
 from memfit.modes.call_proofs import Prover
 from memfit.modes.pending_calls import UNDERWAY
 from memfit.modes.whole_calls import UncutCalls
-from memfit.planning.plan import Plan
-from memfit.planning.search import Demand, keepable, search
-from memfit.profiling.profile import Profile
+from memfit.planning.search import Demand
 from memfit.runtime.core import Core
 from memfit.runtime.faults import is_fault, report_fault, strict
-from memfit.tracing.build_profile import CHECK
-from memfit.tracing.trace import MakeWork
 
-RESERVE = 5
-"""Until a step was seen, a call runs whole only if one part in this many of the available memory stays free."""
-PAIRS = 8
-"""float32 matrices over all pairs of samples that an unseen loss may hold at once (contrastive losses: similarities, their
-logarithms both ways, and the gradients of all these), capped at half of the available memory."""
 PROVE_AGAIN = 4
 """A proof is repeated at the next batch, and then whenever the optimizer step count has grown by this factor."""
-
-OWN_LOSS = OwnLoss()
-
-
 RECOGNISED = 1000
 """Call signatures that are remembered."""
 
@@ -89,7 +66,7 @@ class CallKinds:
         self._unknown: set[Hashable] = set()
         self._untrained: set[Hashable] = set()
         self._uncut = UncutCalls(core)
-        self._open = self._most_open = 0
+        self._plans = CallPlans(core)
         self._time_first = any(getattr(module, "batch_first", True) is False for module in core.model.modules())
 
     def forget(self) -> None:
@@ -104,15 +81,14 @@ class CallKinds:
 
     def ended(self) -> None:
         """Note that backward reached the calls since the last one, or that the optimizer stepped."""
-        self._open = 0
+        self._plans.ended()
 
     def to_cut(
         self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
     ) -> tuple[Call | None, int | None]:
         """Return (the call of method `name` if it has to be cut, else None; its number of samples, if known). `hint`: samples
         in the loader's batch."""
-        self._open += 1
-        self._most_open = max(self._most_open, self._open)
+        self._plans.opens()
         try:
             with without_saved_tensors_hooks():
                 try:
@@ -137,7 +113,7 @@ class CallKinds:
         if found.kind is None or found.samples is None or found.samples < 2 or core.settings.whole:
             return None
         found.kind.whole, found.kind.too_many = 0, found.samples
-        self._open -= 1
+        self._plans.reopens()
         call, _ = self.to_cut(name, plain, tree, hint)
         if call is None or call.composition.moved or call.copies:
             return None
@@ -263,7 +239,7 @@ class CallKinds:
         if samples is None:
             raise uncuttable("its tensors do not share a first dimension")
         call = next(ways_to_cut(core.model, plain, tree, samples, core.device, self._split(tree, None)))
-        return self._task(call, OWN_LOSS, Demand(samples), BY_SAMPLES)
+        return self._plans.task(call, OWN_LOSS, Demand(samples), BY_SAMPLES)
 
     def of(self, call: Call) -> CallKind:
         """Return what is known of calls like this one."""
@@ -274,6 +250,19 @@ class CallKinds:
         if call.key not in self._kinds:
             shapes = call.shapes
             self._kinds[call.key] = CallKind(call.layout, shapes, {shapes: call.outputs}, proven=call.outputs)
+
+    def planned(
+        self,
+        call: Call,
+        consumer: Consumer,
+        weighting: Weighting,
+        *,
+        mode: str = "accumulate",
+        standing_per_sample: int = 0,
+    ) -> Planned:
+        """Return the plan for this consumer of the call's output and put it in force."""
+        kind = self._kinds[call.key]
+        return self._plans.planned(kind, call, consumer, weighting, mode=mode, standing_per_sample=standing_per_sample)
 
     def weighting(self, call: Call) -> Weighting:
         """Return how the call's own loss is weighted."""
@@ -324,9 +313,10 @@ class CallKinds:
                 return None
             shapes = call.shapes
             self._prover.look_at_single_samples(call)
-            kind = CallKind(call.layout, shapes, {shapes: call.outputs}, None if core.in_force.fixed else self._bound(call))
+            bound = None if core.in_force.fixed else self._plans.bound(call)
+            kind = CallKind(call.layout, shapes, {shapes: call.outputs}, bound)
             kind.counted = core.split is not None and shared_samples(tree) == samples
-            whole = self._runs_whole(kind, call)
+            whole = self._plans.runs_whole(kind, call)
             if whole and core.team.alone:
                 self._kinds[key] = kind
                 return None
@@ -353,7 +343,7 @@ class CallKinds:
         if not self._trains(call):
             return None
         shapes = call.shapes
-        bound = None if core.in_force.fixed else self._bound(call)
+        bound = None if core.in_force.fixed else self._plans.bound(call)
         kind = CallKind(call.layout, shapes, {shapes: call.outputs}, bound, weighting=BY_TERM)
         self._kinds[("single", key)] = kind
         return call
@@ -381,8 +371,8 @@ class CallKinds:
         call.copies, call.shapes = kind.writes_input, shapes
         call.outputs = kind.outputs_of(call, shapes)
         if not fits:
-            self._grew(kind, call, shapes)
-        if core.team.alone and self._runs_whole(kind, call):
+            self._plans.grew(kind, call, shapes)
+        if core.team.alone and self._plans.runs_whole(kind, call):
             return None
         if call.samples > 1 and (kind.proven is None or core.steps >= kind.prove_at or call.samples > kind.alike):
             self._prove_known(kind, call, shapes)
@@ -403,172 +393,9 @@ class CallKinds:
         if deviation is not None:
             raise self._prover.mixes(call, deviation)
 
-    def _grew(self, kind: CallKind, call: Call, shapes: Shapes) -> None:
-        """Plan again, before the call runs: its inputs are larger than any planned for."""
-        if self._core.in_force.fixed is not None:
-            return
-        kind.shapes, kind.whole, kind.refused, kind.planned, kind.bound = shapes, 0, None, {}, self._bound(call)
-        sizes = " ".join("x".join(map(str, shape)) for shape in shapes if shape)
-        self._core.note("replan", f"inputs larger than any before ({sizes} per sample): replanned before they run")
-
-    # ---- whole or cut
-
-    def _bound(self, call: Call) -> Profile:
-        task = self._task(call, OWN_LOSS, Demand(call.samples), BY_SAMPLES)
-        return self._core.planner.profile(task, "off")
-
-    def _runs_whole(self, kind: CallKind, call: Call) -> bool:
-        core, settings = self._core, self._core.settings
-        if call.samples >= kind.too_many:
-            return False
-        if core.in_force.fixed is not None:
-            return core.in_force.fixed.micro_batch >= call.samples and core.in_force.fixed.precision == "off"
-        assert kind.bound is not None
-        if settings.micro_batch is not None and settings.micro_batch < call.samples:
-            return False
-        if settings.precision not in ("auto", "off", "float32"):
-            return False  # a prescribed precision is applied around micro-batches
-        waiting = UNDERWAY.whole
-        circumstances = core.in_force.settled, call.samples, waiting, self._most_open
-        if kind.refused == circumstances or (kind.planned and kind.refused and kind.refused[0] == core.in_force.settled):
-            return False  # (a cut call stays cut until more is known: checking takes time and memory)
-        demand = Demand(call.samples, settings.target_batch, checkpoint=settings.checkpoint or ())
-        if call.outputs.loss is None:
-            demand = replace(demand, standing_per_sample=LOSS_BOUND * call.outputs.bytes_per_sample)
-        try:
-            plan, kind.bound = core.planner.whole(self._task(call, OWN_LOSS, demand, BY_SAMPLES), kind.bound)
-        except DoesNotFit:
-            if settings.whole:
-                raise
-            plan = None
-        if plan is None or not (settings.whole or self._leaves_room(call, plan, kind.bound)):
-            kind.whole, kind.refused = 0, circumstances
-            return False
-        if core.plan is None or (core.plan.share, core.plan.accumulation > 1) == (call.samples, True):
-            plan = replace(plan, notes=(*plan.notes, "fits as is: it runs whole, as the script wrote it"))
-            core.in_force.adopt(Planned(plan, kind.bound))
-        kind.whole, kind.beside = max(kind.whole, call.samples), waiting
-        return True
-
-    def _leaves_room(self, call: Call, plan: Plan, profile: Profile) -> bool:
-        """Return whether room is left beside this whole call for those that will wait for the same backward and, before a step
-        was seen, for what may come."""
-        core, grows = self._core, profile.added_by(call.samples)
-        reserve = 0
-        if not core.in_force.settled and not core.normalises_batches():  # (cutting changes batch norm's statistics)
-            there = plan.room + grows
-            pairs = 0 if call.outputs.loss is not None else PAIRS * 4 * call.samples**2
-            reserve = max(there // RESERVE, min(pairs, there // 2))
-        ran = any(timing.samples == call.samples for timing in profile.timings)
-        unseen = grows // UNSEEN if core.device.type == "cpu" and not ran else 0
-        return grows * (self._most_open - self._open) + max(reserve, unseen) <= plan.room
-
-    # ---- planning for a consumer of the output
-
-    def planned(
-        self,
-        call: Call,
-        consumer: Consumer,
-        weighting: Weighting,
-        *,
-        mode: str = "accumulate",
-        standing_per_sample: int = 0,
-    ) -> Planned:
-        """Return the plan for this consumer of the call's output and put it in force. It is made at the first use, and again if
-        there is more room."""
-        if self._core.in_force.fixed is not None:
-            assert self._core.in_force.active is not None
-            return self._core.in_force.active
-        with without_saved_tensors_hooks():
-            planned = self._planned(call, consumer, weighting, mode, standing_per_sample)
-        self._core.in_force.activate(planned)
-        return planned
-
-    def _planned(
-        self, call: Call, consumer: Consumer, weighting: Weighting, mode: str, standing_per_sample: int
-    ) -> PlannedCall:
-        core, kind = self._core, self._kinds[call.key]
-        found, shapes = kind.planned.get(consumer.name), call.shapes
-        if found is not None and not no_larger(shapes, found.shapes):
-            found = None
-        if found is not None and call.samples <= found.demand.share and not found.demand.standing:
-            return found
-        demand = Demand(
-            call.samples,
-            core.settings.target_batch,
-            mode=mode,
-            standing=core.old_gradient_bytes(),
-            standing_per_sample=standing_per_sample,
-        )
-        if found is not None and call.samples > found.demand.share:
-            found = self._for_more(found, demand)
-        elif found is not None and demand.standing < found.demand.standing:
-            found = self._roomier(found, demand.standing)
-        if found is None:
-            there = kind.bound if isinstance(consumer, OwnLoss) else None
-            plan, profile = core.planner.plan(self._task(call, consumer, demand, weighting), profile=there)
-            found = self._adopted(plan, profile, demand, shapes)
-        kind.planned[consumer.name] = found
-        return found
-
-    def _adopted(self, plan: Plan, profile: Profile, demand: Demand, shapes: Shapes) -> PlannedCall:
-        made = PlannedCall(keepable(plan, profile, self._most_kept(profile)), profile, demand, shapes)
-        self._core.in_force.adopt(made)
-        return made
-
-    def _for_more(self, planned: PlannedCall, demand: Demand) -> PlannedCall | None:
-        """Return the plan for a call with more samples, none larger than planned for, or None if nothing fits. It reuses the
-        profile: the call's own would tell less about larger samples."""
-        core = self._core
-        assert planned.profile is not None
-        try:
-            possible = core.planner.measurer.possible(core.planner.constrained(demand), planned.profile)
-            plan = search([planned.profile], core.memory.budget(), replace(possible, equal=core.compiled))
-        except DoesNotFit:
-            return None
-        return self._adopted(plan, planned.profile, demand, planned.shapes)
-
-    def _roomier(self, planned: PlannedCall, standing: int) -> PlannedCall:
-        """Return the plan now that the script zeroes its gradients before the batch runs, which frees their memory."""
-        core = self._core
-        planned.demand = replace(planned.demand, standing=standing)
-        demand = replace(planned.demand, micro_batch=core.settings.micro_batch, checkpoint=planned.plan.checkpoint)
-        assert planned.profile is not None
-        try:
-            plan = search([planned.profile], core.memory.budget(), demand)
-        except DoesNotFit:
-            return planned  # less memory is free now; the current plan stays
-        if plan.micro_batch > planned.plan.micro_batch == planned.largest:
-            return self._adopted(plan, planned.profile, planned.demand, planned.shapes)
-        return planned
-
-    def _most_kept(self, profile: Profile) -> int | None:
-        """Return how many micro-batches may keep activations at once: one if the next would write what its graph has saved."""
-        return 1 if beside_statistics(self._core.model, profile.written_buffers) else None
-
-    def _task(self, call: Call, consumer: Consumer, demand: Demand, weighting: Weighting) -> Task:
-        def make_work(precision: str) -> MakeWork:
-            def build(twin: Twin, samples: int) -> Work:
-                other, made = twin_call(call, twin, samples)
-                its, more = consumer.twin(twin, samples)
-                return its.work(other, precision, (*made, *more))
-
-            return build
-
-        def real_work(precision: str) -> Work:
-            return consumer.work(call, precision)
-
-        return Task(make_work, real_work, weighting, _traceable(call), demand, self._core.compiled)
-
 
 def _has_dimension(tree: Tree, size: int) -> bool:
     return any(size in tensor.shape for tensor in tensors(tree))
 
-
-def _traceable(call: Call) -> int:
-    """Return the samples to trace with: more than a small call has, to tell the cost per sample from the fixed cost."""
-    if call.split is not None or call.samples < 2 or any(t.layout is not torch.strided for t in tensors(call.tree)):
-        return call.samples
-    return max(call.samples, CHECK)
 
 

@@ -56,7 +56,8 @@ from memfit.engine.random_state import RandomState
 from memfit.engine.user_line import line_of_script
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weighting, WeightsChanged
 from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
-from memfit.modes.call_kinds import OWN_LOSS, CallKinds
+from memfit.modes.call_kinds import CallKinds
+from memfit.modes.call_plans import OWN_LOSS
 from memfit.modes.evaluation import Evaluations
 from memfit.modes.pending_calls import UNDERWAY
 from memfit.planning.plan import Plan
