@@ -1,0 +1,425 @@
+"""Runs the passes over a script's calls: for a loss, for values that it reads, for gradients of its outputs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from memfit.autotune.active_plan import Planned
+from memfit.autotune.task import LOSS_BOUND
+from memfit.autotune.tuner import Tuner
+from memfit.batches.pieces import sizes
+from memfit.capture.call import Call
+from memfit.capture.consumers import AllOutputs, Consumer, Expression
+from memfit.capture.expression import Node, Step, Sum, Term, as_factor, leaves_in, name_of
+from memfit.capture.joint_call import joint
+from memfit.capture.lazy_tensor import LazyTensor, settle_looks
+from memfit.capture.masked_mean import count_of
+from memfit.capture.result_shapes import ResultShapes
+from memfit.capture.workloads import ExpressionWork
+from memfit.engine.accumulate import Work
+from memfit.engine.call_context import outside_transforms, without_inference_mode, without_saved_tensors_hooks
+from memfit.engine.handover import Factor, Total, graph_is_kept, hand_over
+from memfit.engine.random_state import RandomState
+from memfit.engine.user_line import line_of_script
+from memfit.engine.weighting import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weighting, WeightsChanged
+from memfit.modes.call_kinds import CallKinds
+from memfit.modes.call_plans import OWN_LOSS
+from memfit.modes.kept_outputs import waiting_losses, worth_keeping
+from memfit.modes.losses_over_ranks import LossesOverRanks
+from memfit.modes.pending_calls import UNDERWAY
+from memfit.runtime.core import KEPT_SAMPLES, Core, MadeReference
+
+REPLAY = AllOutputs()
+BY_SUM = Weighting("sum", "as a sum")
+BY_SHARE = Weighting("share", "as what they add to the whole")
+
+
+class ScriptPasses:
+    """What lazy tensors ask for (`lazy_tensor.Owner`). `busy`: memfit itself runs the model; `waiting`: calls whose outputs are
+    not computed yet, or may be used again."""
+
+    def __init__(
+        self,
+        core: Core,
+        kinds: CallKinds,
+        batch_samples: Callable[[], int | None],
+        about_to_hand_over: Callable[[Sequence[torch.Tensor]], None],
+    ) -> None:
+        self.waiting: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.busy = False
+        self._core, self._kinds, self._batch_samples = core, kinds, batch_samples
+        self._about_to_hand_over = about_to_hand_over
+        self.losses = self._losses = LossesOverRanks(core, batch_samples, lambda: self.busy)
+        self._results = ResultShapes()
+        self._lines = {""}
+        self._joint: Callable[[], Call | None] = lambda: None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Do not intercept calls of the model, as memfit makes them itself."""
+        # A script may read an output, which runs the model, in either of these.
+        with self.going_through(), outside_transforms(), without_inference_mode():
+            yield
+
+    @contextmanager
+    def _in_pass(self, call: Call) -> Iterator[None]:
+        """Context for micro-batches of a call. The script's hooks for saved tensors (a checkpoint around a loss counts them)
+        do not see theirs, which are not part of the script's graph."""
+        with self.aside(), call.as_called(), without_saved_tensors_hooks():
+            yield
+
+    @contextmanager
+    def going_through(self) -> Iterator[None]:
+        """Context in which calls of the model go through."""
+        before, self.busy = self.busy, True
+        try:
+            yield
+        finally:
+            self.busy = before
+
+    def receivers(self, call: Call) -> list[torch.Tensor]:
+        """Return the tensors that gradients of the call's outputs flow into."""
+        if call.receivers is None:
+            call.receivers = [*self._core.staging.parameters(), *call.inputs.wanted]
+        return list(call.receivers)
+
+    def joint(self, calls: tuple[Call, ...]) -> Call | None:
+        """Return these calls joined to one, or None if they do not run together."""
+        if len({call.samples for call in calls}) > 1 or any(call.gathered or call.split for call in calls):
+            return None
+        if self.alone and any(call.values is not None for call in calls):
+            return None  # see `accumulates`
+        if sum(bool(call.composition.moved) for call in calls) > 1:
+            return None  # the second forward starts with the state after the first one's full batch
+        made = self._joint()
+        if made is None or [call.number for call in made.calls] != [call.number for call in calls]:
+            made = joint(calls)
+            self._joint = weakref.ref(made)
+            self._kinds.add(made)
+        return made
+
+    def accumulates(self, call: Call, node: Node) -> bool:
+        """Whether the gradients of `node` can be accumulated with its loss. Not if one of its outputs was computed before, as
+        a backward through it suffices. Several ranks accumulate all the same, as only some may look at outputs."""
+        by_number = {each.number: each for each in call.calls}
+        if self.alone and any(by_number[number].values is not None for number, _ in leaves_in(node)):
+            return False
+        return all(by_number[number].outputs.leaves[leaf].differentiable for number, leaf in leaves_in(node))
+
+    @property
+    def alone(self) -> bool:
+        """Whether this process trains alone, without other ranks."""
+        return self._core.team.alone
+
+    def defers(self, call: Call) -> bool:
+        """Whether losses of calls like this one are deferred until their use is known. They are if there are several, unless
+        the script could notice that a forward with side effects has not run. On several ranks they always are, as ranks add up
+        sums, not quotients by a rank's own counts."""
+        several = self._kinds.of(call).several and not call.composition.moved
+        return several or not self.alone
+
+    def accumulate_known_loss(self, call: Call, loss: Step) -> torch.Tensor:
+        """Accumulate a known loss."""
+        reduction = loss.keywords["reduction"]
+        weighting = BY_SUM if reduction == "sum" else BY_TOLD_TERM
+        with self._core.team.announcing():
+            return self._accumulated(call, Expression(f"{name_of(loss)} {reduction}", loss, call.offsets), weighting)
+
+    def accumulate_terms(self, call: Call, terms: Sequence[Term]) -> torch.Tensor:
+        """Accumulate the sum of terms."""
+        if len(terms) == 1 and terms[0].known is not None:
+            loss = self.accumulate_known_loss(call, terms[0].known)
+            call.note(terms[0].node, loss if terms[0].count is None else loss * terms[0].count)
+            return loss * terms[0].coefficient
+        if len(terms) == 1 and not self.alone and self._core.staging.parts is None:
+            return self._accumulate_term(call, terms[0]) * terms[0].coefficient
+        with self._core.team.announcing():
+            node = Sum(self._losses.over_all(call, terms))
+            return self._accumulated(call, Expression(name_of(node), node, call.offsets), BY_SHARE)
+
+    def _accumulate_term(self, call: Call, term: Term) -> torch.Tensor:
+        """Accumulate the only term of a loss. Its weight among the ranks is its denominator."""
+        made = term.without_coefficient()
+        with self._core.team.announcing():
+            consumer = Expression(name_of(made), made, call.offsets)
+            count = count_of(term)
+            if count is None:
+                return self._accumulated(call, consumer, BY_SUM)
+            return self._accumulated(call, consumer, BY_SHARE, weight=as_factor(count))
+
+    def over_all(self, call: Call, terms: Sequence[Term]) -> tuple[Term, ...]:
+        """Rescale the terms to this rank's part of their value over all ranks; see `LossesOverRanks.over_all`."""
+        return self._losses.over_all(call, terms)
+
+    def accumulate_own_loss(self, call: Call) -> torch.Tensor:
+        """Accumulate the model's own loss."""
+        with self._core.team.announcing():
+            while True:
+                try:
+                    return self._accumulated(call, OWN_LOSS, self._kinds.weighting(call))
+                except WeightsChanged:
+                    with self.aside():
+                        self._kinds.prove_again(call)  # raises if the result is the same
+
+    def values(self, call: Call) -> list[Any]:
+        """Return the joined output leaves, computed on first use."""
+        if call.values is None:
+            self._say_where(call)
+            self.compute_values(call)
+        assert call.values is not None
+        return call.values
+
+    def compute_values(self, call: Call) -> None:
+        """Compute the output leaves."""
+        self._after_earlier(call)
+        with self._core.team.announcing(), self._in_pass(call), torch.enable_grad():
+            self._first_pass(call)
+            self._core.team.rest(alone=True)
+        self._ran(call)
+
+    def _after_earlier(self, call: Call) -> None:
+        """Run earlier forwards with side effects first, as these run in the order of their calls."""
+        if call.composition.moved:
+            self.run_earlier(min(each.number for each in call.calls))
+
+    def run_earlier(self, first: float = math.inf) -> None:
+        """Run the forwards of calls before `first` that have side effects."""
+        for earlier in sorted(self.waiting, key=lambda each: each.number):
+            waits = not earlier.pieces and earlier.values is None and earlier.whole is None
+            if earlier.number < first and waits and earlier.composition.moved:
+                self.values(earlier)
+
+    def _ran(self, call: Call) -> None:
+        """Note the end of a pass. Its forwards may have written inputs and parameters."""
+        if written := call.ran():
+            for other in list(self.waiting):
+                other.accept(written)
+
+    def _say_where(self, call: Call) -> None:
+        """Tell the user which line makes the forward run once more."""
+        line = line_of_script()
+        if not call.samples or line in self._lines or self._core.settings.rank:
+            return
+        self._lines.add(line)
+        when = "after" if call.gathered else "before"
+        self._core.note("note", f"{line} reads values of an output {when} its loss ran: the forward runs again for them")
+
+    def _first_pass(self, call: Call) -> None:
+        UNDERWAY.make_room(call)
+        core, planned, repeated = self._core, self._replay_plan(call), bool(call.pieces)
+        call.activate, tries = partial(core.in_force.activate, planned), itertools.count()
+
+        def attempt(largest: int) -> None:
+            call.kept.clear()
+            if next(tries):
+                self._ran(call)  # up to where memory ran out
+            if not repeated:
+                call.forget_pass()
+            # Passes over sharded parameters need the same order on all ranks. A forward that writes parameters invalidates the
+            # graphs kept of earlier micro-batches.
+            keep = 0 if core.staging.parts is not None or call.composition.moved else planned.plan.keep
+            pieces = core.accumulator.pieces(call.samples, largest)
+            cut = partial(sizes, largest=largest, least=core.least)
+            with nullcontext() if repeated else core.accumulator.norms_of(len(pieces)):
+                call.compute_values(pieces, keep, core.staging, core.buffers, cut, core.in_force.heap.check)
+
+        try:
+            with core.team.computing():
+                core.accumulator.recovery.run(attempt, core.in_force.limit(planned.plan))
+            core.accumulator.apply_norms()
+        except BaseException as error:
+            begun, ran = call.random[:1], call.values is not None
+            if not repeated:
+                call.forget_pass()
+            if repeated or not self._runs_whole_after(call, error, begun, ran):
+                raise
+
+    def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
+        """Return the gradients of the receivers, given those of the outputs, by running the call again."""
+        if call.whole is not None:
+            return self._backward_of_whole(call, gradients)
+        if call.values is None:  # else this would be reported as a read by the script
+            self._lines.add(line_of_script())
+        self.values(call)
+        UNDERWAY.make_room(call)
+        self._gathers(call)
+        core = self._core
+        if call.activate is not None:
+            call.activate()
+        receivers = self.receivers(call)
+        self._about_to_hand_over(receivers)
+        tries = itertools.count()
+
+        def attempt(largest: int) -> Total:
+            if next(tries):  # after out of memory: free what is kept, so that it can be cut further, too
+                call.kept.clear()
+                self._ran(call)  # up to where memory ran out
+            core.accumulator.prepare(len(call.pieces))
+            weight = self._losses.own_weight(call.samples)
+            factor = core.staging.relative_to(weight)
+            incoming = gradients if factor == 1.0 else tuple(None if g is None else g * weight for g in gradients)
+            with core.staging.counting():
+                cut = partial(sizes, largest=largest, least=core.least)
+                call.replay(incoming, core.staging, core.buffers, cut, core.in_force.heap.check)
+                parameters = len(receivers) - len(call.inputs.wanted)
+                staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
+            value = torch.zeros((), device=core.device)
+            return Total(value, receivers, staged, factor, weight=weight, samples=call.samples, unseen=True)
+
+        with self.aside(), core.team.announcing(), call.as_called():
+            largest = max(call.pieces)
+            with core.team.computing(again=True):
+                total = attempt(largest) if core.staging.parts is not None else core.accumulator.recovery.run(attempt, largest)
+            self._losses.combine(total, BY_SAMPLES)
+        self._ran(call)
+        settle_looks(call.calls)
+        return total
+
+    def _backward_of_whole(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
+        """Like `replayed`, for a call that ran whole after all: backward through its own graph."""
+        assert call.whole is not None
+        found = [(leaf, gradient) for leaf, gradient in zip(call.whole, gradients) if gradient is not None]
+        with self.aside():
+            torch.autograd.backward(*map(list, zip(*found)), retain_graph=graph_is_kept())
+        receivers = self.receivers(call)
+        return Total(torch.zeros((), device=self._core.device), receivers, [None] * len(receivers))
+
+    def like_after(self, call: Call, following: Node, parents: Sequence[LazyTensor]) -> torch.Tensor | None:
+        """Return a fake tensor like the result of an operation on stand-ins, or None if unknown."""
+        return self._results.like_after(following, parents, call.samples)
+
+    def _gathers(self, call: Call) -> None:
+        """Note that a call's gradients start to accumulate. If some did before, losses of such calls are deferred from now
+        on."""
+        if call.gathered or any(each.gathered for each in call.calls):
+            self._kinds.of(call).several = True
+        for each in (call, *call.calls):
+            each.gathered = True
+
+    def _accumulated(
+        self, call: Call, consumer: Consumer, weighting: Weighting, weight: Factor | None = None
+    ) -> torch.Tensor:
+        """Accumulate the call's gradients and return its loss as a tensor whose backward hands them over. `weight`: its weight
+        as a mean among the ranks."""
+        first, total = not call.pieces, None
+        if first:
+            self._after_earlier(call)
+        call.kept.clear()  # accumulation runs its own forwards
+        self._gathers(call)
+        try:
+            with self._in_pass(call), nullcontext() if first else call.drawing_again():
+                total = self._pass(call, consumer, weighting, first)
+                self._core.team.rest()
+                if self._batch_samples() == 0:
+                    total.weight = 0.0
+                then, receivers = total.on_handover, total.receivers  # the total itself would create a reference cycle
+
+                def handing_over(incoming: torch.Tensor) -> None:
+                    then(incoming)
+                    call.check_data()
+                    for labels in consumer.labels:
+                        labels.check_data("has computed the gradients with the loss")
+                    self._about_to_hand_over(receivers)
+                    for each in () if graph_is_kept() else call.calls:
+                        each.pending -= 1
+
+                for each in call.calls:
+                    each.pending += 1
+                total.on_handover = handing_over
+                if not self._core.team.alone:
+                    combined = BY_SAMPLES if weighting is BY_SHARE else weighting
+                    if weight is not None:
+                        combined, total.weight = BY_TERM, weight if total.weight else 0.0
+                    total.combine = self._losses.combining(total, combined)
+                return hand_over(total)
+        except BaseException as error:
+            begun, ran = call.random[:1], total is not None
+            if first:
+                call.forget_pass()
+            if not first or not self._runs_whole_after(call, error, begun, ran):
+                raise
+        return consumer.of_whole(call)
+
+    def _runs_whole_after(self, call: Call, error: BaseException, begun: Sequence[RandomState], ran: bool) -> bool:
+        """Whether a call runs whole, as the script wrote it, because its first pass in micro-batches failed before the
+        handover. If the model raises then, too, the error is the script's own. `begun`: the random state at the start, if it
+        started; `ran`: whether its micro-batches finished, so that no state was restored."""
+        core = self._core
+        if not self._kinds.runs_whole_after(call, error) or (ran and (call.composition.moved or core.buffers.written)):
+            return False
+        core.staging.discard()
+        for state in begun:
+            state.restore(core.device)
+        with self.aside():
+            call.run_whole()
+        self._kinds.say_whole(call, error)
+        return True
+
+    def _pass(self, call: Call, consumer: Consumer, weighting: Weighting, first: bool) -> Total:
+        core = self._core
+        call.check_unchanged()
+        UNDERWAY.make_room(call)
+        planned = self._kinds.planned(call, consumer, weighting)
+        call.activate = partial(core.in_force.activate, planned)
+        if core.reference is None:
+            core.reference = _reference(call, consumer, weighting)
+        work = consumer.work(call, planned.plan.precision)
+        work.draws = True
+        work.composition = call.composition if first else call.composition.repeated()
+        work.keeps = worth_keeping(call, consumer, planned.plan) if first else frozenset()
+        if isinstance(work, ExpressionWork):
+            terms = [term for number in waiting_losses(call) for term in number.terms if term.known is not work.node]
+            work.note(list({id(term.node): term.node for term in terms}.values()))
+
+        def begin(pieces: Sequence[int]) -> None:
+            work.values.clear()
+            if isinstance(work, ExpressionWork):
+                work.noted.clear()
+            if first:
+                call.forget_pass()
+                call.begin(pieces)
+
+        def pieces_for(largest: int, tuner: Tuner | None) -> Sequence[int]:
+            return core.accumulator.tuned_pieces(call.samples, largest, tuner) if first else call.pieces
+
+        with core.buffers.kept(not first):
+            limit = core.in_force.limit(planned.plan)
+            total = core.accumulator.run(work, weighting, pieces_for, largest=limit, begin=begin, autocast=call.autocast)
+        self._ran(call)
+        for node, value in work.noted.values() if isinstance(work, ExpressionWork) else ():
+            call.note(node, value)
+        if work.values:
+            whole = call.joined(work.values)
+            for each in call.calls:
+                offset = call.offsets[each.number]
+                each.values = whole[offset : offset + len(each.outputs.leaves)]
+            settle_looks(call.calls)
+        return total
+
+    def _replay_plan(self, call: Call) -> Planned:
+        standing = (1 + LOSS_BOUND) * call.outputs.bytes_per_sample
+        planned = self._kinds.planned(call, REPLAY, BY_SAMPLES, mode="replay", standing_per_sample=standing)
+        if self._core.reference is None:
+            self._core.reference = _reference(call, REPLAY, BY_SUM)
+        return planned
+
+
+def _reference(call: Call, consumer: Consumer, weighting: Weighting) -> MadeReference:
+    """Copy a few samples of this call for verification."""
+    samples = min(KEPT_SAMPLES, call.samples)
+    kept, its, composition = call.first(samples), consumer.first(samples, backwards=False), call.composition.afresh()
+
+    def work(count: int, backwards: bool) -> Work:
+        made = its.first(count, backwards=backwards).work(kept.first(count, backwards=backwards), "off")
+        made.composition = composition.afresh()
+        return made
+
+    return MadeReference(samples, weighting, work, reversible=call.split is None)
