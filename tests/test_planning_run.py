@@ -551,5 +551,5 @@ def test_every_kind_of_call_runs_by_its_own_plan() -> None:
     for batches in ((videos, pictures), (pictures, videos), (videos,), (pictures,)):
         assert step(*batches) == [size for batch in batches for size in ([4] * 3 if batch is videos else [8] * 3)]
     assert run._core is not None
-    run._core._ran_out(8, 2, "a test")  # pictures, which ran last
+    run._core.in_force.ran_out(8, 2, "a test")  # pictures, which ran last
     assert step(videos, pictures) == [4] * 3 + [2] * 12
