@@ -262,6 +262,7 @@ def measured_from_freed_memory() -> None:
     assert run.plan is not None and run.plan.micro_batch < 16
 
 
+@pytest.mark.slow
 def test_what_an_earlier_micro_batch_left_free_hides_nothing_from_a_measured_profile() -> None:
     """In a process of its own, whose freed memory goes back at once: what other tests left free would serve here."""
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])

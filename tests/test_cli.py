@@ -214,6 +214,7 @@ def test_what_is_saved_lies_where_it_was_said_although_the_script_changes_the_di
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
+@pytest.mark.slow
 def test_workers_are_gone_afterwards(tmp_path: Path) -> None:
     init = "open(f'worker{i}', 'w').write(str(__import__('os').getpid()))"
     loader = f", num_workers=2, persistent_workers=True, worker_init_fn=lambda i: {init}"
@@ -284,6 +285,7 @@ def test_errors_of_wrap_are_printed_in_three_parts(tmp_path: Path) -> None:
     assert_three_parts(done.stderr, "1.00 MiB")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to another process")
 def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
     before = "print('ready', flush=True); import time; time.sleep(60)"

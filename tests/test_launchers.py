@@ -176,6 +176,7 @@ with_memfit = threads()
 """
 
 
+@pytest.mark.slow
 def test_threads_end_before_python_does(tmp_path: Path) -> None:
     """Those of gloo that still let go of tensors when Python ends take the process down (pytorch/pytorch#190489)."""
     script = tmp_path / "counts.py"

@@ -282,5 +282,6 @@ def test_a_script_that_just_ends_is_not_waited_for(tmp_path: Path) -> None:
     assert status == 1 and left == 0 and "rank 1 has reached the end of its script" in text
 
 
+@pytest.mark.slow
 def test_a_script_that_works_ends_by_itself(tmp_path: Path) -> None:
     assert [(status, text.splitlines()[-1]) for status, text in started("pass", tmp_path)] == [(0, "done")] * 2

@@ -162,18 +162,38 @@ def test_it_is_as_without_memfit(loop: Loop) -> None:
         assert relative_error(gradients_of(model), gradients_of(plain)) < 1e-12
 
 
-def test_a_hook_on_a_part_of_a_loss_that_was_computed_is_refused() -> None:
+@pytest.mark.parametrize("computed", [True, False])
+def test_a_hook_on_a_part_of_another_loss_is_refused_or_called(computed: bool) -> None:
     model, (x, y) = net(), data()
     memfit.wrap(model, sgd(model), micro_batch=3)
     for step in range(2):  # from the second step on, losses wait for others
         model.zero_grad()
-        out = model(x)
+        out, seen = model(x), []
         first, second = F.cross_entropy(out, y), out.pow(2).mean()
         total = first + second
-        total.item()
-        with pytest.raises(Refused, match="gradient of the model's output") if step else nullcontext():
-            first.register_hook(lambda gradient: gradient * 2)
+        if computed:
+            total.item()
+        with pytest.raises(Refused, match="gradient of a loss") if step else nullcontext():
+            first.register_hook(seen.append)
         total.backward()
+        assert step or seen
+
+
+def test_a_hook_on_a_loss_before_it_is_added_is_called() -> None:
+    model, plain, (x, y) = net(), net(), data()
+    memfit.wrap(model, sgd(model), micro_batch=3)
+    for step in range(3):
+        grads = []
+        for each in (model, plain):
+            each.zero_grad()
+            out = each(x)
+            first, second = F.cross_entropy(out, y), out.pow(2).mean()
+            first.register_hook(lambda gradient: gradient * 3)
+            first.retain_grad()
+            (first + second).backward()
+            assert first.grad == 3.0, step
+            grads.append(gradients_of(each))
+        assert relative_error(*grads) < 1e-12
 
 
 @pytest.mark.parametrize("what", [lambda o: o.softmax(-1).amax(-1).mean(), lambda o: (o > 0).sum()], ids=["mean", "count"])

@@ -113,19 +113,20 @@ class Call:
         """The calls of a joint call, or just this one."""
         return self.several or (self,)
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, *, late: bool = True) -> None:
         """Raise autograd's own error if an input or a parameter was modified since the call, and Refused if a parameter was
-        replaced. A repeated pass starts from the state of the first one, so places that the forward itself moves may differ."""
+        replaced. A repeated pass starts from the state of the first one, so places that the forward itself moves may differ.
+        Without `late`, values on an accelerator are not compared."""
         for each in self.calls:
             each._check_places()
             moved = each.composition.keys if each.pieces else frozenset()
-            each._unchanged.check("runs this call in micro-batches when its loss is computed", moved)
+            each._unchanged.check("runs this call in micro-batches when its loss is computed", moved, late=late)
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether `check_unchanged` passes."""
+        """Whether `check_unchanged` passes, as far as that shows without waiting for an accelerator."""
         try:
-            self.check_unchanged()
+            self.check_unchanged(late=False)
         except (Modified, Refused):
             return False
         return True

@@ -43,8 +43,16 @@ def refuse_watching(output: Any) -> None:
 
 def refuse_late(output: Any) -> None:
     """A loss computed from it before has already accumulated its gradients, past any hook."""
-    late = isinstance(output, LazyTensor) and output.call.pending and output.materialized is None
-    if late and not output.is_apart:  # a hook on a loss of its own sees the whole gradient
+    if not isinstance(output, LazyTensor) or output.materialized is not None:
+        return
+    if output.is_loss_that_waits:
+        if not output.is_apart:
+            raise Refused(
+                "reading the gradient of a loss",
+                found="its gradients accumulate with those of another loss that it is part of, past any hook",
+                next_move="call retain_grad() or register_hook() before adding it to others",
+            )
+    elif output.call.pending:
         raise Refused(
             "reading the gradient of the model's output",
             found="the batch ran in micro-batches with its loss, so the whole gradient of the output never existed",

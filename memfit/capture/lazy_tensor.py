@@ -8,6 +8,7 @@ gradient is lost.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from memfit.capture.call import Call
 from memfit.capture.expression import Leaf, Node, Output, SampleRange, Step, Sum, Term, leaves_in
 from memfit.capture.lazy_scalar import Scalar
 from memfit.engine.call_context import without_inference_mode
+
+_NUMBERS = itertools.count()
 
 
 class Owner(Protocol):
@@ -79,7 +82,7 @@ class LazyTensor(torch.Tensor):
 
     Attributes: `call` and `node` (what computes it), `axis` (its samples'; None: it has none), `parents` (what its last
     operation is applied to), `scalar` (its terms, if it is a sum), `looks` (whether it is for reading only), `materialized`
-    (its values, once computed), `owner` (script mode).
+    (its values, once computed), `owner` (script mode), `number` (larger than those of tensors made before).
     """
 
     call: Call
@@ -90,6 +93,7 @@ class LazyTensor(torch.Tensor):
     parents: Mapping[LazyTensor, Node]
     scalar: Scalar | None
     looks: bool
+    number: int
 
     @classmethod
     def make(
@@ -110,6 +114,7 @@ class LazyTensor(torch.Tensor):
         standin = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
         standin.owner, standin.call, standin.node, standin.axis = owner, call, node, axis
         standin.parents, standin.materialized, standin.scalar, standin.looks = parents, None, scalar, looks
+        standin.number = next(_NUMBERS)
         for each in call.calls:
             each.standins.add(standin)
         return standin
@@ -136,9 +141,25 @@ class LazyTensor(torch.Tensor):
 
     @property
     def is_apart(self) -> bool:
-        """Whether it is a deferred scalar without a term whose gradients were gathered already, in the sum of another one."""
-        summed = {key for call in self.call.calls for key in call.summed}
-        return self.is_loss_that_waits and not any(id(term.node) in summed for term in self.terms)
+        """Whether it is a deferred scalar whose gradients flow through itself only: no term was gathered in the sum of another
+        one, or is part of one that was made since."""
+        if not self.is_loss_that_waits or any(id(term.node) in self._summed for term in self.terms):
+            return False
+        own = {id(term.node) for term in self.terms}
+        others = {id(s): s for call in self.call.calls for s in call.standins if isinstance(s, LazyTensor)}.values()
+        later = (s for s in others if s.number > self.number and s.is_loss_that_waits and s.materialized is None)
+        return not any(id(term.node) in own for other in later for term in other.terms)
+
+    @property
+    def _summed(self) -> set[int]:
+        """The nodes whose gradients are part of a loss that was computed, by id."""
+        return {key for call in self.call.calls for key in call.summed}
+
+    @property
+    def _was_handed_over(self) -> bool:
+        """Whether its gradients went to the parameters with those of the sum that it is part of."""
+        summed = self._summed
+        return not any(call.pending for call in self.call.calls) and all(id(term.node) in summed for term in self.terms)
 
     def detached(self) -> torch.Tensor:
         """Return the values without a graph."""
@@ -221,7 +242,8 @@ class LazyTensor(torch.Tensor):
             return self.call.whole[self.leaf]
         if self.scalar is not None:
             noted = self.noted()
-            if noted is not None and not self.call.is_unchanged:  # for reading only; backward raises torch's own error
+            # For reading only; backward raises torch's own error.
+            if noted is not None and (self._was_handed_over or not self.call.is_unchanged):
                 return Unwrap.apply(self, noted)  # type: ignore[no-any-return]
             return self.scalar.and_others(self._gathered(self.scalar.terms))
         if self.parents:

@@ -6,8 +6,9 @@ these few, and devices without events.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -47,21 +48,27 @@ class DeviceValues:
         for ((device, _), few), before in zip(self._few.items(), self._before, strict=True):
             said = [(tell(i), len(values)) for i, values in few.items()]
             if any(what is not None for what, _ in said):
-                reads = _READS.setdefault(device, LateReads(device))
-                reads.add(said, retry_on_oom(lambda few=few, before=before: torch.cat([*few.values()]) != before, device))
+                differs = retry_on_oom(lambda few=few, before=before: torch.cat([*few.values()]) != before, device)
+                with _LOCK:
+                    _READS.setdefault(device, LateReads(device)).add(said, differs)
+
+    def found_different(self) -> list[str]:
+        """Return what was to be said of tensors that differed, from comparisons on these devices, of whatever step, that have
+        arrived since the last call."""
+        with _LOCK:  # autograd runs a thread per device
+            devices = {device for device, _ in self._few if device in _READS}
+            arrived = [each for device in devices for each in _READS[device].arrived()]
+        found: list[str] = []
+        for said, differs in arrived:
+            parts = differs.split([size for _, size in said])
+            pairs = zip((what for what, _ in said), parts, strict=True)
+            found += [what for what, part in pairs if what is not None and bool(part.numpy().any())]
+        return found
 
 
+_LOCK = threading.Lock()
 _READS: dict[torch.device, LateReads[list[tuple[str | None, int]]]] = {}
 """The comparisons that have not arrived. A result concerns an earlier step, and is told in whichever comes next."""
-
-
-def found_different() -> Iterator[str]:
-    """Yields what was to be said of the tensors that differed, from comparisons that have arrived since the last call."""
-    for reads in _READS.values():
-        for said, differs in reads.arrived():
-            for (what, _), values in zip(said, differs.split([size for _, size in said]), strict=True):
-                if what is not None and bool(values.numpy().any()):
-                    yield what
 
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memfit.engine.device_values import INTEGERS, VALUES, DeviceValues, found_different
+from memfit.engine.device_values import INTEGERS, VALUES, DeviceValues
 
 Keys = Set[tuple[Any, ...]]
 """Keys of places with state (`composed.Place`)."""
@@ -104,8 +104,9 @@ class Unchanged:
                 self._held[i] = _Held.of(held.tensor)
                 self._accepted.add(i)
 
-    def check(self, when: str, moved: Keys = frozenset()) -> None:
-        """Raise Modified if a tensor changed outside these places; `when` says why that matters."""
+    def check(self, when: str, moved: Keys = frozenset(), *, late: bool = True) -> None:
+        """Raise Modified if a tensor changed outside these places; `when` says why that matters. Without `late`, values of
+        tensors on an accelerator are not compared."""
         for held in () if self.copied else self._held:
             tensor = held.tensor
             if moved and _is_at(moved, tensor, held.data):
@@ -115,14 +116,14 @@ class Unchanged:
                 raise Modified(_named(tensor), versions, when)
             if held.moved and not _same(tensor, held.data):
                 raise Modified(_named(tensor), "got other data through .data", when)
-        self.check_data(when, moved)
+        self.check_data(when, moved, late=late)
 
-    def check_data(self, when: str, moved: Keys = frozenset()) -> None:
+    def check_data(self, when: str, moved: Keys = frozenset(), *, late: bool = True) -> None:
         """Raise Modified if a tensor was written without a version increment, on an accelerator perhaps in an earlier step."""
         for held in self._held:
             if not held.reads_alike and not _may_differ(held, moved):
                 raise Modified(_named(held.tensor), _THROUGH_DATA, when)
-        if self._distant is None:
+        if self._distant is None or not late:
             return
 
         def variable(i: int) -> str | None:
@@ -130,7 +131,7 @@ class Unchanged:
             return None if i in self._accepted or _may_differ(held, moved) else _named(held.tensor)
 
         self._distant.compare(variable)
-        for found in found_different():
+        for found in self._distant.found_different():
             raise Modified(found, _THROUGH_DATA, f"{when}, in this step or an earlier one")
 
 

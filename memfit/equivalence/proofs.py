@@ -224,7 +224,7 @@ def mixing_module(call: Call, sizes: Sequence[int], allowed: Sequence[str]) -> D
         found = [record.outputs[name] for record in (whole, *parts) if name in record.outputs]
         made = _module_difference(found, sizes, arithmetic)
         floor = _module_difference([whole.outputs[name], near.outputs.get(name)], (samples,), arithmetic).relative
-        if made.relative > max(made.limit, floor_from(floor)):
+        if not made.relative <= max(made.limit, floor_from(floor)):  # (it may be NaN)
             return replace(made, where=label)
     return None
 

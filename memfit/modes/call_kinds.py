@@ -261,8 +261,14 @@ class CallKinds:
         standing_per_sample: int = 0,
     ) -> Planned:
         """Return the plan for this consumer of the call's output and put it in force."""
+        in_force = self._core.in_force
+        if in_force.fixed is not None:
+            assert in_force.active is not None
+            return in_force.active
         kind = self._kinds[call.key]
-        return self._plans.planned(kind, call, consumer, weighting, mode=mode, standing_per_sample=standing_per_sample)
+        planned = self._plans.planned(kind, call, consumer, weighting, mode, standing_per_sample)
+        in_force.activate(planned)
+        return planned
 
     def weighting(self, call: Call) -> Weighting:
         """Return how the call's own loss is weighted."""

@@ -123,24 +123,12 @@ class CallPlans:
         return grows * (self._most_open - self._open) + max(reserve, unseen) <= plan.room
 
     def planned(
-        self,
-        kind: CallKind,
-        call: Call,
-        consumer: Consumer,
-        weighting: Weighting,
-        *,
-        mode: str = "accumulate",
-        standing_per_sample: int = 0,
-    ) -> Planned:
-        """Return the plan for this consumer of the call's output and put it in force. It is made at the first use, and again if
-        there is more room."""
-        if self._core.in_force.fixed is not None:
-            assert self._core.in_force.active is not None
-            return self._core.in_force.active
+        self, kind: CallKind, call: Call, consumer: Consumer, weighting: Weighting, mode: str, standing_per_sample: int
+    ) -> PlannedCall:
+        """Return the plan for this consumer of the call's output. It is made at the first use, and again if there is more
+        room."""
         with without_saved_tensors_hooks():
-            planned = self._planned(kind, call, consumer, weighting, mode, standing_per_sample)
-        self._core.in_force.activate(planned)
-        return planned
+            return self._planned(kind, call, consumer, weighting, mode, standing_per_sample)
 
     def _planned(
         self, kind: CallKind, call: Call, consumer: Consumer, weighting: Weighting, mode: str, standing_per_sample: int

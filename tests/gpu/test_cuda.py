@@ -171,6 +171,28 @@ def test_what_is_written_elsewhere_is_none(layout: str) -> None:
     steps_with(write_one_more_tensor, LAYOUTS[layout]().to(DEVICE))
 
 
+def test_parameters_may_be_updated_through_data_once_the_gradients_are_there() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double().to(DEVICE)
+    plain = copy.deepcopy(model)
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=4)
+    x, y = torch.randn(12, 6, dtype=torch.float64, device=DEVICE), torch.arange(12, device=DEVICE) % 5
+    read: dict[bool, list[float]] = {}
+    for net in (model, plain):
+        for _ in range(5):
+            out = net(x)
+            first, second = F.cross_entropy(out, y), out.pow(2).mean()
+            net.zero_grad()
+            (first + second).backward()
+            for p in net.parameters():
+                assert p.grad is not None
+                p.data.add_(p.grad, alpha=-0.1)
+            torch.cuda.synchronize()
+            seen = [first.item(), torch.exp(second.detach()).item(), torch.exp(second).item()]
+            read.setdefault(net is model, []).extend(seen)
+    assert torch.allclose(torch.tensor(read[True]), torch.tensor(read[False]), rtol=1e-9)
+
+
 def test_running_out_of_memory_is_survived_and_the_batch_trains_once() -> None:
     family = FAMILIES["mlp"]
     run, model = wrapped("mlp", n=32, target_batch=32, micro_batch=16)
