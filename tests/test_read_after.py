@@ -11,7 +11,7 @@ from helpers import Forwards, mlp, points, wrapped
 from torch import Tensor
 from torch.optim import SGD
 
-from memfit.modes import script_mode as script
+from memfit.modes import script_passes as passes
 
 X, Y = points(12)
 TARGET = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -94,7 +94,7 @@ def trained(
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_read_after_the_step(way: str, read: str, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kept:
-        monkeypatch.setattr(script.Script, "_worth_keeping", lambda *_: frozenset())
+        monkeypatch.setattr(passes, "worth_keeping", lambda *_: frozenset())
     want, parameters, _ = trained(WAYS[way], READS[read], wrap=False)
     got, mine, samples = trained(WAYS[way], READS[read], wrap=True)
     for one, other in zip(got, want):
@@ -105,7 +105,7 @@ def test_what_is_read_after_the_step(way: str, read: str, kept: bool, monkeypatc
 
 def test_a_part_that_is_read_after_the_step_has_no_backward_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in plain PyTorch, whose graph has parameters in it that were written since."""
-    monkeypatch.setattr(script.Script, "_worth_keeping", lambda *_: frozenset())
+    monkeypatch.setattr(passes, "worth_keeping", lambda *_: frozenset())
     model = mlp()
     optimizer = SGD(model.parameters(), 0.1)
     wrapped(model, 5, optimizer=optimizer)

@@ -20,7 +20,7 @@ from zoo.plain import gradients_of, relative_error
 import memfit
 from memfit import Refused
 from memfit.engine import handover
-from memfit.modes import script_mode as script
+from memfit.modes import script_passes as passes
 from memfit.modes.pending_calls import UNDERWAY
 
 X, Y = points()
@@ -154,8 +154,8 @@ def test_a_fault_of_memfits_own_runs_the_batch_whole_and_writes_a_file(loss: str
     def fail(*args: Any) -> Any:
         raise KeyError("a fault")
 
-    fail.__code__ = fail.__code__.replace(co_filename=script.__file__)
-    monkeypatch.setattr(script, "hand_over", fail)
+    fail.__code__ = fail.__code__.replace(co_filename=passes.__file__)
+    monkeypatch.setattr(passes, "hand_over", fail)
     monkeypatch.setattr(UNDERWAY, "_whole", [(object(), weakref.ref(fail))])  # a call of another model waits all the while
     monkeypatch.delenv("MEMFIT")
     wanted, drawn = in_turn(Wrapper(0.5).net, LOSSES[loss])
@@ -173,7 +173,7 @@ def test_strictly_a_fault_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError("a fault")
 
     fail.__code__ = fail.__code__.replace(co_filename=handover.__file__)
-    monkeypatch.setattr(script, "hand_over", fail)
+    monkeypatch.setattr(passes, "hand_over", fail)
     monkeypatch.setenv("MEMFIT", "strict")
     model = mlp()
     wrapped(model, 5)
