@@ -53,6 +53,17 @@ def test_lists_of_pictures_and_targets_are_cut_by_their_entries(same: bool, kind
     assert_transparent(Detector(), train, kind(pictures(same)), kind(targets()), micro_batch=2)
 
 
+@pytest.mark.parametrize("order", [(False, True), (True, False)])
+def test_entries_may_share_a_dimension_that_is_not_the_samples(order: tuple[bool, bool]) -> None:
+    """Grey pictures with one box each, after (or before) others."""
+
+    def script(model: nn.Module, images: Any, targets: Any) -> None:
+        for alike in order:
+            train(model, images, [{**target, "boxes": target["boxes"][:1]} for target in targets] if alike else targets)
+
+    assert_transparent(Detector(), script, pictures(), targets(), micro_batch=2)
+
+
 def test_its_outputs_are_joined() -> None:
     def script(model: nn.Module, images: Any, labels: Tensor) -> None:
         F.cross_entropy(model(images), labels).backward()

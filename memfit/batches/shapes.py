@@ -12,12 +12,12 @@ from memfit.batches.tree import flat, is_column
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def shapes_per_sample(tree: Any, layout: Layout) -> Shapes:
+def shapes_per_sample(tree: Any, layout: Layout, samples: int | None) -> Shapes:
     """Return the shape of every leaf without the factor of the number of samples. If only `split` can cut the batch, drop the
-    first dimension if all tensors share it, else return nothing."""
+    first dimension if it is the samples' in all tensors, else return nothing."""
     found = []
     if not layout.cuts:
-        shared = shared_samples(tree) is not None
+        shared = samples is not None and shared_samples(tree) == samples
         return tuple(tuple(leaf.shape[1:]) for leaf in flat(tree) if isinstance(leaf, torch.Tensor)) if shared else ()
     for leaf, axis in zip(flat(tree), layout.axes):
         if not isinstance(leaf, torch.Tensor):
@@ -40,7 +40,7 @@ def samples_by(tree: Any, layout: Layout) -> int | None:
 
 
 def no_larger(these: Shapes, those: Shapes) -> bool:
-    """Whether no dimension of `these` is larger than in `those`."""
-    return all(
+    """Whether no dimension of `these` is larger than in `those`, as far as both are known."""
+    return not (these and those) or all(
         len(a) == len(b) and all(x <= y for x, y in zip(a, b)) for a, b in zip(these, those, strict=True)
     )

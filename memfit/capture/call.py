@@ -106,7 +106,7 @@ class Call:
     @cached_property
     def shapes(self) -> Shapes:
         """The shapes per sample of its arguments."""
-        return shapes_per_sample(self.tree, self.layout)
+        return shapes_per_sample(self.tree, self.layout, self.samples)
 
     @property
     def calls(self) -> tuple[Call, ...]:

@@ -168,7 +168,7 @@ class CallKinds:
             samples = shared_samples(tree) if kind is not None and kind.counted else next(iter(told), None)
         else:
             samples = None if kind is None else samples_by(tree, kind.layout)
-        found = Recognised(key, kind, samples, () if kind is None else shapes_per_sample(tree, kind.layout))
+        found = Recognised(key, kind, samples, () if kind is None else shapes_per_sample(tree, kind.layout, samples))
         if look is not None and kind is not None:
             self._recognised = {} if len(self._recognised) >= RECOGNISED else self._recognised
             self._recognised[name, look] = found

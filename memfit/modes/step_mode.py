@@ -236,7 +236,7 @@ class Stepper:
         kept = [self._shared.get(i) != shape or shape is None for i, shape in enumerate(shapes)]
         layout = Layout(tuple(axis if keeps else None for axis, keeps in zip(found.axes, kept)), found.samples)
         self._shared |= {i: shape for i, (axis, shape) in enumerate(zip(layout.axes, shapes)) if axis is None and shape}
-        return layout, shapes_per_sample(batch, layout)
+        return layout, shapes_per_sample(batch, layout, layout.samples)
 
     # ---- deciding
 
