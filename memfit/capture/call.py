@@ -42,6 +42,7 @@ Split = Callable[[Any, list[int]], Sequence[Any]]
 Pieces = Callable[[int], Sequence[int]]
 """Maps a number of samples to the sizes it is cut into."""
 _NUMBERS = itertools.count()
+_CUTS = "runs this call in micro-batches when its loss is computed"
 
 
 class Call:
@@ -113,23 +114,33 @@ class Call:
         """The calls of a joint call, or just this one."""
         return self.several or (self,)
 
-    def check_unchanged(self, *, late: bool = True) -> None:
-        """Raise autograd's own error if an input or a parameter was modified since the call, and Refused if a parameter was
-        replaced. A repeated pass starts from the state of the first one, so places that the forward itself moves may differ.
-        Without `late`, values on an accelerator are not compared."""
+    def check_unchanged(self) -> None:
+        """Raise autograd's own error if an input or a parameter was modified since the call, as far as the host sees, and
+        Refused if a parameter was replaced. A repeated pass starts from the state of the first one, so places that the forward
+        itself moves may differ."""
         for each in self.calls:
             each._check_places()
-            moved = each.composition.keys if each.pieces else frozenset()
-            each._unchanged.check("runs this call in micro-batches when its loss is computed", moved, late=late)
+            each._unchanged.check(_CUTS, each._moved)
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether `check_unchanged` passes, as far as that shows without waiting for an accelerator."""
+        """Whether `check_unchanged` passes."""
         try:
-            self.check_unchanged(late=False)
+            self.check_unchanged()
         except (Modified, Refused):
             return False
         return True
+
+    def compare(self) -> None:
+        """Start to compare inputs and parameters on an accelerator with what they were at the call. Raise autograd's own error
+        if an earlier comparison found one modified."""
+        for each in self.calls:
+            each._unchanged.compare(_CUTS, each._moved)
+
+    @property
+    def _moved(self) -> Keys:
+        """The places that its forward moved."""
+        return self.composition.keys if self.pieces else frozenset()
 
     def _check_places(self) -> None:
         """Raise Refused if the model's parameters were replaced: the new ones would get the gradients."""
@@ -141,10 +152,10 @@ class Call:
                 next_move='compute the loss and run its backward first, or pass micro_batch="off"',
             )
 
-    def check_data(self) -> None:
-        """Raise autograd's own error if an input or a parameter was written through `.data` since `note_now`."""
+    def check_handed_over(self) -> None:
+        """Raise autograd's own error if an input or a parameter was written through `.data` before backward."""
         for each in self.calls:
-            each._unchanged.check_data("has computed the gradients with the loss", each.composition.keys)
+            each._unchanged.check_handed_over(each._moved)
 
     def note_now(self) -> None:
         """Record the inputs and parameters as they are: they must not change from now on."""
@@ -275,6 +286,7 @@ class Call:
         """Run the call as the script wrote it: its outputs are tensors with a graph of their own."""
         for each in self.calls:
             each.check_unchanged()
+            each.compare()
             if each.whole is None:
                 with each.as_called(), torch.enable_grad():
                     each.whole = each.run(each.tree)
@@ -292,6 +304,7 @@ class Call:
         """Run the first pass of replay: compute the whole output and keep the activations of the last `keep` micro-batches
         only. If another pass came before, its micro-batches run again, and `cut` may cut them further."""
         self.check_unchanged()
+        self.compare()
         first = self.begin(pieces)
         self.inputs.forget()
         ran = [tuple(cut(size)) for size in self.pieces]
@@ -360,6 +373,7 @@ class Call:
         called before each of them.
         """
         self.check_unchanged()
+        self.compare()
         self.inputs.forget()
         kept = sorted(self.kept)
         # (backward recomputes checkpointed blocks)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from memfit.engine.late_reads import LateReads
+from memfit.engine.async_reads import AsyncReads
 from memfit.hardware.clock import has_events
 from memfit.hardware.exhausted import is_out_of_memory, retry_on_oom
 
@@ -20,6 +20,10 @@ VALUES = 16
 """Number of values compared per tensor."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtype by element size that values are compared in, so that NaN equals itself."""
+CONCATENATED = frozenset((
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool,
+))  # fmt: skip
+"""Dtypes that `torch.cat` takes on every device; others are read as integers of their size."""
 
 
 class DeviceValues:
@@ -36,11 +40,13 @@ class DeviceValues:
             return None
 
     def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        self._few: dict[tuple[torch.device, int], dict[int, torch.Tensor]] = defaultdict(dict)
-        for i, tensor in tensors.items():
-            if has_events(tensor.device):
-                self._few[tensor.device, tensor.itemsize][i] = _few(tensor)
-        self._before = [torch.cat([*few.values()]) for few in self._few.values()]
+        self._few: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
+        with torch.no_grad():
+            for i, tensor in tensors.items():
+                if has_events(tensor.device):
+                    few = _few(tensor)
+                    self._few[few.device, few.dtype][i] = few
+        self._before = [_bits(few) for few in self._few.values()]
 
     def compare(self, tell: Callable[[int], str | None]) -> None:
         """Start to compare the values with those of now. `tell` returns what to say if the tensor of an index differs; None: it
@@ -48,9 +54,9 @@ class DeviceValues:
         for ((device, _), few), before in zip(self._few.items(), self._before, strict=True):
             said = [(tell(i), len(values)) for i, values in few.items()]
             if any(what is not None for what, _ in said):
-                differs = retry_on_oom(lambda few=few, before=before: torch.cat([*few.values()]) != before, device)
+                differs = retry_on_oom(lambda few=few, before=before: _bits(few) != before, device)
                 with _LOCK:
-                    _READS.setdefault(device, LateReads(device)).add(said, differs)
+                    _READS.setdefault(device, AsyncReads(device)).add(said, differs)
 
     def found_different(self) -> list[str]:
         """Return what was to be said of tensors that differed, from comparisons on these devices, of whatever step, that have
@@ -67,16 +73,23 @@ class DeviceValues:
 
 
 _LOCK = threading.Lock()
-_READS: dict[torch.device, LateReads[list[tuple[str | None, int]]]] = {}
+_READS: dict[torch.device, AsyncReads[list[tuple[str | None, int]]]] = {}
 """The comparisons that have not arrived. A result concerns an earlier step, and is told in whichever comes next."""
 
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a few values, spread evenly over the storage if the tensor fills it, else along one dimension."""
-    values = tensor.view(INTEGERS[tensor.itemsize])
+    values = tensor if tensor.dtype in CONCATENATED else tensor.view(INTEGERS[tensor.itemsize])
     step = max(1, tensor.numel() // VALUES)
     if values.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(values):
         return values.as_strided((-(-tensor.numel() // step),), (step,))
     largest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
     step = max(1, tensor.shape[largest] // VALUES)
     return values[tuple(slice(None, None, step) if dim == largest else 0 for dim in range(tensor.dim()))]
+
+
+def _bits(few: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Return these values in one tensor, bit for bit, so that NaN equals itself."""
+    with torch.no_grad():
+        values = torch.cat([*few.values()])
+        return values.view(INTEGERS[values.itemsize])

@@ -1,7 +1,7 @@
 """Detects writes to tensors between a call and its deferred run.
 
 In-place operations increment the version counter. Writes through `.data` do not, so that a few values of each tensor are
-compared, too: at once on the CPU, some steps later on an accelerator, which must not wait (`device_values.py`). Not covered:
+compared, too: at once on the CPU, asynchronously on an accelerator, which must not wait (`device_values.py`). Not covered:
 writes through `.data` to other values.
 """
 
@@ -18,6 +18,7 @@ from memfit.engine.device_values import INTEGERS, VALUES, DeviceValues
 
 Keys = Set[tuple[Any, ...]]
 """Keys of places with state (`composed.Place`)."""
+_GATHERED = "has computed the gradients with the loss"
 _THROUGH_DATA = "was written through .data, which bumps no version"
 
 
@@ -66,18 +67,18 @@ class _Held:
 
 
 class Unchanged:
-    """The state of tensors at a call. If they were `copied`, writes that increment versions are harmless. `late`: also compares
-    values of tensors on an accelerator, of which `check_data` tells some steps later."""
+    """The state of tensors at a call. If they were `copied`, writes that increment versions are harmless. Values of tensors on
+    an accelerator are noted if they will be `compared`."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False, late: bool = True) -> None:
-        self._tensors, self.copied, self._late = [t for t in tensors if not t.is_inference()], copied, late
+    def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False, compared: bool = True) -> None:
+        self._tensors, self.copied, self._compared = [t for t in tensors if not t.is_inference()], copied, compared
         self._note()
 
     def _note(self) -> None:
         self._held = [_Held.of(t) for t in self._tensors]
         self._accepted: set[int] = set()
-        distant = {i: held.data for i, held in enumerate(self._held) if self._late and _is_distant(held.tensor)}
-        self._distant = DeviceValues.of(distant)
+        on_device = {i: t for i, t in enumerate(self._tensors) if self._compared and _is_comparable_on_device(t)}
+        self._on_device = DeviceValues.of(on_device)
 
     @property
     def written(self) -> Keys:
@@ -104,9 +105,8 @@ class Unchanged:
                 self._held[i] = _Held.of(held.tensor)
                 self._accepted.add(i)
 
-    def check(self, when: str, moved: Keys = frozenset(), *, late: bool = True) -> None:
-        """Raise Modified if a tensor changed outside these places; `when` says why that matters. Without `late`, values of
-        tensors on an accelerator are not compared."""
+    def check(self, when: str, moved: Keys = frozenset()) -> None:
+        """Raise Modified if a tensor changed outside these places, as far as the host sees; `when` says why that matters."""
         for held in () if self.copied else self._held:
             tensor = held.tensor
             if moved and _is_at(moved, tensor, held.data):
@@ -116,22 +116,31 @@ class Unchanged:
                 raise Modified(_named(tensor), versions, when)
             if held.moved and not _same(tensor, held.data):
                 raise Modified(_named(tensor), "got other data through .data", when)
-        self.check_data(when, moved, late=late)
+        self.check_data(when, moved)
 
-    def check_data(self, when: str, moved: Keys = frozenset(), *, late: bool = True) -> None:
-        """Raise Modified if a tensor was written without a version increment, on an accelerator perhaps in an earlier step."""
+    def check_data(self, when: str, moved: Keys = frozenset()) -> None:
+        """Raise Modified if a tensor on the host was written without a version increment."""
         for held in self._held:
             if not held.reads_alike and not _may_differ(held, moved):
                 raise Modified(_named(held.tensor), _THROUGH_DATA, when)
-        if self._distant is None or not late:
+
+    def check_handed_over(self, moved: Keys = frozenset()) -> None:
+        """Raise Modified if a tensor was written without a version increment before its gradients are handed over."""
+        self.check_data(_GATHERED, moved)
+        self.compare(_GATHERED, moved)
+
+    def compare(self, when: str, moved: Keys = frozenset()) -> None:
+        """Start to compare the values of tensors on an accelerator. Raise Modified for one that was written without a version
+        increment, in this step or an earlier one."""
+        if self._on_device is None:
             return
 
         def variable(i: int) -> str | None:
             held = self._held[i]
             return None if i in self._accepted or _may_differ(held, moved) else _named(held.tensor)
 
-        self._distant.compare(variable)
-        for found in self._distant.found_different():
+        self._on_device.compare(variable)
+        for found in self._on_device.found_different():
             raise Modified(found, _THROUGH_DATA, f"{when}, in this step or an earlier one")
 
 
@@ -151,12 +160,12 @@ def _lies_at(tensor: torch.Tensor) -> int:
 
 def _is_readable(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not plain or tensor.is_nested or tensor.is_complex():
+    if not plain or tensor.is_nested or tensor.is_complex() or tensor.is_quantized:
         return False
     return tensor.numel() > 0 and not tensor.is_neg() and not tensor.is_inference()
 
 
-def _is_distant(tensor: torch.Tensor) -> bool:
+def _is_comparable_on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type not in ("cpu", "meta") and _is_readable(tensor)
 
 

@@ -88,7 +88,7 @@ class RecomputeContext:
     def ran(self, block: nn.Module) -> None:
         """Record the parameters after the forward. If the script assigns to `p.data`, recomputation uses the old data."""
         if not is_faking() and not is_sharded(block):
-            self._parameters = Unchanged(list(block.parameters()), late=False)
+            self._parameters = Unchanged(list(block.parameters()), compared=False)
 
     def __enter__(self) -> None:
         self._between()

@@ -324,9 +324,9 @@ class ScriptPasses:
 
                 def handing_over(incoming: torch.Tensor) -> None:
                     then(incoming)
-                    call.check_data()
+                    call.check_handed_over()
                     for labels in consumer.labels:
-                        labels.check_data("has computed the gradients with the loss")
+                        labels.check_handed_over()
                     self._about_to_hand_over(receivers)
                     for each in () if graph_is_kept() else call.calls:
                         each.pending -= 1
@@ -366,6 +366,7 @@ class ScriptPasses:
     def _pass(self, call: Call, consumer: Consumer, weighting: Weighting, first: bool) -> Total:
         core = self._core
         call.check_unchanged()
+        call.compare()
         UNDERWAY.make_room(call)
         planned = self._kinds.planned(call, consumer, weighting)
         call.activate = partial(core.in_force.activate, planned)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
-from memfit.engine.late_reads import LateReads
+from memfit.engine.async_reads import AsyncReads
 
 
 class LossWatch:
     """Holds the losses of the latest steps while they are copied to the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self._reads: LateReads[int] = LateReads(device)
+        self._reads: AsyncReads[int] = AsyncReads(device)
 
     def add(self, step: int, loss: torch.Tensor) -> None:
         """Add the loss of a step, detached."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -134,8 +135,39 @@ def write_one_more_tensor(model: nn.Module, x: torch.Tensor, y: torch.Tensor) ->
 Write = Callable[[nn.Module, torch.Tensor, torch.Tensor], None]
 
 
-def steps_with(write: Write, x: torch.Tensor) -> None:
-    """Trains four steps. In the second, `write` runs between the loss and its backward."""
+def backward_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, written: Callable[[], None]) -> None:
+    """The write lies between the loss and its backward."""
+    loss = F.cross_entropy(model(x), y)
+    written()
+    loss.backward()
+
+
+def values_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, written: Callable[[], None]) -> None:
+    """The write lies between the call and a look at its values."""
+    out = model(x)
+    written()
+    assert len(out.argmax(1).tolist()) == len(y)
+
+
+def number_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, written: Callable[[], None]) -> None:
+    """The write lies between the call and a number that no backward follows."""
+    out = model(x)
+    written()
+    assert math.isfinite(F.cross_entropy(out, y).item())
+
+
+def second_backward_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, written: Callable[[], None]) -> None:
+    """The write lies between the values that the loss is computed from and its backward, which runs the model again."""
+    loss = (model(x).softmax(0) * F.one_hot(y, 5)).sum()
+    written()
+    loss.backward()
+
+
+Use = Callable[[nn.Module, torch.Tensor, torch.Tensor, Callable[[], None]], None]
+
+
+def steps_with(write: Write, x: torch.Tensor, use: Use = backward_of) -> None:
+    """Trains four steps. In the second, `write` runs in the middle of `use`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
     model = model.to(DEVICE, memory_format=torch.channels_last)
@@ -143,11 +175,8 @@ def steps_with(write: Write, x: torch.Tensor) -> None:
     memfit.wrap(model, optimizer, micro_batch=4)
     y = torch.arange(len(x), device=DEVICE) % 5
     for step in range(4):
-        loss = F.cross_entropy(model(x), y)
-        if step == 1:
-            write(model, x, y)
         optimizer.zero_grad()
-        loss.backward()
+        use(model, x, y, (lambda: write(model, x, y)) if step == 1 else lambda: None)
         optimizer.step()
         torch.cuda.synchronize()
 
@@ -166,9 +195,17 @@ def test_what_is_written_through_data_before_the_backward_is_an_error_in_the_nex
         steps_with(write, LAYOUTS[layout]().to(DEVICE))
 
 
+@pytest.mark.parametrize("write", [write_input, write_parameter])
+@pytest.mark.parametrize("use", [values_of, number_of, second_backward_of])
+def test_what_is_written_through_data_before_a_call_runs_again_is_an_error_in_the_next_steps(write: Write, use: Use) -> None:
+    with pytest.raises(RuntimeError, match=r"written through \.data"):
+        steps_with(write, LAYOUTS["contiguous"]().to(DEVICE), use)
+
+
+@pytest.mark.parametrize("use", [backward_of, values_of, number_of, second_backward_of])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_is_written_elsewhere_is_none(layout: str) -> None:
-    steps_with(write_one_more_tensor, LAYOUTS[layout]().to(DEVICE))
+def test_what_is_written_elsewhere_is_none(layout: str, use: Use) -> None:
+    steps_with(write_one_more_tensor, LAYOUTS[layout]().to(DEVICE), use)
 
 
 def test_parameters_may_be_updated_through_data_once_the_gradients_are_there() -> None:

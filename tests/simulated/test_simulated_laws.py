@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from helpers import Forwards
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 from zoo import FAMILIES, first_batch
 from zoo.plain import relative_error
@@ -261,6 +262,51 @@ def test_the_host_waits_no_oftener_than_without(mode: str) -> None:
         optimizer.step()
 
     assert waits(lambda: run.step(batch) if mode == "step" else script(), times=12) == 0
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations: those that only make another view of a tensor, and the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = self.kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        self.views, self.kernels = self.views + aliases, self.kernels + (not aliases)
+        return result
+
+
+def test_a_step_dispatches_hardly_more_operations_than_a_loop_by_hand() -> None:
+    """The parameters are compared with what they were once per step, and all at once."""
+    batch = points(64, dtype=torch.float32)
+
+    def operations(step: Callable[[SGD, nn.Module], None], wrap: bool) -> Operations:
+        model = nn.Sequential(nn.Linear(16, 16), *(nn.Linear(16, 16) for _ in range(30)), nn.Linear(16, 4)).to("cuda")
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if wrap:
+            memfit.wrap(model, optimizer, micro_batch=16)
+        for _ in range(12):  # what is learned in the first steps is known then
+            with Operations() as found:
+                step(optimizer, model)
+        return found
+
+    def by_hand(optimizer: SGD, model: nn.Module) -> None:
+        optimizer.zero_grad()
+        for x, y in zip(*(each.split(16) for each in batch)):
+            (loss_fn(model, (x, y)) / 4).backward()
+        optimizer.step()
+
+    def script(optimizer: SGD, model: nn.Module) -> None:
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+
+    ours, its = operations(script, True), operations(by_hand, False)
+    parameters, micro_batches = 64, 4
+    assert ours.kernels <= its.kernels + 4 * micro_batches + 36  # counts of labels, and what is compared
+    assert ours.views <= its.views + 6 * parameters
 
 
 class Masked(nn.Module):

@@ -16,7 +16,7 @@ from memfit.hardware.clock import PENDING, Clock
 T = TypeVar("T")
 
 
-class LateReads(Generic[T]):
+class AsyncReads(Generic[T]):
     """Holds the latest tensors to read, each with what it is about, while they are copied to the host."""
 
     def __init__(self, device: torch.device) -> None:
