@@ -213,6 +213,34 @@ def test_what_is_written_through_data_before_the_loss_is_an_error(what: str) -> 
         F.cross_entropy(out, Y).backward()
 
 
+class Normed(nn.Module):
+    """Autograd saves these weights themselves, so that plain backward reads the data that they have by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.LazyLinear(6), nn.LayerNorm(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("values", ["other", "the same"])
+@pytest.mark.parametrize("what", ["parameters", "input", "labels"])
+def test_what_is_assigned_through_data_between_the_loss_and_its_backward_is_an_error(what: str, values: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = Normed(), X.clone(), Y.clone()
+    model.double()(x)
+    wrapped(model, 5)
+    loss = F.cross_entropy(model(x), y)
+    for tensor in {"parameters": [*model.parameters()], "input": [x], "labels": [y]}[what]:
+        tensor.data = tensor.data.clone() if values == "the same" else tensor.data.flip(0) + 1
+    if values == "the same":
+        loss.backward()
+        return
+    with pytest.raises(Modified, match=r"other data through \.data"):
+        loss.backward()
+
+
 def test_an_output_that_is_first_read_after_the_step_is_the_one_before_it() -> None:
     model, plain = mlp(), mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -76,6 +76,7 @@ FOUND = (
     {"twist": "by_max_item", "setting": "weight", "micro": "2"},
     {"twist": "batchnorm", "micro": "auto", "fault": "forward 1"},
     {"body": "encoder", "twist": "cached_mask", "state": "ema_data", "evaluation": "inference", "micro": "1"},
+    {"twist": "weight_norm", "between": "all_data"},
 )
 """What differed silently or crashed once, by what it takes."""
 

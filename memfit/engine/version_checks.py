@@ -1,14 +1,13 @@
 """Detects writes to tensors between a call and its deferred run.
 
-In-place operations increment the version counter. Writes through `.data` do not, so that a few values of each tensor are
-compared, too: at once on the CPU, asynchronously on an accelerator, which must not wait (`device_values.py`). Not covered:
-writes through `.data` to other values.
+In-place operations increment the version counter. Writes through `.data` do not, so that the address and a few values of each
+tensor are compared, too: at once on the CPU, asynchronously on an accelerator, which must not wait (`device_values.py`). Not
+covered: writes through `.data` to other values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,18 +85,6 @@ class Unchanged:
         found = [held for held in self._held if held.tensor._version != held.version or held.moved]
         return frozenset(key for held in found for key in _keys_of(held.tensor, held.data))
 
-    @contextmanager
-    def where_they_lay(self) -> Iterator[None]:
-        """Give tensors whose `.data` was assigned their old data."""
-        given = [(held.tensor, held.tensor.data, held.data) for held in self._held if held.moved]
-        for tensor, _, before in given:
-            tensor.data = before
-        try:
-            yield
-        finally:
-            for tensor, now, _ in given:
-                tensor.data = now
-
     def accept(self, moved: Keys) -> None:
         """Accept the current state at these places."""
         for i, held in enumerate(self._held):
@@ -114,13 +101,14 @@ class Unchanged:
             if tensor._version != held.version:
                 versions = f"is at version {tensor._version}; expected version {held.version} instead"
                 raise Modified(_named(tensor), versions, when)
-            if held.moved and not _same(tensor, held.data):
-                raise Modified(_named(tensor), "got other data through .data", when)
         self.check_data(when, moved)
 
     def check_data(self, when: str, moved: Keys = frozenset()) -> None:
-        """Raise Modified if a tensor on the host was written without a version increment."""
+        """Raise Modified if a tensor was assigned other data, or one on the host was written without a version increment."""
         for held in self._held:
+            if held.moved and not _is_at(moved, held.tensor, held.data) and not _same(held.tensor, held.data):
+                # Plain backward would read the new data of tensors that autograd saved themselves, as weights of a convolution.
+                raise Modified(_named(held.tensor), "got other data through .data", when)
             if not held.reads_alike and not _may_differ(held, moved):
                 raise Modified(_named(held.tensor), _THROUGH_DATA, when)
 

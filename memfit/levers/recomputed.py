@@ -86,7 +86,7 @@ class RecomputeContext:
         self._parameters: Unchanged | None = None
 
     def ran(self, block: nn.Module) -> None:
-        """Record the parameters after the forward. If the script assigns to `p.data`, recomputation uses the old data."""
+        """Record the parameters after the forward: they must not change before the recomputation."""
         if not is_faking() and not is_sharded(block):
             self._parameters = Unchanged(list(block.parameters()), compared=False)
 
@@ -94,7 +94,6 @@ class RecomputeContext:
         self._between()
         with ExitStack() as stack:
             if self._parameters is not None:
-                stack.enter_context(self._parameters.where_they_lay())
                 self._parameters.check_data("recomputes a block of the model in backward")
             stack.callback(HostRandom.capture().restore)
             self._host.restore()
