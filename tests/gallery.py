@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
 import torch
+from processes import environments
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "tests" / "scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem != "common")
-PATIENCE = 300
 LINE = re.compile(r"^( *)#: ", re.MULTILINE)
 STARTER = """
 import functools, runpy, sys
@@ -55,10 +55,7 @@ def wrapped(name: str, folder: Path, *options: str, processes: int = 1, **settin
     script.write_text(LINE.sub(r"\1", (SCRIPTS / f"{name}.py").read_text()))
     starter = folder / "starter.py"
     starter.write_text(STARTER)
-    command = [str(starter), repr(settings), str(script)]
-    if processes > 1:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", *command]
-    return _ran(folder, command, options)
+    return _ran(folder, [str(starter), repr(settings), str(script)], options, processes)
 
 
 def losses_apart(ours: Ran, theirs: Ran) -> float:
@@ -73,13 +70,13 @@ def parameters_apart(ours: Ran, theirs: Ran) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def _ran(folder: Path, command: list[str], options: tuple[str, ...]) -> Ran:
+def _ran(folder: Path, command: list[str], options: tuple[str, ...], processes: int = 1) -> Ran:
     out = folder / "checkpoint.pt"
     out.unlink(missing_ok=True)
     path = os.pathsep.join(map(str, (ROOT, SCRIPTS)))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MEMFIT_PROGRESS": "off"}
-    command = [sys.executable, *command, *options, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment, cwd=folder)
+    environment = {"PYTHONPATH": path, "MEMFIT_PROGRESS": "off"}
+    ranks = [environment | each for each in environments(processes)] if processes > 1 else [environment]
+    done = forked.run([*command, *options, "--out", str(out)], folder=folder, environments=ranks)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     losses: dict[int, float] = {}
     for step, loss in re.findall(r"^step (\d+) loss (\S+)$", done.stdout, re.MULTILINE):

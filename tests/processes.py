@@ -105,9 +105,15 @@ class Processes:
             process.join()
 
 
+def environments(size: int, port: int | None = None) -> list[dict[str, str]]:
+    """What a launcher tells each of `size` processes on this machine."""
+    there = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port or free_port()}
+    each = [{**there, "RANK": rank, "LOCAL_RANK": rank} for rank in range(size)]
+    return [{name: str(value) for name, value in one.items()} for one in each]
+
+
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
-    there = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in there.items()}, OMP_NUM_THREADS="1")
+    os.environ.update(environments(size, port)[rank], OMP_NUM_THREADS="1")
     import torch
 
     torch.set_num_threads(1)

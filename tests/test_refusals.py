@@ -101,8 +101,16 @@ class InBatchNegatives(Wrapper):
         return F.cross_entropy(out @ out.t(), torch.arange(len(out)))
 
 
+class Inline(Wrapper):
+    """Mixes samples itself. Its module gets them mixed, by keyword."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(input=x - x.mean(0))
+
+
 MIXING: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "batch statistics": (Mixing, "centre"),
+    "batch statistics in the forward": (Inline, "output"),
     "positives": (ByPositives, "loss"),
     "in-batch negatives": (InBatchNegatives, "loss"),
 }

@@ -140,7 +140,7 @@ class StrayGradients:
         self._known |= {id(p): p for p in parameters}
         self._say(
             f"{self._names(parameters)} received gradients outside the model's forward and the methods listed: they are "
-            "averaged over processes, weighted by samples, as under DistributedDataParallel"
+            "averaged over processes, weighted by samples, where DistributedDataParallel weights all alike"
         )
 
     def _part_for(self, parameters: Sequence[torch.Tensor]) -> float:

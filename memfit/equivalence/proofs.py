@@ -226,8 +226,8 @@ def mixing_module(call: Call, sizes: Sequence[int], allowed: Sequence[str]) -> D
         for name in whole.outputs:
             label = name or type(call.model).__name__
             accepted = any(a == label or (a + ".").startswith(name + "." if name else "") for a in allowed)
-            given = _module_difference([record.inputs.get(name) for record in (whole, *parts)], sizes, arithmetic)
-            if accepted or not given.agrees:
+            given = zip(*(record.inputs.get(name, []) for record in (whole, *parts)))
+            if accepted or not all(_module_difference(each, sizes, arithmetic).agrees for each in given):
                 continue
             found = [record.outputs[name] for record in (whole, *parts) if name in record.outputs]
             made = _module_difference(found, sizes, arithmetic)
@@ -344,31 +344,29 @@ def _joined_difference(whole: torch.Tensor, parts: Sequence[torch.Tensor], sizes
 
 
 class _Recorded:
-    """Records the first floating-point input and output of every module, by name, in order of completion."""
+    """Records the floating-point inputs and the first output of every module, by name, in order of completion."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
-        self.inputs: dict[str, torch.Tensor | None] = {}
+        self.inputs: dict[str, list[torch.Tensor]] = {}
         self.outputs: dict[str, torch.Tensor | None] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        def after(module: nn.Module, args: Any, out: Any) -> None:
+        def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             name = self._names.get(module)
             if name is not None:
                 # A module that runs several times cannot be compared run by run.
                 again = name in self.outputs
-                self.inputs[name] = None if again else _first_float(args)
-                self.outputs[name] = None if again else _first_float(out)
+                self.inputs[name] = [] if again else _floats((args, kwargs))
+                self.outputs[name] = None if again else next(iter(_floats(out)), None)
 
-        hook = nn.modules.module.register_module_forward_hook(after)
+        hook = nn.modules.module.register_module_forward_hook(after, with_kwargs=True)
         try:
             yield
         finally:
             hook.remove()
 
 
-def _first_float(tree: Any) -> torch.Tensor | None:
-    found = (t for _, t in leaves(tree) if isinstance(t, torch.Tensor) and t.is_floating_point())
-    first = next(found, None)
-    return None if first is None else first.detach()
+def _floats(tree: Any) -> list[torch.Tensor]:
+    return [t.detach() for _, t in leaves(tree) if isinstance(t, torch.Tensor) and t.is_floating_point()]

@@ -106,7 +106,8 @@ class LossesOverRanks:
         if reduction.unseen:
             self._core.tell(
                 "each process computes the loss of its own samples, in a way memfit cannot see: processes are weighted by "
-                "their samples, as means in DistributedDataParallel (a loss_fn= that memfit calls is weighted exactly)"
+                "their samples, where DistributedDataParallel weights all alike (a loss_fn= that memfit calls is weighted "
+                "exactly)"
             )
 
     def _say_added(self, reduction: StepReduction) -> None:

@@ -246,9 +246,8 @@ class ScriptPasses:
         """Return the gradients of the receivers, given those of the outputs, by running the call again."""
         if call.whole is not None:
             return self._backward_of_whole(call, gradients)
-        if call.values is None:  # else this would be reported as a read by the script
-            self._lines.add(line_of_script())
-        self.values(call)
+        if call.values is None:
+            self.compute_values(call)
         UNDERWAY.make_room(call)
         self._gathers(call)
         core = self._core

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 def page(report: Report) -> str:
     """Render the whole page, with the code of its charts inside."""
+    drawn = charts(report)
     return rendered(
         "report.html.jinja",
         **_first_screen(report),
         title=f"memfit: {headline(report)}",
-        charts=charts(report),
-        figures={name: chart.figure for name, chart in charts(report).items()},
+        charts=drawn,
+        figures={name: chart.figure for name, chart in drawn.items()},
         tables=_tables(report),
         bars=block_bars(report),
         notes=list(notes(report)),
