@@ -1,7 +1,4 @@
-"""The plan: memfit's decision as a value that can be printed, compared, saved, edited and loaded again.
-
-Plan files are JSON, validated field by field. Nothing is unpickled.
-"""
+"""The plan: memfit's decision as a value that can be printed, compared, saved, edited and loaded again (`plan_file.py`)."""
 
 from __future__ import annotations
 
@@ -13,14 +10,11 @@ from typing import Any
 
 from memfit._errors import PlanFileError, UsageError
 from memfit._reading import text_of
-from memfit._units import is_readable
 from memfit.planning import wording
-from memfit.planning.sharding import LEVELS
+from memfit.planning.plan_file import built, unreadable
 
 VERSION = 1
 """Version of the plan file format that this code writes; later versions are refused."""
-MOST_SAMPLES = 1 << 40
-"""Largest count accepted from a plan file; a larger one means that the file is damaged."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +299,7 @@ class Plan:
         try:
             text = text_of(Path(path))
         except (OSError, ValueError) as error:  # ValueError: not text, or an impossible file name
-            raise _unreadable(path, str(error)) from error
+            raise unreadable(path, str(error)) from error
         return Plan.from_json(text, source=str(path))
 
     @staticmethod
@@ -314,16 +308,16 @@ class Plan:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise _unreadable(source, f"it is not JSON ({error})") from error
+            raise unreadable(source, f"it is not JSON ({error})") from error
         if not isinstance(data, dict) or "micro_batch" not in data:
-            raise _unreadable(source, "it is JSON, but not a plan")
+            raise unreadable(source, "it is JSON, but not a plan")
         if isinstance(data.get("version"), int) and data["version"] > VERSION:
             raise PlanFileError(
                 f"reading the plan {source}",
                 found=f"it has version {data['version']}, but this memfit knows versions up to {VERSION}",
                 next_move="update memfit, or plan again",
             )
-        return _consistent(_build(Plan, data, source))
+        return _consistent(built(Plan, data, source))
 
     def export(self, tool: str) -> str:
         """Export the plan as code for another tool: "torch", "accelerate", "transformers" or "lightning". Comments in it say
@@ -362,94 +356,3 @@ def _reason_now(option: Option, measured: bool, best: float | None, drift: float
     if abs(slower) <= 0.02:
         return f"as fast, {how}"
     return f"{slower:.0%} slower, {how}" if slower > 0 else f"{-slower:.0%} faster, {how}"
-
-
-_NESTED: dict[str, type] = {"predicted": Cost, "asked": Cost, "cost": Cost}
-_OPTIONAL = {"seconds": float, "target_batch": int}
-_FLOATS = ("overhead",)
-_COUNTS = ("share", "micro_batch", "accumulation", "target_batch")
-_NOT_BELOW_ZERO = ("limit", "margin", "held", "peak", "upper", "seconds", "median", "keep", "checkpoint", "rank")
-_ROWS = {"by_size": 3, "size_peaks": 4}
-_CHOICES = {
-    "mode": ("whole", "accumulate", "replay"),
-    "precision": ("off", "float32", "bfloat16", "float16"),
-    "shard": LEVELS,
-    "offload": ("off",),
-    "accumulate_in": ("float32", "param"),
-}
-
-
-def _build(kind: Any, data: Any, source: str) -> Any:
-    """Build a plan dataclass from plain JSON values, and validate each."""
-    if not isinstance(data, dict):
-        raise _unreadable(source, f"where a {kind.__name__} belongs, there is {data!r}")
-    known = {f.name: f for f in dataclasses.fields(kind)}
-    unknown = sorted(set(data) - set(known))
-    missing = sorted(n for n, f in known.items() if n not in data and _required(f))
-    if unknown or missing:
-        what = f"unknown field {unknown[0]!r}" if unknown else f"field {missing[0]!r} is missing"
-        raise _unreadable(source, what)
-    return kind(**{name: _value(known[name], value, source) for name, value in data.items()})
-
-
-def _required(f: Any) -> bool:
-    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-
-
-def _value(f: Any, value: Any, source: str) -> Any:
-    if f.name in _NESTED:
-        return _build(_NESTED[f.name], value, source)
-    if f.name == "options":
-        return tuple(_build(Option, item, source) for item in _list(f, value, source))
-    if f.name == "ranks":
-        return _in_order(f, tuple(_build(RankPlan, item, source) for item in _list(f, value, source)), source)
-    if f.name in _ROWS:
-        pairs = _list(f, value, source)
-        length = _ROWS[f.name]
-        if not all(isinstance(p, list) and len(p) == length and all(type(n) is int and n > 0 for n in p) for p in pairs):
-            raise _wrong(f, value, source)
-        return tuple(tuple(p) for p in pairs)
-    if f.name in ("checkpoint", "notes") and f.type != "int":
-        items = _list(f, value, source)
-        if not all(isinstance(item, str) for item in items):
-            raise _wrong(f, value, source)
-        return tuple(items)
-    if f.name in _OPTIONAL and value is None:
-        return None
-    if isinstance(value, (int, float)) and not is_readable(value):
-        raise _unreadable(source, f"the field {f.name!r} is not a plausible number")
-    if f.name in _FLOATS and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    wanted = {"int": int, "float": float, "str": str, "bool": bool}.get(f.type, _OPTIONAL.get(f.name, object))
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-        raise _wrong(f, value, source)
-    if (f.name in _COUNTS and not 1 <= value <= MOST_SAMPLES) or (f.name in _NOT_BELOW_ZERO and value < 0):
-        raise _wrong(f, value, source)
-    if f.name in _CHOICES and value not in _CHOICES[f.name]:
-        raise _wrong(f, value, source)
-    return value
-
-
-def _in_order(f: Any, ranks: tuple[RankPlan, ...], source: str) -> tuple[RankPlan, ...]:
-    numbers = [each.rank for each in ranks]
-    if numbers != sorted(set(numbers)):
-        raise _wrong(f, numbers, source)
-    return ranks
-
-
-def _list(f: Any, value: Any, source: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise _wrong(f, value, source)
-    return value
-
-
-def _wrong(f: Any, value: Any, source: str) -> PlanFileError:
-    return _unreadable(source, f"the field {f.name!r} is {value!r}")
-
-
-def _unreadable(source: Any, what: str) -> PlanFileError:
-    return PlanFileError(
-        f"reading the plan {source}", found=what, next_move="save one with plan.save(path), or plan again"
-    )
