@@ -166,3 +166,8 @@ def _with_items(node: Any, values: dict[Any, Any]) -> Any:
     for name, value in values.items():
         twin[name] = value
     return twin
+
+
+def copied(leaf: Any) -> Any:
+    """Return a copy of a batch leaf that may be written into; non-tensors pass through."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit._errors import Refused, UsageError
+from memfit._errors import Refused
 from memfit.batches.cut import Axis, Layout, cut_samples, cutter
 from memfit.batches.pieces import bounds
 from memfit.batches.shapes import Shapes, shapes_per_sample
-from memfit.batches.tree import flat, leaves, map_leaves, rebuild, tensors
+from memfit.batches.split import Split, part_of_split
+from memfit.batches.tree import copied, flat, leaves, map_leaves, rebuild, tensors
+from memfit.capture.input_gradients import InputGradients
 from memfit.capture.outputs import Joining, Outputs
 from memfit.engine.buffers import WrittenBuffers
 from memfit.engine.call_context import (
@@ -37,8 +39,6 @@ from memfit.engine.staged import Staging
 from memfit.engine.version_checks import Keys, Modified, Unchanged
 
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
-Split = Callable[[Any, list[int]], Sequence[Any]]
-"""Maps a batch and sizes in samples to batches of those sizes."""
 Pieces = Callable[[int], Sequence[int]]
 """Maps a number of samples to the sizes it is cut into."""
 _NUMBERS = itertools.count()
@@ -434,77 +434,3 @@ def _copied(leaf: Any, axis: Axis | None, backwards: bool) -> Any:
     if not isinstance(leaf, torch.Tensor) or axis is None:
         return leaf
     return axis.reversed(leaf.detach()) if backwards else leaf.detach().clone()
-
-
-def copied(leaf: Any) -> Any:
-    """Return a copy of a batch leaf that may be written into; non-tensors pass through."""
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def part_of_split(split: Split, batch: Any, start: int, stop: int, samples: int) -> Any:
-    """Return the samples `start:stop` of a batch that only `split` can cut."""
-    sizes = [start, stop - start, samples - stop]
-    wanted = [size for size in sizes if size]
-    parts = split(batch, wanted)
-    if not isinstance(parts, (list, tuple)) or len(parts) != len(wanted):
-        what = f"{len(parts)} parts" if isinstance(parts, (list, tuple)) else f"something of type {type(parts).__name__}"
-        raise UsageError(
-            f"cutting the batch with split= into parts of {', '.join(map(str, wanted))} samples",
-            found=f"it returned {what}",
-            next_move="return a list with one batch for each of the sizes it was given",
-        )
-    return parts[1 if start else 0]
-
-
-class InputGradients:
-    """Gathers the gradients of arguments that require them from the micro-batches of one pass."""
-
-    def __init__(self, tree: Tree, layout: Layout) -> None:
-        found = [leaf for _, leaf in leaves(tree)]
-        self._axes = {
-            i: axis
-            for i, (leaf, axis) in enumerate(zip(found, layout.axes))
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        }
-        self.wanted: list[torch.Tensor] = [found[i] for i in self._axes]
-        """The arguments that gradients flow into."""
-        self._own: dict[int, dict[int, torch.Tensor]] = {}
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin another pass: drop what an earlier one (a proof, a failed attempt) left."""
-        self._own = {i: {} for i in self._axes}
-
-    def own(self, piece: Tree, start: int) -> Tree:
-        """Give the arguments that require gradients in `piece`, which starts at sample `start`, leaf tensors of their own."""
-        found = [leaf for _, leaf in leaves(piece)]
-        for i, axis in self._axes.items():
-            made = found[i].detach().requires_grad_()
-            if axis is None:  # not cut: all micro-batches share its leaf
-                made = self._own[i].setdefault(0, made)
-            self._own[i][0 if axis is None else start] = found[i] = made
-        return rebuild(piece, iter(found))
-
-    def at(self, start: int) -> dict[int, torch.Tensor]:
-        """Return the leaf tensors of the piece that starts at `start`."""
-        return {i: self._own[i][0 if axis is None else start] for i, axis in self._axes.items()}
-
-    def put_back(self, own: dict[int, torch.Tensor], start: int) -> None:
-        """Put back leaf tensors of an earlier pass whose activations were kept."""
-        for i, leaf in own.items():
-            self._own[i][start if self._axes[i] is not None else -1] = leaf
-
-    def take(self) -> list[torch.Tensor | None]:
-        """Return the gradient of each wanted argument, None if none arrived, and forget them."""
-        gradients = [self._joined(i, axis) for i, axis in self._axes.items()]
-        self.forget()
-        return gradients
-
-    def _joined(self, index: int, axis: Axis | None) -> torch.Tensor | None:
-        pieces = [piece for _, piece in sorted(self._own[index].items())]
-        known = [piece.grad for piece in pieces if piece.grad is not None]
-        if not known:
-            return None
-        if axis is None:
-            return sum(known[1:], start=known[0])
-        return axis.join([torch.zeros_like(piece) if piece.grad is None else piece.grad for piece in pieces])

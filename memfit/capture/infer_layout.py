@@ -15,8 +15,9 @@ from torch import nn
 from memfit._errors import MemfitError, first_line
 from memfit.batches.cut import Layout, candidate_layouts, like_first, shared_samples, uncuttable
 from memfit.batches.lists import cut_lists, look_of_lists
+from memfit.batches.split import Split
 from memfit.batches.tree import AttributeKey, Path, is_column, leaves, map_leaves
-from memfit.capture.call import Call, Split, Tree
+from memfit.capture.call import Call, Tree
 from memfit.capture.outputs import Outputs, learn_outputs
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
 from memfit.engine.call_context import autocast_now, uncompiled

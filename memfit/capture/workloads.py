@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.batches.tree import map_leaves, tensors
+from memfit.batches.tree import copied, map_leaves, tensors
 from memfit.batches.weights import Count, known_loss
-from memfit.capture.call import Call, copied
+from memfit.capture.call import Call
 from memfit.capture.expression import Node, SampleRange, Step, leaves_in, used_again
 from memfit.engine.accumulate import wide
 from memfit.engine.compose_state import Composition

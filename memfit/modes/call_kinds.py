@@ -13,8 +13,9 @@ from memfit.autotune.task import Task
 from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, shared_samples, uncuttable, unread
 from memfit.batches.lists import cut_lists, samples_in_lists
 from memfit.batches.shapes import Shapes, no_larger, samples_by, shapes_per_sample
+from memfit.batches.split import Split
 from memfit.batches.tree import tensors
-from memfit.capture.call import Call, Split, Tree
+from memfit.capture.call import Call, Tree
 from memfit.capture.consumers import Consumer
 from memfit.capture.find_side_outputs import FoundDoors
 from memfit.capture.infer_layout import look_of, structure_of, ways_to_cut

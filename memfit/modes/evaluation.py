@@ -22,8 +22,9 @@ from memfit.batches.cut import Layout, common_size, shared_samples
 from memfit.batches.lists import cut_lists, samples_in_lists
 from memfit.batches.pieces import bounds, sizes
 from memfit.batches.shapes import Shapes
+from memfit.batches.split import Split
 from memfit.batches.tree import tensors
-from memfit.capture.call import Call, Split, Tree
+from memfit.capture.call import Call, Tree
 from memfit.capture.find_side_outputs import FoundDoors, look_for_side_doors
 from memfit.capture.infer_layout import fake_outputs, twin_call, ways_to_cut
 from memfit.capture.outputs import Joining, Leaf, Outputs, learn_outputs

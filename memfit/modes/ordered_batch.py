@@ -13,8 +13,8 @@ from memfit.batches.extents import Extent, of_those_after, together
 from memfit.batches.pieces import bounds
 from memfit.batches.samples import SampleBatch
 from memfit.batches.shapes import Shapes
+from memfit.batches.split import Split, part_of_split
 from memfit.batches.tree import map_leaves, tensors
-from memfit.capture.call import Split, part_of_split
 from memfit.capture.infer_layout import twins_of
 from memfit.engine.weighting import WeightsChanged
 from memfit.equivalence.proof_samples import marks_of, most_telling, spaced

@@ -20,8 +20,7 @@ from memfit.batches.extents import Scale
 from memfit.batches.pieces import pieces_by_size
 from memfit.batches.samples import SampleBatch
 from memfit.batches.shapes import Shapes, no_larger, shapes_per_sample
-from memfit.batches.tree import flat, map_leaves, tensors
-from memfit.capture.call import copied
+from memfit.batches.tree import copied, flat, map_leaves, tensors
 from memfit.capture.workloads import LossFn, moved
 from memfit.distributed.reduction import WholeShares
 from memfit.engine.accumulate import SharesDiffer, checked_loss
