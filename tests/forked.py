@@ -9,11 +9,11 @@ import atexit
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,20 @@ IMPORTED = ("numpy", "sklearn.datasets", "torch", "torch._dynamo", "torch.distri
 
 
 def run(
-    command: Sequence[str], *, folder: Path, environments: Sequence[Mapping[str, str]] = ({},), patience: float = 300
+    command: Sequence[str], *, folder: Path, environments: Sequence[Mapping[str, str]] = ({},), patience: int = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run a script in this folder, once for each of these additions to the environment at the same time. What they printed
-    comes together; the code is the first that is not 0."""
-    asked = {"command": [*command], "folder": str(folder), "environments": [dict(each) for each in environments]}
+    comes together; the code is that of the first that failed, or 0. The others of one that failed are stopped, and all after
+    `patience` seconds."""
+    each = [dict(environment) for environment in environments]
+    asked = {"command": [*command], "folder": str(folder), "environments": each, "patience": patience}
     server = _server()
     assert server.stdin is not None and server.stdout is not None
     server.stdin.write(json.dumps(asked) + "\n")
     server.stdin.flush()
-    if not wait([server.stdout], patience):  # type: ignore[list-item]
-        server.kill()
-        _server.cache_clear()
-        raise subprocess.TimeoutExpired(command, patience)
-    codes = json.loads(server.stdout.readline())
+    code = json.loads(server.stdout.readline())
     out, err = ((folder / name).read_text() for name in ("stdout", "stderr"))
-    return subprocess.CompletedProcess(command, next(filter(None, codes), 0), out, err)
+    return subprocess.CompletedProcess(command, code, out, err)
 
 
 @cache
@@ -63,13 +61,26 @@ def _serve() -> dict[str, Any] | None:
             if not child:
                 return {**asked, "environment": environment}
             started.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in started]
-        sys.stdout.write(json.dumps(codes) + "\n")
+        sys.stdout.write(json.dumps(_code_of(started)) + "\n")
         sys.stdout.flush()
     return None
 
 
+def _code_of(children: Sequence[int]) -> int:
+    running, failed = {*children}, 0
+    while running:
+        child, status = os.waitpid(-1, 0)
+        running.discard(child)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not failed:
+            failed = code
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+    return failed
+
+
 def _become(asked: dict[str, Any]) -> None:
+    signal.alarm(asked["patience"])
     os.chdir(asked["folder"])
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)

@@ -241,6 +241,58 @@ def test_what_is_assigned_through_data_between_the_loss_and_its_backward_is_an_e
         loss.backward()
 
 
+class Two(nn.Module):
+    """Calls use one part or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(7, 4).double() for _ in range(2))
+
+    def forward(self, x: Tensor, part: int) -> Tensor:
+        return self.parts[part](x)
+
+
+@pytest.mark.parametrize("written", ["assigned", "in place"])
+def test_parameters_that_a_loss_does_not_use_may_get_other_data_before_its_backward(written: str) -> None:
+    found = []
+    for wrap in (False, True):
+        model = Two()
+        if wrap:
+            wrapped(model, 5)
+        losses = [model(X, part).square().mean() for part in (0, 1)]
+        for loss, part in zip(losses, model.parts):
+            loss.backward()
+            for p in part.parameters():
+                assert p.grad is not None
+                if written == "assigned":
+                    p.data = p.data - 0.1 * p.grad
+                else:
+                    p.data.sub_(p.grad, alpha=0.1)
+        found.append({name: p.detach() for name, p in model.named_parameters()})
+    assert relative_error(*found) <= 1e-12
+
+
+def test_what_a_loss_was_computed_with_may_be_set_to_other_data_and_hold_nan() -> None:
+    model, target = mlp(), torch.zeros(len(X), 4).double()
+    target[0] = float("nan")
+    wrapped(model, 5)
+    for change in (lambda: target.set_(torch.ones_like(target)), lambda: setattr(target, "data", target.data.clone())):
+        loss = (model(X) - target).square().nansum()
+        change()
+        loss.backward()
+
+
+def test_a_batch_that_is_filled_again_each_time_keeps_its_buffer() -> None:
+    """`DataLoader` collates like this into shared memory. Storage that NumPy has seen can't be resized."""
+    model, buffer = mlp(), torch.empty(0).double()
+    wrapped(model, 5)
+    for step in range(3):
+        buffer.resize_(0)
+        torch.stack(list(X + step), out=buffer)
+        F.cross_entropy(model(buffer), Y).backward()
+
+
 def test_an_output_that_is_first_read_after_the_step_is_the_one_before_it() -> None:
     model, plain = mlp(), mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -36,7 +36,7 @@ from memfit.engine.gradients import is_sharded
 from memfit.engine.modules import modules_of, parameters_in
 from memfit.engine.random_state import HostDraws, RandomState
 from memfit.engine.staged import Staging
-from memfit.engine.version_checks import Keys, Modified, Unchanged
+from memfit.engine.version_checks import Keys, Modified, Unchanged, key_of
 
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
 Pieces = Callable[[int], Sequence[int]]
@@ -152,10 +152,11 @@ class Call:
                 next_move='compute the loss and run its backward first, or pass micro_batch="off"',
             )
 
-    def check_handed_over(self) -> None:
-        """Raise autograd's own error if an input or a parameter was written through `.data` before backward."""
+    def check_handed_over(self, unused: Sequence[torch.Tensor]) -> None:
+        """Raise autograd's own error if an input or a parameter was written through `.data` before backward. Those `unused` by
+        the loss may be."""
         for each in self.calls:
-            each._unchanged.check_handed_over(each._moved)
+            each._unchanged.check_handed_over(each._moved | {key_of(tensor) for tensor in unused})
 
     def note_now(self) -> None:
         """Record the inputs and parameters as they are: they must not change from now on."""

@@ -85,6 +85,7 @@ class Output:
         return self
 
 
+_LATER = "computes losses in micro-batches when they are wanted"
 SMALL = 1 << 18
 """Bytes up to which a tensor is copied."""
 
@@ -111,7 +112,8 @@ class BatchTensor:
 
     def of(self, part: SampleRange) -> torch.Tensor:
         if part.start == 0:
-            self.unchanged.check("computes losses in micro-batches when they are wanted")
+            self.unchanged.check(_LATER)
+            self.unchanged.compare(_LATER)
         return self.tensor if self.axis is None else self.axis.narrow(self.tensor, part.start, part.stop)
 
     def parts(self) -> Iterator[Node]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -44,17 +44,22 @@ class DeviceValues:
         with torch.no_grad():
             for i, tensor in tensors.items():
                 if has_events(tensor.device):
-                    few = _few(tensor)
+                    few = few_of(tensor)
                     self._few[few.device, few.dtype][i] = few
-        self._before = [_bits(few) for few in self._few.values()]
+        self._before = [bits_of(few.values()) for few in self._few.values()]
 
     def compare(self, tell: Callable[[int], str | None]) -> None:
         """Start to compare the values with those of now. `tell` returns what to say if the tensor of an index differs; None: it
         may differ."""
         for ((device, _), few), before in zip(self._few.items(), self._before, strict=True):
-            said = [(tell(i), len(values)) for i, values in few.items()]
+            said = [(tell(i), values.numel()) for i, values in few.items()]
             if any(what is not None for what, _ in said):
-                differs = retry_on_oom(lambda few=few, before=before: _bits(few) != before, device)
+                try:
+                    differs = retry_on_oom(lambda few=few, before=before: bits_of(few.values()) != before, device)
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        continue
+                    raise
                 with _LOCK:
                     _READS.setdefault(device, AsyncReads(device)).add(said, differs)
 
@@ -77,19 +82,18 @@ _READS: dict[torch.device, AsyncReads[list[tuple[str | None, int]]]] = {}
 """The comparisons that have not arrived. A result concerns an earlier step, and is told in whichever comes next."""
 
 
-def _few(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a few values, spread evenly over the storage if the tensor fills it, else along one dimension."""
+def few_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a few values, spread evenly over the storage if the tensor fills it, else over each dimension."""
     values = tensor if tensor.dtype in CONCATENATED else tensor.view(INTEGERS[tensor.itemsize])
-    step = max(1, tensor.numel() // VALUES)
     if values.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(values):
+        step = max(1, tensor.numel() // VALUES)
         return values.as_strided((-(-tensor.numel() // step),), (step,))
-    largest = max(range(tensor.dim()), key=tensor.shape.__getitem__)
-    step = max(1, tensor.shape[largest] // VALUES)
-    return values[tuple(slice(None, None, step) if dim == largest else 0 for dim in range(tensor.dim()))]
+    each = round(VALUES ** (1 / sum(size > 1 for size in tensor.shape)))
+    return values[tuple(slice(None, None, max(1, size // each)) for size in tensor.shape)]
 
 
-def _bits(few: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Return these values in one tensor, bit for bit, so that NaN equals itself."""
+def bits_of(few: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return a copy of these values in one tensor, bit for bit, so that NaN equals itself."""
     with torch.no_grad():
-        values = torch.cat([*few.values()])
+        values = torch.cat([each.flatten() for each in few])
         return values.view(INTEGERS[values.itemsize])

@@ -11,6 +11,7 @@ import torch
 
 from memfit.batches.tree import map_leaves
 from memfit.engine.call_context import restore_tensors
+from memfit.engine.version_checks import key_of
 
 MISSING: Any = object()
 """The value of an absent entry."""
@@ -167,7 +168,7 @@ class AssignedPlace:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return "data", id(self.tensor)
+        return key_of(self.tensor)
 
     def value(self) -> torch.Tensor:
         return self.tensor.detach().clone()

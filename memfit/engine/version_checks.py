@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.engine.device_values import INTEGERS, VALUES, DeviceValues
+from memfit.engine.device_values import INTEGERS, DeviceValues, bits_of, few_of
 
 Keys = Set[tuple[Any, ...]]
 """Keys of places with state (`composed.Place`)."""
@@ -44,6 +44,8 @@ class _Held:
     data: torch.Tensor
     """Its data then; shares its storage."""
     lies_at: int
+    size: int
+    """The bytes of its storage. If it has fewer, its values cannot be read."""
     few: Callable[[], bytes] | None
     """Reads a few of its values; None if they cannot be read, or lie on an accelerator."""
     values: bytes
@@ -51,8 +53,10 @@ class _Held:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Held:
         data = tensor.detach()
-        few = _few(data) if tensor.device.type == "cpu" and _is_readable(tensor) else None
-        return cls(tensor, tensor._version, data, _lies_at(tensor), few, b"" if few is None else few())
+        if tensor.device.type != "cpu" or not _is_readable(tensor):
+            return cls(tensor, tensor._version, data, _lies_at(tensor), 0, None, b"")
+        few = _few(data)
+        return cls(tensor, tensor._version, data, _lies_at(tensor), data.untyped_storage().nbytes(), few, few())
 
     @property
     def moved(self) -> bool:
@@ -62,21 +66,22 @@ class _Held:
     @property
     def reads_alike(self) -> bool:
         """Whether the old storage has its old values, which is what a graph saved, even if other data was assigned."""
-        return self.few is None or self.few() == self.values
+        if self.few is None:
+            return True
+        return self.data.untyped_storage().nbytes() >= self.size and self.few() == self.values
 
 
 class Unchanged:
-    """The state of tensors at a call. If they were `copied`, writes that increment versions are harmless. Values of tensors on
-    an accelerator are noted if they will be `compared`."""
+    """The state of tensors at a call. If they were `copied`, writes that increment versions are harmless."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False, compared: bool = True) -> None:
-        self._tensors, self.copied, self._compared = [t for t in tensors if not t.is_inference()], copied, compared
+    def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False) -> None:
+        self._tensors, self.copied = [t for t in tensors if not t.is_inference()], copied
         self._note()
 
     def _note(self) -> None:
         self._held = [_Held.of(t) for t in self._tensors]
         self._accepted: set[int] = set()
-        on_device = {i: t for i, t in enumerate(self._tensors) if self._compared and _is_comparable_on_device(t)}
+        on_device = {i: t for i, t in enumerate(self._tensors) if _is_comparable_on_device(t)}
         self._on_device = DeviceValues.of(on_device)
 
     @property
@@ -106,7 +111,7 @@ class Unchanged:
     def check_data(self, when: str, moved: Keys = frozenset()) -> None:
         """Raise Modified if a tensor was assigned other data, or one on the host was written without a version increment."""
         for held in self._held:
-            if held.moved and not _is_at(moved, held.tensor, held.data) and not _same(held.tensor, held.data):
+            if held.moved and not _may_differ(held, moved) and not _same(held.tensor, held.data):
                 # Plain backward would read the new data of tensors that autograd saved themselves, as weights of a convolution.
                 raise Modified(_named(held.tensor), "got other data through .data", when)
             if not held.reads_alike and not _may_differ(held, moved):
@@ -133,12 +138,16 @@ class Unchanged:
 
 
 def _may_differ(held: _Held, moved: Keys) -> bool:
-    return held.tensor._version != held.version or _is_at(moved, held.tensor, held.tensor)
+    return held.tensor._version != held.version or _is_at(moved, held.tensor, held.data)
 
 
 def _same(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    alike = tensor.shape == data.shape and tensor.dtype == data.dtype and tensor.device == data.device
-    return alike and torch.equal(tensor.detach(), data)
+    if tensor.shape != data.shape or tensor.dtype != data.dtype or tensor.device != data.device:
+        return False
+    now = tensor.detach()
+    if _is_readable(now) and _is_readable(data):  # bit for bit, so that NaN equals itself
+        now, data = now.view(INTEGERS[now.itemsize]), data.view(INTEGERS[data.itemsize])
+    return torch.equal(now, data)
 
 
 def _lies_at(tensor: torch.Tensor) -> int:
@@ -159,12 +168,14 @@ def _is_comparable_on_device(tensor: torch.Tensor) -> bool:
 
 def _few(tensor: torch.Tensor) -> Callable[[], bytes]:
     """Returns a function that reads a few values bit for bit, so that NaN equals itself."""
-    # NumPy, as a read by torch would count as a synchronization. Integers, as NumPy has no bfloat16.
-    values = tensor.view(INTEGERS[tensor.itemsize]).numpy()
-    step = max(1, tensor.numel() // VALUES)
-    if tensor.is_contiguous():
-        return values.reshape(-1)[::step].tobytes
-    return lambda: values.flat[::step].tobytes()
+    values = few_of(tensor)
+    # A copy, because storage that NumPy has seen can never be resized again.
+    return lambda: bits_of([values]).numpy().tobytes()
+
+
+def key_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the key of a tensor as the place of its data."""
+    return "data", id(tensor)
 
 
 def _is_at(places: Keys, tensor: torch.Tensor, data: torch.Tensor) -> bool:
@@ -172,6 +183,6 @@ def _is_at(places: Keys, tensor: torch.Tensor, data: torch.Tensor) -> bool:
 
 
 def _keys_of(tensor: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    yield "data", id(tensor)
+    yield key_of(tensor)
     if data.layout is torch.strided and not data.is_nested and type(data) in (torch.Tensor, torch.nn.Parameter):
         yield (data.untyped_storage()._cdata,)

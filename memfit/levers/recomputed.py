@@ -24,6 +24,7 @@ from memfit.engine.state_changes import holds
 from memfit.engine.undo_state import StateSnapshot
 from memfit.engine.version_checks import Unchanged
 
+_AGAIN = "recomputes a block of the model in backward"
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Moving] = weakref.WeakKeyDictionary()
 """What is known about blocks. It outlives the plans that checkpoint them."""
 
@@ -88,13 +89,14 @@ class RecomputeContext:
     def ran(self, block: nn.Module) -> None:
         """Record the parameters after the forward: they must not change before the recomputation."""
         if not is_faking() and not is_sharded(block):
-            self._parameters = Unchanged(list(block.parameters()), compared=False)
+            self._parameters = Unchanged(list(block.parameters()))
 
     def __enter__(self) -> None:
         self._between()
         with ExitStack() as stack:
             if self._parameters is not None:
-                self._parameters.check_data("recomputes a block of the model in backward")
+                self._parameters.check_data(_AGAIN)
+                self._parameters.compare(_AGAIN)
             stack.callback(HostRandom.capture().restore)
             self._host.restore()
             for place, before in self._begun():

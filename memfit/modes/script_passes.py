@@ -244,10 +244,10 @@ class ScriptPasses:
 
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
         """Return the gradients of the receivers, given those of the outputs, by running the call again."""
+        if call.values is None and call.whole is None:
+            self.compute_values(call)
         if call.whole is not None:
             return self._backward_of_whole(call, gradients)
-        if call.values is None:
-            self.compute_values(call)
         UNDERWAY.make_room(call)
         self._gathers(call)
         core = self._core
@@ -320,10 +320,11 @@ class ScriptPasses:
                 if self._batch_samples() == 0:
                     total.weight = 0.0
                 then, receivers = total.on_handover, total.receivers  # the total itself would create a reference cycle
+                unused = [tensor for tensor, gradient in zip(receivers, total.gradients) if gradient is None]
 
                 def handing_over(incoming: torch.Tensor) -> None:
                     then(incoming)
-                    call.check_handed_over()
+                    call.check_handed_over(unused)
                     for labels in consumer.labels:
                         labels.check_handed_over()
                     self._about_to_hand_over(receivers)

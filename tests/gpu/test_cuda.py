@@ -128,6 +128,14 @@ def write_parameter(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     next(model.parameters()).data.add_(1)
 
 
+def write_targets(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    """A large tensor, which no loss copies."""
+    TARGETS[0].data.add_(1)
+
+
+TARGETS: list[torch.Tensor] = []
+
+
 def write_one_more_tensor(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
     x.new_zeros(3).data.add_(1)
 
@@ -163,6 +171,22 @@ def second_backward_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, writt
     loss.backward()
 
 
+def distance_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, written: Callable[[], None]) -> None:
+    """The write lies between an operation on known values and its use."""
+    out = model(x)
+    assert math.isfinite(out.detach().sum().item())
+    distance = out[:, :1] - TARGETS[0]
+    written()
+    distance.square().mean().backward()
+
+
+def look_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor, written: Callable[[], None]) -> None:
+    """The write lies between a metric and a look at it."""
+    metric = (model(x).detach()[:, :1] - TARGETS[0]).abs().mean()
+    written()
+    assert math.isfinite(metric.item())
+
+
 Use = Callable[[nn.Module, torch.Tensor, torch.Tensor, Callable[[], None]], None]
 
 
@@ -174,6 +198,7 @@ def steps_with(write: Write, x: torch.Tensor, use: Use = backward_of) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memfit.wrap(model, optimizer, micro_batch=4)
     y = torch.arange(len(x), device=DEVICE) % 5
+    TARGETS[:] = [torch.zeros(len(x), 1 << 14, device=DEVICE)]
     for step in range(4):
         optimizer.zero_grad()
         use(model, x, y, (lambda: write(model, x, y)) if step == 1 else lambda: None)
@@ -202,7 +227,25 @@ def test_what_is_written_through_data_before_a_call_runs_again_is_an_error_in_th
         steps_with(write, LAYOUTS["contiguous"]().to(DEVICE), use)
 
 
-@pytest.mark.parametrize("use", [backward_of, values_of, number_of, second_backward_of])
+@pytest.mark.parametrize("use", [distance_of, look_of])
+def test_what_a_loss_is_computed_with_is_compared_too(use: Use) -> None:
+    with pytest.raises(RuntimeError, match=r"written through \.data"):
+        steps_with(write_targets, LAYOUTS["contiguous"]().to(DEVICE), use)
+
+
+def test_a_block_is_not_computed_again_with_parameters_that_were_written() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())).to(DEVICE)
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch="off", checkpoint=["1"])
+    with pytest.raises(RuntimeError, match=r"written through \.data"):
+        for step in range(4):
+            loss = model(torch.ones(12, 6, device=DEVICE)).square().mean()
+            if step == 1:
+                next(model[1].parameters()).data.mul_(3)
+            loss.backward()
+            torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("use", [backward_of, values_of, number_of, distance_of, look_of, second_backward_of])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_written_elsewhere_is_none(layout: str, use: Use) -> None:
     steps_with(write_one_more_tensor, LAYOUTS[layout]().to(DEVICE), use)
