@@ -21,6 +21,7 @@ from memfit.batches.tree import copied, flat, leaves, map_leaves, rebuild, tenso
 from memfit.capture.input_gradients import InputGradients
 from memfit.capture.outputs import Joining, Outputs
 from memfit.engine.buffers import WrittenBuffers
+from memfit.engine.call_attributes import CallAttributes
 from memfit.engine.call_context import (
     Autocast,
     autocast_now,
@@ -101,6 +102,7 @@ class Call:
         written = (*tensors(tree), *(() if is_sharded(model) else (p for p, _ in self.requires)))
         self._written = written
         self.note_now()
+        self.attributes: CallAttributes | None = None
         self._cut: Callable[[int, int], Tree] | None = None
         self._as_called = False
 
@@ -136,6 +138,15 @@ class Call:
         if an earlier comparison found one modified."""
         for each in self.calls:
             each._unchanged.compare(_CUTS, each._moved)
+
+    def note_attributes(self) -> None:
+        """Record what its modules have set: its passes run with that."""
+        self.attributes = None if is_sharded(self.model) else CallAttributes(modules_of(self.model))
+
+    @property
+    def attributes_differ(self) -> bool:
+        """Whether the script has set something else on its modules since."""
+        return self.attributes is not None and self.attributes.differ(self.composition.keys)
 
     @property
     def _moved(self) -> Keys:
@@ -196,10 +207,14 @@ class Call:
 
     @contextmanager
     def as_called(self) -> Iterator[None]:
-        """Context manager for a pass: parameters require gradients and modules are in the modes as when the call was made."""
+        """Context manager for a pass: parameters require gradients and modules have the modes and attributes as when the call
+        was made. Raises Refused if parameters were replaced."""
+        for each in self.calls:
+            each._check_places()
         before, self._as_called = self._as_called, True
+        attributes = nullcontext() if self.attributes is None else self.attributes.put_back(self.composition.keys)
         try:
-            with requiring_as(self.requires), modes_as(self.modes):
+            with requiring_as(self.requires), modes_as(self.modes), attributes:
                 yield
         finally:
             self._as_called = before

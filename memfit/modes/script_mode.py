@@ -83,6 +83,7 @@ class Script:
                         core.team.ranks.rest()  # its graph needs the all-gathered parameters
                     return output
             self._core.team.rest()
+        call.note_attributes()
         self._passes.waiting.add(call)
         for place in call.composition.trained[:1]:  # the script may read it, so all samples must have written it
             core.tell(f"the forward writes {place.label}, which is trained: it runs at the call, and again for gradients")

@@ -25,8 +25,10 @@ from memfit.capture.masked_mean import count_of
 from memfit.capture.result_shapes import ResultShapes
 from memfit.capture.workloads import ExpressionWork
 from memfit.engine.accumulate import Work
+from memfit.engine.call_attributes import CallAttributes
 from memfit.engine.call_context import outside_transforms, without_inference_mode, without_saved_tensors_hooks
 from memfit.engine.handover import Factor, Total, graph_is_kept, hand_over
+from memfit.engine.modules import modules_of
 from memfit.engine.random_state import RandomState
 from memfit.engine.user_line import line_of_script
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weighting, WeightsChanged
@@ -74,7 +76,12 @@ class ScriptPasses:
         """Context for micro-batches of a call. The script's hooks for saved tensors (a checkpoint around a loss counts them)
         do not see theirs, which are not part of the script's graph."""
         with self.aside(), call.as_called(), without_saved_tensors_hooks():
+            before = CallAttributes(modules_of(call.model))
             yield
+            written = before.written()
+        for other in list(self.waiting) if written else ():
+            if other.attributes is not None and other not in call.calls:
+                other.attributes.accept(written)
 
     @contextmanager
     def going_through(self) -> Iterator[None]:
@@ -97,6 +104,8 @@ class ScriptPasses:
             return None
         if self.alone and any(call.values is not None for call in calls):
             return None  # see `accumulates`
+        if any(call.attributes_differ for call in calls):
+            return None
         if sum(bool(call.composition.moved) for call in calls) > 1:
             return None  # the second forward starts with the state after the first one's full batch
         made = self._joint()

@@ -1,0 +1,95 @@
+"""What a script sets on a model between a call and its deferred run: attributes, submodules and hooks of modules. The run gets
+what was there at the call.
+
+Not covered: what lies inside attributes (`model.settings["task"] = ...`), and what a forward reads outside of its modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.engine.places import MISSING, ItemPlace
+from memfit.engine.version_checks import Keys
+
+_tables_of = itemgetter(
+    "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"
+)
+_OTHERS = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs"}
+"""What modules keep for themselves. Modes, parameters and buffers are captured elsewhere."""
+Table = dict[Any, Any]
+
+
+class CallAttributes:
+    """The attributes, submodules and hooks of modules at a call, and the default dtype."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._dtype = torch.get_default_dtype()
+        self._held = [module.__dict__ for module in modules]
+        self._attributes = [(each, each.copy()) for each in self._held]
+        self._tables = [(table, table.copy()) for each in self._held for table in _tables_of(each) if table]
+
+    @contextmanager
+    def put_back(self, moved: Keys) -> Iterator[None]:
+        """Context in which they are as at the call, other than at these places, which the forward itself moves."""
+        found = [(place, old) for place, old in self._differing() if place.key not in moved]
+        holders = {id(place.holder): place.holder for place, _ in found}
+        orders = [(table, table.copy()) for each in self._held for table in _tables_of(each) if id(table) in holders]
+        later = [(place, place.value()) for place, _ in found]
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        for place, old in found:
+            place.put(old)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            for place, value in later:
+                place.put(value)
+            for table, order in orders:  # hooks and layers run in the order of their entries
+                table.clear()
+                table.update(order)
+
+    def differ(self, moved: Keys) -> bool:
+        """Whether anything is different now, other than at these places."""
+        return self._dtype != torch.get_default_dtype() or any(place.key not in moved for place, _ in self._differing())
+
+    def written(self) -> list[tuple[ItemPlace, Any]]:
+        """Return the attributes that are others now, with what they were."""
+        return [each for now, before in self._attributes for each in _differing(now, before, _OTHERS)]
+
+    def accept(self, written: Iterable[tuple[ItemPlace, Any]]) -> None:
+        """Take over attributes that another call's forward wrote, where they were the same before."""
+        tables = {id(now): before for now, before in self._attributes}
+        for place, old in written:
+            before = tables.get(id(place.holder))
+            if before is not None and before.get(place.name, MISSING) is old:
+                ItemPlace(before, place.name, place.label).put(place.value())
+
+    def _differing(self) -> Iterator[tuple[ItemPlace, Any]]:
+        for now, before in self._attributes:
+            yield from _differing(now, before, _OTHERS)
+        for now, before in self._tables:
+            yield from _differing(now, before)
+        known = {id(now) for now, _ in self._tables}
+        for table in [table for each in self._held for table in _tables_of(each) if table and id(table) not in known]:
+            yield from _differing(table, {})
+
+
+def _differing(now: Table, before: Table, skipped: Set[str] = frozenset()) -> Iterator[tuple[ItemPlace, Any]]:
+    """Yield each entry that is another object now, with what it was."""
+    if len(now) == len(before) and all(map(is_, now.values(), before.values())):
+        return
+    for name in (now.keys() | before.keys()) - skipped:
+        old, new = before.get(name, MISSING), now.get(name, MISSING)
+        if old is not new and not _is_memfits(old) and not _is_memfits(new):
+            yield ItemPlace(now, name, str(name)), old
+
+
+def _is_memfits(value: Any) -> bool:
+    return type(value).__module__.startswith("memfit.")

@@ -1,0 +1,143 @@
+"""A script that changes its model between a call and its backward: the call was made with what the model was then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import points, unseen, wrapped
+from torch import Tensor, nn
+from torch.optim import SGD
+from zoo.plain import gradients_of, relative_error
+
+X, Y = points()
+
+
+class Net(nn.Module):
+    """Reads attributes of several types in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Dropout(0.0))
+        self.heads = nn.ModuleDict({"a": nn.Linear(8, 4), "b": nn.Linear(8, 4)})
+        self.task, self.scale, self.flips, self.width = "a", 1.0, False, 8
+        self.mask: Tensor | None = None
+        self.calls = 0
+        self.settings = {"power": 1}
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.body(x)
+        h = F.pad(h[:, : self.width], (0, 8 - self.width)) * self.scale
+        h = h if self.mask is None else h * self.mask
+        out = self.heads[self.task](h.flip(1) if self.flips else h) ** self.settings["power"]
+        return out + torch.tensor(0.1)
+
+
+def with_attribute(name: str, value: Any) -> Callable[[Net], Callable[[], None]]:
+    def change(model: Net) -> Callable[[], None]:
+        before = getattr(model, name)
+        setattr(model, name, value)
+        return lambda: setattr(model, name, before)
+
+    return change
+
+
+def other_rate(model: Net) -> Callable[[], None]:
+    """Every value is dropped, so that no draw decides."""
+    model.body[2].p = 1.0
+    return lambda: setattr(model.body[2], "p", 0.0)
+
+
+def hooked(model: Net) -> Callable[[], None]:
+    return model.body[1].register_forward_hook(lambda module, args, out: out * 0.5).remove
+
+
+def pre_hooked(model: Net) -> Callable[[], None]:
+    return model.body[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,)).remove
+
+
+def other_layer(model: Net) -> Callable[[], None]:
+    before, model.body[1] = model.body[1], nn.ReLU()
+    return lambda: setattr(model.body, "1", before)
+
+
+def other_default(model: Net) -> Callable[[], None]:
+    torch.set_default_dtype(torch.float64)
+    return lambda: torch.set_default_dtype(torch.float32)
+
+
+CHANGES: dict[str, Callable[[Net], Callable[[], None]]] = {
+    "str": with_attribute("task", "b"),
+    "float": with_attribute("scale", 0.5),
+    "bool": with_attribute("flips", True),
+    "int": with_attribute("width", 4),
+    "tensor": with_attribute("mask", torch.arange(8.0).double()),
+    "settings": with_attribute("settings", {"power": 3}),
+    "rate": other_rate,
+    "hook": hooked,
+    "pre-hook": pre_hooked,
+    "layer": other_layer,
+    "default dtype": other_default,
+}
+
+
+@contextmanager
+def changed(model: Net, change: Callable[[Net], Callable[[], None]]) -> Iterator[None]:
+    undo = change(model)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def after_the_call(model: Net, change: Callable[[Net], Callable[[], None]]) -> Tensor:
+    with changed(model, change):
+        out = model(X)
+    return F.cross_entropy(out, Y)
+
+
+def two_losses(model: Net, change: Callable[[Net], Callable[[], None]]) -> Tensor:
+    first = model(X)
+    with changed(model, change):
+        second = model(X)
+    return F.cross_entropy(first, Y) + F.cross_entropy(second, Y)
+
+
+def one_loss_of_two(model: Net, change: Callable[[Net], Callable[[], None]]) -> Tensor:
+    with changed(model, change):
+        teacher = model(X)
+    return F.mse_loss(model(X), teacher.detach()) + F.cross_entropy(teacher, Y)
+
+
+def in_two_passes(model: Net, change: Callable[[Net], Callable[[], None]]) -> Tensor:
+    with changed(model, change):
+        out = model(X)
+    return unseen(out).square().mean()
+
+
+@pytest.mark.parametrize("loss", [after_the_call, two_losses, one_loss_of_two, in_two_passes])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_call_runs_with_what_the_model_was_then(change: Any, loss: Any) -> None:
+    found, numbers = [], []
+    for wrap in (False, True):
+        model = Net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if wrap:
+            wrapped(model, 5, optimizer=optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            value = loss(model, change)
+            value.backward()
+            numbers.append(value.item())
+            optimizer.step()
+        assert (model.task, model.scale, model.calls) == ("a", 1.0, 3 if loss in (after_the_call, in_two_passes) else 6)
+        found.append({**{name: p.detach() for name, p in model.named_parameters()}, **gradients_of(model)})
+    assert relative_error(found[1], found[0]) <= 1e-12
+    assert numbers[:3] == pytest.approx(numbers[3:], rel=1e-12)
