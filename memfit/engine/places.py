@@ -124,6 +124,24 @@ class ContentsPlace:
 
 
 @dataclass(frozen=True, eq=False)
+class BytesPlace:
+    """The items of a bytearray or of an array of the standard library."""
+
+    container: Any
+    label: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (id(self.container),)
+
+    def value(self) -> Any:
+        return self.container[:]
+
+    def put(self, value: Any) -> None:
+        self.container[:] = value
+
+
+@dataclass(frozen=True, eq=False)
 class TensorPlace:
     """The values of a tensor."""
 

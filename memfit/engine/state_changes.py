@@ -20,6 +20,7 @@ from memfit.engine.places import (
     ArrayPlace,
     AssignedPlace,
     AttributePlace,
+    BytesPlace,
     ContentsPlace,
     ItemPlace,
     Place,
@@ -91,6 +92,11 @@ def added_to(kind: type, before: frozenset[str]) -> list[tuple[Place, Any]]:
 def moved_array(array: ArrayPlace, before: Any) -> list[tuple[Place, Any]]:
     """Return (place, array before) if a NumPy array changed."""
     return [] if array.array.tobytes() == before.tobytes() else [(array, before)]
+
+
+def moved_bytes(place: BytesPlace, before: Any) -> list[tuple[Place, Any]]:
+    """Return (place, items before) if a bytearray or an array changed."""
+    return [] if place.container == before else [(place, before)]
 
 
 def moved_variable(cell: types.CellType, before: Any) -> list[tuple[Place, Any]]:

@@ -8,9 +8,11 @@ other processes, datasets, state in extensions, and objects of installed package
 
 from __future__ import annotations
 
+import array
 import enum
 import functools
 import io
+import queue
 import random
 import sys
 import sysconfig
@@ -23,8 +25,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
-from memfit.engine.places import MISSING, ArrayPlace, AttributePlace, Place, TensorPlace, VariablePlace
+from memfit.engine.places import MISSING, ArrayPlace, AttributePlace, BytesPlace, Place, TensorPlace, VariablePlace
 from memfit.engine.rewindable import Rewound, go_back, position_of, rewound_of, untouched
 from memfit.engine.state_changes import (
     CONTAINERS,
@@ -39,6 +42,7 @@ from memfit.engine.state_changes import (
     is_data,
     moved_array,
     moved_attribute,
+    moved_bytes,
     moved_contents,
     moved_data,
     moved_entries,
@@ -55,6 +59,7 @@ MOST = 200_000
 """Maximum number of objects visited."""
 LARGE = 64 << 20
 """Maximum bytes of a NumPy array that is copied."""
+MEMO: type = type(functools.lru_cache(id))
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 Undo = Callable[[], object]
 
@@ -65,7 +70,7 @@ def kept(model: nn.Module) -> Iterator[UndoState]:
     token = _PLANNING.set(True)
     found = UndoState({id(module.__dict__): name for name, module in model.named_modules()})
     hooks = [hook for kind in KINDS for hook in getattr(nn.modules.module, "_global" + kind, {}).values()]
-    found.look((model, *hooks, *_REACHED.get()))
+    found.look((model, *hooks, parametrize._cache, *_REACHED.get()))
     try:
         yield found
     finally:
@@ -207,6 +212,8 @@ class UndoState:
             self._class(value)
         elif isinstance(value, types.FunctionType):
             self._function(value)
+        elif isinstance(value, MEMO):
+            self._memo(value)
         elif isinstance(value, functools.partial):
             self._rewindable(functools.partial(_set_arguments, value), value.args)
             self._open.extend((value.func, value.args, value.keywords))
@@ -218,6 +225,12 @@ class UndoState:
             self._cell(value)
         elif isinstance(value, Rewound):
             self._iterator(value)
+        elif isinstance(value, (bytearray, array.array)):
+            place, items = BytesPlace(value, "an array"), value[:]
+            self._undo.append(functools.partial(place.put, items))
+            self._watch(moved_bytes, place, items)
+        elif isinstance(value, queue.Queue):
+            self._open.append(value.queue)
         elif isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy"):
             self._state(value)
         elif not isinstance(value, (*SHARED, types.ModuleType)) and not _only_draws(value):
@@ -298,6 +311,12 @@ class UndoState:
         if not is_installed(function.__globals__.get("__name__")):
             self._names(function.__globals__, names_in(function.__code__))
 
+    def _memo(self, function: Any) -> None:
+        """Forget what `functools.lru_cache` keeps of planning, such as fake tensors. It can only forget everything."""
+        misses = function.cache_info().misses
+        self._undo.append(lambda: None if function.cache_info().misses == misses else function.cache_clear())
+        self._open.append(function.__wrapped__)
+
     def _cell(self, cell: types.CellType) -> None:
         try:
             value = cell.cell_contents
@@ -370,7 +389,7 @@ class UndoState:
                     item = item.__func__
                 if isinstance(item, property):
                     self._open.extend((item.fget, item.fset))
-                elif isinstance(item, types.FunctionType):
+                elif isinstance(item, (types.FunctionType, MEMO)):
                     self._open.append(item)
                 elif not name.startswith("__") and not hasattr(type(item), "__get__"):
                     self._attribute(AttributePlace(base, name, f"{base.__name__}.{name}"))

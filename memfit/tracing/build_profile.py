@@ -17,7 +17,7 @@ from memfit.engine.gradients import sparse_parameters
 from memfit.engine.shadow_optimizer import shadow_optimizer, step
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import Weighting
-from memfit.hardware.exhausted import retry_on_oom
+from memfit.hardware.exhausted import is_out_of_memory, retry_on_oom
 from memfit.kernels.target import Target
 from memfit.profiling.loop import MEMFITS, Loop
 from memfit.profiling.profile import ModelFacts, ModuleFacts, Profile, affine
@@ -217,12 +217,21 @@ def state_bytes(optimizer: Optimizer) -> int:
     return there + int(missing * retry_on_oom(lambda: _state_per_byte(optimizer), trained[0].device))
 
 
+AS_ADAM = 2.0
+"""Bytes of state per byte of parameters: two moments (Kingma and Ba 2015, arXiv:1412.6980)."""
+
+
 def _state_per_byte(optimizer: Optimizer) -> float:
     """Bytes of state that the optimizer creates per byte of parameters."""
     clone, chosen, _ = clone_of_optimizer(optimizer, limit=1 << 20)
     for p in chosen:
         p.grad = torch.zeros_like(p)
-    step(clone)
+    try:
+        step(clone)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return AS_ADAM  # one that takes no dense gradients, such as torch's SparseAdam
     return sum(_bytes(_tensors(clone.state[p])) for p in chosen if p in clone.state) / max(1, _bytes(chosen))
 
 
