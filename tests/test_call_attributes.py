@@ -11,8 +11,12 @@ import torch
 import torch.nn.functional as F
 from helpers import points, unseen, wrapped
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.optim import SGD
+from torch.overrides import TorchFunctionMode
 from zoo.plain import gradients_of, relative_error
+
+import memfit
 
 X, Y = points()
 
@@ -141,3 +145,127 @@ def test_a_call_runs_with_what_the_model_was_then(change: Any, loss: Any) -> Non
         found.append({**{name: p.detach() for name, p in model.named_parameters()}, **gradients_of(model)})
     assert relative_error(found[1], found[0]) <= 1e-12
     assert numbers[:3] == pytest.approx(numbers[3:], rel=1e-12)
+
+
+class Keeps(nn.Module):
+    """Keeps what it returns, as pix2pix does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(7, 7).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fake = self.net(x)
+        return self.fake
+
+    def loss(self) -> Tensor:
+        return F.l1_loss(self.fake, X)
+
+
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_a_loss_of_an_attribute_that_holds_the_output(ran_before: bool) -> None:
+    found = []
+    for wrap in (False, True):
+        model = Keeps()
+        if ran_before:
+            model(X)
+        if wrap:
+            wrapped(model, 5)
+        for _ in range(2):
+            model(X)
+            model.loss().backward()
+        shape = model.fake.detach().shape
+        found.append(({**gradients_of(model)}, shape, float(model.fake.detach().sum())))
+    assert relative_error(found[1][0], found[0][0]) <= 1e-12
+    assert found[0][1] == found[1][1] and found[1][2] == pytest.approx(found[0][2], rel=1e-12)
+
+
+class Fills(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(7, 4).double()
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        batch["logits"] = self.net(batch["x"])
+        return batch
+
+
+def test_a_forward_that_fills_the_dictionary_it_is_given_is_refused_or_runs_whole() -> None:
+    for micro_batch in (5, None):
+        model = Fills()
+        memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=micro_batch or "auto")
+        batch = {"x": X, "y": Y}
+        if micro_batch:
+            with pytest.raises(memfit.Refused, match="adds entries"):
+                model(batch)
+            continue
+        model(batch)
+        F.cross_entropy(batch["logits"], Y).backward()
+        assert model.net.weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch loads its decompositions by it
+def test_a_call_inside_forward_mode_differentiation_has_its_tangent() -> None:
+    model = Net()
+    wrapped(model, 5)
+    with forward_ad.dual_level():
+        out = forward_ad.unpack_dual(model(forward_ad.make_dual(X, torch.ones_like(X))))
+    assert out.tangent is not None
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is F.linear else out
+
+
+def test_a_call_inside_a_function_mode_is_seen_by_it() -> None:
+    found = []
+    for wrap in (False, True):
+        model = Net()
+        if wrap:
+            wrapped(model, 5)
+        with Doubled():
+            out = model(X)
+        F.cross_entropy(out, Y).backward()
+        found.append(gradients_of(model))
+    assert relative_error(*found) <= 1e-12
+
+
+class WritesInput(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.net = how, nn.Linear(7, 7).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "relu":
+            return self.net(x.relu_())
+        if self.how == "mask":
+            x[x < 0.2] = -1.0
+            return self.net(x)
+        return self.net(x.sub_(0.5).div_(2).tanh())
+
+
+@pytest.mark.parametrize("how", ["relu", "mask", "normalised"])
+def test_what_a_forward_writes_into_its_input_is_there_after_the_call(how: str) -> None:
+    found = []
+    for wrap in (False, True):
+        model, seen = WritesInput(how), []
+        if wrap:
+            wrapped(model, 5)
+        for _ in range(3):
+            x = X.clone()
+            F.mse_loss(model(x), x).backward()
+            seen.append(x)
+        found.append({**gradients_of(model), "x": torch.stack(seen)})
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+def test_backward_hooks_of_modules_are_told() -> None:
+    model = Net()
+    model.body[1].register_full_backward_hook(lambda *given: None)
+    run = wrapped(model, 5)
+    F.cross_entropy(model(X), Y).backward()
+    assert any("backward hooks of modules" in event.message for event in run.events)

@@ -57,7 +57,8 @@ class Call:
     `activate` puts the plan that it ran by in force again. `composition` says how the state that the forward moves is
     composed. `host_draws` tells whether calls draw from Python's or NumPy's generators. `noted` holds what expression nodes
     summed to over the samples (by id: the node, its sum), `summed` those whose gradients are part of a loss that was computed.
-    With `copies`, micro-batches are copies: a model that writes into its input then leaves the batch alone.
+    With `copies`, micro-batches are copies: a model that writes into its input then leaves the batch alone. `writing` tells
+    that the current pass does not.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Call:
         self.autocast = autocast_now((device.type, "cpu")) if autocast is None else tuple(autocast)
         modules = modules_of(model)
         self.modes, self.requires = modes_of(modules), requires_of(modules)
-        self.copies = self.gathered = False
+        self.copies = self.gathered = self.writing = False
         self.pending = 0
         self.receivers: Sequence[torch.Tensor] | None = None
         self.pieces: tuple[int, ...] = ()
@@ -172,6 +173,18 @@ class Call:
     def note_now(self) -> None:
         """Record the inputs and parameters as they are: they must not change from now on."""
         self._unchanged = Unchanged(self._written)
+
+    @contextmanager
+    def writing_arguments(self) -> Iterator[None]:
+        """Context of a pass that writes into the script's arguments, as the call would have. Later passes get copies of what
+        they were."""
+        kept, self.copies, self.writing = map_leaves(copied, self.tree), False, True
+        try:
+            yield
+        finally:
+            self.tree, self.copies, self.writing, self._cut = kept, True, False, None
+            self._written = (*tensors(kept), *(() if is_sharded(self.model) else (p for p, _ in self.requires)))
+            self.note_now()
 
     def accept(self, written: Keys) -> None:
         """Accept what a first pass over another call wrote at these places."""

@@ -64,13 +64,20 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
     looked_at.copies = True
     with leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
         tree = looked_at.arguments(0, samples)
-        given = [(t, t._version) for t in tensors(tree)]
+        given, entries = [(t, t._version) for t in tensors(tree)], _entries(tree)
         watch = _Made()
         with watch:
             output = looked_at.output(tree)
+        if _entries(tree) - entries:
+            raise Refused(
+                "cutting the batch into micro-batches",
+                found="the forward adds entries to a dictionary or list that it is given; those of micro-batches would be lost",
+                next_move="return them from forward",
+            )
         mine = {id(leaf) for _, leaf in leaves(output)}
         alive = [t for t in (reference() for reference in watch.made) if t is not None and id(t) not in mine]
         found = _holders(alive, call.model, inside=_reachable(leaf for _, leaf in leaves(output)))
+        found += _outputs_kept(output, call.model)
         places = [place for place in found if place.name not in named]
         own = {id(t) for t in (*call.model.parameters(), *(t for t, _ in given))}
         leaves_ = [] if is_sharded(call.model) else leaves_of(tensors(output))
@@ -89,6 +96,22 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
             next_move="return it from forward, or store it detached",
         )
     return entrances
+
+
+def _entries(tree: Any) -> set[Any]:
+    """The places of leaves in the containers of a batch."""
+    return {str(path) for path, _ in leaves(tree)}
+
+
+def _outputs_kept(output: Any, model: nn.Module) -> list[_Place]:
+    """Attributes of modules that hold a tensor of the output."""
+    mine = {id(leaf) for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+    return [
+        _place(f"{name}.{key}" if name else key, vars(module), key)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if id(value) in mine
+    ]
 
 
 class _Made(TorchFunctionMode):

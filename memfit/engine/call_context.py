@@ -1,7 +1,7 @@
 """Captures the context of a call (autocast, train/eval modes, requires_grad, buffers) and restores it to run the call later or
 again.
 
-Not covered: torch function modes, and backend flags that a script changes between call and backward.
+Not covered: backend flags that a script changes between call and backward.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memfit.engine.modules import parameters_in
@@ -214,6 +216,17 @@ def outside_transforms() -> AbstractContextManager[Any]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     return temporarily_clear_interpreter_stack()
+
+
+def transforming() -> str | None:
+    """Return what looks at every operation of the script's call itself, so that it has to see them; None if nothing does."""
+    if in_checkpoint():
+        return "the script's own checkpoint"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    modes = (type(mode) for mode in _get_current_function_mode_stack())
+    found = next((kind for kind in modes if not kind.__module__.startswith(("torch.", "memfit."))), None)
+    return None if found is None else f"the mode {found.__name__}"
 
 
 def in_checkpoint() -> bool:

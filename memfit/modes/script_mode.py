@@ -19,9 +19,10 @@ from memfit.capture.call import Call, Tree
 from memfit.capture.lazy_functions import stand_ins
 from memfit.capture.lazy_tensor import LazyTensor
 from memfit.capture.side_outputs import through
-from memfit.engine.call_context import in_checkpoint
+from memfit.engine.call_context import transforming
 from memfit.engine.handover import Total
 from memfit.engine.joined_handover import joined
+from memfit.engine.modules import modules_of
 from memfit.engine.weighting import BY_SAMPLES
 from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
 from memfit.modes.call_kinds import CallKinds
@@ -61,8 +62,9 @@ class Script:
         if self._passes.busy:
             return plain(*args, **kwargs)
         self.outside.called()
-        if in_checkpoint():
-            self._core.tell("a call of the model inside the script's own checkpoint runs whole, as it is")
+        inside = transforming()
+        if inside is not None:
+            self._core.tell(f"a call of the model inside {inside} runs whole, as it is")
             return plain(*args, **kwargs)
         if not self._is_training_call((args, kwargs)):
             output = self.evaluate(name, plain, args, kwargs)
@@ -84,12 +86,22 @@ class Script:
                     return output
             self._core.team.rest()
         call.note_attributes()
+        self._say_backward_hooks()
         self._passes.waiting.add(call)
+        if call.copies and not call.inputs.wanted and call.split is None:  # the script may go on with what its input is then
+            core.tell("the forward writes into its input: it runs at the call, and again for gradients")
+            with self._passes.aside(), call.writing_arguments():
+                self._passes.compute_values(call)
         for place in call.composition.trained[:1]:  # the script may read it, so all samples must have written it
             core.tell(f"the forward writes {place.label}, which is trained: it runs at the call, and again for gradients")
             with self._passes.aside():
                 self._passes.compute_values(call)
         return through(call.plain, stand_ins(self._passes, call))
+
+    def _say_backward_hooks(self) -> None:
+        """Tell the user once that backward hooks of modules see micro-batches."""
+        if any(module._backward_hooks or module._backward_pre_hooks for module in modules_of(self._core.model)):
+            self._core.tell("backward hooks of modules run once per micro-batch, with its part of the gradients")
 
     def evaluate(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an intercepted method that computes no gradients of the model."""

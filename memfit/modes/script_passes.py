@@ -232,9 +232,10 @@ class ScriptPasses:
                 self._ran(call)  # up to where memory ran out
             if not repeated:
                 call.forget_pass()
-            # Passes over sharded parameters need the same order on all ranks. A forward that writes parameters invalidates the
-            # graphs kept of earlier micro-batches.
-            keep = 0 if core.staging.parts is not None or call.composition.moved else planned.plan.keep
+            # Passes over sharded parameters need the same order on all ranks. A forward that writes parameters or its input
+            # invalidates the graphs kept of earlier micro-batches.
+            repeats = core.staging.parts is not None or call.composition.moved or call.writing
+            keep = 0 if repeats else planned.plan.keep
             pieces = core.accumulator.pieces(call.samples, largest)
             cut = partial(sizes, largest=largest, least=core.least)
             with nullcontext() if repeated else core.accumulator.norms_of(len(pieces)):
