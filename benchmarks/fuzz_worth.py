@@ -224,6 +224,16 @@ def draws_of_their_own() -> Patch:
     yield RandomState, "restore", lambda self, device: None
 
 
+def attributes_of_later() -> Patch:
+    """A deferred call runs with the attributes and hooks that the model has by then."""
+    from contextlib import nullcontext
+
+    from memfit.engine.call_attributes import CallAttributes
+
+    yield CallAttributes, "put_back", lambda self, moved: nullcontext()
+    yield CallAttributes, "differ", lambda self, moved: False
+
+
 FAULTS: dict[str, Callable[[], Patch]] = {
     fault.__name__.replace("_", " "): fault
     for fault in (
@@ -231,7 +241,7 @@ FAULTS: dict[str, Callable[[], Patch]] = {
         planning_leaves_lists_and_counters, planning_leaves_tensors,
         every_micro_batch_moves_state, moving_state_is_not_seen, second_pass_moves_state,
         values_that_decide, numbers_that_decide, losses_that_decide, hooks_on_saved_tensors, means_by_samples,
-        divisors_that_changed, draws_of_their_own,
+        divisors_that_changed, draws_of_their_own, attributes_of_later,
     )
 }  # fmt: skip
 

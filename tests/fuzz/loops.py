@@ -302,6 +302,13 @@ BETWEEN = {
     "retain_grad": piece(metrics="out.retain_grad()", gradients='print("slope", out.grad.norm().item())'),
     "output_hook": piece(metrics="out.register_hook(lambda gradient: gradient * 0.5)"),
     "hook_list": piece(setup="slopes = []", metrics="out.register_hook(lambda gradient: slopes.append(gradient.norm().item()))"),
+    "gain_reset": piece(
+        setup="model.gain = 1.0\nmodel.head.register_forward_hook(lambda module, args, out: out * model.gain)",
+        before="model.gain = 0.5 + 0.1 * step", metrics="model.gain = 1.0",
+    ),
+    "hook_around": piece(
+        before="handle = model.head.register_forward_hook(lambda module, args, out: out * 0.5)", metrics="handle.remove()"
+    ),
     "loss_hook": piece(between="loss.register_hook(lambda gradient: gradient * 2)"),
     "draw": piece(between='print("draw", random.random(), float(np.random.rand()), torch.rand(()).item())'),
 }  # fmt: skip
