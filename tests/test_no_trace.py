@@ -45,8 +45,8 @@ class Busy(nn.Module):
         self.net, self.norm = mlp(dropout=0.3), nn.BatchNorm1d(7).double()
         self.register_buffer("running", torch.zeros(7, dtype=torch.float64))
         self.calls, self.lengths, self.ticks = 0, [0], Ticks()
-        self.error: BaseException | None = None
-        self.after = 0
+        self.fails: list[tuple[BaseException, int]] = []
+        """What to raise, after how many forwards: a call runs with the attributes of its time, not with what they hold."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -54,8 +54,9 @@ class Busy(nn.Module):
         self.lengths.append(len(x))
         self.running += x.detach().sum(0)
         noise = random.random() + float(numpy.random.rand())
-        if self.error is not None and tick > self.after:
-            raise self.error
+        for error, after in self.fails:
+            if tick > after:
+                raise error
         return self.net(self.norm(x) + 0 * noise)
 
 
@@ -175,14 +176,14 @@ def test_failing_and_interrupted_planning_leaves_no_trace(error: BaseException, 
     optimizer = begun(model, lambda: F.cross_entropy(model(x), y))
     memfit.wrap(model, optimizer, micro_batch=5)
     before = query_device(model, optimizer)
-    model.error, model.after = error, model.calls + after
+    model.fails.append((error, model.calls + after))
     try:
         out = model(x)
     except BaseException as raised:
         assert raised is error
     else:
         del out
-    model.error, model.after = None, 0
+    model.fails.clear()
     assert_same(query_device(model, optimizer), before)
     assert_clean_modes()
     out = model(x)
@@ -205,10 +206,10 @@ def test_an_interrupt_while_a_batch_runs_hands_nothing_over(known: bool, after: 
     train()
     optimizer.zero_grad()
     before, forwards = query_device(model, optimizer), model.ticks.n
-    model.error, model.after = KeyboardInterrupt(), model.ticks.n + after
+    model.fails.append((KeyboardInterrupt(), model.ticks.n + after))
     with pytest.raises(KeyboardInterrupt):
         train()
-    model.error = None
+    model.fails.clear()
     found = query_device(model, optimizer)
     assert model.ticks.n == forwards + after + 1
     for key in before.keys() - KEPT_BY_PYTHON:
@@ -228,7 +229,7 @@ def test_an_interrupt_in_the_second_pass_hands_nothing_over(after: int) -> None:
     wrapped(model, 5)
     unseen(model(x)).exp().mean().backward()
     model.zero_grad()
-    model.error, model.after = KeyboardInterrupt(), model.ticks.n + after
+    model.fails.append((KeyboardInterrupt(), model.ticks.n + after))
     loss = unseen(model(x)).exp().mean()
     state, buffers = torch.get_rng_state(), {name: b.clone() for name, b in model.named_buffers()}
     with pytest.raises(KeyboardInterrupt):
