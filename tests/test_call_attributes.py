@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from zoo.plain import gradients_of, relative_error
 
 import memfit
+from memfit.engine.call_attributes import CallAttributes
 
 X, Y = points()
 
@@ -269,3 +270,18 @@ def test_backward_hooks_of_modules_are_told() -> None:
     run = wrapped(model, 5)
     F.cross_entropy(model(X), Y).backward()
     assert any("backward hooks of modules" in event.message for event in run.events)
+
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_what_another_calls_forward_installs_is_there_for_a_call(accepted: bool) -> None:
+    """Libraries that capture what layers return register hooks at the first forward."""
+    model = Net()
+    call, before = CallAttributes([*model.modules()]), CallAttributes([*model.modules()])
+    model.body[1].register_forward_hook(lambda *given: None)
+    model.scale = 2.0
+    if accepted:
+        call.accept(before.written())
+    with call.put_back(frozenset()):
+        assert (len(model.body[1]._forward_hooks), model.scale) == ((1, 2.0) if accepted else (0, 1.0))
+    assert (len(model.body[1]._forward_hooks), model.scale) == (1, 2.0)

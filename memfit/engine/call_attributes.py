@@ -60,14 +60,17 @@ class CallAttributes:
         return self._dtype != torch.get_default_dtype() or any(place.key not in moved for place, _ in self._differing())
 
     def written(self) -> list[tuple[ItemPlace, Any]]:
-        """Return the attributes that are others now, with what they were."""
-        return [each for now, before in self._attributes for each in _differing(now, before, _OTHERS)]
+        """Return what is different now, with what it was."""
+        return list(self._differing())
 
     def accept(self, written: Iterable[tuple[ItemPlace, Any]]) -> None:
-        """Take over attributes that another call's forward wrote, where they were the same before."""
-        tables = {id(now): before for now, before in self._attributes}
+        """Take over what another call's forward wrote where it was the same before."""
+        known = {id(now): before for now, before in (*self._attributes, *self._tables)}
+        for table in [table for each in self._held for table in _tables_of(each) if id(table) not in known]:
+            known[id(table)] = {}
+            self._tables.append((table, known[id(table)]))
         for place, old in written:
-            before = tables.get(id(place.holder))
+            before = known.get(id(place.holder))
             if before is not None and before.get(place.name, MISSING) is old:
                 ItemPlace(before, place.name, place.label).put(place.value())
 
