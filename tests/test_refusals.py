@@ -44,6 +44,7 @@ def assert_refused(model: nn.Module, *words: str, script: Any = None, **settings
     assert all(getattr(raised.value, part) for part in ("asked", "found", "next_move"))
     assert relative_error(model.state_dict(), before) == 0
     assert all(p.grad is None for p in model.parameters())
+    assert not nn.modules.module._has_any_global_hook()
     run.undo()
     (script or trained)(model, x, y)
 

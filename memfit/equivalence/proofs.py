@@ -366,6 +366,7 @@ class _Recorded:
             yield
         finally:
             hook.remove()
+            nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)  # torch leaves it there
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:
