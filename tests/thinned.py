@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import pytest
 
 EVERY = {
+    "test_call_attributes.py::test_a_call_runs_with_what_the_model_was_then": 3,
     "test_caching.py::test_the_books_balance": 3,
     "test_compose.py::test_composed_checkpoints_are_the_traced_ones_to_the_byte": 6,
     "test_compose.py::test_the_traced_peak_is_affine_and_right_at_a_size_that_was_not_traced": 4,

@@ -95,5 +95,5 @@ def few_of(tensor: torch.Tensor) -> torch.Tensor:
 def bits_of(few: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return a copy of these values in one tensor, bit for bit, so that NaN equals itself."""
     with torch.no_grad():
-        values = torch.cat([each.flatten() for each in few])
+        values = torch.cat([each if each.dim() == 1 else each.flatten() for each in few])
         return values.view(INTEGERS[values.itemsize])

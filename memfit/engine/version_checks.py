@@ -7,7 +7,8 @@ covered: writes through `.data` to other values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,31 +45,49 @@ class _Held:
     data: torch.Tensor
     """Its data then; shares its storage."""
     lies_at: int
-    size: int
-    """The bytes of its storage. If it has fewer, its values cannot be read."""
-    few: Callable[[], bytes] | None
-    """Reads a few of its values; None if they cannot be read, or lie on an accelerator."""
-    values: bytes
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Held:
-        data = tensor.detach()
-        if tensor.device.type != "cpu" or not _is_readable(tensor):
-            return cls(tensor, tensor._version, data, _lies_at(tensor), 0, None, b"")
-        few = _few(data)
-        return cls(tensor, tensor._version, data, _lies_at(tensor), data.untyped_storage().nbytes(), few, few())
+        return cls(tensor, tensor._version, tensor.detach(), _lies_at(tensor))
 
     @property
     def moved(self) -> bool:
         """Whether its data was assigned."""
         return _lies_at(self.tensor) != self.lies_at
 
-    @property
-    def reads_alike(self) -> bool:
-        """Whether the old storage has its old values, which is what a graph saved, even if other data was assigned."""
-        if self.few is None:
-            return True
-        return self.data.untyped_storage().nbytes() >= self.size and self.few() == self.values
+
+class _HostValues:
+    """A few values of tensors on the host, by index, as they are now. What lies in their old storage counts, which is what a
+    graph saved, even if other data was assigned."""
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        few: dict[torch.dtype, dict[int, torch.Tensor]] = defaultdict(dict)
+        for i, tensor in tensors.items():
+            few[tensor.dtype][i] = few_of(tensor)
+        # Copies, because storage that NumPy has seen can never be resized again.
+        self._few = [(each, bits_of(each.values()).numpy()) for each in few.values()]
+        storages = [(i, tensor.untyped_storage()) for i, tensor in tensors.items()]
+        self._sizes = [(i, storage, storage.nbytes()) for i, storage in storages]
+        self._dropped: set[int] = set()
+
+    def drop(self, indices: Set[int]) -> None:
+        """Compare these no longer."""
+        self._dropped |= indices
+
+    def differing(self) -> set[int]:
+        """Return which differ. Storage that has become smaller cannot be read."""
+        smaller = {i for i, storage, size in self._sizes if storage.nbytes() < size}
+        found = set(smaller)
+        for few, before in self._few:
+            if smaller.isdisjoint(few) and (bits_of(few.values()).numpy() == before).all():
+                continue
+            start = 0
+            for i, values in few.items():
+                stop = start + values.numel()
+                if i not in smaller and (bits_of([values]).numpy() != before[start:stop]).any():
+                    found.add(i)
+                start = stop
+        return found - self._dropped
 
 
 class Unchanged:
@@ -81,7 +100,9 @@ class Unchanged:
     def _note(self) -> None:
         self._held = [_Held.of(t) for t in self._tensors]
         self._accepted: set[int] = set()
-        on_device = {i: t for i, t in enumerate(self._tensors) if _is_comparable_on_device(t)}
+        on_host = {i: held.data for i, held in enumerate(self._held) if self._is_on_host(i)}
+        self._on_host = [_HostValues(on_host)]
+        on_device = {i: t for i, t in enumerate(self._tensors) if t.device.type not in ("cpu", "meta") and _is_readable(t)}
         self._on_device = DeviceValues.of(on_device)
 
     @property
@@ -92,10 +113,18 @@ class Unchanged:
 
     def accept(self, moved: Keys) -> None:
         """Accept the current state at these places."""
-        for i, held in enumerate(self._held):
-            if _is_at(moved, held.tensor, held.data):
-                self._held[i] = _Held.of(held.tensor)
-                self._accepted.add(i)
+        accepted = {i for i, held in enumerate(self._held) if _is_at(moved, held.tensor, held.data)}
+        for i in accepted:
+            self._held[i] = _Held.of(self._held[i].tensor)
+        for values in self._on_host if accepted else ():
+            values.drop(accepted)
+        self._accepted |= accepted
+        again = {i: self._held[i].data for i in accepted if self._is_on_host(i)}
+        if again:
+            self._on_host.append(_HostValues(again))
+
+    def _is_on_host(self, index: int) -> bool:
+        return self._held[index].data.device.type == "cpu" and _is_readable(self._held[index].tensor)
 
     def check(self, when: str, moved: Keys = frozenset()) -> None:
         """Raise Modified if a tensor changed outside these places, as far as the host sees; `when` says why that matters."""
@@ -110,11 +139,12 @@ class Unchanged:
 
     def check_data(self, when: str, moved: Keys = frozenset()) -> None:
         """Raise Modified if a tensor was assigned other data, or one on the host was written without a version increment."""
-        for held in self._held:
+        differing = set[int]().union(*(values.differing() for values in self._on_host))
+        for i, held in enumerate(self._held):
             if held.moved and not _may_differ(held, moved) and not _same(held.tensor, held.data):
                 # Plain backward would read the new data of tensors that autograd saved themselves, as weights of a convolution.
                 raise Modified(_named(held.tensor), "got other data through .data", when)
-            if not held.reads_alike and not _may_differ(held, moved):
+            if i in differing and not _may_differ(held, moved):
                 raise Modified(_named(held.tensor), _THROUGH_DATA, when)
 
     def check_handed_over(self, moved: Keys = frozenset()) -> None:
@@ -160,17 +190,6 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     if not plain or tensor.is_nested or tensor.is_complex() or tensor.is_quantized:
         return False
     return tensor.numel() > 0 and not tensor.is_neg() and not tensor.is_inference()
-
-
-def _is_comparable_on_device(tensor: torch.Tensor) -> bool:
-    return tensor.device.type not in ("cpu", "meta") and _is_readable(tensor)
-
-
-def _few(tensor: torch.Tensor) -> Callable[[], bytes]:
-    """Returns a function that reads a few values bit for bit, so that NaN equals itself."""
-    values = few_of(tensor)
-    # A copy, because storage that NumPy has seen can never be resized again.
-    return lambda: bits_of([values]).numpy().tobytes()
 
 
 def key_of(tensor: torch.Tensor) -> tuple[Any, ...]:
