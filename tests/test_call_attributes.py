@@ -18,6 +18,7 @@ from zoo.plain import gradients_of, relative_error
 
 import memfit
 from memfit.engine.call_attributes import CallAttributes
+from memfit.engine.undo_state import is_planning
 
 X, Y = points()
 
@@ -285,3 +286,32 @@ def test_what_another_calls_forward_installs_is_there_for_a_call(accepted: bool)
     with call.put_back(frozenset()):
         assert (len(model.body[1]._forward_hooks), model.scale) == ((1, 2.0) if accepted else (0, 1.0))
     assert (len(model.body[1]._forward_hooks), model.scale) == (1, 2.0)
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("error", "failing"),
+    [(OUT_OF_MEMORY, [2]), (OUT_OF_MEMORY, [3]), (OUT_OF_MEMORY, [2, 4]), (ValueError("not in pieces"), [2])],
+    ids=["second", "third", "twice", "runs whole"],
+)
+def test_what_a_forward_writes_is_written_once_although_its_pass_fails(error: Exception, failing: list[int]) -> None:
+    found = []
+    for wrap in (False, True):
+        model, ran = WritesInput("normalised"), [0]
+        x = X.clone()
+        if wrap:
+            memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
+            F.mse_loss(model(X.clone()), X).backward()
+            model.zero_grad()
+
+            def after(module: nn.Module, args: Any, out: Any, ran: list[int] = ran) -> None:
+                ran[0] += not is_planning()
+                if ran[0] in failing:
+                    raise error
+
+            model.net.register_forward_hook(after)
+        F.mse_loss(model(x), x).backward()
+        found.append({**gradients_of(model), "x": x})
+    assert relative_error(found[1], found[0]) <= 1e-12

@@ -30,6 +30,7 @@ from memfit.engine.call_context import (
     modes_of,
     requires_of,
     requiring_as,
+    restore_tensors,
     without_autocast,
 )
 from memfit.engine.compose_state import Composition
@@ -57,8 +58,7 @@ class Call:
     `activate` puts the plan that it ran by in force again. `composition` says how the state that the forward moves is
     composed. `host_draws` tells whether calls draw from Python's or NumPy's generators. `noted` holds what expression nodes
     summed to over the samples (by id: the node, its sum), `summed` those whose gradients are part of a loss that was computed.
-    With `copies`, micro-batches are copies: a model that writes into its input then leaves the batch alone. `writing` tells
-    that the current pass does not.
+    With `copies`, micro-batches are copies: a model that writes into its input then leaves the batch alone.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Call:
         self.autocast = autocast_now((device.type, "cpu")) if autocast is None else tuple(autocast)
         modules = modules_of(model)
         self.modes, self.requires = modes_of(modules), requires_of(modules)
-        self.copies = self.gathered = self.writing = False
+        self.copies = self.gathered = False
         self.pending = 0
         self.receivers: Sequence[torch.Tensor] | None = None
         self.pieces: tuple[int, ...] = ()
@@ -104,6 +104,7 @@ class Call:
         self._written = written
         self.note_now()
         self.attributes: CallAttributes | None = None
+        self._before_writes: Tree | None = None
         self._cut: Callable[[int, int], Tree] | None = None
         self._as_called = False
 
@@ -178,12 +179,24 @@ class Call:
     def writing_arguments(self) -> Iterator[None]:
         """Context of a pass that writes into the script's arguments, as the call would have. Later passes get copies of what
         they were."""
-        kept, self.copies, self.writing = map_leaves(copied, self.tree), False, True
+        self._before_writes = kept = map_leaves(copied, self.tree)
+        self.copies = False
         try:
             yield
         finally:
-            self.tree, self.copies, self.writing, self._cut = kept, True, False, None
+            self.tree, self.copies, self._before_writes, self._cut = kept, True, None, None
             self._written = (*tensors(kept), *(() if is_sharded(self.model) else (p for p, _ in self.requires)))
+            self.note_now()
+
+    @property
+    def writing(self) -> bool:
+        """Whether the current pass writes into the script's arguments."""
+        return self._before_writes is not None
+
+    def undo_writes(self) -> None:
+        """Restore the script's arguments before another attempt of a pass that writes into them."""
+        if self._before_writes is not None:
+            restore_tensors(list(zip(tensors(self.tree), tensors(self._before_writes))))
             self.note_now()
 
     def accept(self, written: Keys) -> None:

@@ -230,6 +230,7 @@ class ScriptPasses:
             call.kept.clear()
             if next(tries):
                 self._ran(call)  # up to where memory ran out
+                call.undo_writes()
             if not repeated:
                 call.forget_pass()
             # Passes over sharded parameters need the same order on all ranks. A forward that writes parameters or its input
@@ -368,6 +369,7 @@ class ScriptPasses:
         core.staging.discard()
         for state in begun:
             state.restore(core.device)
+        call.undo_writes()
         with self.aside():
             call.run_whole()
         self._kinds.say_whole(call, error)
