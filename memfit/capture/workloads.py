@@ -202,27 +202,11 @@ class ExpressionWork(CallWork):
             return loss
 
 
-_WORTH_PINNING = 2**20
-"""Bytes from which a copy is worth pinning for. Copies up to 64 KiB never wait."""
-
-
 def moved(tree: Any, device: torch.device) -> Any:
     """Moves a batch to the model's device."""
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device == device:
             return leaf
-        return _ready_to_copy(leaf, device).to(device, non_blocking=True)
+        return leaf.to(device, non_blocking=True)
 
     return map_leaves(move, tree)
-
-
-def _ready_to_copy(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor in pinned memory if it is large and goes to a GPU. From pageable memory the copy starts when all that was
-    launched has run, and the host waits for it: the next micro-batch would be collated while the GPU has nothing to do."""
-    pageable = device.type == "cuda" and leaf.device.type == "cpu" and leaf.layout is torch.strided
-    if not pageable or leaf.nbytes < _WORTH_PINNING or leaf.is_pinned():
-        return leaf
-    try:
-        return leaf.pin_memory()
-    except RuntimeError:  # the system allows no more of it
-        return leaf
