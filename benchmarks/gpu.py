@@ -47,7 +47,7 @@ def memory_case(name: str, variant: str) -> dict[str, Any]:
     batch = next(iter(run.loader))
     for _ in range(STEPS):
         run.step(batch)
-    plan, stats = run.plan, run.stats()
+    plan, stats, profile = run.plan, run.stats(), run._core.profile
     cuda.reset_peak_memory_stats()
     for _ in range(2):
         run.step(batch)
@@ -64,6 +64,8 @@ def memory_case(name: str, variant: str) -> dict[str, Any]:
         "reserved": reserved,
         "allocated": allocated,
         "held": plan.held,
+        "excess": profile and profile.excess,
+        "timed": [(timing.samples, timing.growth, timing.seconds) for timing in (profile.timings if profile else ())],
         "events": [event.kind for event in run.events if event.kind != "plan"],
     }
     blocks = plan.checkpoint
@@ -218,8 +220,8 @@ def wrapped(family: Any, model: Any, optimizer: Any, samples: list[Any], target:
 def by_hand(
     family: Any, model: Any, optimizer: Any, samples: list[Any], size: int, low: bool, blocks: tuple[str, ...]
 ) -> Callable[[], object]:
-    """An accumulating loop as a careful person writes it: ragged samples sorted by length, collated beforehand, weighted by
-    what the loss counts."""
+    """An accumulating loop as a careful person writes it: ragged samples sorted by length, weighted by what the loss counts.
+    Micro-batches are collated as they are needed, as a loader without workers does."""
     import torch
     from torch.utils.data import default_collate
 
@@ -230,8 +232,8 @@ def by_hand(
     if family.ragged:
         samples = sorted(samples, key=lambda sample: -len(sample["input_ids"]))
     collate = family.collate or default_collate
-    pieces = [collate(samples[i : i + size]) for i in range(0, len(samples), size)]
-    counts = [family.count(piece) for piece in pieces]
+    pieces = [samples[i : i + size] for i in range(0, len(samples), size)]
+    counts = [family.count(collate(piece)) for piece in pieces]
     shares = [count / sum(counts) for count in counts]
     device = torch.device("cuda")
 
@@ -241,7 +243,7 @@ def by_hand(
         optimizer.zero_grad(set_to_none=True)
         for piece, share in zip(pieces, shares):
             with torch.autocast("cuda", torch.bfloat16) if low else nullcontext():
-                loss = family.loss(model, moved(piece, device))
+                loss = family.loss(model, moved(collate(piece), device))
             (loss * share).backward()
         optimizer.step()
 

@@ -20,6 +20,11 @@ QUICK = [f"test_gradients_are_those_of_the_whole_batch[{name}]" for name in ("ml
 REFUSED = {"test_a_captured_graph_has_its_own_pool": "the simulated device has no CUDA graphs"}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Deep copies of recurrent networks, which stand for plain PyTorch here, lose cuDNN's layout of their weights."""
+    config.addinivalue_line("filterwarnings", "ignore:RNN module weights are not part of single contiguous chunk")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What the simulated device makes of them."""
     for item in items if "SIMCUDA" in os.environ else ():

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from zoo import FAMILIES, first_batch
-from zoo.plain import gradients_of, relative_error
+from zoo.plain import accumulated_gradients, gradients_of, relative_error
 
 import memfit
 from memfit._units import GiB, MiB
@@ -77,6 +77,8 @@ def test_a_budget_is_kept_while_sizes_are_measured_and_what_is_predicted_is_rese
     loader = DataLoader(list(zip(x, x)), batch_size=64)
     free, total = torch.cuda.mem_get_info(DEVICE)
     beyond = total - free - torch.cuda.memory_reserved(DEVICE)  # the context
+    if beyond > 4 * GiB:
+        pytest.skip("other programs use the GPU, and no part of a budget is theirs")
     run = memfit.wrap(
         model,
         AdamW(model.parameters()),
@@ -420,7 +422,11 @@ def test_what_torch_rounds_differently_for_few_samples_does_not_look_like_mixing
     kinds = [event.kind for event in run.events]
     run.undo()
     assert "not equal" not in kinds and torch.backends.cudnn.allow_tf32 is allowed
-    assert relative_error(gradients_of(model), gradients_of(plain)) <= (5e-3 if dtype is None else 5e-2)
+    whole = gradients_of(plain)
+    with nullcontext() if dtype is None else torch.autocast("cuda", dtype):
+        by_hand = accumulated_gradients(family, plain, batch, [5, 5, 5, 5, 4], family.script_loss)
+    rounding = relative_error(by_hand, whole)  # on an H100, 50 layers in TF32: 0.02
+    assert relative_error(gradients_of(model), whole) <= max(2 * rounding, 5e-3 if dtype is None else 5e-2)
 
 
 def test_verify_passes_with_dropout() -> None:
