@@ -4,6 +4,7 @@ processes' losses, weighed by samples."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from processes import Failed, Processes
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.overrides import TorchFunctionMode
 
 import memfit
 
@@ -73,7 +75,20 @@ def around(model: Pairs, x: Tensor) -> Tensor:
     return model.side(x).square().mean() * model.scale
 
 
-LOSSES: dict[str, Callable[[Pairs, Tensor], Tensor]] = {f.__name__: f for f in (scaled, tied, beside, on_some, around)}
+class Seen(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def in_mode(model: Pairs, x: Tensor) -> Tensor:
+    """A call that the script's mode looks into runs whole."""
+    with Seen():
+        return model(x).square().mean() + model.scale.square()
+
+
+LOSSES: dict[str, Callable[[Pairs, Tensor], Tensor]] = {
+    f.__name__: f for f in (scaled, tied, beside, on_some, around, in_mode)
+}
 
 
 def by_hand(loss: str) -> list[Tensor]:
@@ -120,7 +135,8 @@ def test_they_are_the_mean_over_processes(loss: str, zeroes: bool, two: Processe
         for got, wanted in zip(found, want, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
         assert unused
-        assert "outside the model's forward" in notes, rank
+        how = "all alike" if loss == "around" else "weighted by samples"
+        assert "outside the model's forward" in notes and f"averaged over processes, {how}" in notes, rank
 
 
 def summed() -> None:

@@ -1,8 +1,8 @@
 """Averages (all-reduce) gradients that bypass the forward: through `model.logit_scale` in the script's loss, or an unlisted
 method.
 
-Each rank has only its own. At the end of the user's backward they become the mean across ranks, weighted by samples, as in
-DistributedDataParallel. The rest of a parameter's gradient is the same on every rank, and the mean does not change it.
+Each rank has only its own. At the end of the user's backward they become the mean across ranks, weighted by samples where every
+rank knows how many it has, else equally, as in DistributedDataParallel. The rest of a parameter's gradient is the same on every rank, and the mean does not change it.
 Backwards 1, 2, 4, 8, 16, 32, 48, ... search for the parameters concerned: those whose gradients differ between ranks. Not
 covered: sparse gradients, and gradients that start to bypass between two searches. Parameters then differ between ranks, which
 the next search finds and refuses.
@@ -30,12 +30,13 @@ sum; one rounding of a single float32 element makes more."""
 OFTEN = 16
 """Maximum number of backwards between two searches."""
 NOTHING = (0.0, 0.0, 0.0)
+UNKNOWN = -1.0
 
 
 class StrayGradients:
     """Averages gradients of `reduction`'s parameters at the end of backwards that combined a total across ranks. `say` receives
-    the names of new parameters that need it, taken from `model`; `samples` returns the samples of this rank's batch, if known;
-    `aside` returns whether memfit itself is computing."""
+    the names of new parameters that need it, taken from `model`; `samples` returns the samples of this rank's batch (0: a
+    placeholder), if known; `aside` returns whether memfit itself is computing."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class StrayGradients:
         self._backwards = 0
         self._task: int | None = None
         self._levelled = self._combined = False
+        self._alike = False
         self._hooks: list[Any] = []
 
     def watch(self) -> None:
@@ -98,12 +100,18 @@ class StrayGradients:
         self._backwards += 1
         with self._reduction.announcing(), torch.no_grad():
             if not self._combined:
-                weights = [weight for (weight,) in self._agreed([float(self._samples() or 1)])]
-                self._reduction.part = weights[self._reduction.ranks.rank] / sum(weights)
+                self._reduction.part = self._own_part()
             self._combined = False
             there = self._looked_at() if self._looks else self._there()
             if there:
                 self._mean(there)
+
+    def _own_part(self) -> float:
+        """This rank's fraction of the samples; of the ranks, if one of them does not know its samples."""
+        own, ranks = self._samples(), self._reduction.ranks
+        told = [number for (number,) in self._agreed([UNKNOWN if own is None else float(own)])]
+        self._alike = UNKNOWN in told or not sum(told)
+        return 1 / len(told) if self._alike else told[ranks.rank] / sum(told)
 
     @property
     def _looks(self) -> bool:
@@ -138,9 +146,11 @@ class StrayGradients:
             return
         self._part_for(parameters)
         self._known |= {id(p): p for p in parameters}
+        how = "all alike, as under DistributedDataParallel: memfit sees no number of samples"
+        how = how if self._alike else "weighted by samples, where DistributedDataParallel weights all alike"
         self._say(
             f"{self._names(parameters)} received gradients outside the model's forward and the methods listed: they are "
-            "averaged over processes, weighted by samples, where DistributedDataParallel weights all alike"
+            f"averaged over processes, {how}"
         )
 
     def _part_for(self, parameters: Sequence[torch.Tensor]) -> float:

@@ -29,7 +29,8 @@ class LossesOverRanks:
         self.strays: StrayGradients | None = None
         if core.team.reduction is not None:
             said = partial(core.note, "note")
-            self.strays = StrayGradients(core.team.reduction, core.model, said, batch_samples, is_busy)
+            self.strays = StrayGradients(core.team.reduction, core.model, said, self._samples_here, is_busy)
+        self._whole: list[int | None] = []
 
     def watch_strays(self) -> Callable[[], None]:
         """Average gradients that bypass the forward, from the first backward on. Returns a function that stops this."""
@@ -38,10 +39,21 @@ class LossesOverRanks:
         self.strays.watch()
         return self.strays.undo
 
+    def runs_whole(self, samples: int | None) -> None:
+        """Note the samples of a call whose gradients bypass memfit."""
+        if self.strays is not None:
+            self._whole.append(samples)
+
     def before_step(self) -> None:
         """Level the gradients that bypass the forward before the optimizer steps."""
         if self.strays is not None and self._core.staging.parts is None:
             self.strays.level_before_step()
+        self._whole.clear()
+
+    def _samples_here(self) -> int | None:
+        """The samples of the loader's batch, else of the calls that ran whole since the last step; None if unknown."""
+        told, known = self._batch_samples(), [samples for samples in self._whole if samples is not None]
+        return told if told is not None else sum(known) if known and len(known) == len(self._whole) else None
 
     def own_weight(self, samples: int) -> float:
         """Return the weight of a call among the ranks: 0 if its batch is a placeholder for an empty one."""

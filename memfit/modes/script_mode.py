@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memfit.batches.cut import shared_samples
 from memfit.batches.tree import flat, rebuild, tensors
 from memfit.capture.bypassed import OutsideForward
 from memfit.capture.call import Call, Tree
@@ -65,6 +66,7 @@ class Script:
         inside = transforming()
         if inside is not None:
             self._core.tell(f"a call of the model inside {inside} runs whole, as it is")
+            self._passes.losses.runs_whole(shared_samples((args, kwargs)))
             return plain(*args, **kwargs)
         if not self._is_training_call((args, kwargs)):
             output = self.evaluate(name, plain, args, kwargs)
