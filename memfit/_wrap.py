@@ -433,18 +433,22 @@ def _effective(
 
 
 def _prepare(stepper: Stepper, core: Core, loader: Any, sample: Any, share: int | None) -> None:
-    """Plan for step mode now if a sample or the loader has data to plan with. Otherwise the first step plans."""
+    """Plan for step mode now if a sample or the loader has data to plan with, and it is known how many samples a step takes.
+    Otherwise the first step plans."""
     if sample is not None:
         stepper.prepare(stepper.ordered(sample), share)
         return
-    found = planning_pool(loader) if isinstance(loader, DataLoader) else None
+    if not isinstance(loader, DataLoader):
+        return
+    share = share or loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    found = planning_pool(loader) if share else None
     if found is None:
         return
     pool, said = found
     ordered = stepper.ordered(pool)
     if ordered.ragged:
         core.note("note", f"samples differ in size: {said}")
-    stepper.prepare(ordered, share or loader.batch_size)
+    stepper.prepare(ordered, share)
 
 
 def _say(run: Run, loader: Any, target_batch: int | None) -> None:

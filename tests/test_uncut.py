@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from helpers import mlp, points, wrapped
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 from zoo.plain import gradients_of, relative_error
 
 import memfit
@@ -94,6 +96,23 @@ def test_a_batch_that_cannot_be_cut_as_was_asked_is_refused(make: Any) -> None:
     memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
     with pytest.raises(Refused, match="cutting the batch"):
         model(X)
+
+
+@pytest.mark.parametrize("micro_batch", [5, None])
+@pytest.mark.parametrize("named", [True, False])
+def test_batches_of_a_batch_sampler_have_its_size(named: bool, micro_batch: int | None) -> None:
+    """The loader does not tell how many samples a batch has: the sampler does, or the first batch."""
+    model = Fixed().double()
+    data = TensorDataset(X.double(), Y)
+    sampler = BatchSampler(SequentialSampler(data), 12, drop_last=True)
+    loader = DataLoader(data, batch_sampler=sampler if named else list(sampler))
+    settings = {} if micro_batch is None else {"micro_batch": micro_batch}
+    run = memfit.wrap(
+        model, SGD(model.parameters(), lr=0.1), loader, loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1]), **settings
+    )
+    with nullcontext() if micro_batch is None else pytest.raises(Refused, match="on a few samples"):
+        for batch in run.loader:
+            run.step(batch)
 
 
 def test_a_bare_assert_that_stands_in_the_way_surfaces_as_itself() -> None:
