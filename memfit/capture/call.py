@@ -118,6 +118,11 @@ class Call:
         """The calls of a joint call, or just this one."""
         return self.several or (self,)
 
+    @property
+    def waits(self) -> bool:
+        """Whether its forward has not run yet."""
+        return not self.pieces and self.values is None and self.whole is None
+
     def check_unchanged(self) -> None:
         """Raise autograd's own error if an input or a parameter was modified since the call, as far as the host sees, and
         Refused if a parameter was replaced. A repeated pass starts from the state of the first one, so places that the forward

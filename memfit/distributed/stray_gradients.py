@@ -1,11 +1,11 @@
 """Averages (all-reduce) gradients that bypass the forward: through `model.logit_scale` in the script's loss, or an unlisted
 method.
 
-Each rank has only its own. At the end of the user's backward they become the mean across ranks, weighted by samples where every
-rank knows how many it has, else equally, as in DistributedDataParallel. The rest of a parameter's gradient is the same on every rank, and the mean does not change it.
-Backwards 1, 2, 4, 8, 16, 32, 48, ... search for the parameters concerned: those whose gradients differ between ranks. Not
-covered: sparse gradients, and gradients that start to bypass between two searches. Parameters then differ between ranks, which
-the next search finds and refuses.
+Each rank has only its own. At the end of the user's backward they become the mean across ranks, weighted by samples where
+every rank knows how many it has, else equally, as in DistributedDataParallel. The rest of a parameter's gradient is the same
+on every rank, and the mean does not change it. Backwards 1, 2, 4, 8, 16, 32, 48, ... search for the parameters concerned:
+those whose gradients differ between ranks. Not covered: sparse gradients, and gradients that start to bypass between two
+searches. Parameters then differ between ranks, which the next search finds and refuses.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ class Script:
         """Return the result of an intercepted method."""
         if self._passes.busy:
             return plain(*args, **kwargs)
+        self._passes.release_state()
         self.outside.called()
         inside = transforming()
         if inside is not None:
@@ -98,7 +99,9 @@ class Script:
             core.tell(f"the forward writes {place.label}, which is trained: it runs at the call, and again for gradients")
             with self._passes.aside():
                 self._passes.compute_values(call)
-        return through(call.plain, stand_ins(self._passes, call))
+        made = through(call.plain, stand_ins(self._passes, call))
+        self._passes.await_state(call)
+        return made
 
     def _say_backward_hooks(self) -> None:
         """Tell the user once that backward hooks of modules see micro-batches."""
@@ -170,7 +173,9 @@ class Script:
         for call in list(self._passes.waiting):
             if not call.pieces and call.values is None and any(isinstance(s, LazyTensor) for s in call.standins):
                 self._passes.values(call)
+        self._passes.run_earlier()
         self._passes.waiting = weakref.WeakSet()
+        self._passes.await_state()
         self._passes.losses.before_step()
 
     def stepped(self) -> None:

@@ -32,6 +32,7 @@ from memfit.engine.modules import modules_of
 from memfit.engine.random_state import RandomState
 from memfit.engine.user_line import line_of_script
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weighting, WeightsChanged
+from memfit.modes.awaited_state import AwaitedState
 from memfit.modes.call_kinds import CallKinds
 from memfit.modes.call_plans import OWN_LOSS
 from memfit.modes.kept_outputs import waiting_losses, worth_keeping
@@ -63,6 +64,8 @@ class ScriptPasses:
         self._results = ResultShapes()
         self._lines = {""}
         self._joint: Callable[[], Call | None] = lambda: None
+        self._with_state: list[Call] = []  # waits even if the script drops its output
+        self._awaited = AwaitedState(core.model, self._run_for_state, lambda: self.busy)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -82,6 +85,7 @@ class ScriptPasses:
         for other in list(self.waiting) if written else ():
             if other.attributes is not None and other not in call.calls:
                 other.attributes.accept(written)
+        self.await_state()
 
     @contextmanager
     def going_through(self) -> Iterator[None]:
@@ -199,11 +203,32 @@ class ScriptPasses:
         if call.composition.moved:
             self.run_earlier(min(each.number for each in call.calls))
 
+    def await_state(self, call: Call | None = None) -> None:
+        """Watch what the calls that wait will leave on modules, so that the script reads no older state. A `call` that leaves
+        state elsewhere, where nobody can watch it, runs now."""
+        if call is not None and call.composition.moved:
+            self._with_state.append(call)
+        self._with_state = [each for each in self._with_state if each.waits]
+        if self._awaited.watch(each.composition.moved for each in self._with_state) or call is None:
+            return
+        self._core.tell("the forward leaves state outside of the model's modules: it runs at the call, and again for gradients")
+        with self.aside():
+            self.compute_values(call)
+
+    def release_state(self) -> None:
+        """Stop watching, as the model is about to run."""
+        self._awaited.release()
+
+    def _run_for_state(self) -> None:
+        for call in self._with_state:
+            self._say_where(call, "state that the forward leaves")
+        with self.aside():
+            self.run_earlier()
+
     def run_earlier(self, first: float = math.inf) -> None:
         """Run the forwards of calls before `first` that have side effects."""
         for earlier in sorted(self.waiting, key=lambda each: each.number):
-            waits = not earlier.pieces and earlier.values is None and earlier.whole is None
-            if earlier.number < first and waits and earlier.composition.moved:
+            if earlier.number < first and earlier.waits and earlier.composition.moved:
                 self.values(earlier)
 
     def _ran(self, call: Call) -> None:
@@ -212,14 +237,14 @@ class ScriptPasses:
             for other in list(self.waiting):
                 other.accept(written)
 
-    def _say_where(self, call: Call) -> None:
+    def _say_where(self, call: Call, what: str = "values of an output") -> None:
         """Tell the user which line makes the forward run once more."""
         line = line_of_script()
         if not call.samples or line in self._lines or self._core.settings.rank:
             return
         self._lines.add(line)
         when = "after" if call.gathered else "before"
-        self._core.note("note", f"{line} reads values of an output {when} its loss ran: the forward runs again for them")
+        self._core.note("note", f"{line} reads {what} {when} its loss ran: the forward runs again for them")
 
     def _first_pass(self, call: Call) -> None:
         UNDERWAY.make_room(call)

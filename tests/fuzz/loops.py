@@ -309,6 +309,27 @@ BETWEEN = {
     "hook_around": piece(
         before="handle = model.head.register_forward_hook(lambda module, args, out: out * 0.5)", metrics="handle.remove()"
     ),
+    "state_read": piece(
+        setup="""
+def total(value):
+    if isinstance(value, (list, dict)):
+        return [total(each) for each in (value.values() if isinstance(value, dict) else value)]
+    return float(value.sum() if hasattr(value, "sum") else value or 0)
+
+""",
+        metrics="""
+for module in model.modules():
+    for name in ("calls", "seen", "centre", "last", "history", "mean", "stats", "hidden", "mask"):
+        print(name, total(getattr(module, name, None)))
+""",
+    ),
+    "activation_read": piece(
+        setup="""
+activations = {}
+model.head.register_forward_hook(lambda module, args, out: activations.update(out=out.detach()))
+""",
+        metrics='print("activation", activations["out"].sum().item())',
+    ),
     "loss_hook": piece(between="loss.register_hook(lambda gradient: gradient * 2)"),
     "draw": piece(between='print("draw", random.random(), float(np.random.rand()), torch.rand(()).item())'),
 }  # fmt: skip

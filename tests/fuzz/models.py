@@ -213,6 +213,12 @@ h = h + (mixed if h.dim() == 2 else mixed[:, None])
     "kept_graph": piece("door", init="self.kept = {}", forward='self.kept["h"] = h * 2.0'),
     "aux_loss": piece("door", init="self.aux_loss = None", forward="self.aux_loss = (h - 0.1).pow(2).mean()",
                       terms="loss = loss + 0.1 * model.aux_loss"),
+    "mask": piece(
+        "door",  # without a graph
+        init="self.mask = None",
+        forward="self.mask = (torch.rand_like(h) > 0.3).to(h.dtype)\nh = h * self.mask",
+        terms="loss = loss * (1.0 + model.mask.mean())",
+    ),
 }  # fmt: skip
 """What the forward leaves on the module."""
 
