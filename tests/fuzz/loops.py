@@ -313,7 +313,7 @@ BETWEEN = {
         setup="""
 def total(value):
     if isinstance(value, (list, dict)):
-        return [total(each) for each in (value.values() if isinstance(value, dict) else value)]
+        return sum(total(each) for each in (value.values() if isinstance(value, dict) else value))
     return float(value.sum() if hasattr(value, "sum") else value or 0)
 
 """,
