@@ -2,7 +2,8 @@
 
 A descriptor in the module's class watches the attribute: who reads or sets it runs the calls that wait first. What is held
 elsewhere (global variables, closures of hooks) cannot be watched, so such calls run at once.
-Not covered: containers in a module's attribute that the script also holds under a name of its own.
+Not covered: parameters that a forward writes (a momentum encoder's), containers in a module's attribute that the script also
+holds under a name of its own, `state_dict()` and the like.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engine.modules import modules_of
+from memfit.engine.modules import modules_of, parameters_in
 from memfit.engine.places import MISSING, ItemPlace, Place, TensorPlace, WithoutGraph
 from memfit.engine.version_checks import key_of
 
@@ -69,10 +70,12 @@ class AwaitedState:
         if self._known[0] is not places:
             modules = modules_of(self._model)
             held = {id(table): module for module in modules for table in (module.__dict__, module._buffers)}
-            found = [_direct(place, held) for place in places]
+            parameters = {key_of(parameter) for parameter in parameters_in(modules)}
+            written = [place for place in places if _inside(place) not in parameters]
+            found = [_direct(place, held) for place in written]
             if None in found:
                 within = dict(_contents(modules))
-                found = [direct or within.get(_inside(place)) for place, direct in zip(places, found)]
+                found = [direct or within.get(_inside(place)) for place, direct in zip(written, found)]
             self._known = places, None if None in found else [each for each in found if each is not None]
         return self._known[1]
 

@@ -216,7 +216,7 @@ h = h + (mixed if h.dim() == 2 else mixed[:, None])
     "mask": piece(
         "door",  # without a graph
         init="self.mask = None",
-        forward="self.mask = (torch.rand_like(h) > 0.3).to(h.dtype)\nh = h * self.mask",
+        forward="self.mask = (h.detach() > 0.1).to(h.dtype)\nh = h * (1.0 - 0.5 * self.mask)",
         terms="loss = loss * (1.0 + model.mask.mean())",
     ),
 }  # fmt: skip
