@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -152,6 +154,34 @@ def test_other_models_of_the_class_are_read_as_they_are() -> None:
         return (out.square() * model.mask).mean()
 
     check("attribute", loss)
+
+
+def test_models_of_one_class_wait_beside_each_other() -> None:
+    def both(wrapped: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        models = [Leaves("attribute").double() for _ in range(2)]
+        for model in models if wrapped else ():
+            memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=3)
+        for _ in range(2):
+            x = torch.randn(8, 6, dtype=torch.float64)
+            outs = [model(x * scale) for scale, model in enumerate(models, 1)]
+            for model, out in zip(models, outs):
+                (out.square() * model.mask).mean().backward()
+        return [p.grad for model in models for p in model.parameters()]  # type: ignore[misc]
+
+    for got, want in zip(both(True), both(False), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+def test_an_abandoned_model_is_not_kept_alive() -> None:
+    model = Leaves("attribute")
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=3)
+    model(torch.randn(8, 6))
+    known = weakref.ref(model)
+    del model, run
+    gc.collect()
+    assert known() is None
+    check("attribute", lambda model, out: (out.square() * model.mask).mean())
 
 
 def test_state_that_nobody_reads_costs_no_second_forward() -> None:

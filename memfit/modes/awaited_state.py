@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import nn
@@ -31,30 +32,29 @@ class AwaitedState:
     def __init__(self, model: nn.Module, run: Callable[[], None], is_busy: Callable[[], bool]) -> None:
         self._model, self._run, self._is_busy = model, run, is_busy
         self._known: tuple[Sequence[Place], list[Attribute] | None] = ((), [])
-        self._installed: list[_Watched] = []
+        self._installed: list[tuple[_Watched, ref[nn.Module]]] = []
 
     def watch(self, moved: Iterable[Sequence[Place]]) -> bool:
         """Watch exactly these places from now on. Returns False, with nothing watched, if one of them cannot be watched."""
         self.release()
-        by_kind: dict[tuple[type, str], list[nn.Module]] = {}
         for places in moved:
             attributes = self._attributes_of(places)
+            try:
+                for module, name in attributes or ():
+                    watched = _watched(type(module), name)
+                    watched.users.setdefault(module, []).append(WeakMethod(self._about_to_use))
+                    self._installed.append((watched, ref(module)))
+            except (TypeError, AttributeError):  # a class that takes no attributes
+                attributes = None
             if attributes is None:
+                self.release()
                 return False
-            for module, name in attributes:
-                by_kind.setdefault((type(module), name), []).append(module)
-        try:
-            for (kind, name), modules in by_kind.items():
-                self._installed.append(_Watched(kind, name, modules, self._about_to_use))
-        except (TypeError, AttributeError):  # a class that takes no attributes
-            self.release()
-            return False
         return True
 
     def release(self) -> None:
         """Stop watching."""
-        for watched in reversed(self._installed):
-            watched.remove()
+        for watched, known in self._installed:
+            watched.forget(known(), self._about_to_use)
         self._installed = []
 
     def _about_to_use(self) -> bool:
@@ -81,36 +81,46 @@ class AwaitedState:
 
 
 class _Watched:
-    """Stands for attribute `name` in class `kind`, for these modules. `about_to_use` returns whether it removed this."""
+    """Stands for an attribute in a class. `users`: by module, what is called before its attribute is used, and returns whether
+    that changed anything. Modules are not kept alive."""
 
-    def __init__(self, kind: type, name: str, modules: Sequence[nn.Module], about_to_use: Callable[[], bool]) -> None:
-        self._kind, self._name, self._about_to_use = kind, name, about_to_use
-        self._modules = frozenset(map(id, modules))
+    def __init__(self, kind: type, name: str) -> None:
+        self._kind, self._name = kind, name
+        self.users: WeakKeyDictionary[nn.Module, list[WeakMethod[Callable[[], bool]]]] = WeakKeyDictionary()
         self._before = vars(kind).get(name, MISSING)
         setattr(kind, name, self)
 
-    def remove(self) -> None:
-        """Restore what the class had there."""
-        if vars(self._kind).get(self._name) is not self:
+    def forget(self, module: nn.Module | None, use: Callable[[], bool]) -> None:
+        """Call `use` no longer for this module. Restores what the class had there if nothing is left to call."""
+        if module is not None and module in self.users:
+            left = [each for each in self.users.pop(module) if each() not in (None, use)]
+            if left:
+                self.users[module] = left
+        if self.users or vars(self._kind).get(self._name) is not self:
             return
         if self._before is MISSING:
             delattr(self._kind, self._name)
         else:
             setattr(self._kind, self._name, self._before)
 
+    def _is_used(self, module: nn.Module) -> bool:
+        """Whether something ran because this module's attribute is about to be used."""
+        users = [each() for each in self.users.get(module, ())]
+        return any([use() for use in users if use is not None])
+
     def __get__(self, module: nn.Module | None, kind: type | None = None) -> Any:
-        if module is not None and id(module) in self._modules and self._about_to_use():
+        if module is not None and self._is_used(module):
             return getattr(module, self._name)
         return self._unwatched(module, kind or self._kind)
 
     def __set__(self, module: nn.Module, value: Any) -> None:
-        if id(module) in self._modules and self._about_to_use():
+        if self._is_used(module):
             setattr(module, self._name, value)
         else:
             module.__dict__[self._name] = value
 
     def __delete__(self, module: nn.Module) -> None:
-        if id(module) in self._modules and self._about_to_use():
+        if self._is_used(module):
             delattr(module, self._name)
         elif module.__dict__.pop(self._name, MISSING) is MISSING:
             raise AttributeError(self._name)
@@ -127,6 +137,12 @@ class _Watched:
         if module is None:
             raise AttributeError(f"type object {kind.__name__!r} has no attribute {self._name!r}")
         return kind.__getattr__(module, self._name)  # type: ignore[attr-defined]  # torch's own, for buffers
+
+
+def _watched(kind: type, name: str) -> _Watched:
+    """What watches an attribute of this class, now installed."""
+    there = vars(kind).get(name)
+    return there if isinstance(there, _Watched) else _Watched(kind, name)
 
 
 def _direct(place: Place, held: dict[int, nn.Module]) -> Attribute | None:
