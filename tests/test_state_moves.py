@@ -92,6 +92,25 @@ class Counting(nn.Module):
         return [self.calls, self.seen, len(self.sizes), sum(self.sizes)]
 
 
+class Latest(nn.Module):
+    """Keeps figures of its last forward, beside one that grows from a first forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.samples, self.above, self.sum = mlp(), 0, torch.zeros((), dtype=torch.long), torch.zeros(())
+        self.shape: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        self.samples, self.shape, self.above = len(x), x.shape, (out[:, 0] > out[:, 1]).sum()
+        self.sum = out.detach().sum()
+        self.grown = getattr(self, "grown", 0) + len(x)
+        return out
+
+    def state(self) -> list[Any]:
+        return [self.samples, *self.shape, self.above, self.sum, self.grown]
+
+
 class Remembering(nn.Module):
     """Keeps its last output and all before it."""
 
@@ -183,7 +202,7 @@ class Keeping(nn.Module):
         return [self.penalty.detach(), self.attention.detach(), self.hidden["out"].detach()]
 
 
-MODELS = [Counting, Remembering, Averaging, Momentum, Spectral, Keeping]
+MODELS = [Counting, Latest, Remembering, Averaging, Momentum, Spectral, Keeping]
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:

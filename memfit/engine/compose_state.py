@@ -47,10 +47,20 @@ class Mean:
 
 @dataclass(frozen=True)
 class Added:
-    """The sum of what the parts add: a count of samples."""
+    """The sum of what the parts add: a count of samples. It begins at zero where there was no number."""
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        if not is_number(before) and not hasattr(before, "shape"):
+            return sum(values)
         return before + sum(value - before for value in values)
+
+
+@dataclass(frozen=True)
+class Total:
+    """The sum over the parts, whatever was there before: the samples of the last forward, its hits."""
+
+    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
+        return sum(values)
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,7 @@ class Composition:
     def in_sequence(self) -> bool:
         """Whether the state depends on the order of samples: rows, items, and state that is right only if parts run in
         sequence."""
-        any_order = {id(slot.place) for slot in self.slots if isinstance(slot.rule, (Last, Mean, Added))}
+        any_order = {id(slot.place) for slot in self.slots if isinstance(slot.rule, (Last, Mean, Added, Total))}
         told = [place.value() for place in self.moved if id(place) not in any_order]
         return any(not (is_number(value) or isinstance(value, bool) or value is MISSING) for value in told)
 

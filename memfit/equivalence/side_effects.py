@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from numbers import Integral, Rational
+from numbers import Rational
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from memfit.engine.compose_state import (
     Mean,
     Rows,
     Rule,
+    Total,
     appended,
     is_number,
 )
@@ -69,6 +70,8 @@ EXACT = 1e-5
 """Fraction of a proof's tolerance at which state is compared first. State that moves a little with every forward (a power
 iteration that has converged) stays close to its old value."""
 STILL = Moves(Composition(), None)
+SOME = 3
+"""A number that a forward is tried on to see whether it adds to what was there."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ def composition_of(
             continue  # (a flag may mark what only the first forward does, which only the first micro-batch would do)
         nearly = all(same(*each.ends(key)) for each in seen)
         rule = next(_rules(place, key, seen, EXACT), None) or (None if nearly else next(_rules(place, key, seen), None))
+        if isinstance(rule, (Added, Total)) and _is_nothing(seen[0].before(key)):
+            rule = _told_apart(place, key, rule, trials[0], seen[0], aside)
         if rule is not None:
             slots.append(ComposedPlace(place, rule))
         elif not nearly and place.label not in allowed and named is None:
@@ -166,6 +171,35 @@ def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], gra
     in_turn = _values(trial.run, pieces, aside, graphs)
     apart = [_values(watched, [piece], aside, graphs) for piece in pieces]
     return _SeenEffects(whole, in_turn, apart, trial.sizes, decides_by_position(looks))
+
+
+def _is_nothing(before: Any) -> bool:
+    """Whether what is added to the value before and what replaces it come to the same."""
+    before = _as_tensor(before)
+    if isinstance(before, torch.Tensor):
+        return not before.is_meta and not bool(before.any())
+    return not before if is_number(before) else before in (None, MISSING)
+
+
+def _told_apart(
+    place: Place,
+    key: tuple[Any, ...],
+    rule: Rule,
+    trial: Trial,
+    seen: _SeenEffects,
+    aside: Callable[[], AbstractContextManager[Traces]],
+) -> Rule:
+    """Return `Added` or `Total`: what a whole batch leaves where a number was before tells them apart."""
+    whole = seen.ends(key)[0]
+    with aside():
+        some = torch.full_like(whole, SOME) if isinstance(whole, torch.Tensor) else type(whole)(SOME)
+        try:
+            place.put(some)
+            trial.run(0, sum(trial.sizes))
+        except Exception:  # a forward that cannot go on from there
+            return rule
+        found = place.value()
+    return Total() if same(found, whole) else Added() if same(found, whole + some) else rule
 
 
 def _rules(place: Place, key: tuple[Any, ...], seen: Sequence[_SeenEffects], closely: float = 1.0) -> Iterator[Rule]:
@@ -240,6 +274,8 @@ def _candidates(before: Any, whole: Any, parts: Sequence[Any]) -> Iterator[Rule]
             yield Mean()
         if alike and isinstance(before, torch.Tensor) and before.shape == whole.shape and whole.dtype is not torch.bool:
             yield Added()
+        if alike and whole.dtype is not torch.bool:
+            yield Total()
         if all(isinstance(part, torch.Tensor) and part.dim() == whole.dim() for part in parts):
             yield from (Rows(dim) for dim in range(whole.dim()))
     elif is_number(whole) and all(map(is_number, parts)):
@@ -247,20 +283,12 @@ def _candidates(before: Any, whole: Any, parts: Sequence[Any]) -> Iterator[Rule]
             yield Mean()
         if is_number(before):
             yield Added()
-        elif before is MISSING and isinstance(whole, Integral):
-            yield _Total()
-
-
-@dataclass(frozen=True)
-class _Total:
-    """Adds the parts' numbers, such as a forward's sample count."""
-
-    def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
-        return sum(values)
+        yield Total()
 
 
 def _inside(whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float) -> Rule | None:
-    if type(whole) not in (list, tuple, dict) or any(type(p) is not type(whole) or len(p) != len(whole) for p in parts):
+    kind = type(whole)
+    if kind not in (list, tuple, dict, torch.Size) or any(type(p) is not kind or len(p) != len(whole) for p in parts):
         return None
     keys = list(whole) if isinstance(whole, dict) else range(len(whole))
     try:
