@@ -27,6 +27,7 @@ class Leaves(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.first, self.second, self.what = nn.Linear(6, 8), nn.Linear(8, 6), what
+        self.slow = nn.Linear(8, 6, bias=False).requires_grad_(False)
         self.register_buffer("kept", torch.zeros(8))
         self.register_buffer("replaced", None)
         self.items: list[Tensor] = []
@@ -60,6 +61,9 @@ class Leaves(nn.Module):
                 self.replaced = mask
             case "buffer in place":
                 self.kept.mul_(0.9).add_(h.detach().mean(0))
+            case "parameter":
+                with torch.no_grad():
+                    self.slow.weight.mul_(0.9).add_(self.second.weight, alpha=0.1)
             case "global":
                 SEEN["mask"] = mask
         return self.second(h)
@@ -75,6 +79,7 @@ USES: dict[str, Callable[[Leaves], Any]] = {
     "object": lambda model: model.object.inner["mask"],
     "buffer": lambda model: model.replaced,
     "buffer in place": lambda model: model.kept[:6],
+    "parameter": lambda model: model.slow.weight[:, 0],
     "global": lambda model: SEEN["mask"],
     "closure": lambda model: model.closed["out"][:, :6],
 }
@@ -112,6 +117,20 @@ def check(what: str, loss: Callable[[Leaves, Tensor], Tensor], **given: Any) -> 
 @pytest.mark.parametrize("what", USES)
 def test_what_a_forward_leaves_is_there_for_the_loss(what: str, block: bool) -> None:
     check(what, lambda model, out: (out.square() * USES[what](model)).mean(), block=block)
+
+
+@pytest.mark.parametrize(
+    ("what", "use"),
+    [
+        ("buffer in place", lambda model: model.state_dict()["kept"]),
+        ("buffer in place", lambda model: dict(model.named_buffers())["kept"]),
+        ("parameter", lambda model: next(model.slow.parameters())),
+        ("parameter", lambda model: dict(model.named_parameters())["slow.weight"]),
+    ],
+)
+@pytest.mark.parametrize("block", [False, True])
+def test_lists_of_parameters_and_buffers_are_those_after_the_forward(what: str, use: Any, block: bool) -> None:
+    check(what, lambda model, out: (out.square() + use(model).sum() * out).mean(), block=block)
 
 
 def test_what_the_script_sets_after_a_call_stays() -> None:

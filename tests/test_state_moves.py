@@ -8,6 +8,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,6 +93,17 @@ class Counting(nn.Module):
         return [self.calls, self.seen, len(self.sizes), sum(self.sizes)]
 
 
+@dataclass
+class Record:
+    out: Tensor
+    counts: dict[str, int]
+
+
+class Pair(NamedTuple):
+    mean: Tensor
+    samples: int
+
+
 class Latest(nn.Module):
     """Keeps figures of its last forward, beside one that grows from a first forward on."""
 
@@ -105,10 +117,12 @@ class Latest(nn.Module):
         self.samples, self.shape, self.above = len(x), x.shape, (out[:, 0] > out[:, 1]).sum()
         self.sum = out.detach().sum()
         self.grown = getattr(self, "grown", 0) + len(x)
+        self.record, self.pair = Record(out.detach(), {"n": len(x)}), Pair(out.detach().mean(1), len(x))
         return out
 
     def state(self) -> list[Any]:
-        return [self.samples, *self.shape, self.above, self.sum, self.grown]
+        held = [self.record.out, self.record.counts["n"], *self.pair]
+        return [self.samples, *self.shape, self.above, self.sum, self.grown, *held]
 
 
 class Remembering(nn.Module):

@@ -7,17 +7,20 @@ proof but does later.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from memfit.engine.places import MISSING, Place, TensorPlace
+from memfit.engine.undo_state import is_installed
 
 
 class Rule(Protocol):
@@ -56,7 +59,7 @@ class Added:
 
 
 @dataclass(frozen=True)
-class Total:
+class SumOfParts:
     """The sum over the parts, whatever was there before: the samples of the last forward, its hits."""
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -92,14 +95,28 @@ class Appended:
 
 @dataclass(frozen=True)
 class Inside:
-    """A tuple, list or dictionary, item by item."""
+    """A tuple, list, dictionary or object, item by item."""
 
     rules: Mapping[Any, Rule]
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
-        made = {key: rule.joined(MISSING, [value[key] for value in values], sizes) for key, rule in self.rules.items()}
-        first = values[0]
-        return {**first, **made} if isinstance(first, dict) else type(first)(made[i] for i in range(len(first)))
+        items, first = [items_of(value) for value in values], values[0]
+        made = {key: rule.joined(MISSING, [item[key] for item in items], sizes) for key, rule in self.rules.items()}
+        if isinstance(first, dict):
+            return {**first, **made}
+        if isinstance(first, (list, tuple)):
+            return getattr(type(first), "_make", type(first))(made[i] for i in range(len(first)))
+        found = copy.copy(first)
+        vars(found).update(made)
+        return found
+
+
+def items_of(value: Any) -> Any:
+    """Return what a container or an object of the user's holds, by key, position or name; None if it is neither."""
+    if isinstance(value, (list, tuple, dict)):
+        return value
+    own = isinstance(value, SimpleNamespace) or not (is_installed(type(value).__module__) or callable(value))
+    return getattr(value, "__dict__", None) if own else None
 
 
 def appended(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
@@ -138,7 +155,7 @@ class Composition:
     def in_sequence(self) -> bool:
         """Whether the state depends on the order of samples: rows, items, and state that is right only if parts run in
         sequence."""
-        any_order = {id(slot.place) for slot in self.slots if isinstance(slot.rule, (Last, Mean, Added, Total))}
+        any_order = {id(slot.place) for slot in self.slots if isinstance(slot.rule, (Last, Mean, Added, SumOfParts))}
         told = [place.value() for place in self.moved if id(place) not in any_order]
         return any(not (is_number(value) or isinstance(value, bool) or value is MISSING) for value in told)
 

@@ -29,9 +29,10 @@ from memfit.engine.compose_state import (
     Mean,
     Rows,
     Rule,
-    Total,
+    SumOfParts,
     appended,
     is_number,
+    items_of,
 )
 from memfit.engine.places import MISSING, ContentsPlace, Place, TensorPlace, WithoutGraph, without_graph
 from memfit.engine.rewindable import IteratorPosition
@@ -131,7 +132,7 @@ def composition_of(
             continue  # (a flag may mark what only the first forward does, which only the first micro-batch would do)
         nearly = all(same(*each.ends(key)) for each in seen)
         rule = next(_rules(place, key, seen, EXACT), None) or (None if nearly else next(_rules(place, key, seen), None))
-        if isinstance(rule, (Added, Total)) and _is_nothing(seen[0].before(key)):
+        if isinstance(rule, (Added, SumOfParts)) and _is_nothing(seen[0].before(key)):
             rule = _told_apart(place, key, rule, trials[0], seen[0], aside)
         if rule is not None:
             slots.append(ComposedPlace(place, rule))
@@ -189,7 +190,7 @@ def _told_apart(
     seen: _SeenEffects,
     aside: Callable[[], AbstractContextManager[Traces]],
 ) -> Rule:
-    """Return `Added` or `Total`: what a whole batch leaves where a number was before tells them apart."""
+    """Return `Added` or `SumOfParts`: what a whole batch leaves where a number was before tells them apart."""
     whole = seen.ends(key)[0]
     with aside():
         some = torch.full_like(whole, SOME) if isinstance(whole, torch.Tensor) else type(whole)(SOME)
@@ -199,7 +200,7 @@ def _told_apart(
         except Exception:  # a forward that cannot go on from there
             return rule
         found = place.value()
-    return Total() if same(found, whole) else Added() if same(found, whole + some) else rule
+    return SumOfParts() if same(found, whole) else Added() if same(found, whole + some) else rule
 
 
 def _rules(place: Place, key: tuple[Any, ...], seen: Sequence[_SeenEffects], closely: float = 1.0) -> Iterator[Rule]:
@@ -275,7 +276,7 @@ def _candidates(before: Any, whole: Any, parts: Sequence[Any]) -> Iterator[Rule]
         if alike and isinstance(before, torch.Tensor) and before.shape == whole.shape and whole.dtype is not torch.bool:
             yield Added()
         if alike and whole.dtype is not torch.bool:
-            yield Total()
+            yield SumOfParts()
         if all(isinstance(part, torch.Tensor) and part.dim() == whole.dim() for part in parts):
             yield from (Rows(dim) for dim in range(whole.dim()))
     elif is_number(whole) and all(map(is_number, parts)):
@@ -283,17 +284,17 @@ def _candidates(before: Any, whole: Any, parts: Sequence[Any]) -> Iterator[Rule]
             yield Mean()
         if is_number(before):
             yield Added()
-        yield Total()
+        yield SumOfParts()
 
 
 def _inside(whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float) -> Rule | None:
-    kind = type(whole)
-    if kind not in (list, tuple, dict, torch.Size) or any(type(p) is not kind or len(p) != len(whole) for p in parts):
+    items, by_part = items_of(whole), [items_of(part) for part in parts]
+    if items is None or any(type(part) is not type(whole) or len(its) != len(items) for part, its in zip(parts, by_part)):
         return None
-    keys = list(whole) if isinstance(whole, dict) else range(len(whole))
+    keys = list(items) if isinstance(items, dict) else range(len(items))
     try:
-        rules = {key: rule_of(MISSING, whole[key], [part[key] for part in parts], sizes, closely) for key in keys}
-    except KeyError:
+        rules = {key: rule_of(MISSING, items[key], [its[key] for its in by_part], sizes, closely) for key in keys}
+    except (KeyError, RecursionError):
         return None
     return None if None in rules.values() else Inside({key: rule for key, rule in rules.items() if rule is not None})
 
@@ -321,6 +322,12 @@ def same(a: Any, b: Any, closely: float = 1.0) -> bool:
         return len(a) == len(b) and all(same(x, y, closely) for x, y in zip(a, b))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key], closely) for key in a)
+    held = items_of(a), items_of(b)
+    if type(a) is type(b) and None not in held:
+        try:
+            return same(*held, closely)
+        except RecursionError:  # it holds itself
+            return True
     if a is MISSING or b is MISSING or isinstance(a, _COMPARED) or isinstance(b, _COMPARED):
         return type(a) is type(b) and bool(a == b)
     return type(a) is type(b)

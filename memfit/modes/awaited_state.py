@@ -2,8 +2,8 @@
 
 A descriptor in the module's class watches the attribute: who reads or sets it runs the calls that wait first. What is held
 elsewhere (global variables, closures of hooks) cannot be watched, so such calls run at once.
-Not covered: parameters that a forward writes (a momentum encoder's), containers in a module's attribute that the script also
-holds under a name of its own, `state_dict()` and the like.
+Not covered: tensors and containers of a module that the script also holds under a name of its own; running statistics of
+torch's own batch norms.
 """
 
 from __future__ import annotations
@@ -16,11 +16,16 @@ from weakref import WeakKeyDictionary, WeakMethod, ref
 import torch
 from torch import nn
 
-from memfit.engine.modules import modules_of, parameters_in
+from memfit.engine.modules import modules_of
 from memfit.engine.places import MISSING, ItemPlace, Place, TensorPlace, WithoutGraph
 from memfit.engine.version_checks import key_of
 
 Attribute = tuple[nn.Module, str]
+LISTS = {
+    "_parameters": ("parameters", "named_parameters", "state_dict"),
+    "_buffers": ("buffers", "named_buffers", "state_dict"),
+}
+"""Methods of modules by which a script gets at parameters and buffers."""
 DEEPEST = 4
 """Containers inside containers up to which an attribute is searched for a place."""
 
@@ -32,7 +37,7 @@ class AwaitedState:
     def __init__(self, model: nn.Module, run: Callable[[], None], is_busy: Callable[[], bool]) -> None:
         self._model, self._run, self._is_busy = model, run, is_busy
         self._known: tuple[Sequence[Place], list[Attribute] | None] = ((), [])
-        self._installed: list[tuple[_Watched, ref[nn.Module]]] = []
+        self._installed: list[tuple[_AwaitedAttribute, ref[nn.Module]]] = []
 
     def watch(self, moved: Iterable[Sequence[Place]]) -> bool:
         """Watch exactly these places from now on. Returns False, with nothing watched, if one of them cannot be watched."""
@@ -66,21 +71,26 @@ class AwaitedState:
         return True
 
     def _attributes_of(self, places: Sequence[Place]) -> list[Attribute] | None:
-        """The attributes that hold these places; None if one is held elsewhere. Cached for the latest places."""
+        """The attributes that lead to these places; None if one is held elsewhere. Cached for the latest places."""
         if self._known[0] is not places:
             modules = modules_of(self._model)
             held = {id(table): module for module in modules for table in (module.__dict__, module._buffers)}
-            parameters = {key_of(parameter) for parameter in parameters_in(modules)}
-            written = [place for place in places if _inside(place) not in parameters]
-            found = [_direct(place, held) for place in written]
+            found = [_direct(place, held) for place in places]
             if None in found:
-                within = dict(_contents(modules))
-                found = [direct or within.get(_inside(place)) for place, direct in zip(written, found)]
-            self._known = places, None if None in found else [each for each in found if each is not None]
+                within = {**dict(_contents(modules)), **dict(_parameters(modules))}
+                found = [direct or within.get(_inside(place)) for place, direct in zip(places, found)]
+            own = [each for each in found if each is not None]
+            lists = [
+                (module, name)
+                for kind, names in LISTS.items()
+                for module in _that_hold(self._model, [m for m, name in own if name in vars(m)[kind]])
+                for name in names
+            ]
+            self._known = places, None if None in found else [*own, *lists]
         return self._known[1]
 
 
-class _Watched:
+class _AwaitedAttribute:
     """Stands for an attribute in a class. `users`: by module, what is called before its attribute is used, and returns whether
     that changed anything. Modules are not kept alive."""
 
@@ -139,10 +149,10 @@ class _Watched:
         return kind.__getattr__(module, self._name)  # type: ignore[attr-defined]  # torch's own, for buffers
 
 
-def _watched(kind: type, name: str) -> _Watched:
+def _watched(kind: type, name: str) -> _AwaitedAttribute:
     """What watches an attribute of this class, now installed."""
     there = vars(kind).get(name)
-    return there if isinstance(there, _Watched) else _Watched(kind, name)
+    return there if isinstance(there, _AwaitedAttribute) else _AwaitedAttribute(kind, name)
 
 
 def _direct(place: Place, held: dict[int, nn.Module]) -> Attribute | None:
@@ -167,6 +177,27 @@ def _contents(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, Attribute]]:
         for name, value in (*module.__dict__.items(), *module._buffers.items()):
             for key in () if name in own else _keys_in(value, DEEPEST):
                 yield key, (module, name)
+
+
+def _parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[Any, Attribute]]:
+    """Yield each parameter as `_inside` names it, with the attribute."""
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield key_of(parameter), (module, name)
+
+
+def _that_hold(model: nn.Module, owners: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that are or contain one of these."""
+    own, found = set(map(id, owners)), dict[int, bool]()
+
+    def visit(module: nn.Module) -> bool:
+        if id(module) not in found:
+            found[id(module)] = id(module) in own
+            found[id(module)] |= any([visit(child) for child in module._modules.values() if child is not None])
+        return found[id(module)]
+
+    return [module for module in modules_of(model) if own and visit(module)]
 
 
 def _keys_in(value: Any, deep: int) -> Iterator[Any]:

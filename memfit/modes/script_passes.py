@@ -80,7 +80,12 @@ class ScriptPasses:
         do not see theirs, which are not part of the script's graph."""
         with self.aside(), call.as_called(), without_saved_tensors_hooks():
             before = CallAttributes(modules_of(call.model))
-            yield
+            try:
+                yield
+            except BaseException:
+                self._with_state.clear()  # what failed is not run again because somebody reads what it left
+                self._awaited.release()
+                raise
             written = before.written()
         for other in list(self.waiting) if written else ():
             if other.attributes is not None and other not in call.calls:

@@ -238,8 +238,6 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("fault", lambda c: c["micro"] in ("off", "1") or (_runs_whole(c) and c["fault"].startswith("backward"))),
     # rows whose number is the sign of what a norm makes zero
     _loses("state", lambda c: c["state"] == "max_norm" and c["twist"] in ("layernorm", "groupnorm")),
-    # what a call moves when its loss is computed, and a penalty beside it reads before: docs/guarantees.md, "State"
-    _loses("state", lambda c: c["state"] == "momentum_encoder" and _penalises(c)),
     # a reentrant checkpoint's backward calls hooks of parameters by itself, and the penalty's once more
     _loses("gradients", lambda c: c["twist"] == "reentrant" and c["gradients"] in ("hooks", "hook_counts") and _penalises(c)),
     # a block has no head, and what leaves it by a door is not its output
