@@ -65,7 +65,7 @@ def query_device(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     leaves runs it.)"""
     return {
         "state": {name: value.clone() for name, value in nn.Module.state_dict(model).items()},
-        "identities": [id(p) for p in (*model.parameters(), *nn.Module.buffers(model))],
+        "identities": [id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values())],
         "versions": [p._version for p in model.parameters()],
         "gradients": [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in model.parameters()],
         "optimizer": copy.deepcopy(optimizer.state_dict()),
