@@ -21,6 +21,7 @@ from helpers import (
     wrapped,
 )
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import memfit
 
@@ -38,6 +39,12 @@ class Attribute(Wrapper):
         out = self.net(x)
         self.aux_loss = out.square().mean()
         return out
+
+
+class Hidden(Wrapper):
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.net(x)
+        return self.hidden.tanh()
 
 
 class Growing(Wrapper):
@@ -266,6 +273,26 @@ def test_a_forward_that_fails_leaves_the_places_as_they_were() -> None:
     assert model.aux_loss is not before
     F.cross_entropy(model(x), y).backward()
     assert model.aux_loss.shape == ()
+
+
+@pytest.mark.parametrize("watch", [lambda hidden: hidden.retain_grad(), lambda hidden: hidden.register_hook(lambda g: None)])
+def test_the_gradient_of_what_a_forward_leaves_is_refused(watch: Callable[[Tensor], Any]) -> None:
+    """The rest of the forward uses it, too, out of sight."""
+    model, (x, y) = Hidden(), points()
+    memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
+    for _ in range(2):
+        out = model(x)
+        with pytest.raises(memfit.Refused, match="the rest of the forward"):
+            watch(model.hidden)
+        F.cross_entropy(out, y).backward()
+
+
+def test_hooks_on_tensors_of_the_forward_are_told_of() -> None:
+    model, (x, y) = Hidden(), points()
+    model.net.register_forward_hook(lambda module, args, out: out.register_hook(lambda gradient: None) and None)
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
+    F.cross_entropy(model(x), y).backward()
+    assert any("those of one micro-batch" in event.message for event in run.events)
 
 
 def test_copies_of_the_model_are_plain() -> None:

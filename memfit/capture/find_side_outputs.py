@@ -38,6 +38,8 @@ class SideEntrances:
     """Parameters outside the module that receive gradients through it."""
     writes_input: bool
     """Whether it writes into its input tensors."""
+    watches: bool = False
+    """Whether it registers hooks on tensors that it computes, or retains their gradients."""
 
 
 class FoundDoors(Exception):
@@ -82,7 +84,7 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
         own = {id(t) for t in (*call.model.parameters(), *(t for t, _ in given))}
         leaves_ = [] if is_sharded(call.model) else leaves_of(tensors(output))
         strangers = tuple(p for p in leaves_ if isinstance(p, nn.Parameter) and id(p) not in own)
-        entrances = SideEntrances(strangers, any(t._version != version for t, version in given))
+        entrances = SideEntrances(strangers, any(t._version != version for t, version in given), watch.watches)
     doors = [place.door for place in places]
     known = isinstance(call.plain, Doorway)
     if places and not known and None not in doors:
@@ -115,14 +117,16 @@ def _outputs_kept(output: Any, model: nn.Module) -> list[_Place]:
 
 
 class _Made(TorchFunctionMode):
-    """Collects weak references to all new tensors with a graph."""
+    """Collects weak references to all new tensors with a graph. Sees whether gradients of tensors are watched."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: list[weakref.ref[torch.Tensor]] = []
+        self.watches = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.watches |= func in (torch.Tensor.register_hook, torch.Tensor.retain_grad)
         for item in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(item, torch.Tensor) and item.grad_fn is not None:
                 self.made.append(weakref.ref(item))

@@ -31,8 +31,16 @@ def refuse_part(func: Any) -> None:
 
 
 def refuse_watching(output: Any) -> None:
-    """A model that returns its loss computes it from its outputs inside, where their gradients are not available."""
+    """A model that returns its loss computes it from its outputs inside, where their gradients are not available. What a
+    forward leaves in an attribute may be used in the rest of it, too."""
     cut = isinstance(output, LazyTensor) and output.call.whole is None
+    leaf = output.call.outputs.leaves[output.leaf] if cut and output.leaf >= 0 else None
+    if leaf is not None and leaf.is_beside and leaf.axis is not None:
+        raise Refused(
+            f"the gradient of {leaf.path[0]}, which the forward leaves beside its output",
+            found="the batch runs in micro-batches, and what the rest of the forward adds to that gradient is not joined",
+            next_move="register the hook inside the forward (it then runs once per micro-batch), or let the batch run whole",
+        )
     if cut and output.call.outputs.loss is not None and not output.is_own_loss:
         raise Refused(
             "the gradient of an output beside the model's own loss",

@@ -177,6 +177,8 @@ class Prover:
         entrances = look_for_side_doors(proof, proof.samples)
         core.staging.stage_also(entrances.parameters)
         kind.writes_input = call.copies = entrances.writes_input
+        if entrances.watches:
+            core.tell("hooks of tensors inside the forward, and gradients that it retains, are those of one micro-batch")
         if len(sizes) < 2:
             return None  # runs as one piece; a larger call is proven
         kind.prove_at, kind.mute = core.steps + 1, False
