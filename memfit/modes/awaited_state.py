@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import getattr_static
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
@@ -49,7 +50,7 @@ class AwaitedState:
                     watched = _watched(type(module), name)
                     watched.users.setdefault(module, []).append(WeakMethod(self._about_to_use))
                     self._installed.append((watched, ref(module)))
-            except (TypeError, AttributeError):  # a class that takes no attributes
+            except (TypeError, AttributeError):  # a property, or a class that takes no attributes
                 attributes = None
             if attributes is None:
                 self.release()
@@ -150,9 +151,13 @@ class _AwaitedAttribute:
 
 
 def _watched(kind: type, name: str) -> _AwaitedAttribute:
-    """What watches an attribute of this class, now installed."""
+    """What watches an attribute of this class, now installed. Raises TypeError for a property, whose values are its own."""
     there = vars(kind).get(name)
-    return there if isinstance(there, _AwaitedAttribute) else _AwaitedAttribute(kind, name)
+    if isinstance(there, _AwaitedAttribute):
+        return there
+    if hasattr(type(getattr_static(kind, name, None)), "__set__"):
+        raise TypeError(f"{name} of {kind.__name__} is computed")
+    return _AwaitedAttribute(kind, name)
 
 
 def _direct(place: Place, held: dict[int, nn.Module]) -> Attribute | None:
