@@ -125,7 +125,8 @@ def check(what: str, loss: Callable[[Leaves, Tensor], Tensor], **given: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("what", "block"), [*((what, False) for what in USES), *((what, True) for what in ("item", "buffer", "parameter", "closure"))]
+    ("what", "block"),
+    [*((what, False) for what in USES), *((what, True) for what in ("item", "buffer", "parameter", "closure"))],
 )
 def test_what_a_forward_leaves_is_there_for_the_loss(what: str, block: bool) -> None:
     check(what, lambda model, out: (out.square() * USES[what](model)).mean(), block=block)

@@ -414,3 +414,22 @@ def test_parameters_without_a_gradient_are_named(reentrant: bool, in_steps: bool
             optimizer.step()
     said = [event.message for event in run.events if "no gradient reached" in event.message]
     assert said == (["no gradient reached first.weight, first.bias in the first step"] if reentrant else [])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_scripted_submodule() -> None:
+    def trained(cut: bool) -> list[Tensor]:
+        model = net()
+        model = nn.Sequential(torch.jit.script(model[:2]), model[2])  # type: ignore[index]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = memfit.wrap(model, optimizer, micro_batch=3) if cut else None
+        x, y = data()
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        assert run is None or (run.plan is not None and run.plan.accumulation == 4)
+        return [p.detach() for p in model.parameters()]
+
+    for got, want in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)

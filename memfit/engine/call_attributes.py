@@ -17,7 +17,7 @@ from torch import nn
 from memfit.engine.places import MISSING, ItemPlace
 from memfit.engine.version_checks import Keys
 
-_tables_of = itemgetter(
+_all_tables_of = itemgetter(
     "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"
 )
 _OTHERS = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs"}
@@ -82,6 +82,11 @@ class CallAttributes:
         known = {id(now) for now, _ in self._tables}
         for table in [table for each in self._held for table in _tables_of(each) if table and id(table) not in known]:
             yield from _differing(table, {})
+
+
+def _tables_of(attributes: Table) -> list[Table]:
+    """The submodules and hooks of a module. (Submodules of a scripted one are fixed.)"""
+    return [table for table in _all_tables_of(attributes) if isinstance(table, dict)]
 
 
 def _differing(now: Table, before: Table, skipped: Set[str] = frozenset()) -> Iterator[tuple[ItemPlace, Any]]:

@@ -112,7 +112,7 @@ class Staging:
             self._depth -= 1
             for entries, name, original in reversed(changed):
                 alias = self._alias_of(original)
-                if alias is not None and entries.get(name) is alias:
+                if alias is not None and name in entries and entries[name] is alias:
                     _follow(original, alias)
                 entries[name] = original
             refresh_flat_weights(modules)
