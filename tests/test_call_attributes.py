@@ -207,6 +207,44 @@ def test_a_forward_that_fills_the_dictionary_it_is_given_is_refused_or_runs_whol
         assert model.net.weight.grad is not None
 
 
+class Counter:
+    steps = 0
+
+
+class Counts(nn.Module):
+    """Its forward changes what it is given."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.net, self.what = nn.Linear(7, 4).double(), what
+
+    def forward(self, x: Tensor, counter: Counter, table: dict[str, int], total: Tensor) -> Tensor:
+        match self.what:
+            case "attribute":
+                counter.steps += 1
+            case "item":
+                table["steps"] += 1
+            case "tensor":
+                total.add_(1)
+        return self.net(x)
+
+
+@pytest.mark.parametrize("what", ["attribute", "item", "tensor"])
+@pytest.mark.parametrize("micro_batch", [5, None])
+def test_a_forward_that_changes_an_object_that_it_is_given_is_refused_or_runs_whole(
+    what: str, micro_batch: int | None
+) -> None:
+    model, counter, table, total = Counts(what), Counter(), {"steps": 0}, torch.zeros(())
+    memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=micro_batch or "auto")
+    if micro_batch:
+        with pytest.raises(memfit.Refused, match="changes an object that it is given"):
+            model(X, counter, table, total)
+    else:
+        F.cross_entropy(model(X, counter, table, total), Y).backward()
+    found = {"attribute": counter.steps, "item": table["steps"], "tensor": total.item()}
+    assert found == {**dict.fromkeys(found, 0), what: int(micro_batch is None)}  # planning leaves no trace
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch loads its decompositions by it
 def test_a_call_inside_forward_mode_differentiation_has_its_tangent() -> None:
     model = Net()

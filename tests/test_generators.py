@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import Notes, wrapped
 from torch import Tensor, nn
+from zoo.plain import gradients_of, relative_error
 
 from memfit.engine import random_state as generators
 from memfit.engine.random_state import HostDraws, HostRandom, RandomState, random_state_kept
+from memfit.levers.checkpoint import checkpointed
 
 DRAWS: dict[str, Callable[[], object]] = {
     "nothing": lambda: None,
@@ -132,3 +136,77 @@ def test_draws_that_begin_late_are_said_and_repeated_from_then_on(monkeypatch: p
             assert set(drawn[-6:]) == set(drawn[-12:-6])
             assert random.getstate() != before
     assert told == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+OWN: dict[str, Callable[[], Callable[[], float]]] = {
+    "torch": lambda: partial(_of_torch, torch.Generator().manual_seed(5)),
+    "python": lambda: random.Random(5).random,
+    "numpy": lambda: np.random.default_rng(5).random,
+    "numpy, bits": lambda: np.random.Generator(np.random.PCG64(5)).random,
+    "numpy, old": lambda: np.random.RandomState(5).random_sample,
+}
+
+
+def _of_torch(generator: torch.Generator) -> float:
+    return float(torch.rand((), generator=generator))
+
+
+class Scaled(nn.Module):
+    """Scales by what a generator of the script's own draws."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.body, self.head, self.draw = nn.Linear(7, 7).double(), nn.Linear(7, 3).double(), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh() * self.draw())
+
+
+def _trained(kind: str, two_passes: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model, x = Scaled(OWN[kind]()), torch.randn(12, 7).double()
+    wrapped(model, 4)
+    out = model(x)
+    if two_passes:
+        out.sum().item()
+    F.mse_loss(out, torch.ones_like(out)).backward()
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_generator_of_the_scripts_own_draws_the_same_in_the_second_pass(kind: str) -> None:
+    assert relative_error(_trained(kind, True), _trained(kind, False)) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_generator_of_the_scripts_own_draws_the_same_in_a_recomputed_block(kind: str) -> None:
+    found = []
+    for blocks in ((), ("0",)):
+        torch.manual_seed(0)
+        model = nn.Sequential(Scaled(OWN[kind]()), nn.Linear(3, 1).double())
+        with checkpointed(model, blocks):
+            model(torch.randn(12, 7).double()).sum().backward()
+        found.append(gradients_of(model))
+    assert relative_error(found[1], found[0]) <= 1e-15
+
+
+def test_planning_draws_nothing_from_a_generator_that_a_forward_is_given() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor, generator: torch.Generator) -> Tensor:  # type: ignore[override]
+            return super().forward(x + 0 * torch.randn(x.shape, generator=generator, dtype=x.dtype))
+
+    generator, fresh = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    model = Noisy(7, 3).double()
+    wrapped(model, 4)
+    F.mse_loss(model(torch.randn(12, 7).double(), generator), torch.zeros(12, 3).double()).backward()
+    for _ in range(3):
+        torch.randn(4, 7, generator=fresh, dtype=torch.double)
+    assert torch.equal(generator.get_state(), fresh.get_state())
+
+
+def test_a_generator_without_a_state_is_no_obstacle() -> None:
+    model = Scaled(lambda: 1.0)
+    model.system = random.SystemRandom()
+    wrapped(model, 4)
+    F.mse_loss(model(torch.randn(12, 7).double()), torch.zeros(12, 3).double()).backward()
+    assert all(p.grad is not None for p in model.parameters())

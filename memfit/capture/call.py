@@ -458,7 +458,7 @@ class Call:
                 found = self._forward_of(start, stop, staging)
         roots, incoming = [], []
         for i, gradient in enumerate(gradients):
-            part = self._gradient_part(i, gradient, start, stop)
+            part = self.gradient_part(i, gradient, start, stop)
             if part is not None and found[i].requires_grad:
                 roots.append(found[i])
                 incoming.append(part)
@@ -466,7 +466,8 @@ class Call:
         with without_autocast(self.device):
             torch.autograd.backward(roots, incoming)
 
-    def _gradient_part(self, leaf: int, gradient: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+    def gradient_part(self, leaf: int, gradient: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+        """Return the part of an output leaf's gradient that belongs to the samples `start:stop`."""
         about = self.outputs.leaves[leaf]
         if gradient is None:
             return None

@@ -27,6 +27,8 @@ from memfit.capture.side_outputs import ClosureVariable, Door, Doorway
 from memfit.engine.call_context import uncompiled
 from memfit.engine.gradients import is_sharded
 from memfit.engine.known_means import leaves_of
+from memfit.engine.places import MISSING, Place
+from memfit.engine.undo_state import StateSnapshot, reaching
 from memfit.tracing.sandbox import leave_no_trace
 
 
@@ -64,10 +66,11 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
     named = _computed_by_hooks(call.model)
     looked_at = copy.copy(call)
     looked_at.copies = True
-    with leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
-        tree = looked_at.arguments(0, samples)
+    tree = looked_at.arguments(0, samples)
+    with reaching(tree), leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
         given, entries = [(t, t._version) for t in tensors(tree)], _entries(tree)
-        watch = _Made()
+        cut = {id(leaf) for (_, leaf), axis in zip(leaves(tree), call.layout.axes) if axis is not None}
+        watch, objects = _Made(), StateSnapshot((tree,), lambda tensor: None if id(tensor) in cut else tensor.clone())
         with watch:
             output = looked_at.output(tree)
         if _entries(tree) - entries:
@@ -76,6 +79,7 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
                 found="the forward adds entries to a dictionary or list that it is given; those of micro-batches would be lost",
                 next_move="return them from forward",
             )
+        _refuse_changes(objects.moved())
         mine = {id(leaf) for _, leaf in leaves(output)}
         alive = [t for t in (reference() for reference in watch.made) if t is not None and id(t) not in mine]
         found = _holders(alive, call.model, inside=_reachable(leaf for _, leaf in leaves(output)))
@@ -98,6 +102,23 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
             next_move="return it from forward, or store it detached",
         )
     return entrances
+
+
+def _refuse_changes(moved: Sequence[tuple[Place, Any]]) -> None:
+    """Raise Refused if a forward changes what is no sample's in its arguments (a counter, a dictionary's item): every
+    micro-batch would."""
+    changed = [place for place, before in moved if place.value() is not MISSING and not _is_cache(place, before)]
+    if changed:
+        raise Refused(
+            "cutting the batch into micro-batches",
+            found=f"the forward changes an object that it is given ({changed[0].label}), as every micro-batch would",
+            next_move="return the new value from forward, or keep it as an attribute of a module of the model",
+        )
+
+
+def _is_cache(place: Place, before: Any) -> bool:
+    """Whether an object keeps something for itself, under a private name."""
+    return before is MISSING and str(getattr(place, "name", "")).startswith("_")
 
 
 def _entries(tree: Any) -> set[Any]:

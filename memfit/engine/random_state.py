@@ -1,13 +1,12 @@
-"""Captures and restores the random number generators that a forward draws from: torch's, Python's and NumPy's.
-
-Not covered: generators that a script creates itself (`torch.Generator`, `numpy.random.default_rng`).
-"""
+"""Captures and restores the random number generators that a forward draws from: torch's, Python's and NumPy's, and those that
+a script creates itself and a model holds or is given (`torch.Generator`, `numpy.random.default_rng`, `random.Random`)."""
 
 from __future__ import annotations
 
 import pickle
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,31 +15,84 @@ from typing import Any
 import torch
 
 
+_OWN: dict[int, Callable[[], Any]] = {}
+"""Refers to the generators that scripts created and planning has reached, by id; weakly except for NumPy's, which can't be."""
+
+
+def read_generator(generator: Any) -> Any:
+    """Return the state of a generator that a script created, and remember the generator: passes that run again draw from it
+    what they drew before. None if it has no state (`random.SystemRandom`)."""
+    if isinstance(generator, torch.Generator):
+        state = generator.get_state()
+    elif isinstance(generator, random.Random):
+        state = None if isinstance(generator, random.SystemRandom) else generator.getstate()
+    elif hasattr(generator, "bit_generator"):
+        state = generator.bit_generator.state
+    else:
+        state = generator.state if hasattr(generator, "state") else generator.get_state(legacy=False)
+    if state is not None and id(generator) not in _OWN:
+        _OWN[id(generator)] = _referring_to(generator)
+    return state
+
+
+def _referring_to(generator: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(generator, lambda gone, key=id(generator): _OWN.pop(key, None))
+    except TypeError:
+        return lambda: generator
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a random number generator of torch, Python or NumPy."""
+    numpy = sys.modules.get("numpy.random")
+    of_numpy = () if numpy is None else (numpy.Generator, numpy.BitGenerator, numpy.RandomState)
+    return isinstance(value, (torch.Generator, random.Random, *of_numpy))
+
+
+def write_generator(generator: Any, state: Any) -> None:
+    """Set the state that `read_generator` returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "state"):
+        generator.state = state
+    else:
+        generator.set_state(state)
+
+
 @dataclass(frozen=True)
 class HostRandom:
-    """The state of the generators outside torch that a forward may draw from (layer drop with `random.random()`)."""
+    """The state of the generators outside torch's own that a forward may draw from (layer drop with `random.random()`)."""
 
     python: Any
     """State of Python's `random` module."""
     numpy: Any
     """State of NumPy's global generator; None if NumPy is not imported."""
+    own: tuple[tuple[Any, Any], ...] = ()
+    """Generators that the script created, with their states."""
 
     @staticmethod
     def capture() -> HostRandom:
         """Capture the current states."""
         numpy = sys.modules.get("numpy.random")
-        return HostRandom(random.getstate(), None if numpy is None else numpy.get_state(legacy=False))
+        there = [generator for refer in list(_OWN.values()) if (generator := refer()) is not None]
+        own = tuple((generator, read_generator(generator)) for generator in there)
+        return HostRandom(random.getstate(), None if numpy is None else numpy.get_state(legacy=False), own)
 
     def restore(self) -> None:
         """Restore these states."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
+        for generator, state in self.own:
+            write_generator(generator, state)
 
     def is_in_force(self) -> bool:
         """Whether nothing was drawn since."""
         now = HostRandom.capture()
-        return self.python == now.python and pickle.dumps(self.numpy) == pickle.dumps(now.numpy)
+        own = all(_is_same(state, read_generator(generator)) for generator, state in self.own)
+        return own and self.python == now.python and pickle.dumps(self.numpy) == pickle.dumps(now.numpy)
 
     def written(self) -> dict[str, Any]:
         """Return the states as tensors and numbers. Leaves NumPy out if its generator is not the default MT19937."""
@@ -70,6 +122,10 @@ class HostRandom:
         return HostRandom(python, found)
 
 
+def _is_same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else pickle.dumps(one) == pickle.dumps(other)
+
+
 @dataclass(frozen=True)
 class RandomState:
     """The state of the random number generators that a forward on one device draws from."""
@@ -79,7 +135,7 @@ class RandomState:
     device: torch.Tensor | None
     """State of the accelerator's generator; None on the CPU."""
     host: HostRandom | None
-    """States of Python's and NumPy's generators; None if not captured."""
+    """States of Python's and NumPy's generators, and of the script's own; None if not captured."""
 
     @staticmethod
     def capture(device: torch.device, *, host: bool = True) -> RandomState:
@@ -128,12 +184,11 @@ class RandomState:
 
 
 LOOKS = 100
-"""Number of passes that are checked for draws from Python's and NumPy's generators."""
+"""Number of passes that are checked for draws from generators other than torch's own."""
 
 
 class HostDraws:
-    """Detects whether passes draw from Python's and NumPy's generators. Capturing these takes a hundred times as long as
-    torch's.
+    """Detects whether passes draw from generators other than torch's own. Capturing these takes a hundred times as long.
 
     Checks the first passes; if none draws, later ones do not capture these states. Repeated passes show draws that start
     later; `missed` is called for the first.
@@ -144,7 +199,7 @@ class HostDraws:
 
     @property
     def kept(self) -> bool:
-        """Whether passes have to capture the states of Python and NumPy."""
+        """Whether passes have to capture the states of those generators."""
         return self._drew or self._left > 0
 
     def ran(self, before: HostRandom | None) -> None:

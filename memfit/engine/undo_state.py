@@ -13,7 +13,6 @@ import enum
 import functools
 import io
 import queue
-import random
 import sys
 import sysconfig
 import types
@@ -28,6 +27,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from memfit.engine.places import MISSING, ArrayPlace, AttributePlace, BytesPlace, Place, TensorPlace, VariablePlace
+from memfit.engine.random_state import is_generator, read_generator, write_generator
 from memfit.engine.rewindable import Rewound, go_back, position_of, rewound_of, untouched
 from memfit.engine.state_changes import (
     CONTAINERS,
@@ -231,7 +231,7 @@ class UndoState:
             self._watch(moved_bytes, place, items)
         elif isinstance(value, queue.Queue):
             self._open.append(value.queue)
-        elif isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy"):
+        elif is_generator(value) or type(value).__module__.startswith("numpy"):
             self._state(value)
         elif not isinstance(value, (*SHARED, types.ModuleType)) and not _only_draws(value):
             self._object(value)
@@ -399,14 +399,10 @@ class UndoState:
 
     def _state(self, value: Any) -> None:
         """Watch generators and arrays, which expose their own state."""
-        if isinstance(value, torch.Generator):
-            self._undo.append(functools.partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._undo.append(functools.partial(value.setstate, value.getstate()))
-        elif hasattr(value, "bit_generator"):
-            self._undo.append(functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif hasattr(value, "set_state"):
-            self._undo.append(functools.partial(value.set_state, value.get_state()))
+        if is_generator(value):
+            state = read_generator(value)
+            if state is not None:
+                self._undo.append(functools.partial(write_generator, value, state))
         elif hasattr(value, "flags") and value.flags.writeable and not value.dtype.hasobject and value.nbytes <= LARGE:
             array, copy = ArrayPlace(value, "an array"), value.copy()
             self._undo.append(functools.partial(array.put, copy))

@@ -7,6 +7,8 @@ State that is right when parts run in turn (a queue of samples) needs no rule. S
 
 from __future__ import annotations
 
+import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -318,7 +320,7 @@ def same(a: Any, b: Any, closely: float = 1.0) -> bool:
         return _same_tensors(a, b, closely)
     if is_number(a) and is_number(b):
         return bool(a == b) or (not isinstance(a, Rational) and abs(a - b) <= closely * _rounding(a) * max(abs(a), abs(b)))
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+    if isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)):
         return len(a) == len(b) and all(same(x, y, closely) for x, y in zip(a, b))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key], closely) for key in a)
@@ -328,12 +330,14 @@ def same(a: Any, b: Any, closely: float = 1.0) -> bool:
             return same(*held, closely)
         except RecursionError:  # it holds itself
             return True
+    if type(a).__name__ == type(b).__name__ == "ndarray":  # of a kind that torch has not: records, strings
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if a is MISSING or b is MISSING or isinstance(a, _COMPARED) or isinstance(b, _COMPARED):
         return type(a) is type(b) and bool(a == b)
     return type(a) is type(b)
 
 
-_COMPARED = (str, bool, torch.Tensor, IteratorPosition)
+_COMPARED = (str, bool, bytes, bytearray, array.array, set, frozenset, torch.Tensor, IteratorPosition)
 
 
 def _same_tensors(a: torch.Tensor, b: torch.Tensor, closely: float) -> bool:

@@ -31,8 +31,9 @@ class Deviation:
     """Tolerance: the largest difference that counts as equal."""
     others: tuple[str, ...] = ()
     """Other outputs or modules that deviate by more than their limit."""
-    by: Literal["mixing", "moving", "reading", "counting"] = "mixing"
-    """The cause: samples mix (`mixing`), parts move state differently (`moving`), or code branches on values that it reads off
+    by: Literal["mixing", "backward", "inner", "moving", "reading", "counting"] = "mixing"
+    """The cause: samples mix (`mixing`), only gradients differ (`backward`), the forward runs a
+    backward of its own (`inner`), parts move state differently (`moving`), or code branches on values that it reads off
     the batch (`reading`) or on the number of samples (`counting`)."""
 
     @property

@@ -24,6 +24,7 @@ from memfit.capture.side_outputs import Door, Doorway
 from memfit.engine.call_context import without_saved_tensors_hooks
 from memfit.engine.recovery import surviving
 from memfit.engine.version_checks import Modified
+from memfit.engine.undo_state import reaching
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting, WeightsChanged
 from memfit.equivalence.tolerances import Deviation
 from memfit.hardware.exhausted import is_out_of_memory, said_by
@@ -91,7 +92,7 @@ class CallKinds:
         in the loader's batch."""
         self._plans.opens()
         try:
-            with without_saved_tensors_hooks():
+            with without_saved_tensors_hooks(), reaching(tree):
                 try:
                     return self._through_doors(name, plain, tree, hint)
                 except Otherwise:  # the call is of another kind
@@ -100,7 +101,7 @@ class CallKinds:
         except Exception as error:
             found = self._recognise(name, tree, hint)
             samples = found.samples if found.samples is not None else next(iter(self._told(tree, hint)), None)
-            with without_saved_tensors_hooks():
+            with without_saved_tensors_hooks(), reaching(tree):
                 if self._uncut.accept(found.key, plain, tree, samples, error):
                     return None, samples
             raise
@@ -267,7 +268,8 @@ class CallKinds:
             assert in_force.active is not None
             return in_force.active
         kind = self._kinds[call.key]
-        planned = self._plans.planned(kind, call, consumer, weighting, mode, standing_per_sample)
+        with reaching(*(each.tree for each in call.calls)):
+            planned = self._plans.planned(kind, call, consumer, weighting, mode, standing_per_sample)
         in_force.activate(planned)
         return planned
 
@@ -307,7 +309,8 @@ class CallKinds:
             kind.weighting = BY_SAMPLES
             return
         before = kind.weighting
-        deviation = self._prover.weigh_again(kind, call)
+        with reaching(call.tree):
+            deviation = self._prover.weigh_again(kind, call)
         if deviation is not None or kind.weighting == before:
             raise self._prover.mixes(call, deviation or Deviation("the loss", float("inf"), 0.0))
 

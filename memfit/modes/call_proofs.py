@@ -23,6 +23,7 @@ from memfit.capture.workloads import CallWork
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.recovery import on_fewer, surviving
 from memfit.engine.weighting import BY_SAMPLES
+from memfit.equivalence.backward_proof import backward_deviation
 from memfit.equivalence.infer_weighting import PROBED, infer_weighting
 from memfit.equivalence.proof_samples import marks_of, most_telling, spaced
 from memfit.equivalence.proofs import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
@@ -70,6 +71,8 @@ class Prover:
         core = self._core
         if deviation.by == "moving":
             return self._moves_state(call, deviation)
+        if deviation.by in ("backward", "inner"):
+            return self._differs_in_backward(call, deviation)
         if deviation.by != "mixing":
             return self._decides(call, deviation)
         proof = self._chosen(call, min(PROOF_SAMPLES, call.samples))
@@ -100,6 +103,20 @@ class Prover:
             found=f"the forward updates state at every call, differently in parts than as a whole: {deviation.where}",
             next_move=f"accept that with allow_inexact={names!r}, update it outside the forward, or give it a budget in which "
             "the batch runs whole",
+        )
+
+    def _differs_in_backward(self, call: Call, deviation: Deviation) -> Refused:
+        inner = f"the forward runs a backward of its own, as every micro-batch would: it gives {deviation.where} a gradient"
+        mixed = (
+            "the backward of the forward mixes samples, or depends on their number: the gradient of "
+            f"{deviation.where} for a few samples together differs by {deviation.relative:.2g} from that for the same samples "
+            "in two parts"
+        )
+        return Refused(
+            f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
+            found=inner if deviation.by == "inner" else mixed,
+            next_move="look for an autograd.Function, a hook, a detach() or a backward() in the forward that uses all samples; "
+            f"accept the difference with allow_inexact={[deviation.where]!r}, or give it a budget in which the batch runs whole",
         )
 
     def _decides(self, call: Call, deviation: Deviation) -> Refused:
@@ -135,8 +152,7 @@ class Prover:
         core, most = self._core, min(PROOF_SAMPLES, call.samples)
         if kind.bound is None:
             return most, ()
-        gradients = kind.bound.model.gradient_bytes if call.outputs.loss is not None else 0
-        room = core.memory.budget().room - 2 * min(PROBED, gradients)
+        room = core.memory.budget().room - 2 * min(PROBED, kind.bound.model.gradient_bytes)
         each = OUTPUTS_HELD * call.outputs.bytes_per_sample
         applied = () if core.plan is None else core.plan.checkpoint
         for blocks in (applied,) if applied else ((), kind.bound.blocks):
@@ -182,8 +198,8 @@ class Prover:
         if len(sizes) < 2:
             return None  # runs as one piece; a larger call is proven
         kind.prove_at, kind.mute = core.steps + 1, False
-        if outputs.loss is not None:
-            found = self._infer(kind, proof)
+        limit = max((each.limit for each in deviations), default=0.0)
+        for found in (self._infer(kind, proof), None if apart else self._adds_up(kind, proof, limit)):
             if found is not None:
                 if not self._is_allowed(found, proof):
                     return found
@@ -191,8 +207,14 @@ class Prover:
         kind.proven = outputs
         return None
 
+    def _adds_up(self, kind: CallKind, proof: Call, limit: float) -> Deviation | None:
+        """Returns a deviation if the gradients of the outputs differ between the parts and the whole."""
+        return backward_deviation(proof, self._sizes(proof), self._core.staging, kind.composition.afresh(), limit)
+
     def _infer(self, kind: CallKind, proof: Call) -> Deviation | None:
-        assert proof.outputs.loss is not None
+        """Infers the weighting of the call's own loss, if it has one."""
+        if proof.outputs.loss is None:
+            return None
         work = CallWork(frozen_norms(proof), proof.outputs.loss, draws=False)
         weighting, deviation, moves = infer_weighting(work, self._sizes(proof), self._core.staging, self._core.model)
         if weighting is None and deviation.agrees:
