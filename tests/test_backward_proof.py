@@ -82,7 +82,8 @@ class Net(nn.Module):
             case "hook that scales" if h.requires_grad:
                 h.register_hook(lambda g: 2 * g)
             case "attention":
-                h = self.attention(h[:, None], h[:, None], h[:, None])[0][:, 0] + self.attention(*3 * [x.view(-1, 1, 6)[..., :5]])[0][:, 0]
+                words = torch.stack([h, h.roll(1, 1), x[:, :5]], 1)
+                h = self.attention(words, words, words)[0].sum(1)
             case "reentrant checkpoint":
                 h = checkpoint(self.probe.weight.mul, h, use_reentrant=True)
             case "dropout":

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Forwards, mlp, points, wrapped
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD
 
 from memfit.modes import script_passes as passes
@@ -117,3 +117,51 @@ def test_a_part_that_is_read_after_the_step_has_no_backward_any_more(monkeypatch
     total = torch.stack([first, second]).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
+
+
+class WithLoss(nn.Module):
+    """Returns a loss beside its output, which the script only logs."""
+
+    def __init__(self, own: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.own = mlp(), own
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.net(x)
+        return out, self.own(out, labels)
+
+
+IGNORED = torch.where(torch.arange(12) % 5 < 2, -100, Y)
+OWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda out, labels: out.square().mean(),
+    "sum": lambda out, labels: out.square().sum(),
+    "known mean": lambda out, labels: F.cross_entropy(out, labels),
+    "mean by a count": lambda out, labels: (out.sum(1) * (labels >= 0)).sum() / (labels >= 0).sum(),
+    "two means": lambda out, labels: F.cross_entropy(out, labels.clamp(0)) + 0.1 * out.abs().mean(),
+}
+
+
+@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize("read", ["before the step", "after the step", "in a list"])
+def test_a_loss_of_the_models_own_that_is_only_read(own: str, read: str) -> None:
+    found: list[list[float]] = []
+    for cut in (False, True):
+        torch.manual_seed(0)
+        model = WithLoss(OWN[own])
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if cut:
+            wrapped(model, 5, optimizer=optimizer)
+        told: list[float] = []
+        kept: list[Tensor] = []
+        for _ in range(3):
+            out, loss = model(X, IGNORED)
+            optimizer.zero_grad()
+            F.mse_loss(out, TARGET).backward()
+            if read == "before the step":
+                told.append(loss.item())
+            optimizer.step()
+            if read == "after the step":
+                told.append(float(loss.detach()))
+            kept.append(loss.detach())
+        found.append([*told, *map(float, kept), *(p.sum().item() for p in model.parameters())])
+    assert found[1] == pytest.approx(found[0], rel=1e-10)

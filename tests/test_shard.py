@@ -306,3 +306,39 @@ def penalised() -> str:
 
 def test_parts_do_not_mix_with_what_the_model_returns(two: Processes) -> None:
     assert all("weight_decay" in said for said in two.run(penalised))
+
+
+class Leaves(nn.Module):
+    """Its forward leaves a mask and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(6, 16).double(), nn.Linear(16, 6).double(), 0
+        self.register_buffer("mean", torch.zeros(6).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls, self.mask = self.calls + 1, (x > 0.5).to(x.dtype)
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.second(torch.tanh(self.first(x)))
+
+
+def left(shard: str) -> list[tuple[int, tuple[int, ...], list[float]]]:
+    """What the forward left after each step."""
+    torch.manual_seed(3)
+    model, rank = Leaves(), int(os.environ["RANK"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memfit.wrap(model, optimizer, micro_batch=3, shard=shard)
+    found = []
+    for step in range(3):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * rank + step), dtype=torch.double)
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        mask, mean = vars(model)["mask"], model._buffers["mean"]
+        found.append((model.calls, tuple(mask.shape), [round(value, 9) for value in mean.tolist()]))
+    return found
+
+
+def test_forwards_run_for_other_processes_leave_no_state(two: Processes) -> None:
+    assert two.run(left, "parameters") == two.run(left, "optimizer")

@@ -57,7 +57,8 @@ class Call:
     the joint call's micro-batch that this call is about to run in. `whole` is the output if the call ran whole after all,
     `activate` puts the plan that it ran by in force again. `composition` says how the state that the forward moves is
     composed. `host_draws` tells whether calls draw from Python's or NumPy's generators. `noted` holds what expression nodes
-    summed to over the samples (by id: the node, its sum), `summed` those whose gradients are part of a loss that was computed.
+    summed to over the samples (by id: the node, its sum), `noted_loss` the model's own loss while another one was computed,
+    `summed` those whose gradients are part of a loss that was computed.
     With `copies`, micro-batches are copies: a model that writes into its input then leaves the batch alone.
     """
 
@@ -98,6 +99,7 @@ class Call:
         self.kept: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}
         self.inputs = InputGradients(tree, layout)
         self.noted: dict[int, tuple[Any, torch.Tensor]] = {}
+        self.noted_loss: torch.Tensor | None = None
         self.summed: dict[int, Any] = {}
         self.standins: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
         written = (*tensors(tree), *(() if is_sharded(model) else (p for p, _ in self.requires)))
@@ -234,7 +236,7 @@ class Call:
         """Undo `begin`: the pass failed and another one takes its place."""
         for each in (self, *self.several):
             each.pieces, each.random, each.kept, each.begins, each.values = (), [], {}, None, None
-            each.noted, each.summed = {}, {}
+            each.noted, each.summed, each.noted_loss = {}, {}, None
 
     @contextmanager
     def as_called(self) -> Iterator[None]:

@@ -173,6 +173,8 @@ class LazyTensor(torch.Tensor):
             with torch.no_grad():
                 value = self.from_parents(values)
                 return value if self.scalar is None else self.scalar.and_others(value)
+        if self.is_own_loss and self.call.noted_loss is not None:
+            return self.call.noted_loss
         if self.is_own_loss:
             return self.computed().detach()  # micro-batches are weighted, and gradients accumulate along the way
         return self.owner.values(self.call)[self.leaf]
@@ -249,6 +251,9 @@ class LazyTensor(torch.Tensor):
         if self.parents:
             return self.from_parents([parent.computed() for parent in self.parents])
         if self.is_own_loss:
+            noted = self.call.noted_loss
+            if noted is not None and not (any(call.pending for call in self.call.calls) and self.call.is_unchanged):
+                return Unwrap.apply(self, noted)  # type: ignore[no-any-return]
             return self.owner.accumulate_own_loss(self.call)
         about = self.call.outputs.leaves[self.leaf]
         value = self.owner.values(self.call)[self.leaf]

@@ -12,6 +12,7 @@ from memfit.batches.tree import copied, map_leaves, tensors
 from memfit.batches.weights import Count, known_loss
 from memfit.capture.call import Call
 from memfit.capture.expression import Node, SampleRange, Step, leaves_in, used_again
+from memfit.capture.noted_loss import NotedLoss
 from memfit.engine.accumulate import wide
 from memfit.engine.compose_state import Composition
 from memfit.engine.weighting import CountOf
@@ -75,7 +76,8 @@ class CallWork:
     """Runs one call of the model and the loss that its output goes into (script mode).
 
     `leaf` is the output leaf that is the loss. With `draws`, each micro-batch's random state is recorded, or replayed.
-    Attributes: `keeps` (output leaves whose values are kept), `values` (those of each micro-batch, detached).
+    Attributes: `keeps` (output leaves whose values are kept), `values` (those of each micro-batch, detached), `noted_loss` (the
+    model's own loss, if its value is kept while another one trains).
     `borrowed` are the tensors that stand for views of the batch during tracing.
     """
 
@@ -92,6 +94,7 @@ class CallWork:
         self.call, self._leaf, self._precision, self.draws = call, leaf, precision, draws
         self.keeps: frozenset[int] = frozenset()
         self.values: list[dict[int, torch.Tensor]] = []
+        self.noted_loss: NotedLoss | None = None
         self.composition = Composition()
         self.samples, self.device = call.samples, call.device
         self._index = 0
@@ -186,7 +189,7 @@ class ExpressionWork(CallWork):
     def forward(self, inputs: Any) -> Any:
         arguments, start, stop = inputs
         with precision_applied(self._precision, self.device):
-            found = self.call.checked(arguments)
+            found = self.call.checked(arguments) if self.noted_loss is None else self.noted_loss.run(arguments, stop - start)
         if self.keeps:
             self.values.append({leaf: found[leaf].detach() for leaf in self.keeps})
         if self.draws:  # not during tracing, where sizes may be guesses

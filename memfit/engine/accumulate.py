@@ -171,6 +171,14 @@ class Pass:
         # After backward, because the script's own checkpoints recompute and repeat side effects.
         self._work.composition.after_micro_batch(stop - start)
 
+    def note(self, inputs: Any, samples: int) -> None:
+        """Add the loss of a micro-batch whose backward goes through another loss."""
+        counting = self._counting()
+        loss, weight = self._loss(self._work.forward(inputs), samples, None if counting is None else counting(inputs), None)
+        self._dtype = self._dtype or loss.dtype
+        self._losses.append(_value(loss))
+        self._weights.append(weight)
+
     def count_ahead(self, pieces: Sequence[int]) -> None:
         """Count the micro-batches on an accelerator with one synchronization before any runs. A micro-batch with nothing to
         count must not run, as 0 * NaN is NaN, and counts on the device are not read later."""

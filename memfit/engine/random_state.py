@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-
 _OWN: dict[int, Callable[[], Any]] = {}
 """Refers to the generators that scripts created and planning has reached, by id; weakly except for NumPy's, which can't be."""
 
@@ -36,8 +35,9 @@ def read_generator(generator: Any) -> Any:
 
 
 def _referring_to(generator: Any) -> Callable[[], Any]:
+    key = id(generator)
     try:
-        return weakref.ref(generator, lambda gone, key=id(generator): _OWN.pop(key, None))
+        return weakref.ref(generator, lambda gone: _OWN.pop(key, None))
     except TypeError:
         return lambda: generator
 

@@ -124,8 +124,7 @@ class StateSnapshot:
         found = UndoState({})
         found.look(roots)
         self._watches = found._watches
-        tensors = [t for t in found._held if not t.requires_grad and t.untyped_storage().nbytes() <= LARGE]
-        self._tensors = [(tensor, copy) for tensor in tensors if (copy := copy_of(tensor)) is not None]
+        self._tensors = [(tensor, copy) for tensor in found.small_tensors() if (copy := copy_of(tensor)) is not None]
         found.undo(iterators=False)
 
     def moved(self) -> list[tuple[Place, Any]]:
@@ -184,6 +183,10 @@ class UndoState:
         """Return the visited tensor at the same place, which keeps the state if `.data` is assigned; else `tensor`."""
         place = place_of(tensor)
         return next((held for held in self._held if place_of(held) == place), tensor)
+
+    def small_tensors(self) -> list[torch.Tensor]:
+        """Return the visited tensors of at most `LARGE` bytes that require no gradient."""
+        return [t for t in self._held if not t.requires_grad and t.untyped_storage().nbytes() <= LARGE]
 
     def moved(self) -> list[tuple[Place, Any]]:
         """Return (place, old value) of all that changed."""

@@ -47,8 +47,9 @@ def backward_deviation(
 ) -> Deviation | None:
     """Returns the parameter whose gradient deviates most between the whole and the sum of its parts, None if none does.
 
-    The model's own loss is left out, as its weighting is proven on gradients. `call` holds the samples of the proof, with its outputs joined as they will be; `composition` tells how the state that its
-    forward changes is composed; `limit` is what the outputs may differ by. Compares a bounded choice of parameters (`probes_of`).
+    `call` holds the samples of the proof, with its outputs joined as they will be. `composition` tells how the state that its
+    forward changes is composed, `limit` how much the outputs may differ. Compares a bounded choice of parameters (`probes_of`).
+    The model's own loss is left out, as its weighting is proven on gradients.
     """
     compared = _Compared(frozen_norms(call), staging, composition)
     with full_precision(call.device) as arithmetic:
@@ -123,7 +124,7 @@ class _Compared:
         trained = [(leaf, part) for leaf, part in pairs if part is not None and leaf.requires_grad]
         if trained:
             with without_autocast(call.device):
-                torch.autograd.backward(*map(list, zip(*trained)))
+                torch.autograd.backward([leaf for leaf, _ in trained], [part for _, part in trained])
 
 
 def _fixed_like(leaf: object, seed: int) -> torch.Tensor | None:
@@ -138,7 +139,8 @@ def _fixed_like(leaf: object, seed: int) -> torch.Tensor | None:
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
     held = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # type: ignore[attr-defined]
-    return held.to_dense() if held.is_sparse else held
+    held = held.to_dense() if held.is_sparse else held
+    return torch.view_as_real(held) if held.is_complex() else held
 
 
 def _worst(
@@ -146,7 +148,7 @@ def _worst(
 ) -> Deviation | None:
     """Return the deviation of the parameter that deviates most beyond the limit. Half precision is compared in all parameters
     together, as a sum that cancels rounds by more than it is."""
-    norms = [_norm(g) for g in whole]
+    norms = [_apart(g, None) for g in whole]
     off = [_apart(a, b) for a, b in zip(whole, parts)]
     every = math.hypot(*norms)
     if not math.isfinite(every) or not math.isfinite(sum(off)):
@@ -169,13 +171,10 @@ def _worst(
     return Deviation(names[worst], off[worst] / max(norms[worst], TINY), limit, by="backward")
 
 
-def _norm(gradient: torch.Tensor | None) -> float:
-    return 0.0 if gradient is None else _apart(gradient, None)
-
-
 def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     """Return the L2 norm of the difference, where None stands for zeros."""
     given = [gradient for gradient in (one, other) if gradient is not None]
     if not given:
         return 0.0
-    return math.sqrt(sum(float((some[0] - some[1] if len(some) > 1 else some[0]).abs().square().sum()) for some in in_double(*given)))
+    differences = (some[0] - some[1] if len(some) > 1 else some[0] for some in in_double(*given))
+    return math.sqrt(sum(float(difference.square().sum()) for difference in differences))

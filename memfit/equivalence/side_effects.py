@@ -330,14 +330,19 @@ def same(a: Any, b: Any, closely: float = 1.0) -> bool:
             return same(*held, closely)
         except RecursionError:  # it holds itself
             return True
-    if type(a).__name__ == type(b).__name__ == "ndarray":  # of a kind that torch has not: records, strings
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if type(a).__name__ == type(b).__name__ == "ndarray":
+        return _same_arrays(a, b)
     if a is MISSING or b is MISSING or isinstance(a, _COMPARED) or isinstance(b, _COMPARED):
         return type(a) is type(b) and bool(a == b)
     return type(a) is type(b)
 
 
 _COMPARED = (str, bool, bytes, bytearray, array.array, set, frozenset, torch.Tensor, IteratorPosition)
+
+
+def _same_arrays(a: Any, b: Any) -> bool:
+    """Compare NumPy arrays of kinds that torch does not have, such as records."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def _same_tensors(a: torch.Tensor, b: torch.Tensor, closely: float) -> bool:

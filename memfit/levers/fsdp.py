@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from memfit._errors import RankFailed, Refused
 from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.aside import aside
-from memfit.engine.call_context import restore_tensors
 from memfit.engine.gradients import AS_GIVEN, RESHARD, bytes_here
 from memfit.engine.modules import modules_of
+from memfit.engine.undo_state import StateSnapshot
 from memfit.levers.fsdp_state import full_tensor, is_shard, load_as_shards, shard_like
 from memfit.levers.fsdp_units import ShardLayout, check_shardable, is_torchs, shard_units, unshard
 from memfit.ranks.passes import APART, BACKWARD, COUNTED, FORWARD, GLANCE, Passes, begins
@@ -157,7 +157,7 @@ class FullySharded:
         if stage == FORWARD:
             self._graphs = []
         if stage != BACKWARD:
-            with aside(), torch.set_grad_enabled(kind != GLANCE), _buffers_kept(self._model), _draws_kept(self._ranks.device):
+            with aside(), torch.set_grad_enabled(kind != GLANCE), _state_kept(self._model), _draws_kept(self._ranks.device):
                 out = self._run(*self._inputs(), None)
             self._graphs += _with_graph(out) if kind != GLANCE else []
             return
@@ -358,12 +358,15 @@ def _like(leaf: Any) -> Any:
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward for other ranks changes: buffers, attributes, counters. Sharded parameters stay as they are."""
+    before = StateSnapshot([model], lambda tensor: tensor.detach().clone())
     try:
         yield
     finally:
-        restore_tensors(before)  # without a version bump for what the graph saved
+        for place, value in before.moved():
+            if not isinstance(getattr(place, "tensor", None), nn.Parameter):
+                place.put(value)
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from memfit.capture.outputs import Otherwise, Outputs
 from memfit.capture.side_outputs import Door, Doorway
 from memfit.engine.call_context import without_saved_tensors_hooks
 from memfit.engine.recovery import surviving
-from memfit.engine.version_checks import Modified
 from memfit.engine.undo_state import reaching
+from memfit.engine.version_checks import Modified
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting, WeightsChanged
 from memfit.equivalence.tolerances import Deviation
 from memfit.hardware.exhausted import is_out_of_memory, said_by

@@ -116,7 +116,8 @@ class Prover:
             f"cutting a batch of {call.samples} into micro-batches, as {self._why()}",
             found=inner if deviation.by == "inner" else mixed,
             next_move="look for an autograd.Function, a hook, a detach() or a backward() in the forward that uses all samples; "
-            f"accept the difference with allow_inexact={[deviation.where]!r}, or give it a budget in which the batch runs whole",
+            f"accept the difference with allow_inexact={[deviation.where]!r}, or give it a budget in which the batch runs "
+            "whole",
         )
 
     def _decides(self, call: Call, deviation: Deviation) -> Refused:

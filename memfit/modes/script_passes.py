@@ -22,6 +22,7 @@ from memfit.capture.expression import Node, Step, Sum, Term, as_factor, leaves_i
 from memfit.capture.joint_call import joint
 from memfit.capture.lazy_tensor import LazyTensor, settle_looks
 from memfit.capture.masked_mean import count_of
+from memfit.capture.noted_loss import NotedLoss
 from memfit.capture.result_shapes import ResultShapes
 from memfit.capture.workloads import ExpressionWork
 from memfit.engine.accumulate import Work
@@ -417,7 +418,11 @@ class ScriptPasses:
         work = consumer.work(call, planned.plan.precision)
         work.draws = True
         work.composition = call.composition if first else call.composition.repeated()
-        work.keeps = worth_keeping(call, consumer, planned.plan) if first else frozenset()
+        keeps = worth_keeping(call, consumer, planned.plan) if first else frozenset()
+        own, noted_loss = call.outputs.loss, None
+        work.keeps = keeps - {own}
+        if isinstance(work, ExpressionWork) and own in keeps and call.calls == (call,):
+            noted_loss = partial(NotedLoss, call, self._kinds.weighting(call), core.staging)
         if isinstance(work, ExpressionWork):
             terms = [term for number in waiting_losses(call) for term in number.terms if term.known is not work.node]
             work.note(list({id(term.node): term.node for term in terms}.values()))
@@ -426,6 +431,7 @@ class ScriptPasses:
             work.values.clear()
             if isinstance(work, ExpressionWork):
                 work.noted.clear()
+                work.noted_loss = None if noted_loss is None else noted_loss()
             if first:
                 call.forget_pass()
                 call.begin(pieces)
@@ -437,6 +443,8 @@ class ScriptPasses:
             limit = core.in_force.limit(planned.plan)
             total = core.accumulator.run(work, weighting, pieces_for, largest=limit, begin=begin, autocast=call.autocast)
         self._ran(call)
+        if work.noted_loss is not None:
+            call.noted_loss = work.noted_loss.value()
         for node, value in work.noted.values() if isinstance(work, ExpressionWork) else ():
             call.note(node, value)
         if work.values:

@@ -21,6 +21,7 @@ from memfit.engine.gradients import is_sharded, reshard_model
 from memfit.engine.modules import modules_of
 from memfit.engine.places import Place, TensorPlace
 from memfit.engine.random_state import random_state_kept
+from memfit.engine.state_changes import holds
 from memfit.engine.undo_state import UndoState, kept
 from memfit.tracing.write_guard import UndoLog, writes_undone
 
@@ -31,11 +32,14 @@ class Traces:
 
     kept: UndoState
     log: UndoLog | None
-    """The log of tensor writes; None if nothing is written for real."""
+    """The log of tensor writes; None if nothing is written for real, or parameters are sharded."""
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    """Tensors with copies of their values, where there is no log."""
 
     def moved(self) -> dict[tuple[Any, ...], tuple[Place, Any]]:
         """Returns what differs from before: places by their keys, with their previous values."""
-        written = self.log.moved() if self.log else ()
+        changed = [(tensor, copy) for tensor, copy in self.copies if not holds(tensor, copy)]
+        written = self.log.moved() if self.log else changed
         tensors = [(TensorPlace(self.kept.holder_of(tensor), self.kept.name_of(tensor)), before) for tensor, before in written]
         found = [*self.kept.moved(), *tensors]
         return {place.key: (place, before) for place, before in found}
@@ -64,9 +68,10 @@ def leave_no_trace(
         kept(model) as found,
         writes_undone(watching=watching) if real and not in_parts else nullcontext() as log,
     ):
-        copies = [(b, b.detach().clone()) for b in model.buffers()] if real and in_parts else []
+        state = {id(t): t for t in (*model.buffers(), *found.small_tensors())} if real and in_parts else {}
+        copies = [(tensor, tensor.detach().clone()) for tensor in state.values()]
         try:
-            yield Traces(found, log)
+            yield Traces(found, log, copies)
         finally:
             reshard_model(model)
             restore_tensors(copies)
