@@ -194,6 +194,12 @@ def common_size(tree: Any) -> int | None:
     return shared.pop() if len(shared) == 1 else None
 
 
+def first_size(tree: Any) -> int | None:
+    """Return the size of the first dimension of the first tensor with more than one element, else None."""
+    found = (t.shape[0] for t in flat(tree) if isinstance(t, torch.Tensor) and t.dim() and t.numel() > 1 and not t.is_nested)
+    return next(found, None)
+
+
 def second_size(tree: Any) -> int | None:
     """Return the size of the second dimension if all tensors with two or more dimensions share it, else None."""
     found = {leaf.shape[1] for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1}

@@ -36,7 +36,7 @@ from memfit.engine.call_context import (
 from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
 from memfit.engine.modules import modules_of, parameters_in
-from memfit.engine.random_state import HostDraws, RandomState
+from memfit.engine.random_state import HostDraws, RandomState, are_generators_known, remember_generators
 from memfit.engine.staged import Staging
 from memfit.engine.version_checks import Keys, Modified, Unchanged, key_of
 
@@ -149,7 +149,10 @@ class Call:
             each._unchanged.compare(_CUTS, each._moved)
 
     def note_attributes(self) -> None:
-        """Record what its modules have set: its passes run with that."""
+        """Record what its modules have set, as its passes run with that, and the generators that it may draw from."""
+        remember_generators(flat(self.tree))
+        if are_generators_known():  # a script may make a new one at each step
+            remember_generators(value for module in modules_of(self.model) for value in vars(module).values())
         self.attributes = None if is_sharded(self.model) else CallAttributes(modules_of(self.model))
 
     @property

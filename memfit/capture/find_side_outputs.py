@@ -9,7 +9,9 @@ trigger.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import inspect
 import types
 import weakref
 from collections.abc import Iterable, Sequence
@@ -21,14 +23,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memfit._errors import Refused
-from memfit.batches.tree import leaves, tensors
+from memfit.batches.tree import flat, leaves, path_name, tensors
 from memfit.capture.call import Call
 from memfit.capture.side_outputs import ClosureVariable, Door, Doorway
 from memfit.engine.call_context import uncompiled
 from memfit.engine.gradients import is_sharded
 from memfit.engine.known_means import leaves_of
 from memfit.engine.places import MISSING, Place
-from memfit.engine.undo_state import StateSnapshot, reaching
+from memfit.engine.undo_state import StateSnapshot, reached_from, reaching
 from memfit.tracing.sandbox import leave_no_trace
 
 
@@ -69,8 +71,7 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
     tree = looked_at.arguments(0, samples)
     with reaching(tree), leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
         given, entries = [(t, t._version) for t in tensors(tree)], _entries(tree)
-        cut = {id(leaf) for (_, leaf), axis in zip(leaves(tree), call.layout.axes) if axis is not None}
-        watch, objects = _Made(), StateSnapshot((tree,), lambda tensor: None if id(tensor) in cut else tensor.clone())
+        watch, shared = _Made(), _Shared(call, tree)
         with watch:
             output = looked_at.output(tree)
         if _entries(tree) - entries:
@@ -79,7 +80,7 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
                 found="the forward adds entries to a dictionary or list that it is given; those of micro-batches would be lost",
                 next_move="return them from forward",
             )
-        _refuse_changes(objects.moved())
+        _refuse_changes(shared.changed(tree))
         mine = {id(leaf) for _, leaf in leaves(output)}
         alive = [t for t in (reference() for reference in watch.made) if t is not None and id(t) not in mine]
         found = _holders(alive, call.model, inside=_reachable(leaf for _, leaf in leaves(output)))
@@ -104,21 +105,48 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
     return entrances
 
 
-def _refuse_changes(moved: Sequence[tuple[Place, Any]]) -> None:
-    """Raise Refused if a forward changes what is no sample's in its arguments (a counter, a dictionary's item): every
-    micro-batch would."""
-    changed = [place for place, before in moved if place.value() is not MISSING and not _is_cache(place, before)]
+class _Shared:
+    """What all micro-batches share of a call's arguments: objects of the script's, numbers, tensors without samples."""
+
+    def __init__(self, call: Call, tree: Any) -> None:
+        given, self._model = {id(leaf) for leaf in flat(call.tree)}, call.model
+        axes = call.layout.axes if call.split is None else ()
+        self._tensors = [
+            (leaf, leaf._version, path_name(path))
+            for (path, leaf), axis in zip(leaves(tree), axes)
+            if axis is None and isinstance(leaf, torch.Tensor)
+        ]
+        self._simple = {str(path): (path, leaf) for path, leaf in leaves(tree) if isinstance(leaf, (bool, int, float, str))}
+        others = [leaf for leaf in flat(tree) if id(leaf) in given and not isinstance(leaf, (torch.Tensor, nn.Module))]
+        objects = [leaf for leaf in others if not callable(leaf)]
+        self._types = {id(leaf.__dict__): type(leaf) for leaf in objects if hasattr(leaf, "__dict__")}
+        self._before = StateSnapshot(objects, lambda tensor: None)
+
+    def changed(self, tree: Any) -> list[str]:
+        """Return the names of what the forward changed."""
+        now = {str(path): leaf for path, leaf in leaves(tree)}
+        simple = [path_name(path) for key, (path, before) in self._simple.items() if now.get(key, before) != before]
+        written = [name for tensor, version, name in self._tensors if tensor._version != version]
+        moved = [place for place, before in self._before.moved() if not self._is_cache(place, before)]
+        its = reached_from([self._model]) if moved else set()
+        return [*simple, *written, *(place.label for place in moved if id(getattr(place, "holder", None)) not in its)]
+
+    def _is_cache(self, place: Place, before: Any) -> bool:
+        """Whether an object keeps something for itself: a `cached_property`, or under a private name that was empty."""
+        name = str(getattr(place, "name", ""))
+        kind = self._types.get(id(getattr(place, "holder", None)), object)
+        cached = isinstance(inspect.getattr_static(kind, name, None), functools.cached_property)
+        empty = before is MISSING or before is None
+        return (before is MISSING and cached) or (empty and name.startswith("_"))
+
+
+def _refuse_changes(changed: Sequence[str]) -> None:
     if changed:
         raise Refused(
             "cutting the batch into micro-batches",
-            found=f"the forward changes an object that it is given ({changed[0].label}), as every micro-batch would",
+            found=f"the forward changes an object that it is given ({changed[0]}), as every micro-batch would",
             next_move="return the new value from forward, or keep it as an attribute of a module of the model",
         )
-
-
-def _is_cache(place: Place, before: Any) -> bool:
-    """Whether an object keeps something for itself, under a private name."""
-    return before is MISSING and str(getattr(place, "name", "")).startswith("_")
 
 
 def _entries(tree: Any) -> set[Any]:

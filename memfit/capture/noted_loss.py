@@ -34,7 +34,10 @@ class NotedLoss:
                 self._pass.note(arguments, samples)
         except WeightsChanged:
             self._known = False
-        return self._leaves
+        if not self._leaves:  # its count failed before the forward
+            self.loss(arguments)
+        leaves, self._leaves = self._leaves, []
+        return leaves
 
     def value(self) -> torch.Tensor | None:
         """Return the value for all micro-batches; None if its weighting does not hold for this batch."""

@@ -271,7 +271,11 @@ class NotJoined:
 
     __getitem__ = __iter__ = __len__ = __float__ = __int__ = __index__ = __bool__ = __format__ = __call__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __divmod__ = __round__ = __abs__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __matmul__ = __rmatmul__ = __array__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __contains__ = __str__ = __complex__ = __trunc__ = _refuse
+    __hash__ = object.__hash__
+    __array_ufunc__ = None  # operators of arrays come to the ones above
 
 
 def learn_outputs(small: Any, few: int, large: Any, many: int) -> Outputs:

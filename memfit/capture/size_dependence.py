@@ -31,6 +31,10 @@ COMPARING = frozenset("lt le gt ge eq ne less less_equal greater greater_equal n
 """Comparisons. A number compared with consecutive numbers is a position."""
 SHAPING = frozenset("view reshape unsqueeze to long int float double".split())
 """Functions that keep consecutive numbers consecutive."""
+CUMULATIVE = frozenset({"cumsum"})
+"""Functions whose entries depend on how many came before. Compared with a number they are positions (a capacity)."""
+ELEMENTWISE = frozenset("mul sub add rsub radd rmul".split()) | SHAPING
+"""Functions that keep cumulative numbers cumulative."""
 STEP = "step"
 """Stands for a slice's step, in place of a function's name."""
 Taken = tuple[str, int, int, int]
@@ -54,6 +58,8 @@ class Positions(TorchFunctionMode):
         self.calls: Counter[int] = Counter()
         self._counting = WeakTensorKeyDictionary()
         """Tensors of consecutive numbers."""
+        self._cumulative = WeakTensorKeyDictionary()
+        """Tensors of cumulative numbers, with their dimension."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = func.__name__.strip("_")
@@ -69,7 +75,24 @@ class Positions(TorchFunctionMode):
             long = [(name, axis, size, args[-1]) for axis, size in enumerate(given[0].shape) if size > 1]
             if name in COMPARING and type(args[-1]) is int and len(long) == 1:  # (else the counting dimension is unknown)
                 self.taken.update(long)
+        self._follow_cumulative(name, args, kwargs or {}, given, result)
         return result
+
+    def _follow_cumulative(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor], result: Any
+    ) -> None:
+        if name in CUMULATIVE and isinstance(result, torch.Tensor) and result.dim():
+            axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            self._cumulative[result] = axis % result.dim() if type(axis) is int else 0
+            return
+        found = next(((tensor, self._cumulative[tensor]) for tensor in given if tensor in self._cumulative), None)
+        if found is None:
+            return
+        tensor, axis = found
+        if name in ELEMENTWISE and isinstance(result, torch.Tensor) and result.dim() == tensor.dim():
+            self._cumulative[result] = axis
+        elif name in COMPARING and type(args[-1]) in (int, float):
+            self.taken.add((name, axis, tensor.shape[axis], args[-1]))
 
     @contextmanager
     def watching(self) -> Iterator[Positions]:
@@ -164,7 +187,7 @@ def _plain(value: Any) -> Iterator[Any]:
     if isinstance(value, (int, float, complex, str, type(None))):
         yield value
     elif isinstance(value, slice):
-        yield from (value.start, value.stop, value.step)
+        yield from _plain((value.start, value.stop, value.step))
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _plain(item)

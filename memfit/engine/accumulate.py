@@ -174,7 +174,12 @@ class Pass:
     def note(self, inputs: Any, samples: int) -> None:
         """Add the loss of a micro-batch whose backward goes through another loss."""
         counting = self._counting()
-        loss, weight = self._loss(self._work.forward(inputs), samples, None if counting is None else counting(inputs), None)
+        count = None if counting is None else counting(inputs)
+        if isinstance(count, (int, float)) and count == 0:
+            return
+        loss, weight = self._loss(self._work.forward(inputs), samples, count, None)
+        if isinstance(count, torch.Tensor):
+            loss = torch.where(count == 0, torch.zeros_like(loss), loss)  # not NaN, of which zero times were NaN
         self._dtype = self._dtype or loss.dtype
         self._losses.append(_value(loss))
         self._weights.append(weight)

@@ -7,7 +7,7 @@ import pickle
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,25 @@ from typing import Any
 import torch
 
 _OWN: dict[int, Callable[[], Any]] = {}
-"""Refers to the generators that scripts created and planning has reached, by id; weakly except for NumPy's, which can't be."""
+"""Refers to generators that scripts created, by id; weakly except for NumPy's, which can't be: the latest few of these."""
+NUMPYS = 16
+"""Number of NumPy's generators that are remembered."""
+
+
+def remember_generators(values: Iterable[Any]) -> None:
+    """Remember the generators among these: passes that run again draw from them what they drew before."""
+    for value in values:
+        if is_generator(value) and id(value) not in _OWN and not isinstance(value, random.SystemRandom):
+            _OWN[id(value)] = _referring_to(value)
+
+
+def are_generators_known() -> bool:
+    """Whether planning has reached a generator that a script created."""
+    return bool(_OWN)
 
 
 def read_generator(generator: Any) -> Any:
-    """Return the state of a generator that a script created, and remember the generator: passes that run again draw from it
-    what they drew before. None if it has no state (`random.SystemRandom`)."""
+    """Return the state of a generator that a script created; None if it has none (`random.SystemRandom`)."""
     if isinstance(generator, torch.Generator):
         state = generator.get_state()
     elif isinstance(generator, random.Random):
@@ -29,8 +42,6 @@ def read_generator(generator: Any) -> Any:
         state = generator.bit_generator.state
     else:
         state = generator.state if hasattr(generator, "state") else generator.get_state(legacy=False)
-    if state is not None and id(generator) not in _OWN:
-        _OWN[id(generator)] = _referring_to(generator)
     return state
 
 
@@ -39,6 +50,9 @@ def _referring_to(generator: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(generator, lambda gone: _OWN.pop(key, None))
     except TypeError:
+        held = [key for key, refer in _OWN.items() if not isinstance(refer, weakref.ref)]
+        for key in held[: len(held) + 1 - NUMPYS]:
+            del _OWN[key]
         return lambda: generator
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from memfit.engine.places import MISSING, ArrayPlace, AttributePlace, BytesPlace, Place, TensorPlace, VariablePlace
-from memfit.engine.random_state import is_generator, read_generator, write_generator
+from memfit.engine.random_state import is_generator, read_generator, remember_generators, write_generator
 from memfit.engine.rewindable import Rewound, go_back, position_of, rewound_of, untouched
 from memfit.engine.state_changes import (
     CONTAINERS,
@@ -93,6 +93,15 @@ def reaching(*roots: Any) -> Iterator[None]:
         _REACHED.reset(token)
 
 
+def reached_from(roots: Iterable[Any]) -> set[int]:
+    """Return the ids of all objects that planning would visit from these roots, and of their attribute dictionaries."""
+    found = UndoState({})
+    found.look(roots)
+    objects = [alive.args[0] for alive in found._alive]
+    found.undo()
+    return {*map(id, objects), *(id(each.__dict__) for each in objects if hasattr(each, "__dict__"))}
+
+
 def refilled(container: Any, items: Any) -> None:
     """Restore the contents of a container if they changed."""
     if isinstance(container, (list, deque)):
@@ -148,7 +157,7 @@ class UndoState:
         self._unwrap: list[Undo] = []
         self._open: deque[Any] = deque()
         # Partials hold the objects, so that a search for whatever refers to a container does not find this list.
-        self._alive: list[Undo] = []
+        self._alive: list[functools.partial[Any]] = []
         self._watches: list[Callable[[], list[tuple[Place, Any]]]] = []
 
     def look(self, roots: Iterable[Any]) -> None:
@@ -403,6 +412,7 @@ class UndoState:
     def _state(self, value: Any) -> None:
         """Watch generators and arrays, which expose their own state."""
         if is_generator(value):
+            remember_generators([value])
             state = read_generator(value)
             if state is not None:
                 self._undo.append(functools.partial(write_generator, value, state))

@@ -16,8 +16,10 @@ import torch
 
 from memfit.batches.pieces import bounds
 from memfit.capture.call import Call
+from memfit.capture.outputs import name_in
 from memfit.engine.call_context import without_autocast
 from memfit.engine.compose_state import Composition
+from memfit.engine.gradients import is_sharded
 from memfit.engine.random_slices import Draws
 from memfit.engine.staged import Staging
 from memfit.equivalence.infer_weighting import probes_of
@@ -43,15 +45,16 @@ Gradients = list[torch.Tensor | None]
 
 
 def backward_deviation(
-    call: Call, sizes: Sequence[int], staging: Staging, composition: Composition, limit: float
+    call: Call, sizes: Sequence[int], staging: Staging, composition: Composition, limit: float, accepted: Sequence[str]
 ) -> Deviation | None:
     """Returns the parameter whose gradient deviates most between the whole and the sum of its parts, None if none does.
 
     `call` holds the samples of the proof, with its outputs joined as they will be. `composition` tells how the state that its
     forward changes is composed, `limit` how much the outputs may differ. Compares a bounded choice of parameters (`probes_of`).
-    The model's own loss is left out, as its weighting is proven on gradients.
+    Left out are gradients of outputs that were `accepted` as they are, and of the model's own loss: its weighting is proven on
+    gradients.
     """
-    compared = _Compared(frozen_norms(call), staging, composition)
+    compared = _Compared(frozen_norms(call), staging, composition, accepted)
     with full_precision(call.device) as arithmetic:
         try:
             whole, parts = compared.whole_and_parts(sizes)
@@ -66,8 +69,10 @@ class _InnerBackward(Exception):
 
 
 class _Compared:
-    def __init__(self, call: Call, staging: Staging, composition: Composition) -> None:
+    def __init__(self, call: Call, staging: Staging, composition: Composition, accepted: Sequence[str]) -> None:
         self._call, self._staging, self._composition = call, staging, composition
+        names = enumerate(name_in(leaf.path) for leaf in call.outputs.leaves)
+        self._left_out = {call.outputs.loss, *(i for i, name in names if name in accepted)}
         self._probes = probes_of(staging.parameters())
         named = {id(parameter): name for name, parameter in call.model.named_parameters()}
         self.names = [named.get(id(probe), "a parameter outside of the model") for probe in self._probes]
@@ -107,7 +112,8 @@ class _Compared:
                     with nullcontext() if draws is None else draws.sliced(start, stop, samples):
                         self._backward(start, stop)
                     self._composition.after_micro_batch(stop - start)
-            found = self._staging.take(self._probes)
+                found = self._staging.take(self._probes) if is_sharded(self._call.model) else None
+            found = self._staging.take(self._probes) if found is None else found
             return [None if g is None else _local(g.detach()) for g in found]
         finally:
             self._staging.discard()
@@ -116,10 +122,10 @@ class _Compared:
         call = self._call
         found = call.run(call.arguments(start, stop))
         if not self._incoming:
-            own = [name for name, grad in zip(self.names, self._staging.take(self._probes)) if grad is not None]
-            if own:
-                raise _InnerBackward(own[0])
-            self._incoming = [None if i == call.outputs.loss else _fixed_like(leaf, i) for i, leaf in enumerate(found)]
+            if self._staging.staged_bytes():
+                taken = zip(self.names, self._staging.take(self._probes))
+                raise _InnerBackward(next((name for name, grad in taken if grad is not None), "a parameter"))
+            self._incoming = [None if i in self._left_out else _fixed_like(leaf, i) for i, leaf in enumerate(found)]
         pairs = [(leaf, call.gradient_part(i, self._incoming[i], start, stop)) for i, leaf in enumerate(found)]
         trained = [(leaf, part) for leaf, part in pairs if part is not None and leaf.requires_grad]
         if trained:
@@ -132,9 +138,11 @@ def _fixed_like(leaf: object, seed: int) -> torch.Tensor | None:
     if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or leaf.layout is not torch.strided:
         return None
     kind = torch.complex128 if leaf.is_complex() else torch.float64
-    drawn = torch.randn(DRAWN, dtype=kind, generator=torch.Generator().manual_seed(seed)).to(leaf.device, leaf.dtype)
-    times = -(-leaf.numel() // DRAWN)
-    return drawn.expand(times, DRAWN).reshape(-1)[: leaf.numel()].reshape(leaf.shape)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(DRAWN, dtype=kind, generator=generator, device="cpu").to(leaf.device, leaf.dtype)
+    drawn = drawn if leaf.numel() % DRAWN else drawn[:-2]  # else each sample would get the same
+    times = -(-leaf.numel() // len(drawn))
+    return drawn.expand(times, len(drawn)).reshape(-1)[: leaf.numel()].reshape(leaf.shape)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:
@@ -150,13 +158,14 @@ def _worst(
     together, as a sum that cancels rounds by more than it is."""
     norms = [_apart(g, None) for g in whole]
     off = [_apart(a, b) for a, b in zip(whole, parts)]
+    for i, norm in enumerate(norms):
+        if not math.isfinite(norm) or (limit >= LOOSE and not math.isfinite(off[i])):
+            norms[i] = off[i] = 0.0  # it says nothing; half precision may overflow
     every = math.hypot(*norms)
-    if not math.isfinite(every) or not math.isfinite(sum(off)):
-        return None  # half precision may overflow
     if limit >= LOOSE:
-        apart = [off[i] > limit * every for i in range(len(names))]
+        apart = [not off[i] <= limit * every for i in range(len(names))]
     else:
-        apart = [off[i] > limit * norms[i] and off[i] > NEGLIGIBLE * limit * every for i in range(len(names))]
+        apart = [not off[i] <= max(limit * norms[i], NEGLIGIBLE * limit * every) for i in range(len(names))]
     if not any(apart):
         return None
     rounding = [FLOORS * _apart(a, b) for a, b in zip(whole, near())]

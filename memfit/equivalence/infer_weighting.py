@@ -152,6 +152,11 @@ def _inferred(
         twice = decides and moves.deviation is None and _calls_twice(moves, model, partial(run, 0, samples), aside)
         if twice or _choose(later, again, counts, arithmetic, floor)[0] is None:
             moves = replace(moves, deviation=moves.misread())
+    if moved and moves.deviation is None:
+        with aside():
+            alone = measured(samples - sizes[-1], samples, Reads())
+        if not _same(parts[-1], alone):  # equal to the whole by chance: a maximum that is among the first samples
+            moves = replace(moves, deviation=moves.misread())
     chosen, deviation = _choose(whole, parts, counts, arithmetic, floor)
     moves = replace(moves, decides=decided(reads, looks, once_more, partial(_same, whole)))
     return chosen, deviation, moves, _others(reached, staged)

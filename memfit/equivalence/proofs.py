@@ -310,10 +310,19 @@ def _parts_of(
         with aside():
             run(0, samples)
             moves = replace(moves, again=(run(0, samples), again))
+    used = [leaf.differentiable for leaf in call.outputs.leaves] if len(call.outputs.leaves) == len(whole) else ()
+
+    def equal(wanted: list[Any], made: list[Any]) -> bool:
+        return len(made) == len(wanted) and all(map(same, compress(wanted, used), compress(made, used)))
+
+    if moved and moves.deviation is None:
+        with aside():
+            alone = run(samples - sizes[-1], samples)
+        if not equal(parts[-1], alone):  # equal to the whole by chance: a maximum that is among the first samples
+            moves = replace(moves, deviation=moves.misread())
 
     def same_as_whole(made: list[Any]) -> bool:
-        used = [leaf.differentiable for leaf in call.outputs.leaves] if len(call.outputs.leaves) == len(whole) else ()
-        return len(made) == len(whole) and all(map(same, compress(whole, used), compress(made, used)))
+        return equal(whole, made)
 
     return parts, moves, decided(reads, looks, put, same_as_whole), nearby
 

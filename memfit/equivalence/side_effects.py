@@ -65,8 +65,9 @@ class Moves:
         return [slot for slot in self.composition.slots if not isinstance(slot.rule, Last)]
 
     def misread(self) -> Deviation:
-        """Returns the deviation for composed state that a later forward reads differently in parts than as a whole."""
-        return Deviation((self.mixes or self.composition.slots)[0].place.label, 1.0, 0.0, by="moving")
+        """Returns the deviation for state that a later forward, or a later part, reads differently in parts than as a whole."""
+        places = [slot.place for slot in self.mixes or self.composition.slots] or self.composition.moved
+        return Deviation(places[0].label, 1.0, 0.0, by="moving")
 
 
 EXACT = 1e-5

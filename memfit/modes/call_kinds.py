@@ -10,7 +10,7 @@ from typing import Any
 from memfit._errors import MemfitError, Refused, first_line
 from memfit.autotune.active_plan import Planned
 from memfit.autotune.task import Task
-from memfit.batches.cut import Layout, common_size, refuse_packed, second_size, shared_samples, uncuttable, unread
+from memfit.batches.cut import Layout, common_size, first_size, refuse_packed, second_size, shared_samples, uncuttable, unread
 from memfit.batches.lists import cut_lists, samples_in_lists
 from memfit.batches.shapes import Shapes, no_larger, samples_by, shapes_per_sample
 from memfit.batches.split import Split
@@ -181,11 +181,8 @@ class CallKinds:
     ) -> tuple[Call | None, int | None]:
         """`to_cut` for a call of an unknown kind."""
         told = self._told(tree, hint)
-        if not told:
-            self._runs_unknown(key, tree, hint)
-            return None, None
         refusal: Refused | None = None
-        for samples in told:
+        for samples in dict.fromkeys((*told, *self._guessed(key, tree, hint))):
             if samples < 2 and not self._core.team.alone:
                 return self._single(key, plain, tree), samples
             if samples < 2:
@@ -196,8 +193,10 @@ class CallKinds:
                 return self._first(key, plain, tree, samples), samples
             except Refused as refused:
                 refusal = refusal or refused
-        assert refusal is not None
-        raise refusal
+        if refusal is not None and told:
+            raise refusal
+        self._runs_unknown(key, tree, hint)
+        return None, None
 
     def _told(self, tree: Tree, hint: int | None) -> tuple[int, ...]:
         """Return how many samples a call of an unknown kind may have, likeliest first: the loader's, if they fit its tensors;
@@ -212,6 +211,11 @@ class CallKinds:
         if split is None:  # (a script may pass a part of its batch, with as many features as the loader has samples)
             found += [shared_samples(tree), common_size(tree), second_size(tree) if self._time_first else None]
         return tuple(dict.fromkeys(samples for samples in found if samples is not None))
+
+    def _guessed(self, key: Hashable, tree: Tree, hint: int | None) -> tuple[int, ...]:
+        """Return how many samples the first tensor may have, where others (a mask over positions, a table) have other sizes."""
+        guess = None if key in self._unknown or self._split(tree, hint) is not None else first_size(tree)
+        return (guess,) if guess is not None and guess > 1 and self._core.team.alone else ()
 
     def _split(self, tree: Tree, hint: int | None) -> Split | None:
         """Return what cuts these arguments, if it is not the dimensions of their tensors."""

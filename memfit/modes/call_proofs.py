@@ -200,17 +200,16 @@ class Prover:
             return None  # runs as one piece; a larger call is proven
         kind.prove_at, kind.mute = core.steps + 1, False
         limit = max((each.limit for each in deviations), default=0.0)
-        for found in (self._infer(kind, proof), None if apart else self._adds_up(kind, proof, limit)):
-            if found is not None:
-                if not self._is_allowed(found, proof):
-                    return found
-                self._accept(found)
+        staging, accepted = core.staging, [each.where for each in apart]
+        found = self._infer(kind, proof)
+        if found is None:
+            found = backward_deviation(proof, sizes, staging, kind.composition.afresh(), limit, accepted)
+        if found is not None:
+            if not self._is_allowed(found, proof):
+                return found
+            self._accept(found)
         kind.proven = outputs
         return None
-
-    def _adds_up(self, kind: CallKind, proof: Call, limit: float) -> Deviation | None:
-        """Returns a deviation if the gradients of the outputs differ between the parts and the whole."""
-        return backward_deviation(proof, self._sizes(proof), self._core.staging, kind.composition.afresh(), limit)
 
     def _infer(self, kind: CallKind, proof: Call) -> Deviation | None:
         """Infers the weighting of the call's own loss, if it has one."""
@@ -231,7 +230,7 @@ class Prover:
         allowed, sizes = self._core.settings.allow_inexact, self._sizes(proof)
         if any(deviation.where == name or deviation.where.startswith(f"{name}.") for name in allowed):
             return True
-        if not allowed:
+        if not allowed or deviation.by in ("backward", "inner"):
             return False
         return mixing_module(proof, sizes, ()) is not None and mixing_module(proof, sizes, allowed) is None
 

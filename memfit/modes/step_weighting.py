@@ -19,6 +19,7 @@ from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.accumulate import Work, loss_of, wide
 from memfit.engine.compose_state import Composition
 from memfit.engine.known_means import Terms, is_only_term
+from memfit.engine.random_state import random_state_kept
 from memfit.engine.recovery import on_fewer, surviving
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, CountOf, Weighting
 from memfit.equivalence.infer_weighting import DECIDES, PROBED, infer_weighting
@@ -75,10 +76,11 @@ class Weigher:
         """Ensure a weighting for effective batches of `share` samples like these. Returns the profile made for that, if any."""
         if self.together:
             return None
-        if self.weighting is None or (batch.ragged and not self._proven_ragged):
-            return self._weigh_or_whole(batch, share)  # only samples of different sizes get different padding in parts
-        if self._core.steps >= self._prove_at and self._inferred:
-            self._prove_again(batch)
+        with random_state_kept(self._core.device):  # a collate function may draw, from NumPy's generator too
+            if self.weighting is None or (batch.ragged and not self._proven_ragged):
+                return self._weigh_or_whole(batch, share)  # only samples of different sizes get different padding in parts
+            if self._core.steps >= self._prove_at and self._inferred:
+                self._prove_again(batch)
         return None
 
     @property
@@ -280,7 +282,8 @@ class Weigher:
             self._alone = None
             return
         if not doubted and before is not None:
-            self._weigh(batch, batch.samples, before)
+            with random_state_kept(self._core.device):
+                self._weigh(batch, batch.samples, before)
         if doubted or self.weighting == before:
             self.run_together("its weighting did not hold for a later batch")
 
