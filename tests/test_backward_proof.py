@@ -176,3 +176,37 @@ def test_step_mode_refuses_it_where_values_alone_would_pass() -> None:
         )  # fmt: skip
         for batch in run.loader:
             run.step(batch)
+
+
+class TwoOutputs(nn.Module):
+    """One output mixes by its values, the other one in its backward alone."""
+
+    def __init__(self, distance: bool = False) -> None:
+        super().__init__()
+        self.body, self.head, self.aside, self.distance = nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(6, 4), distance
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        aside = self.aside(x)
+        other = (aside - aside.detach()).square().sum(1).sqrt() if self.distance else aside - aside.mean(0)
+        return self.head(Reversed.apply(self.body(x), True)), other
+
+
+@pytest.mark.parametrize("distance", [False, True], ids=["accepted", "infinite gradient"])
+def test_what_one_output_hides_is_proven_for_the_others(distance: bool) -> None:
+    torch.manual_seed(0)
+    model = TwoOutputs(distance)
+    memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=3, allow_inexact=["output[1]"])
+    with pytest.raises(memfit.Refused, match="backward"):
+        model(torch.randn(9, 6))
+
+
+def test_the_default_device_does_not_matter() -> None:
+    torch.manual_seed(0)
+    model, x, y = Net("reversal"), torch.randn(9, 6), torch.randint(0, 3, (9,))
+    memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=3)
+    try:
+        torch.set_default_device("meta")
+        F.cross_entropy(model(x), y).backward()
+    finally:
+        torch.set_default_device(None)
+    assert model.body.weight.grad is not None

@@ -32,12 +32,18 @@ FORWARDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "the first samples": lambda net, x: torch.cat([net(x[:MOST]) * 2, net(x[MOST:])]),
     "a mask of positions": lambda net, x: net(x) * mask_of(x)[:, None],
     "a limit": lambda net, x: net(x) * torch.ones(min(len(x), MOST)).sum() / 4,
+    "a capacity": lambda net, x: net(x) * (torch.ones(len(x)).cumsum(0)[:, None] <= MOST),
+    "a rank": lambda net, x: net(x) * (x.detach().sum(1).argsort().argsort() < MOST).double()[:, None],
+    "a number of samples of a kind": lambda net, x: net(x) * torch.where((x.sum(1) < 99).sum() > MOST, 2.0, 1.0),
+    "a divisor with a limit": lambda net, x: net(x) / (x.sum(1) < 99).sum().clamp(max=MOST) * len(x),
 }
 SAME: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "each sample": lambda net, x: torch.stack([net(sample) for sample in x]),
     "a view": lambda net, x: net(x.view(len(x), -1)).view(len(x), 4),
     "features by position": lambda net, x: net(x) * (torch.arange(4) < 2)[None] + net(x)[:, :8].sum(1, keepdim=True),
     "its length": lambda net, x: net(x) * len(x) / len(x),
+    "features by a running count": lambda net, x: net(x) * (torch.ones(len(x), 4).cumsum(1) <= 2),
+    "a sum of features": lambda net, x: net(x) * (x.sum(1, keepdim=True) > 2),
 }
 
 
@@ -91,7 +97,15 @@ LOSSES: dict[str, Callable[[nn.Module, Any], Tensor]] = {
     "another loss": lambda m, b: (F.cross_entropy if len(b[0]) > MOST else F.multi_margin_loss)(m(b[0]), b[1]),
     "the first samples": lambda m, b: F.cross_entropy(m(b[0])[:MOST], b[1][:MOST]),
     "a mask of positions": lambda m, b: (F.cross_entropy(m(b[0]), b[1], reduction="none") * mask_of(b[0])).mean(),
+    "a rank": lambda m, b: (each(m, b) * (each(m, b).detach().argsort().argsort() < MOST)).mean(),
+    "a running count": lambda m, b: (each(m, b) * ((b[1] >= 0).double().cumsum(0) < MOST)).mean(),
+    "samples of a class": lambda m, b: (each(m, b) * torch.where(b[1].clamp(0, 0).bincount() > MOST, 2.0, 1.0)[0]).mean(),
+    "a divisor with a limit": lambda m, b: each(m, b).sum() / (b[1] >= 0).sum().clamp(max=MOST),
 }
+
+
+def each(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 @pytest.mark.parametrize("how", LOSSES)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,6 +245,35 @@ def test_a_forward_that_changes_an_object_that_it_is_given_is_refused_or_runs_wh
         F.cross_entropy(model(X, counter, table, total), Y).backward()
     found = {"attribute": counter.steps, "item": table["steps"], "tensor": total.item()}
     assert found == {**dict.fromkeys(found, 0), what: int(micro_batch is None)}  # planning leaves no trace
+
+
+class Cached:
+    def __init__(self) -> None:
+        self._scale: float | None = None
+
+    @functools.cached_property
+    def shift(self) -> float:
+        return 0.5
+
+
+class UsesCache(nn.Linear):
+    def forward(self, batch: dict[str, Any], cached: Cached, owner: Any) -> Tensor:  # type: ignore[override]
+        batch["x"] = batch["x"] * 2
+        cached._scale = 2.0
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(batch["x"] * cached._scale + cached.shift)
+
+
+def test_what_an_argument_keeps_for_itself_and_the_models_own_state_are_no_changes() -> None:
+    found = []
+    for cut in (False, True):
+        torch.manual_seed(0)
+        model = UsesCache(7, 4).double()
+        if cut:
+            memfit.wrap(model, SGD(model.parameters(), lr=0.1), micro_batch=5)
+        F.cross_entropy(model({"x": X, "name": "a"}, Cached(), SimpleNamespace(model=model)), Y).backward()
+        found.append(gradients_of(model))
+    assert relative_error(found[1], found[0]) <= 1e-12
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch loads its decompositions by it

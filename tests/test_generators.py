@@ -14,6 +14,7 @@ from helpers import Notes, wrapped
 from torch import Tensor, nn
 from zoo.plain import gradients_of, relative_error
 
+import memfit
 from memfit.engine import random_state as generators
 from memfit.engine.random_state import HostDraws, HostRandom, RandomState, random_state_kept
 from memfit.levers.checkpoint import checkpointed
@@ -210,3 +211,50 @@ def test_a_generator_without_a_state_is_no_obstacle() -> None:
     wrapped(model, 4)
     F.mse_loss(model(torch.randn(12, 7).double()), torch.zeros(12, 3).double()).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["argument", "attribute"])
+def test_a_generator_that_is_made_anew_at_each_step_draws_the_same_in_the_second_pass(given: bool) -> None:
+    class Noisy(nn.Linear):
+        generator: torch.Generator | None = None
+
+        def forward(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:  # type: ignore[override]
+            generator = self.generator if generator is None else generator
+            return super().forward(x * torch.rand(x.shape, generator=generator, dtype=x.dtype)).tanh()
+
+    found = []
+    for two_passes in (False, True):
+        torch.manual_seed(0)
+        model, x = Noisy(7, 3).double(), torch.randn(12, 7).double()
+        wrapped(model, 4)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            if not given:
+                model.generator = generator
+            out = model(x, generator) if given else model(x)
+            if two_passes:
+                out.sum().item()
+            model.zero_grad()
+            F.mse_loss(out, torch.ones_like(out)).backward()
+        found.append(gradients_of(model))
+    assert relative_error(found[1], found[0]) <= 1e-12
+
+
+def test_planning_draws_nothing_for_a_collate_function() -> None:
+    drawn: list[float] = []
+
+    def collate(samples: list[Tensor]) -> Tensor:
+        drawn.append(np.random.rand())
+        return torch.stack(samples) * (1 + drawn[-1])
+
+    np.random.seed(3)
+    wanted = np.random.rand(3).tolist()
+    np.random.seed(3)
+    model = nn.Linear(7, 3)
+    loader = torch.utils.data.DataLoader(list(torch.randn(27, 7)), batch_size=9, collate_fn=collate)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # all samples together, so that each batch is collated once
+    run = memfit.wrap(model, optimizer, loader, loss_fn=lambda m, x: m(x).std(), micro_batch=3)
+    for batch in run.loader:
+        run.step(batch)
+    assert drawn[-3:] == wanted

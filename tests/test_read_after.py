@@ -165,3 +165,46 @@ def test_a_loss_of_the_models_own_that_is_only_read(own: str, read: str) -> None
             kept.append(loss.detach())
         found.append([*told, *map(float, kept), *(p.sum().item() for p in model.parameters())])
     assert found[1] == pytest.approx(found[0], rel=1e-10)
+
+
+@pytest.mark.parametrize("own", ["known mean", "mean by a count"])
+def test_micro_batches_that_a_loss_counts_nothing_of_add_nothing(own: str) -> None:
+    labels = torch.where((torch.arange(12) >= 5) & (torch.arange(12) < 10), -100, Y)
+    found = []
+    for cut in (False, True):
+        torch.manual_seed(0)
+        model = WithLoss(OWN[own])
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if cut:
+            wrapped(model, 5, optimizer=optimizer)
+        for each in (IGNORED, labels):
+            out, loss = model(X, each)
+            optimizer.zero_grad()
+            F.mse_loss(out, TARGET).backward()
+            optimizer.step()
+            found.append(loss.item())
+    assert found[2:] == pytest.approx(found[:2], rel=1e-10)
+
+
+def test_a_count_that_fails_does_not_take_another_micro_batchs_output() -> None:
+    """Found as gradients of the micro-batch before."""
+    found = []
+    for cut in (False, True):
+        torch.manual_seed(0)
+        model = WithLoss(lambda out, mask: (out.square().sum(1) * mask).sum() / mask.sum())
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if cut:
+            wrapped(model, 5, optimizer=optimizer)
+        for step in range(3):
+            mask = (torch.arange(12) % 5 > 1).double()
+            if step == 2:
+                mask[7] = 0.5
+            out, loss = model(X, mask)
+            optimizer.zero_grad()
+            F.mse_loss(out, TARGET).backward()
+            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            optimizer.step()
+        del loss
+    for wanted, made in zip(found[:3], found[3:], strict=True):
+        for a, b in zip(wanted, made, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-10, atol=1e-12)

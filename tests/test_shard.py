@@ -342,3 +342,39 @@ def left(shard: str) -> list[tuple[int, tuple[int, ...], list[float]]]:
 
 def test_forwards_run_for_other_processes_leave_no_state(two: Processes) -> None:
     assert two.run(left, "parameters") == two.run(left, "optimizer")
+
+
+class Centred(torch.autograd.Function):
+    """Its backward mixes samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient - gradient.mean(0)
+
+
+class Mixing(Leaves):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(Centred.apply(self.first(x)))
+
+
+def said_of_mixing() -> str:
+    torch.manual_seed(3)
+    model = Mixing()
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=3, shard="parameters")
+    try:
+        model(torch.randn(8, 6).double())
+    except memfit.MemfitError as error:
+        return str(error)
+    return "ran"
+
+
+def test_a_backward_that_mixes_samples_is_refused_over_sharded_parameters_too() -> None:
+    doomed = Processes(2)
+    try:
+        assert all("backward of the forward mixes samples" in said for said in doomed.run(said_of_mixing))
+    finally:
+        doomed.end()

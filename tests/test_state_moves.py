@@ -908,6 +908,30 @@ def test_where_the_order_of_samples_is_seen_in_state_they_keep_it(kept: str) -> 
     assert_same(script, 1e-12, micro_batch=5)
 
 
+class Fake(nn.Module):
+    """Rounds by the largest value that it has seen, as fake quantization does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(7, 5).double(), nn.Linear(5, 4).double()
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x).tanh()
+        self.largest = torch.maximum(self.largest, h.detach().abs().max())
+        step = self.largest / 7
+        return self.head(h + ((h / step).round() * step - h).detach())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_maximum_that_is_among_the_first_samples_by_chance_is_refused_too(seed: int) -> None:
+    model = Fake()
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=5)
+    x = torch.randn(12, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    with pytest.raises(Refused, match=r"largest|mixes samples"):
+        model(x)
+
+
 class Shortened(nn.Module):
     """Looks up rows that lookups shorten where they have grown too long."""
 

@@ -6,6 +6,7 @@ non-tensor arguments of functions. Not covered: what a size decides without any 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,10 +32,12 @@ COMPARING = frozenset("lt le gt ge eq ne less less_equal greater greater_equal n
 """Comparisons. A number compared with consecutive numbers is a position."""
 SHAPING = frozenset("view reshape unsqueeze to long int float double".split())
 """Functions that keep consecutive numbers consecutive."""
-CUMULATIVE = frozenset({"cumsum"})
-"""Functions whose entries depend on how many came before. Compared with a number they are positions (a capacity)."""
-ELEMENTWISE = frozenset("mul sub add rsub radd rmul".split()) | SHAPING
-"""Functions that keep cumulative numbers cumulative."""
+GATHERING = frozenset("cumsum argsort bincount sum count_nonzero".split())
+"""Functions whose entries tell of several samples: how many came before, their rank, how many there are."""
+KEEPING = frozenset("mul sub add div truediv rsub radd rmul getitem gather expand".split()) | SHAPING
+"""Functions whose results tell of as many samples as their arguments."""
+LIMITING = frozenset("clamp clip clamp_min clamp_max".split())
+"""Functions with limits. A limit, or a comparison, of what tells of several samples decides by their number."""
 STEP = "step"
 """Stands for a slice's step, in place of a function's name."""
 Taken = tuple[str, int, int, int]
@@ -58,8 +61,8 @@ class Positions(TorchFunctionMode):
         self.calls: Counter[int] = Counter()
         self._counting = WeakTensorKeyDictionary()
         """Tensors of consecutive numbers."""
-        self._cumulative = WeakTensorKeyDictionary()
-        """Tensors of cumulative numbers, with their dimension."""
+        self._gathered = WeakTensorKeyDictionary()
+        """Tensors that tell of several samples, with the dimension that they were along and its size."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         name = func.__name__.strip("_")
@@ -75,24 +78,21 @@ class Positions(TorchFunctionMode):
             long = [(name, axis, size, args[-1]) for axis, size in enumerate(given[0].shape) if size > 1]
             if name in COMPARING and type(args[-1]) is int and len(long) == 1:  # (else the counting dimension is unknown)
                 self.taken.update(long)
-        self._follow_cumulative(name, args, kwargs or {}, given, result)
+        self._follow(name, args, kwargs or {}, given, result)
         return result
 
-    def _follow_cumulative(
+    def _follow(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor], result: Any
     ) -> None:
-        if name in CUMULATIVE and isinstance(result, torch.Tensor) and result.dim():
-            axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            self._cumulative[result] = axis % result.dim() if type(axis) is int else 0
-            return
-        found = next(((tensor, self._cumulative[tensor]) for tensor in given if tensor in self._cumulative), None)
-        if found is None:
-            return
-        tensor, axis = found
-        if name in ELEMENTWISE and isinstance(result, torch.Tensor) and result.dim() == tensor.dim():
-            self._cumulative[result] = axis
-        elif name in COMPARING and type(args[-1]) in (int, float):
-            self.taken.add((name, axis, tensor.shape[axis], args[-1]))
+        """Record limits and comparisons of what functions have gathered from several samples."""
+        known = next((self._gathered[tensor] for tensor in given if tensor in self._gathered), None)
+        if name in GATHERING and isinstance(result, torch.Tensor) and args and isinstance(args[0], torch.Tensor):
+            self._gathered[result] = _along(name, args, kwargs)
+        elif known is not None and name in KEEPING and isinstance(result, torch.Tensor):
+            self._gathered[result] = known
+        elif known is not None and name in LIMITING | COMPARING:
+            limits = [value for value in (*args[1:], *kwargs.values()) if type(value) in (int, float)]
+            self.taken.update((name, *known, limit) for limit in limits if limit > 1)  # (at most 1: whether there are any)
 
     @contextmanager
     def watching(self) -> Iterator[Positions]:
@@ -238,6 +238,14 @@ def taken(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Ta
         if isinstance(tensor, torch.Tensor) and type(pieces) is int and type(axis) is int:
             if name in CHUNKING or pieces >= tensor.shape[axis]:
                 yield name, axis % tensor.dim(), tensor.shape[axis], pieces
+
+
+def _along(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return the dimension that a function gathers along, and its size; of several dimensions, the first and their product."""
+    tensor, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else -1 if name == "argsort" else None)
+    dims = [dim] if type(dim) is int else list(dim) if isinstance(dim, (tuple, list)) and dim else range(tensor.dim())
+    axes = [axis % max(1, tensor.dim()) for axis in dims if type(axis) is int]
+    return min(axes, default=0), math.prod(tensor.shape[axis] for axis in axes if axis < tensor.dim())
 
 
 def _splitting(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
