@@ -140,22 +140,17 @@ def _inferred(
             parts = in_parts(looks)
             moved = bool(traces.moved())  # the whole changes nothing if state kept by size already has its size
     if moved:
-        moves = composition_of((Trial(run, sizes), *_twice(double, staging, aside)), aside, graphs=decides)
-        looks = []
+        moves, looks = composition_of((Trial(run, sizes), *_twice(double, staging, aside)), aside, graphs=decides), []
         with aside():
             parts = in_parts(looks)
             again = in_parts([]) if moves.composition.slots else []
+        moves = moves.unless(lambda: _same(parts[-1], measured(samples - sizes[-1], samples, Reads())), aside)
     if again:
         with aside():
             run(0, samples)
             later = measured(0, samples, Reads())
         twice = decides and moves.deviation is None and _calls_twice(moves, model, partial(run, 0, samples), aside)
         if twice or _choose(later, again, counts, arithmetic, floor)[0] is None:
-            moves = replace(moves, deviation=moves.misread())
-    if moved and moves.deviation is None:
-        with aside():
-            alone = measured(samples - sizes[-1], samples, Reads())
-        if not _same(parts[-1], alone):  # equal to the whole by chance: a maximum that is among the first samples
             moves = replace(moves, deviation=moves.misread())
     chosen, deviation = _choose(whole, parts, counts, arithmetic, floor)
     moves = replace(moves, decides=decided(reads, looks, once_more, partial(_same, whole)))

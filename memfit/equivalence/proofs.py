@@ -315,11 +315,8 @@ def _parts_of(
     def equal(wanted: list[Any], made: list[Any]) -> bool:
         return len(made) == len(wanted) and all(map(same, compress(wanted, used), compress(made, used)))
 
-    if moved and moves.deviation is None:
-        with aside():
-            alone = run(samples - sizes[-1], samples)
-        if not equal(parts[-1], alone):  # equal to the whole by chance: a maximum that is among the first samples
-            moves = replace(moves, deviation=moves.misread())
+    if moved:
+        moves = moves.unless(lambda: equal(parts[-1], run(samples - sizes[-1], samples)), aside)
 
     def same_as_whole(made: list[Any]) -> bool:
         return equal(whole, made)

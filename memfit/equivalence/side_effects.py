@@ -11,7 +11,7 @@ import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Rational
 from typing import Any
 
@@ -63,6 +63,14 @@ class Moves:
     def mixes(self) -> list[ComposedPlace]:
         """The places where micro-batches leave otherwise than the whole batch, before they are joined."""
         return [slot for slot in self.composition.slots if not isinstance(slot.rule, Last)]
+
+    def unless(self, same_alone: Callable[[], bool], aside: Callable[[], AbstractContextManager[Any]]) -> Moves:
+        """Returns these moves, with a deviation unless the last part gives the same alone as after the others. Parts in turn
+        may equal the whole by chance: a maximum that is among the first samples."""
+        if self.deviation is not None:
+            return self
+        with aside():
+            return self if same_alone() else replace(self, deviation=self.misread())
 
     def misread(self) -> Deviation:
         """Returns the deviation for state that a later forward, or a later part, reads differently in parts than as a whole."""

@@ -182,7 +182,7 @@ class CallKinds:
         """`to_cut` for a call of an unknown kind."""
         told = self._told(tree, hint)
         refusal: Refused | None = None
-        for samples in dict.fromkeys((*told, *self._guessed(key, tree, hint))):
+        for samples in told:
             if samples < 2 and not self._core.team.alone:
                 return self._single(key, plain, tree), samples
             if samples < 2:
@@ -193,7 +193,14 @@ class CallKinds:
                 return self._first(key, plain, tree, samples), samples
             except Refused as refused:
                 refusal = refusal or refused
-        if refusal is not None and told:
+        guess = self._guessed(key, tree, hint, told)
+        if guess is not None:
+            try:
+                return self._first(key, plain, tree, guess), guess
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+        if refusal is not None:
             raise refusal
         self._runs_unknown(key, tree, hint)
         return None, None
@@ -212,10 +219,13 @@ class CallKinds:
             found += [shared_samples(tree), common_size(tree), second_size(tree) if self._time_first else None]
         return tuple(dict.fromkeys(samples for samples in found if samples is not None))
 
-    def _guessed(self, key: Hashable, tree: Tree, hint: int | None) -> tuple[int, ...]:
-        """Return how many samples the first tensor may have, where others (a mask over positions, a table) have other sizes."""
-        guess = None if key in self._unknown or self._split(tree, hint) is not None else first_size(tree)
-        return (guess,) if guess is not None and guess > 1 and self._core.team.alone else ()
+    def _guessed(self, key: Hashable, tree: Tree, hint: int | None, told: tuple[int, ...]) -> int | None:
+        """Return how many samples the first tensor may have, where no loader tells and others (a mask over positions, a table)
+        have other sizes. None: no guess."""
+        if hint is not None or key in self._unknown or self._split(tree, hint) is not None or not self._core.team.alone:
+            return None
+        guess = first_size(tree) if told or self._core.in_force.prescribed is not None else None
+        return None if guess is None or guess < 2 or guess in told else guess
 
     def _split(self, tree: Tree, hint: int | None) -> Split | None:
         """Return what cuts these arguments, if it is not the dimensions of their tensors."""
