@@ -1,7 +1,7 @@
 """Runs planning without side effects: what it touches is restored bit for bit, even if it fails or is interrupted.
 
 Covered: random state of every device in use, of Python and of NumPy; train/eval modes; autocast; operator writes to any tensor
-that existed before (`guard.py`); and changes that the user's code makes to Python objects it reaches (`kept.py`). The script's
+that existed before (`write_guard.py`); and what the user's code changes in objects it reaches (`undo_state.py`). The script's
 saved-tensor hooks do not run inside. Not covered: files, other processes.
 """
 
