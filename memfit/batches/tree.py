@@ -118,6 +118,17 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return rebuild(tree, map(function, flat(tree)))
 
 
+def with_new_containers(tree: Any) -> Any:
+    """Return a tree of the same leaves whose containers are copies, lists of texts or numbers included."""
+    parts = children(tree)
+    if parts is None:
+        return list(tree) if type(tree) is list else tree
+    names, made = [name for name, _ in parts], [with_new_containers(part) for _, part in parts]
+    if names and isinstance(names[0], AttributeKey):
+        tree = copy.copy(tree)
+    return _with_parts(tree, made, names)
+
+
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors among the leaves."""
     return [leaf for leaf in flat(tree) if isinstance(leaf, torch.Tensor)]

@@ -17,7 +17,7 @@ from memfit.batches.cut import Axis, Layout, cut_samples, cutter
 from memfit.batches.pieces import bounds
 from memfit.batches.shapes import Shapes, shapes_per_sample
 from memfit.batches.split import Split, part_of_split
-from memfit.batches.tree import copied, flat, leaves, map_leaves, rebuild, tensors
+from memfit.batches.tree import copied, flat, leaves, map_leaves, rebuild, tensors, with_new_containers
 from memfit.capture.input_gradients import InputGradients
 from memfit.capture.outputs import Joining, Outputs
 from memfit.engine.buffers import WrittenBuffers
@@ -148,8 +148,10 @@ class Call:
         for each in self.calls:
             each._unchanged.compare(_CUTS, each._moved)
 
-    def note_attributes(self) -> None:
-        """Record what its modules have set, as its passes run with that, and the generators that it may draw from."""
+    def detach_from_script(self) -> None:
+        """Record what its passes run with, as the script goes on: the containers of its arguments, what its modules have set,
+        and the generators that it may draw from."""
+        self.tree, self._cut = with_new_containers(self.tree), None
         remember_generators(flat(self.tree))
         if are_generators_known():  # a script may make a new one at each step
             remember_generators(value for module in modules_of(self.model) for value in vars(module).values())

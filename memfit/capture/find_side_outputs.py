@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from memfit._errors import Refused
 from memfit.batches.tree import flat, leaves, path_name, tensors
+from memfit.capture.argument_entries import ArgumentEntries, Entries
 from memfit.capture.call import Call
 from memfit.capture.side_outputs import ClosureVariable, Door, Doorway
 from memfit.engine.call_context import uncompiled
@@ -70,21 +71,17 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
     looked_at.copies = True
     tree = looked_at.arguments(0, samples)
     with reaching(tree), leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
-        given, entries = [(t, t._version) for t in tensors(tree)], _entries(tree)
+        given, entries = [(t, t._version) for t in tensors(tree)], Entries(tree)
         watch, shared = _Made(), _Shared(call, tree)
         with watch:
             output = looked_at.output(tree)
-        if _entries(tree) - entries:
-            raise Refused(
-                "cutting the batch into micro-batches",
-                found="the forward adds entries to a dictionary or list that it is given; those of micro-batches would be lost",
-                next_move="return them from forward",
-            )
-        _refuse_changes(shared.changed(tree))
+        _refuse_changes(shared.changed())
         mine = {id(leaf) for _, leaf in leaves(output)}
         alive = [t for t in (reference() for reference in watch.made) if t is not None and id(t) not in mine]
-        found = _holders(alive, call.model, inside=_reachable(leaf for _, leaf in leaves(output)))
+        inside = _reachable(leaf for _, leaf in leaves(output)) | entries.containers
+        found = _holders(alive, call.model, inside=inside)
         found += _outputs_kept(output, call.model)
+        found += [_Place(door.name, door) for door in (ArgumentEntries(),) if entries.changed()]
         places = [place for place in found if place.name not in named]
         own = {id(t) for t in (*call.model.parameters(), *(t for t, _ in given))}
         leaves_ = [] if is_sharded(call.model) else leaves_of(tensors(output))
@@ -106,7 +103,7 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
 
 
 class _Shared:
-    """What all micro-batches share of a call's arguments: objects of the script's, numbers, tensors without samples."""
+    """What all micro-batches share of a call's arguments: objects of the script's, tensors without samples."""
 
     def __init__(self, call: Call, tree: Any) -> None:
         given, self._model = {id(leaf) for leaf in flat(call.tree)}, call.model
@@ -116,20 +113,17 @@ class _Shared:
             for (path, leaf), axis in zip(leaves(tree), axes)
             if axis is None and isinstance(leaf, torch.Tensor)
         ]
-        self._simple = {str(path): (path, leaf) for path, leaf in leaves(tree) if isinstance(leaf, (bool, int, float, str))}
         others = [leaf for leaf in flat(tree) if id(leaf) in given and not isinstance(leaf, (torch.Tensor, nn.Module))]
         objects = [leaf for leaf in others if not callable(leaf)]
         self._types = {id(leaf.__dict__): type(leaf) for leaf in objects if hasattr(leaf, "__dict__")}
         self._before = StateSnapshot(objects, lambda tensor: None)
 
-    def changed(self, tree: Any) -> list[str]:
+    def changed(self) -> list[str]:
         """Return the names of what the forward changed."""
-        now = {str(path): leaf for path, leaf in leaves(tree)}
-        simple = [path_name(path) for key, (path, before) in self._simple.items() if now.get(key, before) != before]
         written = [name for tensor, version, name in self._tensors if tensor._version != version]
         moved = [place for place, before in self._before.moved() if not self._is_cache(place, before)]
         its = reached_from([self._model]) if moved else set()
-        return [*simple, *written, *(place.label for place in moved if id(getattr(place, "holder", None)) not in its)]
+        return [*written, *(place.label for place in moved if id(getattr(place, "holder", None)) not in its)]
 
     def _is_cache(self, place: Place, before: Any) -> bool:
         """Whether an object keeps something for itself: a `cached_property`, or under a private name that was empty."""
@@ -147,11 +141,6 @@ def _refuse_changes(changed: Sequence[str]) -> None:
             found=f"the forward changes an object that it is given ({changed[0]}), as every micro-batch would",
             next_move="return the new value from forward, or keep it as an attribute of a module of the model",
         )
-
-
-def _entries(tree: Any) -> set[Any]:
-    """The places of leaves in the containers of a batch."""
-    return {str(path) for path, _ in leaves(tree)}
 
 
 def _outputs_kept(output: Any, model: nn.Module) -> list[_Place]:

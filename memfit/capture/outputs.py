@@ -239,6 +239,8 @@ class SideOutput:
 
 def name_in(path: Path) -> str:
     """Returns a leaf's name in the output, as it would be typed."""
+    if len(path) > 1 and isinstance(path[1], Named):
+        path = path[1:]
     return path_name(path[1:], str(path[0])) if path and isinstance(path[0], Named) else path_name(path, "output")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from types import CellType
 from typing import Any
 
+from memfit.batches.tree import with_new_containers
 from memfit.capture.outputs import SideOutput
 
 _MISSING: Any = object()
@@ -38,16 +39,19 @@ class ClosureVariable(dict[str, Any]):
 class Door:
     """A place `owner[key]` where a forward leaves a side effect. A list or dict that stays the same object is filled."""
 
+    copies_arguments = False
+    """Whether the forward runs with containers of its own in its arguments."""
+
     def __init__(self, name: str, owner: MutableMapping[str, Any], key: str) -> None:
         self.name, self._owner, self._key = name, owner, key
         self._fills = False
 
-    def before(self) -> tuple[Any, Any]:
-        """Return what is there before a forward."""
+    def before(self, arguments: Any) -> Any:
+        """Return what is there before a forward with these arguments."""
         found = self._owner.get(self._key, _MISSING)
         return found, found.copy() if isinstance(found, (list, dict)) else None
 
-    def taken(self, before: tuple[Any, Any]) -> Any:
+    def taken(self, before: Any) -> Any:
         """Return what a forward left there, and restore what was there before."""
         old, contents = before
         found = self._owner.get(self._key, _MISSING)
@@ -65,8 +69,8 @@ class Door:
         found[:] = contents
         return new
 
-    def put(self, value: Any) -> None:
-        """Leave this value there, as a forward would."""
+    def put(self, value: Any, arguments: Any) -> None:
+        """Leave this value there, as a forward with these arguments would."""
         if value is None:
             return
         if not self._fills:
@@ -95,7 +99,9 @@ class Doorway:
         self.plain, self.doors = plain, tuple(doors)
 
     def __call__(self, *args: Any, **kwargs: Any) -> SideOutput:
-        before = [door.before() for door in self.doors]
+        if any(door.copies_arguments for door in self.doors):
+            args, kwargs = with_new_containers((args, kwargs))
+        before = [door.before((args, kwargs)) for door in self.doors]
         beside = {}
         try:
             output = self.plain(*args, **kwargs)
@@ -105,11 +111,11 @@ class Doorway:
         return SideOutput(output, beside)
 
 
-def through(plain: Callable[..., Any], output: Any) -> Any:
-    """Return the output of a call, with its side effects put in their places."""
+def through(plain: Callable[..., Any], output: Any, arguments: Any) -> Any:
+    """Return the output of a call with these arguments, with its side effects put in their places."""
     if not isinstance(output, SideOutput):
         return output
     assert isinstance(plain, Doorway)
     for door in plain.doors:
-        door.put(output.beside[door.name])
+        door.put(output.beside[door.name], arguments)
     return output.output

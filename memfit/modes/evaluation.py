@@ -209,7 +209,7 @@ class Evaluations:
             join.whole() if leaf.is_tensor else leaf.without_tensor(call.samples)
             for leaf, join in zip(cutting.outputs.leaves, joins)
         ]
-        return through(run, cutting.outputs.filled(values))
+        return through(run, cutting.outputs.filled(values), tree)
 
 
 def _twin(call: Call, samples: int, twin: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:

@@ -88,7 +88,7 @@ class Script:
                         core.team.ranks.rest()  # its graph needs the all-gathered parameters
                     return output
             self._core.team.rest()
-        call.note_attributes()
+        call.detach_from_script()
         self._say_backward_hooks()
         self._passes.waiting.add(call)
         if call.copies and not call.inputs.wanted and call.split is None:  # the script may go on with what its input is then
@@ -99,7 +99,7 @@ class Script:
             core.tell(f"the forward writes {place.label}, which is trained: it runs at the call, and again for gradients")
             with self._passes.aside():
                 self._passes.compute_values(call)
-        made = through(call.plain, stand_ins(self._passes, call))
+        made = through(call.plain, stand_ins(self._passes, call), (args, kwargs))
         self._passes.await_state(call)
         return made
 
