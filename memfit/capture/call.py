@@ -38,13 +38,13 @@ from memfit.engine.gradients import is_sharded
 from memfit.engine.modules import modules_of, parameters_in
 from memfit.engine.random_state import HostDraws, RandomState, are_generators_known, remember_generators
 from memfit.engine.staged import Staging
-from memfit.engine.version_checks import Keys, Modified, Unchanged, key_of
+from memfit.engine.version_checks import Keys, Unchanged, key_of
 
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
 Pieces = Callable[[int], Sequence[int]]
 """Maps a number of samples to the sizes it is cut into."""
 _NUMBERS = itertools.count()
-_CUTS = "runs this call in micro-batches when its loss is computed"
+_CUTS = "running a call in micro-batches when its loss is computed"
 
 
 class Call:
@@ -138,7 +138,7 @@ class Call:
         """Whether `check_unchanged` passes."""
         try:
             self.check_unchanged()
-        except (Modified, Refused):
+        except Refused:
             return False
         return True
 
@@ -246,9 +246,11 @@ class Call:
     @contextmanager
     def as_called(self) -> Iterator[None]:
         """Context manager for a pass: parameters require gradients and modules have the modes and attributes as when the call
-        was made. Raises Refused if parameters were replaced."""
+        was made. Raises Refused if parameters were replaced, or buffers written."""
         for each in self.calls:
             each._check_places()
+            if each.attributes is not None:
+                each.attributes.contents.check(_CUTS, each.composition.keys)
         before, self._as_called = self._as_called, True
         attributes = nullcontext() if self.attributes is None else self.attributes.put_back(self.composition.keys)
         try:

@@ -85,7 +85,7 @@ class Output:
         return self
 
 
-_LATER = "computes losses in micro-batches when they are wanted"
+_LATER = "computing a loss in micro-batches once it is read"
 SMALL = 1 << 18
 """Bytes up to which a tensor is copied."""
 

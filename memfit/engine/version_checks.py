@@ -14,25 +14,31 @@ from typing import Any
 
 import torch
 
+from memfit._errors import Refused
 from memfit.engine.device_values import INTEGERS, DeviceValues, bits_of, few_of
 
 Keys = Set[tuple[Any, ...]]
 """Keys of places with state (`composed.Place`)."""
-_GATHERED = "has computed the gradients with the loss"
+_GATHERED = "handing over gradients that were computed with the loss"
 _THROUGH_DATA = "was written through .data, which bumps no version"
 
 
-class Modified(RuntimeError):
+class Modified(Refused):
     """A tensor was modified before the computation that needs it ran. Has the message of torch's own error."""
 
-    def __init__(self, variable: str, version: str, when: str) -> None:
-        super().__init__(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: [{variable}] "
-            f"{version}. (memfit {when}, with the tensors that it was given; do not modify them before backward.)"
+    @classmethod
+    def of(cls, variable: str, version: str, when: str) -> Modified:
+        """Return the error for a tensor at such a version."""
+        return cls(
+            when,
+            found="one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{variable}] {version}",
+            next_move="modify it after backward, or pass a copy to the model",
         )
 
 
-def _named(tensor: torch.Tensor) -> str:
+def named(tensor: torch.Tensor) -> str:
+    """Return the type and shape of a tensor, as torch's own error names it."""
     return f"{tensor.type()} {list(tensor.shape)}"
 
 
@@ -109,7 +115,7 @@ class Unchanged:
     def written(self) -> Keys:
         """Places where an in-place operation wrote or data was assigned."""
         found = [held for held in self._held if held.tensor._version != held.version or held.moved]
-        return frozenset(key for held in found for key in _keys_of(held.tensor, held.data))
+        return frozenset(key for held in found for key in keys_of_values(held.tensor, held.data))
 
     def accept(self, moved: Keys) -> None:
         """Accept the current state at these places."""
@@ -134,7 +140,7 @@ class Unchanged:
                 continue
             if tensor._version != held.version:
                 versions = f"is at version {tensor._version}; expected version {held.version} instead"
-                raise Modified(_named(tensor), versions, when)
+                raise Modified.of(named(tensor), versions, when)
         self.check_data(when, moved)
 
     def check_data(self, when: str, moved: Keys = frozenset()) -> None:
@@ -143,9 +149,9 @@ class Unchanged:
         for i, held in enumerate(self._held):
             if held.moved and not _may_differ(held, moved) and not _same(held.tensor, held.data):
                 # Plain backward would read the new data of tensors that autograd saved themselves, as weights of a convolution.
-                raise Modified(_named(held.tensor), "got other data through .data", when)
+                raise Modified.of(named(held.tensor), "got other data through .data", when)
             if i in differing and not _may_differ(held, moved):
-                raise Modified(_named(held.tensor), _THROUGH_DATA, when)
+                raise Modified.of(named(held.tensor), _THROUGH_DATA, when)
 
     def check_handed_over(self, moved: Keys = frozenset()) -> None:
         """Raise Modified if a tensor was written without a version increment before its gradients are handed over."""
@@ -160,11 +166,11 @@ class Unchanged:
 
         def variable(i: int) -> str | None:
             held = self._held[i]
-            return None if i in self._accepted or _may_differ(held, moved) else _named(held.tensor)
+            return None if i in self._accepted or _may_differ(held, moved) else named(held.tensor)
 
         self._on_device.compare(variable)
         for found in self._on_device.found_different():
-            raise Modified(found, _THROUGH_DATA, f"{when}, in this step or an earlier one")
+            raise Modified.of(found, _THROUGH_DATA, f"{when}, in this step or an earlier one")
 
 
 def _may_differ(held: _Held, moved: Keys) -> bool:
@@ -198,10 +204,11 @@ def key_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _is_at(places: Keys, tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    return any(key in places for key in _keys_of(tensor, data))
+    return any(key in places for key in keys_of_values(tensor, data))
 
 
-def _keys_of(tensor: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+def keys_of_values(tensor: torch.Tensor, data: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys of the places that hold the values of a tensor, whose data was `data`."""
     yield key_of(tensor)
     if data.layout is torch.strided and not data.is_nested and type(data) in (torch.Tensor, torch.nn.Parameter):
         yield (data.untyped_storage()._cdata,)

@@ -24,7 +24,7 @@ from memfit.engine.state_changes import holds
 from memfit.engine.undo_state import StateSnapshot
 from memfit.engine.version_checks import Unchanged
 
-_AGAIN = "recomputes a block of the model in backward"
+_AGAIN = "recomputing a block of the model in backward"
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, Moving] = weakref.WeakKeyDictionary()
 """What is known about blocks. It outlives the plans that checkpoint them."""
 

@@ -24,7 +24,6 @@ from memfit.capture.side_outputs import Door, Doorway
 from memfit.engine.call_context import without_saved_tensors_hooks
 from memfit.engine.recovery import surviving
 from memfit.engine.undo_state import reaching
-from memfit.engine.version_checks import Modified
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting, WeightsChanged
 from memfit.equivalence.tolerances import Deviation
 from memfit.hardware.exhausted import is_out_of_memory, said_by
@@ -295,7 +294,7 @@ class CallKinds:
         """Return whether a call may run whole after its pass in pieces raised `error`."""
         if isinstance(error, Otherwise):
             self._kinds = {key: kind for key, kind in self._kinds.items() if key not in {c.key for c in call.calls}}
-        if not isinstance(error, Exception) or isinstance(error, (MemfitError, Modified, WeightsChanged)):
+        if not isinstance(error, Exception) or isinstance(error, (MemfitError, WeightsChanged)):
             return False
         if is_out_of_memory(error):
             return False

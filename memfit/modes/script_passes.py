@@ -95,12 +95,18 @@ class ScriptPasses:
 
     @contextmanager
     def going_through(self) -> Iterator[None]:
-        """Context in which calls of the model go through."""
+        """Context in which calls of the model go through. What is written there, the script has not written."""
         before, self.busy = self.busy, True
+        waiting = [call for call in self.waiting if call.attributes is not None and not before]
+        found = [call.attributes.contents for call in waiting if call.attributes is not None]
+        for call, contents in zip(waiting, found):
+            contents.look(call.composition.keys)
         try:
             yield
         finally:
             self.busy = before
+            for contents in found:
+                contents.accept_writes()
 
     def receivers(self, call: Call) -> list[torch.Tensor]:
         """Return the tensors that gradients of the call's outputs flow into."""

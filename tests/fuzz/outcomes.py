@@ -19,7 +19,7 @@ FREE, TWICE, WHOLE, INEXACT, REFUSED, UNTRUE, DIFFERENT, CRASHED, INVALID, UNSTE
     "free", "two passes", "whole", "inexact", "refused", "refused without need", "different", "crashed", "plain raises",
     "rounding decides",
 )  # fmt: skip
-WRITTEN = "do not modify them before backward"
+WRITTEN = "modify it after backward"
 """Said where a script writes what a pass still reads, which `docs/guarantees.md` lists among what is refused."""
 ON_FEW = ("on a few samples the model says", "it cannot be computed on a few")
 """Said where a model takes batches of some sizes only, which `docs/guarantees.md` lists as well."""
