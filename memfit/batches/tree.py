@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,14 +98,57 @@ def leaf_at(tree: Any, path: Path) -> Any:
 
 
 def builder(tree: Any) -> Callable[[Iterator[Any]], Any]:
-    """Return a function that copies the containers of `tree` and takes the leaves from an iterator, in `leaves` order."""
+    """Return a function that copies the containers of `tree` and takes the leaves from an iterator, in `leaves` order. A
+    container that is there more than once is so in the copy."""
+    shared = shared_containers(tree)
+    made: dict[int, Any] = {}
+    build = _builder(tree, shared, made)
+    if not shared:
+        return build
+
+    def build_shared(values: Iterator[Any]) -> Any:
+        made.clear()
+        try:
+            return build(values)
+        finally:
+            made.clear()
+
+    return build_shared
+
+
+def shared_containers(tree: Any) -> set[int]:
+    """Return the ids of containers that are in the tree more than once."""
+    met: set[int] = set()
+    shared: set[int] = set()
+    open_ = [tree]
+    while open_:
+        node = open_.pop()
+        parts = children(node)
+        if parts is None:
+            continue
+        if id(node) in met and type(node) is not tuple:
+            shared.add(id(node))
+            continue
+        met.add(id(node))
+        open_ += [part for _, part in parts]
+    return shared
+
+
+def _builder(tree: Any, shared: set[int], made: dict[int, Any]) -> Callable[[Iterator[Any]], Any]:
     parts = children(tree)
     if parts is None:
         return next
-    names, builders = [name for name, _ in parts], [builder(part) for _, part in parts]
+    names, builders = [name for name, _ in parts], [_builder(part, shared, made) for _, part in parts]
     if type(tree) is tuple:
         return lambda values: tuple([build(values) for build in builders])
-    return lambda values: _with_parts(tree, [build(values) for build in builders], names)
+    if id(tree) not in shared:
+        return lambda values: _with_parts(tree, [build(values) for build in builders], names)
+
+    def build_once(values: Iterator[Any]) -> Any:
+        built = [build(values) for build in builders]
+        return made[id(tree)] if id(tree) in made else made.setdefault(id(tree), _with_parts(tree, built, names))
+
+    return build_once
 
 
 def rebuild(tree: Any, values: Iterator[Any]) -> Any:
@@ -118,15 +161,36 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return rebuild(tree, map(function, flat(tree)))
 
 
-def with_new_containers(tree: Any) -> Any:
+def entries_of(node: Any) -> dict[Any, Any]:
+    """Return the entries of a container, other attributes of dataclasses and items of lists of texts or numbers included."""
+    if dataclasses.is_dataclass(node) and not isinstance(node, Mapping):
+        return dict(vars(node)) if hasattr(node, "__dict__") else dict(children(node) or ())
+    return dict(enumerate(node)) if type(node) is list else dict(children(node) or ())
+
+
+def container_at(tree: Any, path: Sequence[Any]) -> Any:
+    """Return what is at this path of `entries_of`."""
+    for key in path:
+        tree = entries_of(tree)[key]
+    return tree
+
+
+def with_new_containers(tree: Any, copies: dict[int, Any] | None = None) -> Any:
     """Return a tree of the same leaves whose containers are copies, lists of texts or numbers included."""
+    copies = {} if copies is None else copies
     parts = children(tree)
+    if id(tree) not in copies and (parts is not None or type(tree) is list):
+        copies[id(tree)] = _with_new_containers(tree, parts, copies)
+    return copies.get(id(tree), tree)
+
+
+def _with_new_containers(tree: Any, parts: list[tuple[str | int, Any]] | None, copies: dict[int, Any]) -> Any:
     if parts is None:
-        return list(tree) if type(tree) is list else tree
-    names, made = [name for name, _ in parts], [with_new_containers(part) for _, part in parts]
-    if names and isinstance(names[0], AttributeKey):
-        tree = copy.copy(tree)
-    return _with_parts(tree, made, names)
+        return list(tree)
+    if isinstance(tree, Mapping) and not hasattr(type(tree), "__setitem__"):
+        return tree
+    names, made = [name for name, _ in parts], [with_new_containers(part, copies) for _, part in parts]
+    return _with_parts(copy.copy(tree) if names and isinstance(names[0], AttributeKey) else tree, made, names)
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -166,13 +230,15 @@ def _with_fields(node: Any, values: dict[Any, Any]) -> Any:
 def _with_attributes(node: Any, values: dict[Any, Any]) -> Any:
     held = vars(node)
     if all(value is held[name] for name, value in values.items()):
-        return node  # the script sees changes to its own object
+        return node
     twin = copy.copy(node)
     vars(twin).update({str(name): value for name, value in values.items()})
     return twin
 
 
 def _with_items(node: Any, values: dict[Any, Any]) -> Any:
+    if not hasattr(type(node), "__setitem__") and all(value is node[name] for name, value in values.items()):
+        return node
     twin = copy.copy(node)
     for name, value in values.items():
         twin[name] = value

@@ -14,12 +14,13 @@ from torch import nn
 
 from memfit._errors import Refused
 from memfit.batches.cut import Axis, Layout, cut_samples, cutter
+from memfit.batches.entries import Entries
 from memfit.batches.pieces import bounds
 from memfit.batches.shapes import Shapes, shapes_per_sample
 from memfit.batches.split import Split, part_of_split
 from memfit.batches.tree import copied, flat, leaves, map_leaves, rebuild, tensors, with_new_containers
 from memfit.capture.input_gradients import InputGradients
-from memfit.capture.outputs import Joining, Outputs
+from memfit.capture.outputs import Joining, Outputs, otherwise
 from memfit.engine.buffers import WrittenBuffers
 from memfit.engine.call_attributes import CallAttributes
 from memfit.engine.call_context import (
@@ -86,7 +87,7 @@ class Call:
         modules = modules_of(model)
         self.modes, self.requires = modes_of(modules), requires_of(modules)
         self.copies = self.gathered = False
-        self.pending = 0
+        self.pending = self.step = 0
         self.receivers: Sequence[torch.Tensor] | None = None
         self.pieces: tuple[int, ...] = ()
         self.random: list[RandomState] = []
@@ -148,9 +149,10 @@ class Call:
         for each in self.calls:
             each._unchanged.compare(_CUTS, each._moved)
 
-    def detach_from_script(self) -> None:
-        """Record what its passes run with, as the script goes on: the containers of its arguments, what its modules have set,
-        and the generators that it may draw from."""
+    def detach_from_script(self, step: int) -> None:
+        """Record in which optimizer step it is, and what its passes run with, as the script goes on: the containers of its
+        arguments, what its modules have set, and the generators that it may draw from."""
+        self.step = step
         self.tree, self._cut = with_new_containers(self.tree), None
         remember_generators(flat(self.tree))
         if are_generators_known():  # a script may make a new one at each step
@@ -296,7 +298,10 @@ class Call:
 
     def checked(self, tree: Tree) -> list[Any]:
         """Return the leaves of `output`. Raises Otherwise if they do not match what is known of the call's output."""
+        entries = Entries(tree) if self.attributes is not None and not _are_tensors(tree) else None
         output = self.output(tree)
+        if entries is not None and entries.changed():
+            raise otherwise("new entries in the containers that it is given")
         found = flat(output)
         self.outputs.check(output, found)
         return found
@@ -491,3 +496,8 @@ def _copied(leaf: Any, axis: Axis | None, backwards: bool) -> Any:
     if not isinstance(leaf, torch.Tensor) or axis is None:
         return leaf
     return axis.reversed(leaf.detach()) if backwards else leaf.detach().clone()
+
+
+def _are_tensors(tree: Tree) -> bool:
+    args, kwargs = tree
+    return all(isinstance(item, torch.Tensor) for item in (*args, *kwargs.values()))

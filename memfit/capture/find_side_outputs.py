@@ -23,8 +23,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memfit._errors import Refused
+from memfit.batches.entries import Entries
 from memfit.batches.tree import flat, leaves, path_name, tensors
-from memfit.capture.argument_entries import ArgumentEntries, Entries
+from memfit.capture.argument_entries import ArgumentEntries
 from memfit.capture.call import Call
 from memfit.capture.side_outputs import ClosureVariable, Door, Doorway
 from memfit.engine.call_context import uncompiled
@@ -88,11 +89,12 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
         strangers = tuple(p for p in leaves_ if isinstance(p, nn.Parameter) and id(p) not in own)
         entrances = SideEntrances(strangers, any(t._version != version for t, version in given), watch.watches)
     doors = [place.door for place in places]
-    known = isinstance(call.plain, Doorway)
-    if places and not known and None not in doors:
-        raise FoundDoors(doors)  # type: ignore[arg-type]
+    known = call.plain.doors if isinstance(call.plain, Doorway) else ()
+    again = [place for place in places if place.door is None or place.name in {door.name for door in known}]
+    if places and not again:
+        raise FoundDoors([*known, *doors])  # type: ignore[list-item]
     if places:
-        name = next((place.name for place in places if place.door is None or known), places[0].name)
+        name = again[0].name
         raise Refused(
             "cutting the batch into micro-batches",
             found=f"{name} holds a tensor with a graph after the forward; of several micro-batches only the last would "

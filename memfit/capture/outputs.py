@@ -165,16 +165,16 @@ class Outputs:
     def check(self, output: Any, found: Sequence[Any]) -> None:
         """Raises Otherwise if an output with the leaves `found` differs from this structure or its values."""
         if not self._is_nested_like(output):
-            raise _otherwise(f"a {type(output).__name__}")
+            raise otherwise(f"a {type(output).__name__}")
         self.check_count(found)
         for i, value in self._values:
             if type(found[i]) is not type(value) or found[i] != value:
-                raise _otherwise(f"{found[i]!r} as {name_in(self.leaves[i].path)}, where it was {value!r}")
+                raise otherwise(f"{found[i]!r} as {name_in(self.leaves[i].path)}, where it was {value!r}")
 
     def check_count(self, found: Sequence[Any]) -> None:
         """Raises Otherwise if an output has more or fewer leaves."""
         if len(found) != len(self.leaves):
-            raise _otherwise(f"{len(found)} values")
+            raise otherwise(f"{len(found)} values")
 
     @cached_property
     def _values(self) -> tuple[tuple[int, Any], ...]:
@@ -329,7 +329,7 @@ def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
     )
 
 
-def _otherwise(what: str) -> Otherwise:
+def otherwise(what: str) -> Otherwise:
     return Otherwise(
         "running a call of the model in micro-batches",
         found=f"the forward returned {what}; earlier calls like this one did not",

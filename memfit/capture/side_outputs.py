@@ -10,10 +10,11 @@ from collections.abc import Callable, MutableMapping, Sequence
 from types import CellType
 from typing import Any
 
-from memfit.batches.tree import with_new_containers
+from memfit.batches.tree import container_at, with_new_containers
 from memfit.capture.outputs import SideOutput
 
 _MISSING: Any = object()
+_RETURNED = "the argument that it returns"
 
 
 class ClosureVariable(dict[str, Any]):
@@ -102,12 +103,14 @@ class Doorway:
         if any(door.copies_arguments for door in self.doors):
             args, kwargs = with_new_containers((args, kwargs))
         before = [door.before((args, kwargs)) for door in self.doors]
-        beside = {}
+        beside, output = {}, None
         try:
             output = self.plain(*args, **kwargs)
         finally:
             for door, was in zip(self.doors, before):
                 beside[door.name] = door.taken(was)
+                if door.copies_arguments and (path := was.path_of(output)) is not None:
+                    beside[_RETURNED] = path
         return SideOutput(output, beside)
 
 
@@ -118,4 +121,6 @@ def through(plain: Callable[..., Any], output: Any, arguments: Any) -> Any:
     assert isinstance(plain, Doorway)
     for door in plain.doors:
         door.put(output.beside[door.name], arguments)
+    if _RETURNED in output.beside:
+        return container_at(arguments, output.beside[_RETURNED])
     return output.output

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from memfit.engine.call_contents import CallContents
 from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place
 from memfit.engine.version_checks import Keys
 
-_all_tables_of = itemgetter(
+_TABLES = (
     "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
-)
+)  # fmt: skip
 _OTHERS = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs"}
 """What modules keep for themselves. Modes and parameters are captured elsewhere."""
 Table = dict[Any, Any]
@@ -100,8 +100,8 @@ class CallAttributes:
 
 
 def _tables_of(attributes: Table) -> list[Table]:
-    """The buffers, submodules and hooks of a module. (Submodules of a scripted one are fixed.)"""
-    return [table for table in _all_tables_of(attributes) if isinstance(table, dict)]
+    """The buffers, submodules and hooks of a module. (Those of a scripted or traced one are fixed.)"""
+    return [table for name in _TABLES if isinstance(table := attributes.get(name), dict)]
 
 
 def _differing(now: Table, before: Table, skipped: Set[str] = frozenset()) -> Iterator[tuple[ItemPlace, Any]]:

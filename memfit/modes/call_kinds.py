@@ -64,6 +64,7 @@ class CallKinds:
         self._kinds: dict[tuple[Any, ...], CallKind] = {}
         self._recognised: dict[Hashable, Recognised] = {}
         self._doors: dict[str, tuple[Door, ...]] = {}
+        self._ran_out: dict[Hashable, int] = {}
         self._unknown: set[Hashable] = set()
         self._untrained: set[Hashable] = set()
         self._uncut = UncutCalls(core)
@@ -134,8 +135,10 @@ class CallKinds:
             return self._to_cut(name, Doorway(plain, doors) if doors else plain, tree, hint)
         except FoundDoors as found:
             self._doors[name] = found.doors
-        self._kinds = {key: kind for key, kind in self._kinds.items() if key[0] != name}
-        return self._to_cut(name, Doorway(plain, self._doors[name]), tree, hint)
+        mine = {key: kind for key, kind in self._kinds.items() if key[0] == name}
+        self._ran_out |= {key: kind.too_many for key, kind in mine.items()}
+        self._kinds = {key: kind for key, kind in self._kinds.items() if key not in mine}
+        return self._through_doors(name, plain, tree, hint)
 
     def _to_cut(
         self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
@@ -338,6 +341,7 @@ class CallKinds:
             self._prover.look_at_single_samples(call)
             bound = None if core.in_force.fixed else self._plans.bound(call)
             kind = CallKind(call.layout, shapes, {shapes: call.outputs}, bound)
+            kind.too_many = self._ran_out.pop(key, kind.too_many)
             kind.counted = core.split is not None and shared_samples(tree) == samples
             whole = self._plans.runs_whole(kind, call)
             if whole and core.team.alone:

@@ -177,7 +177,7 @@ class Evaluations:
     def _cutting(self, plain: Callable[..., Any], tree: Tree, largest: int | None) -> Cutting | None:
         """Return how to cut into pieces of `largest` samples (None: halves), or None if the parts differ from the whole."""
         doorway = Doorways(())
-        for _ in range(2):
+        for _ in range(3):
             call = self._learnt(doorway(plain), tree)
             if call is None:
                 return None

@@ -14,16 +14,19 @@ from typing import Any
 import torch
 
 from memfit.batches.cut import shared_samples
+from memfit.batches.entries import Entries, also_in
 from memfit.batches.tree import flat, rebuild, tensors
 from memfit.capture.bypassed import OutsideForward
 from memfit.capture.call import Call, Tree
 from memfit.capture.lazy_functions import stand_ins
 from memfit.capture.lazy_tensor import LazyTensor
+from memfit.capture.outputs import NotJoined
 from memfit.capture.side_outputs import through
 from memfit.engine.call_context import transforming
 from memfit.engine.handover import Total
 from memfit.engine.joined_handover import joined
 from memfit.engine.modules import modules_of
+from memfit.engine.version_checks import Modified
 from memfit.engine.weighting import BY_SAMPLES
 from memfit.hardware.exhausted import drop_frames, free_unused, is_out_of_memory
 from memfit.modes.call_kinds import CallKinds
@@ -76,19 +79,21 @@ class Script:
         self.calls += 1
         core = self._core
         core.caches.trains()
-        args, kwargs = _all_computed((args, kwargs))  # inputs may be outputs of another call
+        given = args, kwargs
+        args, kwargs = self._all_computed(given)  # inputs may be outputs of another call
         with self._passes.aside(), self._core.team.announcing():
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples())
             self.samples_seen += samples or 0
             if call is None:
-                output, call = self._whole_or_cut(name, plain, (args, kwargs))
+                with also_in(given, (args, kwargs)):
+                    output, call = self._whole_or_cut(name, plain, (args, kwargs))
                 if call is None:
                     self._guard_whole(output)
                     if core.team.ranks is not None:
                         core.team.ranks.rest()  # its graph needs the all-gathered parameters
                     return output
             self._core.team.rest()
-        call.detach_from_script()
+        call.detach_from_script(core.steps)
         self._say_backward_hooks()
         self._passes.waiting.add(call)
         if call.copies and not call.inputs.wanted and call.split is None:  # the script may go on with what its input is then
@@ -99,7 +104,7 @@ class Script:
             core.tell(f"the forward writes {place.label}, which is trained: it runs at the call, and again for gradients")
             with self._passes.aside():
                 self._passes.compute_values(call)
-        made = through(call.plain, stand_ins(self._passes, call), (args, kwargs))
+        made = through(call.plain, stand_ins(self._passes, call), given)
         self._passes.await_state(call)
         return made
 
@@ -112,9 +117,10 @@ class Script:
         """Return the result of an intercepted method that computes no gradients of the model."""
         if self._passes.busy:
             return plain(*args, **kwargs)
-        args, kwargs = _all_computed((args, kwargs))
+        given = args, kwargs
+        args, kwargs = self._all_computed(given)
         self._passes.run_earlier()
-        with self._passes.going_through():
+        with self._passes.going_through(), also_in(given, (args, kwargs)):
             output = self._evaluations.answer(name, plain, args, kwargs)
         self._core.caches.evaluated()
         return output
@@ -126,7 +132,7 @@ class Script:
         UNDERWAY.make_room(None)
         if not core.team.alone:
             return self._whole_of_all(lambda: plain(*args, **kwargs)), None
-        put_back = core.accumulator.recovery.watched()
+        put_back, entries = core.accumulator.recovery.watched(), Entries(tree)
         try:
             return plain(*args, **kwargs), None
         except BaseException as error:
@@ -135,6 +141,7 @@ class Script:
             drop_frames(error)
             failed = error
         free_unused(core.device)
+        entries.restore()
         call = self._kinds.cut_instead(name, plain, tree, self._batch_samples(), failed) if put_back() else None
         if call is None:
             raise failed
@@ -193,14 +200,22 @@ class Script:
             return False
         return any(p.requires_grad for p in self._core.known.values()) or any(t.requires_grad for t in tensors(tree))
 
+    def _all_computed(self, tree: Any) -> Any:
+        """Return arguments with the tensors that outputs of earlier calls stand for."""
+        found = flat(tree)
+        if not any(isinstance(leaf, LazyTensor) for leaf in found):
+            return tree
+        return rebuild(tree, iter([self._computed(leaf) if isinstance(leaf, LazyTensor) else leaf for leaf in found]))
+
+    def _computed(self, leaf: LazyTensor) -> Any:
+        if leaf.call.step == self._core.steps:
+            return leaf.computed()
+        try:  # of an earlier step: its graph is freed
+            return leaf.computed().detach()
+        except Modified:  # its parameters have been updated
+            return NotJoined("an output of an earlier step", "tensor")
+
     def _about_to_hand_over(self, receivers: Sequence[torch.Tensor]) -> None:
         self._kinds.ended()
         if self._guard is not None:
             self._guard.handing_over(self._batch_number(), receivers)
-
-
-def _all_computed(tree: Any) -> Any:
-    found = flat(tree)
-    if not any(isinstance(leaf, LazyTensor) for leaf in found):
-        return tree
-    return rebuild(tree, iter([leaf.computed() if isinstance(leaf, LazyTensor) else leaf for leaf in found]))
