@@ -212,3 +212,128 @@ def test_an_entry_that_micro_batches_do_not_join_is_refused_by_name_when_it_is_r
     F.mse_loss(model(batch), batch["y"]).backward()
     with pytest.raises(memfit.Refused, match=r"using arguments\[0\]\['rows'\]"):
         batch["rows"] + 1
+
+
+def trained_by(forward: Any, step: Any, line: bool, make: Any = dict_of) -> Any:
+    """Losses of a script whose `step(model, batch, kept)` computes one, over two epochs of the same two batches."""
+    torch.manual_seed(0)
+    model = Changing(forward).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if line:
+        memfit.wrap(model, optimizer, micro_batch=3)
+    generator = torch.Generator().manual_seed(5)
+    batches = [make(*(torch.randn(7, 4, generator=generator).double() for _ in range(2))) for _ in range(2)]
+    losses, kept = [], {"h": torch.zeros(7, 4).double(), "count": torch.zeros(()).double()}
+    for batch in batches * 2:
+        optimizer.zero_grad()
+        loss = step(model, batch, kept)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def chained(m: Any, b: Any, kept: Any) -> Any:
+    m(b)
+    return F.mse_loss(m(b), b["y"]) + b["hidden"].abs().mean()
+
+
+def again_over_epochs(m: Any, b: Any, kept: Any) -> Any:
+    m(b)
+    return F.mse_loss(b["out"], b["y"])
+
+
+def carried(m: Any, b: Any, kept: Any) -> Any:
+    loss = sum(F.mse_loss(m(kept, x), b["y"]) for x in (b["x"], b["list"][0]))
+    kept["h"] = kept["h"].detach()
+    return loss
+
+
+def evaluated(m: Any, b: Any, kept: Any) -> Any:
+    loss = F.mse_loss(m(b), b["y"])
+    with torch.no_grad():
+        m(b)
+    return loss + b["hidden"].detach().mean() * loss
+
+
+def recurrent(m: Any, state: Any, x: Any) -> Any:
+    state["h"] = torch.tanh(m.body(x) + state["h"])
+    return m.head(state["h"])
+
+
+def twice(m: Any, b: Any, kept: Any) -> Any:
+    return F.mse_loss(m(b, b), b["y"])
+
+
+def through_both(m: Any, b: Any, other: Any) -> Any:
+    b["x"] = b["x"] * 2
+    return m.head(m.body(other["x"]))
+
+
+def same_argument(m: Any, b: Any, kept: Any) -> Any:
+    return F.mse_loss(m(b["x"], b["x"]), b["y"]) + F.mse_loss(m(b["x"], b["y"]), b["y"])
+
+
+def asks(m: Any, query: Any, key: Any) -> Any:
+    return m.head(query) if query is key else m.head(m.body(query) + key)
+
+
+def two_names(m: Any, b: Any) -> Any:
+    out = m.head(m.body(b["x"]))
+    return {"logits": out, "scores": out}
+
+
+def masked(m: Any, b: Any, kept: Any) -> Any:
+    out = m(b)
+    out["logits"].mul_(0.5)
+    return F.mse_loss(out["scores"], b["y"])
+
+
+def returned_itself(m: Any, b: Any, kept: Any) -> Any:
+    out = m(b)
+    assert out is b
+    out["y"] = out["y"] * 2
+    return F.mse_loss(b["out"], b["y"])
+
+
+def moved(m: Any, b: Any) -> Any:
+    inner = b.pop("list")
+    inner.append(m.body(inner[0]))
+    b["inside"] = inner
+    return m.head(inner[1])
+
+
+def put_back(m: Any, b: Any, kept: Any) -> Any:
+    out = m(b)
+    loss = F.mse_loss(out, b["inside"][1])
+    b["list"] = b.pop("inside")[:1]
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("forward", "step"),
+    [
+        (both, chained), (both, again_over_epochs), (recurrent, carried), (both, evaluated), (through_both, twice),
+        (asks, same_argument), (two_names, masked), (returned, returned_itself), (moved, put_back),
+    ],
+    ids=lambda each: each.__name__,
+)  # fmt: skip
+def test_containers_that_are_used_again_or_shared_are_those_of_plain_training(forward: Any, step: Any) -> None:
+    assert trained_by(forward, step, True) == pytest.approx(trained_by(forward, step, False), rel=1e-11)
+
+
+def test_entries_that_a_forward_begins_to_set_later_are_refused() -> None:
+    def forward(m: Any, b: Any) -> Any:
+        m.calls += 1
+        if m.late and m.calls > 30:
+            b["x"] = b["x"] * 2
+        return m.body(b["x"])
+
+    torch.manual_seed(0)
+    model = Changing(forward).double()
+    model.calls, model.late = 0, True
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch=3)
+    batch = dict_of(torch.randn(7, 4).double(), torch.randn(7, 4).double())
+    with pytest.raises(memfit.Refused, match="new entries in the containers|changes"):
+        for _ in range(40):
+            F.mse_loss(model(batch), batch["y"]).backward()

@@ -106,7 +106,22 @@ def cutter(tree: Any, layout: Layout) -> Callable[[int, int], Any]:
     if len(found) != len(layout.axes):
         raise uncuttable(f"it has {len(found)} parts, and earlier ones like it had {len(layout.axes)}")
     narrowed = [_narrowing(leaf, axis) for leaf, axis in zip(found, layout.axes)]
-    return lambda start, stop: build(iter([part(start, stop) for part in narrowed]))
+    firsts = _firsts(found, layout)
+    if len(set(firsts)) == len(found):
+        return lambda start, stop: build(iter([part(start, stop) for part in narrowed]))
+
+    def cut_once(start: int, stop: int) -> Any:
+        made = {i: narrowed[i](start, stop) for i in set(firsts)}
+        return build(iter([made[i] for i in firsts]))
+
+    return cut_once
+
+
+def _firsts(found: Sequence[Any], layout: Layout) -> list[int]:
+    """Return for each leaf the first one that is the same tensor: a forward may ask whether its query is its key."""
+    met: dict[Any, int] = {}
+    tensors_by = [(id(leaf), axis) if isinstance(leaf, torch.Tensor) else None for leaf, axis in zip(found, layout.axes)]
+    return [i if key is None else met.setdefault(key, i) for i, key in enumerate(tensors_by)]
 
 
 def pieces_of(tree: Any, layout: Layout, pieces: Sequence[int]) -> list[Any]:
@@ -133,7 +148,8 @@ def cut_samples(tree: Any, layout: Layout, indices: Sequence[int]) -> Any:
     """Return single samples of a batch, in the order of `indices` (copies)."""
     piece = cutter(tree, layout)
     pieces = [flat(piece(i, i + 1)) for i in indices]
-    return rebuild(tree, (_joined([piece[k] for piece in pieces], axis) for k, axis in enumerate(layout.axes)))
+    made = [_joined([piece[k] for piece in pieces], axis) for k, axis in enumerate(layout.axes)]
+    return rebuild(tree, iter([made[i] for i in _firsts(flat(tree), layout)]))
 
 
 def layout_from_two(small: Any, few: int, large: Any, many: int) -> Layout:

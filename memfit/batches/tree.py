@@ -245,6 +245,12 @@ def _with_items(node: Any, values: dict[Any, Any]) -> Any:
     return twin
 
 
+def copied_tensors(tree: Any) -> Any:
+    """Return a tree of `copied` leaves. What is one tensor is so in the copy."""
+    made: dict[int, Any] = {}
+    return map_leaves(lambda leaf: made.setdefault(id(leaf), copied(leaf)) if id(leaf) not in made else made[id(leaf)], tree)
+
+
 def copied(leaf: Any) -> Any:
     """Return a copy of a batch leaf that may be written into; non-tensors pass through."""
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf

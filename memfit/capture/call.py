@@ -18,7 +18,7 @@ from memfit.batches.entries import Entries
 from memfit.batches.pieces import bounds
 from memfit.batches.shapes import Shapes, shapes_per_sample
 from memfit.batches.split import Split, part_of_split
-from memfit.batches.tree import copied, flat, leaves, map_leaves, rebuild, tensors, with_new_containers
+from memfit.batches.tree import copied_tensors, flat, leaves, rebuild, tensors, with_new_containers
 from memfit.capture.input_gradients import InputGradients
 from memfit.capture.outputs import Joining, Outputs, otherwise
 from memfit.engine.buffers import WrittenBuffers
@@ -193,7 +193,7 @@ class Call:
     def writing_arguments(self) -> Iterator[None]:
         """Context of a pass that writes into the script's arguments, as the call would have. Later passes get copies of what
         they were."""
-        self._before_writes = kept = map_leaves(copied, self.tree)
+        self._before_writes = kept = copied_tensors(self.tree)
         self.copies = False
         try:
             yield
@@ -265,13 +265,13 @@ class Call:
         """Return a call on copies of the first `samples` samples, in reverse order if `backwards` (not if only `split` can cut
         them). The copies require no gradients, unless `split` makes them."""
         if self.split is not None:
-            tree, layout = map_leaves(copied, self.arguments(0, samples)), Layout(self.layout.axes, samples)
+            tree, layout = copied_tensors(self.arguments(0, samples)), Layout(self.layout.axes, samples)
             return Call(
                 self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast, split=self.split
             )
         found = [leaf for _, leaf in leaves(self.arguments(0, samples))]
-        made = [_copied(leaf, axis, backwards) for leaf, axis in zip(found, self.layout.axes)]
-        tree = rebuild(self.tree, iter(made))
+        copies = {id(leaf): _copied(leaf, axis, backwards) for leaf, axis in zip(found, self.layout.axes)}
+        tree = rebuild(self.tree, iter([copies[id(leaf)] for leaf in found]))
         layout = Layout(self.layout.axes, samples)
         made = Call(self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast)
         made.copies = True  # they may be run more than once
@@ -279,7 +279,7 @@ class Call:
 
     def chosen(self, indices: Sequence[int]) -> Call:
         """Return a call on copies of these samples, in the same modes and autocast. Not for calls that only `split` can cut."""
-        tree = map_leaves(copied, cut_samples(self.tree, self.layout, indices))
+        tree = copied_tensors(cut_samples(self.tree, self.layout, indices))
         layout = Layout(self.layout.axes, len(indices))
         made = Call(self.model, self.plain, tree, layout, self.outputs, self.device, autocast=self.autocast)
         made.modes, made.requires, made.copies = self.modes, self.requires, True
@@ -313,7 +313,7 @@ class Call:
         if self.split is not None:
             return self._split(start, stop)
         piece = self.samples_of(start, stop)
-        piece = map_leaves(copied, piece) if self.copies else piece
+        piece = copied_tensors(piece) if self.copies else piece
         return self.inputs.own(piece, start) if self.inputs.wanted else piece
 
     def samples_of(self, start: int, stop: int) -> Tree:

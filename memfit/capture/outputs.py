@@ -161,6 +161,8 @@ class Outputs:
     """An output with None in place of tensors and opaque objects, for its containers."""
     leaves: tuple[Leaf, ...]
     """The leaves, in order."""
+    same: tuple[tuple[int, int], ...] = ()
+    """Pairs of leaves that are one tensor: the later one, the first one."""
 
     def check(self, output: Any, found: Sequence[Any]) -> None:
         """Raises Otherwise if an output with the leaves `found` differs from this structure or its values."""
@@ -170,6 +172,10 @@ class Outputs:
         for i, value in self._values:
             if type(found[i]) is not type(value) or found[i] != value:
                 raise otherwise(f"{found[i]!r} as {name_in(self.leaves[i].path)}, where it was {value!r}")
+        for again, first in self.same:
+            if found[again] is not found[first]:
+                names = [name_in(self.leaves[i].path) for i in (first, again)]
+                raise otherwise(f"different tensors as {' and '.join(names)}")
 
     def check_count(self, found: Sequence[Any]) -> None:
         """Raises Otherwise if an output has more or fewer leaves."""
@@ -183,7 +189,9 @@ class Outputs:
     def _is_nested_like(self, output: Any) -> bool:
         if isinstance(output, torch.Tensor) or self.tree is None:
             return isinstance(output, torch.Tensor) and self.tree is None
-        return type(output) is type(self.tree) and (not isinstance(output, dict) or list(output) == list(self.tree))
+        if isinstance(output, SideOutput) and any(not _has_names_of(output.beside[n], v) for n, v in self.tree.beside.items()):
+            return False
+        return type(output) is type(self.tree) and _has_names_of(output, self.tree)
 
     @property
     def bytes_per_sample(self) -> int:
@@ -219,6 +227,9 @@ class Outputs:
 
     def filled(self, values: Sequence[Any]) -> Any:
         """Returns an output with these leaves."""
+        values = list(values)
+        for again, first in self.same:
+            values[again] = values[first]
         return rebuild(self.tree, iter(values))
 
     def settled_like(self, proven: Outputs) -> Outputs | None:
@@ -235,6 +246,10 @@ class SideOutput:
 
     output: Any
     beside: dict[str, Any]
+
+
+def _has_names_of(value: Any, other: Any) -> bool:
+    return not isinstance(value, dict) or (isinstance(other, dict) and list(value) == list(other))
 
 
 def name_in(path: Path) -> str:
@@ -290,7 +305,15 @@ def learn_outputs(small: Any, few: int, large: Any, many: int) -> Outputs:
             next_move="return tensors with one entry per sample, or compute the loss inside the model",
         )
     found = tuple(_learn(path, a, few, b, many) for (path, a), (_, b) in zip(first, second))
-    return Outputs(rebuild(small, map(_without_values, found)), found)
+    same, its = _same([leaf for _, leaf in first]), _same([leaf for _, leaf in second])
+    return Outputs(rebuild(small, map(_without_values, found)), found, same if same == its else ())
+
+
+def _same(found: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """Return pairs of leaves that are one tensor."""
+    met: dict[int, int] = {}
+    firsts = [met.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i for i, leaf in enumerate(found)]
+    return tuple((i, first) for i, first in enumerate(firsts) if i != first)
 
 
 def _without_values(leaf: Leaf) -> Any:

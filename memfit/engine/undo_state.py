@@ -57,6 +57,8 @@ _REACHED: ContextVar[tuple[Any, ...]] = ContextVar("reached", default=())
 """What planning calls besides the model: the loss function, and functions that cut and weight batches."""
 MOST = 200_000
 """Maximum number of objects visited."""
+MADE_LATER = ("_parameters", "_buffers", "_modules")
+"""What a forward of the script's own module may fill first."""
 LARGE = 64 << 20
 """Maximum bytes of a NumPy array that is copied."""
 MEMO: type = type(functools.lru_cache(id))
@@ -379,7 +381,8 @@ class UndoState:
             items = dict(own)
             self._undo.append(lambda: put_back(own, items))
             self._watch(moved_entries, own, items, self._names_of.get(id(own), type(value).__name__))
-            self._open.extend(item for name, item in items.items() if name not in OF_MODULES or item)
+            may_grow = () if is_installed(type(value).__module__) else MADE_LATER
+            self._open.extend(item for name, item in items.items() if name not in OF_MODULES or item or name in may_grow)
         for name in _slots(type(value)):
             self._attribute(AttributePlace(value, name, f"{type(value).__name__}.{name}"))
 
