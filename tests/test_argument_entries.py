@@ -334,6 +334,6 @@ def test_entries_that_a_forward_begins_to_set_later_are_refused() -> None:
     model.calls, model.late = 0, True
     memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch=3)
     batch = dict_of(torch.randn(7, 4).double(), torch.randn(7, 4).double())
-    with pytest.raises(memfit.Refused, match="new entries in the containers|changes"):
+    with pytest.raises(memfit.Refused, match=r"new entries in the containers|changes"):
         for _ in range(40):
             F.mse_loss(model(batch), batch["y"]).backward()

@@ -100,7 +100,9 @@ def trained(change: Any, line: bool, *, after: str = "call") -> list[Any]:
             with torch.no_grad():
                 change(model, step)
         losses.append(loss.item())
-    return [*losses, model.table["shift"], *model.last, model.settings.scale, *model.settings.nested["powers"], *model.centre.tolist()]
+    settings = model.settings
+    left = model.table["shift"], *model.last, settings.scale, *settings.nested["powers"], *model.centre.tolist()
+    return [*losses, *left]
 
 
 SETS = [set_buffer, set_entry, set_deep_entry, replace_list, append, set_in_object, set_in_namespace]

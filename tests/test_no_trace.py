@@ -45,8 +45,8 @@ class Busy(nn.Module):
         self.net, self.norm = mlp(dropout=0.3), nn.BatchNorm1d(7).double()
         self.register_buffer("running", torch.zeros(7, dtype=torch.float64))
         self.calls, self.lengths, self.ticks = 0, [0], Ticks()
-        self.fails: list[tuple[BaseException, int]] = []
-        """What to raise, after how many forwards: a call runs with the attributes of its time, not with what they hold."""
+        self.fails: set[tuple[BaseException, int]] = set()
+        """What to raise, after how many forwards. (A set: a call runs with the lists of its time.)"""
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -177,7 +177,7 @@ def test_failing_and_interrupted_planning_leaves_no_trace(error: BaseException, 
     optimizer = begun(model, lambda: F.cross_entropy(model(x), y))
     memfit.wrap(model, optimizer, micro_batch=5)
     before = query_device(model, optimizer)
-    model.fails.append((error, model.calls + after))
+    model.fails.add((error, model.calls + after))
     try:
         out = model(x)
     except BaseException as raised:
@@ -207,7 +207,7 @@ def test_an_interrupt_while_a_batch_runs_hands_nothing_over(known: bool, after: 
     train()
     optimizer.zero_grad()
     before, forwards = query_device(model, optimizer), model.ticks.n
-    model.fails.append((KeyboardInterrupt(), model.ticks.n + after))
+    model.fails.add((KeyboardInterrupt(), model.ticks.n + after))
     with pytest.raises(KeyboardInterrupt):
         train()
     model.fails.clear()
@@ -230,7 +230,7 @@ def test_an_interrupt_in_the_second_pass_hands_nothing_over(after: int) -> None:
     wrapped(model, 5)
     unseen(model(x)).exp().mean().backward()
     model.zero_grad()
-    model.fails.append((KeyboardInterrupt(), model.ticks.n + after))
+    model.fails.add((KeyboardInterrupt(), model.ticks.n + after))
     loss = unseen(model(x)).exp().mean()
     state, buffers = torch.get_rng_state(), {name: b.clone() for name, b in model.named_buffers()}
     with pytest.raises(KeyboardInterrupt):

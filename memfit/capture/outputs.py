@@ -353,6 +353,7 @@ def _learn(path: Path, small: Any, few: int, large: Any, many: int) -> Leaf:
 
 
 def otherwise(what: str) -> Otherwise:
+    """Return the error for a forward that returned this, unlike before."""
     return Otherwise(
         "running a call of the model in micro-batches",
         found=f"the forward returned {what}; earlier calls like this one did not",

@@ -112,5 +112,6 @@ def _may_hold(value: Any) -> bool:
 
 def _is_scripts(kind: type) -> bool:
     if kind not in _SCRIPTS:
-        _SCRIPTS[kind] = issubclass(kind, (SimpleNamespace, Namespace)) or not is_installed(kind.__module__)
+        data = issubclass(kind, (SimpleNamespace, Namespace)) or not is_installed(kind.__module__)
+        _SCRIPTS[kind] = data and not hasattr(kind, "__next__")  # iterators are drawn from, not set
     return _SCRIPTS[kind]
