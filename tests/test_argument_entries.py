@@ -234,6 +234,7 @@ def trained_by(forward: Any, step: Any, line: bool, make: Any = dict_of) -> Any:
 
 
 def chained(m: Any, b: Any, kept: Any) -> Any:
+    b = dict(b)
     m(b)
     return F.mse_loss(m(b), b["y"]) + b["hidden"].abs().mean()
 

@@ -530,7 +530,7 @@ class Raises(Wrapper):
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
-        self.error, self.armed = error, list[bool]()  # (a call runs with the attributes of its time, not with what they hold)
+        self.error, self.armed = error, set[bool]()  # (a call runs with the lists of its time)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.armed:
@@ -559,9 +559,9 @@ def test_exceptions_in_the_model_surface_as_themselves(error: Exception, planned
     with pytest.raises(type(error)) as raised:
         if when == "second pass":
             loss = unseen(model(x)).exp().mean()
-            model.armed.append(True)
+            model.armed.add(True)
             loss.backward()
-        model.armed.append(True)
+        model.armed.add(True)
         F.cross_entropy(model(x), y).backward()
     assert raised.value is error
     assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "deeper"

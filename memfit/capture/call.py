@@ -87,7 +87,7 @@ class Call:
         modules = modules_of(model)
         self.modes, self.requires = modes_of(modules), requires_of(modules)
         self.copies = self.gathered = False
-        self.pending = self.step = 0
+        self.pending = 0
         self.receivers: Sequence[torch.Tensor] | None = None
         self.pieces: tuple[int, ...] = ()
         self.random: list[RandomState] = []
@@ -149,10 +149,9 @@ class Call:
         for each in self.calls:
             each._unchanged.compare(_CUTS, each._moved)
 
-    def detach_from_script(self, step: int) -> None:
-        """Record in which optimizer step it is, and what its passes run with, as the script goes on: the containers of its
-        arguments, what its modules have set, and the generators that it may draw from."""
-        self.step = step
+    def detach_from_script(self) -> None:
+        """Record what its passes run with, as the script goes on: the containers of its arguments, what its modules have set,
+        and the generators that it may draw from."""
         self.tree, self._cut = with_new_containers(self.tree), None
         remember_generators(flat(self.tree))
         if are_generators_known():  # a script may make a new one at each step

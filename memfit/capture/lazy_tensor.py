@@ -294,6 +294,7 @@ class Unwrap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, standin: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         # Same storage, but not a view: autograd forbids in-place operations on views made here.
         return value.new_empty(0).set_(value) if value.layout is torch.strided else value.clone()  # pyright: ignore[reportArgumentType]
 

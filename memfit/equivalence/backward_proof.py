@@ -60,7 +60,7 @@ def backward_deviation(
             whole, parts = compared.whole_and_parts(sizes)
         except _InnerBackward as found:
             return Deviation(str(found), math.inf, 0.0, by="inner")
-        limit = max(limit, *(arithmetic.tolerance(dtype) for dtype in compared.dtypes))
+        limit = max([limit, *(arithmetic.tolerance(dtype) for dtype in compared.dtypes)])
         return _worst(compared.names, whole, parts, limit, cache(lambda: compared.near(sum(sizes))))
 
 

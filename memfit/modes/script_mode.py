@@ -80,7 +80,7 @@ class Script:
         core = self._core
         core.caches.trains()
         given = args, kwargs
-        args, kwargs = self._all_computed(given)  # inputs may be outputs of another call
+        args, kwargs = _all_computed(given)  # inputs may be outputs of another call
         with self._passes.aside(), self._core.team.announcing():
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples())
             self.samples_seen += samples or 0
@@ -93,7 +93,7 @@ class Script:
                         core.team.ranks.rest()  # its graph needs the all-gathered parameters
                     return output
             self._core.team.rest()
-        call.detach_from_script(core.steps)
+        call.detach_from_script()
         self._say_backward_hooks()
         self._passes.waiting.add(call)
         if call.copies and not call.inputs.wanted and call.split is None:  # the script may go on with what its input is then
@@ -118,7 +118,7 @@ class Script:
         if self._passes.busy:
             return plain(*args, **kwargs)
         given = args, kwargs
-        args, kwargs = self._all_computed(given)
+        args, kwargs = _all_computed(given)
         self._passes.run_earlier()
         with self._passes.going_through(), also_in(given, (args, kwargs)):
             output = self._evaluations.answer(name, plain, args, kwargs)
@@ -200,22 +200,29 @@ class Script:
             return False
         return any(p.requires_grad for p in self._core.known.values()) or any(t.requires_grad for t in tensors(tree))
 
-    def _all_computed(self, tree: Any) -> Any:
-        """Return arguments with the tensors that outputs of earlier calls stand for."""
-        found = flat(tree)
-        if not any(isinstance(leaf, LazyTensor) for leaf in found):
-            return tree
-        return rebuild(tree, iter([self._computed(leaf) if isinstance(leaf, LazyTensor) else leaf for leaf in found]))
-
-    def _computed(self, leaf: LazyTensor) -> Any:
-        if leaf.call.step == self._core.steps:
-            return leaf.computed()
-        try:  # of an earlier step: its graph is freed
-            return leaf.computed().detach()
-        except Modified:  # its parameters have been updated
-            return NotJoined("an output of an earlier step", "tensor")
-
     def _about_to_hand_over(self, receivers: Sequence[torch.Tensor]) -> None:
         self._kinds.ended()
         if self._guard is not None:
             self._guard.handing_over(self._batch_number(), receivers)
+
+
+def _all_computed(tree: Any) -> Any:
+    """Return arguments with the tensors that outputs of earlier calls stand for."""
+    found = flat(tree)
+    if not any(isinstance(leaf, LazyTensor) for leaf in found):
+        return tree
+    return rebuild(tree, iter([_computed(leaf) if isinstance(leaf, LazyTensor) else leaf for leaf in found]))
+
+
+def _computed(leaf: LazyTensor) -> Any:
+    try:
+        value = leaf.computed()
+    except Modified:  # of an earlier step, and never read: its parameters have been updated
+        return NotJoined("an output of an earlier step", "tensor")
+    with torch._C.DisableTorchFunctionSubclass():
+        node = leaf.grad_fn
+    try:  # (without the script's hooks for saved tensors)
+        getattr(node, "_raw_saved_tensors", None)
+    except RuntimeError:  # autograd's own "a second time": a backward has freed its graph, so no gradient can flow into it
+        return value.detach()
+    return value
