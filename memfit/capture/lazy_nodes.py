@@ -34,9 +34,9 @@ class ReplayFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        _ = ctx.saved_tensors
         if all(gradient is None for gradient in gradients):  # what came to depend on its outputs only by name
             return (None, None, None, None, *(None for _ in ctx.needs_input_grad[4:]))
+        _ = ctx.saved_tensors
         refuse_create_graph()
         by_leaf: list[torch.Tensor | None] = [None] * len(ctx.call.outputs.leaves)
         for i, gradient in zip(ctx.wanted, gradients):
