@@ -378,3 +378,37 @@ def test_a_backward_that_mixes_samples_is_refused_over_sharded_parameters_too() 
         assert all("backward of the forward mixes samples" in said for said in doomed.run(said_of_mixing))
     finally:
         doomed.end()
+
+
+class Held(nn.Module):
+    """Its forward reads what a script may set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model_of()
+        self.register_buffer("scale", torch.ones(3).double())
+        self.table, self.power = {"shift": 1.0}, 1
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (self.net(batch["x"]) * self.scale + self.table["shift"]) ** self.power
+
+
+def set_between(line: bool) -> list[torch.Tensor]:
+    model = Held()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if line:
+        memfit.wrap(model, optimizer, micro_batch=3, shard="parameters")
+    for step in range(3):
+        batch = {"x": torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double()}
+        optimizer.zero_grad()
+        out = model(batch)
+        model.scale = vars(model)["_buffers"]["scale"] * 2
+        model.table["shift"] += 1
+        model.power, batch["x"] = step, batch["x"] * 2
+        F.mse_loss(out, torch.ones_like(out)).backward()
+        optimizer.step()
+    return [each.clone() for each in model.state_dict().values()]
+
+
+def test_what_is_set_after_the_call_does_not_reach_sharded_forwards_either(two: Processes) -> None:
+    assert all(same(found, set_between(False)) for found in two.run(set_between, True))

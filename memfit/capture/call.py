@@ -156,7 +156,7 @@ class Call:
         remember_generators(flat(self.tree))
         if are_generators_known():  # a script may make a new one at each step
             remember_generators(value for module in modules_of(self.model) for value in vars(module).values())
-        self.attributes = None if is_sharded(self.model) else CallAttributes(modules_of(self.model))
+        self.attributes = CallAttributes(modules_of(self.model))
 
     @property
     def attributes_differ(self) -> bool:
