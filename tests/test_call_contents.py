@@ -23,8 +23,13 @@ class Settings:
         self.scale, self.nested = 2.0, {"powers": [1, 2]}
 
 
+GLOBALS = {"scale": 1.0}
+NUMBER, HELPER = 1.0, (lambda x: x + NUMBER)
+
+
 class Net(nn.Module):
     centre: Tensor
+    shared = 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +43,7 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.net(x) * self.table["deep"]["scale"] + self.centre + self.table["shift"] + self.items[0] * self.items[1]
         out = out * self.last[-1] + self.space.bias + self.plain
+        out = HELPER(out) * GLOBALS["scale"] * self.shared
         return out * self.settings.scale ** self.settings.nested["powers"][0]
 
 
@@ -70,6 +76,22 @@ def set_in_namespace(m: Net, step: int) -> None:
     m.space.bias = step
 
 
+def set_global(m: Net, step: int) -> None:
+    globals()["NUMBER"] = step + 2.0
+
+
+def replace_helper(m: Net, step: int) -> None:
+    globals()["HELPER"] = lambda x: x * (step + 2)
+
+
+def set_in_global(m: Net, step: int) -> None:
+    GLOBALS["scale"] += 1
+
+
+def set_class_attribute(m: Net, step: int) -> None:
+    Net.shared = step + 2.0
+
+
 def write_buffer(m: Net, step: int) -> None:
     m.centre.mul_(2)
 
@@ -83,6 +105,8 @@ def write_item(m: Net, step: int) -> None:
 
 
 def trained(change: Any, line: bool, *, after: str = "call") -> list[Any]:
+    GLOBALS["scale"], Net.shared = 1.0, 1.0
+    globals().update(NUMBER=1.0, HELPER=lambda x: x + NUMBER)
     model = Net()
     optimizer = SGD(model.parameters(), lr=0.01)
     if line:
@@ -105,7 +129,10 @@ def trained(change: Any, line: bool, *, after: str = "call") -> list[Any]:
     return [*losses, *left]
 
 
-SETS = [set_buffer, set_entry, set_deep_entry, replace_list, append, set_in_object, set_in_namespace]
+SETS = [
+    set_buffer, set_entry, set_deep_entry, replace_list, append, set_in_object, set_in_namespace, set_global, replace_helper,
+    set_in_global, set_class_attribute,
+]  # fmt: skip
 WRITES = [write_buffer, write_tensor, write_item]
 
 
@@ -123,6 +150,39 @@ def test_what_is_written_in_place_after_the_call_is_refused(change: Any) -> None
 @pytest.mark.parametrize("change", [*SETS, *WRITES], ids=lambda each: each.__name__)
 def test_between_steps_all_may_change(change: Any) -> None:
     assert trained(change, True, after="step") == pytest.approx(trained(change, False, after="step"), rel=1e-11)
+
+
+def closed_over(line: bool) -> list[float]:
+    scale, shifts = 1.0, [0.0]
+
+    class Closed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net, self.act = nn.Linear(7, 4).double(), (lambda x: x + shifts[-1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.net(x)) * scale
+
+    model, losses = Closed(), []
+    model.net.register_forward_hook(lambda module, inputs, out: out * scale)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    if line:
+        memfit.wrap(model, optimizer, micro_batch=5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        out = model(X)
+        scale += 1
+        shifts.append(scale)
+        loss = F.cross_entropy(out, Y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, scale, *shifts]
+
+
+def test_variables_of_functions_are_those_of_the_call() -> None:
+    assert closed_over(True) == pytest.approx(closed_over(False), rel=1e-11)
 
 
 class MakesLater(nn.Module):

@@ -1,13 +1,13 @@
 """What a script sets on a model between a call and its deferred run: attributes, buffers, submodules and hooks of modules, and
-what lies inside attributes. The run gets what was there at the call.
-
-Not covered: what a forward reads outside of its modules.
+what lies inside attributes; globals, variables and class attributes that their code names. The run gets what was there at the
+call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from itertools import chain, islice
 from operator import is_
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memfit.engine.call_contents import CallContents
+from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place
 from memfit.engine.version_checks import Keys
 
@@ -22,29 +23,37 @@ _TABLES = (
     "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
-_OTHERS = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs"}
-"""What modules keep for themselves. Modes and parameters are captured elsewhere."""
+_BASE = list(nn.Module().__dict__)
+_FIRST, _LAST = _BASE[0], _BASE[-1]
+_OTHERS = frozenset(_BASE) | {"_flat_weights", "_flat_weight_refs"}
+"""What modules keep for themselves. Modes and parameters are captured elsewhere. (The tables of a scripted or traced module are
+fixed, and no dictionaries.)"""
 Table = dict[Any, Any]
 
 
 class CallAttributes:
-    """The attributes, buffers, submodules and hooks of modules at a call, and the default dtype."""
+    """The attributes, buffers, submodules and hooks of modules at a call, what lies inside and what their code names, and the
+    default dtype."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], reads: ForwardReads) -> None:
         self._dtype = torch.get_default_dtype()
-        self._held = [module.__dict__ for module in modules]
-        self._attributes = [(each, each.copy()) for each in self._held]
-        self.contents = CallContents(self._held, _OTHERS)
-        tables = [table for each in self._held for table in _tables_of(each) if table]
-        self._tables = [(table, table.copy()) for table in (*tables, *self.contents.tables)]
+        held = [module.__dict__ for module in modules]
+        tables = [table for each in held for name in _TABLES if isinstance(table := each.get(name), dict)]
+        found = [table for table in tables if table]
+        self._empty = [table for table in tables if not table]
+        values = chain((value for each in held for value in _own(each)), (v for table in found for v in table.values()))
+        self.contents = CallContents(values, set(map(type, modules)), reads)
+        self._orders = {id(table) for table in tables}
+        self._attributes = [(each, each.copy()) for each in held]
+        self._tables = [(table, table.copy()) for table in (*found, *self.contents.tables)]
         self._lists = [(items, list(items)) for items in self.contents.lists]
 
     @contextmanager
     def put_back(self, moved: Keys) -> Iterator[None]:
         """Context in which they are as at the call, other than at these places, which the forward itself moves."""
         found = [(place, old) for place, old in self._differing() if place.key not in moved]
-        holders = {id(place.holder) for place, _ in found if isinstance(place, ItemPlace)}
-        orders = [(table, table.copy()) for each in self._held for table in _tables_of(each) if id(table) in holders]
+        holders = [place.holder for place, _ in found if isinstance(place, ItemPlace)]
+        orders = {id(table): (table, table.copy()) for table in holders if id(table) in self._orders}
         later = [(place, place.value()) for place, _ in found]
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
@@ -56,7 +65,7 @@ class CallAttributes:
             torch.set_default_dtype(dtype)
             for place, value in later:
                 place.put(value)
-            for table, order in orders:  # hooks and layers run in the order of their entries
+            for table, order in orders.values():  # hooks and layers run in the order of their entries
                 table.clear()
                 table.update(order)
 
@@ -70,21 +79,22 @@ class CallAttributes:
 
     def accept(self, written: Iterable[tuple[Place, Any]]) -> None:
         """Take over what another call's forward wrote where it was the same before."""
+        for table in [table for table in self._empty if table]:
+            self._tables.append((table, {}))
+        self._empty = [table for table in self._empty if not table]
         known = {id(now): before for now, before in (*self._attributes, *self._tables)}
-        for table in [table for each in self._held for table in _tables_of(each) if id(table) not in known]:
-            known[id(table)] = {}
-            self._tables.append((table, known[id(table)]))
         lists = {id(now): before for now, before in self._lists}
         for place, old in written:
             if isinstance(place, ContentsPlace):
                 before = lists.get(id(place.container))
                 if before is not None and _are_same(before, old):
                     before[:] = place.container
-                continue
-            assert isinstance(place, ItemPlace)
-            before = known.get(id(place.holder))
-            if before is not None and before.get(place.name, MISSING) is old:
-                ItemPlace(before, place.name, place.label).put(place.value())
+            elif self.contents.places.get(place.key, (None, MISSING))[1] is old:
+                self.contents.places[place.key] = place, place.value()
+            elif isinstance(place, ItemPlace):
+                before = known.get(id(place.holder))
+                if before is not None and before.get(place.name, MISSING) is old:
+                    ItemPlace(before, place.name, place.label).put(place.value())
 
     def _differing(self) -> Iterator[tuple[Place, Any]]:
         for now, before in self._attributes:
@@ -94,14 +104,20 @@ class CallAttributes:
         for now, before in self._lists:
             if not _are_same(now, before):
                 yield ContentsPlace(now, "a list"), before
-        known = {id(now) for now, _ in self._tables}
-        for table in [table for each in self._held for table in _tables_of(each) if table and id(table) not in known]:
-            yield from _differing(table, {})
+        for place, before in list(self.contents.places.values()):
+            if (now := place.value()) is not before and not _is_memfits(now) and not _is_memfits(before):
+                yield place, before
+        for table in self._empty:
+            if table:
+                yield from _differing(table, {})
 
 
-def _tables_of(attributes: Table) -> list[Table]:
-    """The buffers, submodules and hooks of a module. (Those of a scripted or traced one are fixed.)"""
-    return [table for name in _TABLES if isinstance(table := attributes.get(name), dict)]
+def _own(attributes: Table) -> Iterable[Any]:
+    """The values of a module's attributes, without those that `nn.Module` sets, in this order, before others."""
+    names = iter(attributes)
+    if next(names, None) == _FIRST and next(islice(names, len(_BASE) - 2, None), None) == _LAST:
+        return islice(attributes.values(), len(_BASE), None)
+    return [value for name, value in attributes.items() if name not in _OTHERS]
 
 
 def _differing(now: Table, before: Table, skipped: Set[str] = frozenset()) -> Iterator[tuple[ItemPlace, Any]]:

@@ -1,47 +1,43 @@
-"""What lies inside a model's attributes at a call: entries of dictionaries, items of lists, attributes of the script's own
-objects, and tensors that are no parameters. A deferred run gets what was there at the call; a tensor that was written in place
-since cannot be given back, so that the run is refused.
+"""What lies inside a model's attributes at a call, and inside what its code names: entries of dictionaries, items of lists,
+attributes of the script's own objects, and tensors that are no parameters. A deferred run gets what was there at the call; a
+tensor that was written in place since cannot be given back, so that the run is refused.
 
 Not covered: sets, objects of installed packages, and tensors written through `.data`.
 """
 
 from __future__ import annotations
 
-import weakref
-from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
-from memfit.engine.state_changes import LONG, SHARED, SIMPLE
-from memfit.engine.undo_state import is_installed
+from memfit.engine.forward_reads import ForwardReads
+from memfit.engine.places import Place
+from memfit.engine.state_changes import LONG
 from memfit.engine.version_checks import Keys, Modified, keys_of_values, named
 
-_WORTH: dict[tuple[Any, ...], Sequence[str]] = {}
 DEPTH = 3
-"""How many containers deep attributes are looked into."""
-_PLAIN = (*SHARED, nn.Module, torch.Tensor, str, bytes)
-_SCRIPTS: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+"""How many containers deep values are looked into."""
 
 
 class CallContents:
-    """The containers and tensors inside attributes of modules, as they were found."""
+    """The containers and tensors inside these values, and the places that their code names, as they were found."""
 
-    def __init__(self, attributes: Sequence[dict[str, Any]], skipped: frozenset[str]) -> None:
+    def __init__(self, values: Iterable[Any], code: Iterable[Any], reads: ForwardReads) -> None:
         self.tables: list[dict[Any, Any]] = []
         self.lists: list[list[Any] | deque[Any]] = []
+        self.places: dict[Any, tuple[Place, Any]] = {}
+        self._reads = reads
         self._tensors: dict[int, torch.Tensor] = {}
         self._seen: set[int] = set()
-        for held in attributes:
-            if buffers := held.get("_buffers"):
-                for tensor in buffers.values():
-                    self._look_at(tensor, 0)
-            for name in _worth_a_look(held, skipped):
-                self._look_at(held[name], DEPTH)
+        for each in code:
+            self._name(each)
+        kinds = reads.kinds
+        for value in values:
+            if kinds[type(value)]:
+                self._look_at(value, DEPTH)
         self._written: torch.Tensor | None = None
         self._versions = [(tensor, tensor._version) for tensor in self._tensors.values()]
 
@@ -62,18 +58,24 @@ class CallContents:
             raise Modified.of(named(self._written), "was written by the script after the call", when)
 
     def _look_at(self, value: Any, depth: int) -> None:
-        if type(value).__module__.startswith("memfit."):
-            return
-        if isinstance(value, torch.Tensor):
-            if not isinstance(value, nn.Parameter) and not value.is_inference():
+        kind = self._reads.kinds[type(value)]
+        if kind == "tensor":
+            if not value.is_inference():
                 self._tensors[id(value)] = value
-            return
-        if depth == 0 or isinstance(value, _PLAIN) or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        for item in self._items(value):
-            if type(item) not in SIMPLE:
-                self._look_at(item, depth - 1)
+        elif kind == "code":
+            self._name(value)
+        elif kind and depth and id(value) not in self._seen:
+            self._seen.add(id(value))
+            for item in self._items(value):
+                if self._reads.kinds[type(item)]:
+                    self._look_at(item, depth - 1)
+
+    def _name(self, code: Any) -> None:
+        for place in self._reads.places(code):
+            if place.key not in self.places:
+                value = place.value()
+                self.places[place.key] = place, value
+                self._look_at(value, DEPTH)
 
     def _items(self, value: Any) -> Iterable[Any]:
         if isinstance(value, dict) and len(value) <= LONG:
@@ -85,33 +87,8 @@ class CallContents:
         if isinstance(value, tuple):
             return value
         held = getattr(value, "__dict__", None)
-        if type(held) is not dict or callable(value) or not _is_scripts(type(value)):
+        if type(held) is not dict or callable(value):
             return ()
         self.tables.append(held)
+        self._name(type(value))
         return list(held.values())
-
-
-def _worth_a_look(held: dict[str, Any], skipped: frozenset[str]) -> Sequence[str]:
-    """Return the names of attributes that may hold others. Modules of a kind have the same."""
-    key = (*held, *map(type, held.values()))
-    names = _WORTH.get(key)
-    if names is None:
-        if len(_WORTH) >= LONG:
-            _WORTH.clear()
-        names = [name for name, value in held.items() if name not in skipped and _may_hold(value)]
-        _WORTH[key] = names
-    return names
-
-
-def _may_hold(value: Any) -> bool:
-    kind = type(value)
-    if kind in SIMPLE or isinstance(value, _PLAIN) or kind.__module__.startswith("memfit."):
-        return isinstance(value, torch.Tensor)
-    return isinstance(value, (dict, list, deque, tuple)) or (not callable(value) and _is_scripts(kind))
-
-
-def _is_scripts(kind: type) -> bool:
-    if kind not in _SCRIPTS:
-        data = issubclass(kind, (SimpleNamespace, Namespace)) or not is_installed(kind.__module__)
-        _SCRIPTS[kind] = data and not hasattr(kind, "__next__")  # iterators are drawn from, not set
-    return _SCRIPTS[kind]

@@ -98,10 +98,16 @@ class VariablePlace:
         return (id(self.cell),)
 
     def value(self) -> Any:
-        return self.cell.cell_contents
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # unassigned
+            return MISSING
 
     def put(self, value: Any) -> None:
-        self.cell.cell_contents = value
+        if value is not MISSING:
+            self.cell.cell_contents = value
+        elif self.value() is not MISSING:
+            del self.cell.cell_contents
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,7 +93,7 @@ class Script:
                         core.team.ranks.rest()  # its graph needs the all-gathered parameters
                     return output
             self._core.team.rest()
-        call.detach_from_script()
+        call.detach_from_script(self._passes.reads)
         self._say_backward_hooks()
         self._passes.waiting.add(call)
         if call.copies and not call.inputs.wanted and call.split is None:  # the script may go on with what its input is then

@@ -28,6 +28,7 @@ from memfit.capture.workloads import ExpressionWork
 from memfit.engine.accumulate import Work
 from memfit.engine.call_attributes import CallAttributes
 from memfit.engine.call_context import outside_transforms, without_inference_mode, without_saved_tensors_hooks
+from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.handover import Factor, Total, graph_is_kept, hand_over
 from memfit.engine.modules import modules_of
 from memfit.engine.random_state import RandomState
@@ -63,6 +64,7 @@ class ScriptPasses:
         self._about_to_hand_over = about_to_hand_over
         self.losses = self._losses = LossesOverRanks(core, batch_samples, lambda: self.busy)
         self._results = ResultShapes()
+        self.reads = ForwardReads()
         self._lines = {""}
         self._joint: Callable[[], Call | None] = lambda: None
         self._with_state: list[Call] = []  # waits even if the script drops its output
@@ -80,17 +82,18 @@ class ScriptPasses:
         """Context for micro-batches of a call. The script's hooks for saved tensors (a checkpoint around a loss counts them)
         do not see theirs, which are not part of the script's graph."""
         with self.aside(), call.as_called(), without_saved_tensors_hooks():
-            before = CallAttributes(modules_of(call.model))
+            others = [other for other in self.waiting if other.attributes is not None and other not in call.calls]
+            before = CallAttributes(modules_of(call.model), self.reads) if others else None
             try:
                 yield
             except BaseException:
                 self._with_state.clear()  # what failed is not run again because somebody reads what it left
                 self._awaited.release()
                 raise
-            written = before.written()
-        for other in list(self.waiting) if written else ():
-            if other.attributes is not None and other not in call.calls:
-                other.attributes.accept(written)
+            written = before.written() if before is not None else []
+        for other in others if written else ():
+            assert other.attributes is not None
+            other.attributes.accept(written)
         self.await_state()
 
     @contextmanager
