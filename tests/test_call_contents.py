@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +185,78 @@ def closed_over(line: bool) -> list[float]:
 
 def test_variables_of_functions_are_those_of_the_call() -> None:
     assert closed_over(True) == pytest.approx(closed_over(False), rel=1e-11)
+
+
+SLOPE, COUNTED = 1.0, {"n": 0}
+
+
+class Hooked(nn.Module):
+    """Code of its backward reads and writes globals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.net = nn.Linear(7, 7).double(), nn.Linear(7, 4).double()
+        self.prev: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h.register_hook(self.scaled)
+        return self.net(h)
+
+    def scaled(self, gradient: Tensor) -> Tensor:
+        COUNTED["n"] += len(gradient)
+        return gradient * SLOPE
+
+    def unrelated(self) -> Any:
+        return TOTAL
+
+
+TOTAL = torch.zeros(()).double()
+
+
+def hooked(line: bool) -> list[Any]:
+    model, found = Hooked(), []
+    globals().update(SLOPE=1.0, TOTAL=torch.zeros(()).double(), COUNTED={"n": 0})
+    optimizer = SGD(model.parameters(), lr=0.1)
+    if line:
+        memfit.wrap(model, optimizer, micro_batch=5)
+    for step in range(3):
+        optimizer.zero_grad()
+        out = model(X)
+        globals()["SLOPE"] = step + 2.0
+        COUNTED.clear()
+        COUNTED.update(b=0, n=0, a=0)
+        TOTAL.add_(len(X))
+        F.cross_entropy(out, Y).backward()
+        optimizer.step()
+        found += [model.first.weight.sum().item(), COUNTED["n"]]
+    return [*found, TOTAL.item()]
+
+
+def test_code_of_the_backward_reads_and_writes_what_is_there_then() -> None:
+    assert hooked(True) == pytest.approx(hooked(False), rel=1e-11)
+    assert list(COUNTED) == ["b", "n", "a"]
+
+
+@pytest.mark.parametrize("kept", ["loss", "out"])
+def test_an_attribute_with_the_last_graph_does_not_keep_earlier_calls(kept: str) -> None:
+    model = nn.Sequential(nn.Linear(7, 4)).double()
+    held: Any = model
+    optimizer, inputs = SGD(model.parameters(), lr=0.1), []
+    memfit.wrap(model, optimizer, micro_batch=5)
+    for _ in range(5):
+        optimizer.zero_grad()
+        x = X.clone()
+        inputs.append(weakref.ref(x))
+        out = model(x)
+        loss = F.cross_entropy(out, Y)
+        loss.backward()
+        optimizer.step()
+        held.prev = loss if kept == "loss" else out
+        del x, out, loss
+    gc.collect()
+    assert sum(each() is not None for each in inputs) <= 1
 
 
 class MakesLater(nn.Module):

@@ -22,7 +22,7 @@ from memfit.batches.tree import copied_tensors, flat, leaves, rebuild, tensors, 
 from memfit.capture.input_gradients import InputGradients
 from memfit.capture.outputs import Joining, Outputs, otherwise
 from memfit.engine.buffers import WrittenBuffers
-from memfit.engine.call_attributes import CallAttributes
+from memfit.engine.call_attributes import CallAttributes, Since
 from memfit.engine.call_context import (
     Autocast,
     autocast_now,
@@ -111,6 +111,7 @@ class Call:
         self._before_writes: Tree | None = None
         self._cut: Callable[[int, int], Tree] | None = None
         self._as_called = False
+        self._since: Since | None = None
 
     @cached_property
     def shapes(self) -> Shapes:
@@ -247,19 +248,21 @@ class Call:
 
     @contextmanager
     def as_called(self) -> Iterator[None]:
-        """Context manager for a pass: parameters require gradients and modules have the modes and attributes as when the call
-        was made. Raises Refused if parameters were replaced, or buffers written."""
+        """Context manager for a pass: parameters require gradients and modules have their modes as when the call was made, and
+        in forwards what the script has changed since is undone. Raises Refused if parameters were replaced, or buffers
+        written."""
         for each in self.calls:
             each._check_places()
             if each.attributes is not None:
                 each.attributes.contents.check(_CUTS, each.composition.keys)
-        before, self._as_called = self._as_called, True
-        attributes = nullcontext() if self.attributes is None else self.attributes.put_back(self.composition.keys)
+        before = self._as_called, self._since
+        self._as_called = True
+        self._since = None if self.attributes is None else self.attributes.since(self.composition.keys)
         try:
-            with requiring_as(self.requires), modes_as(self.modes), attributes:
+            with requiring_as(self.requires), modes_as(self.modes):
                 yield
         finally:
-            self._as_called = before
+            self._as_called, self._since = before
 
     def first(self, samples: int, *, backwards: bool = False) -> Call:
         """Return a call on copies of the first `samples` samples, in reverse order if `backwards` (not if only `split` can cut
@@ -289,7 +292,8 @@ class Call:
         """Run the model on these arguments (None: the call's own) in the call's modes and autocast and the current grad
         mode."""
         args, kwargs = self.tree if tree is None else tree
-        with nullcontext() if self._as_called else modes_as(self.modes), autocasting(self.autocast):
+        since = nullcontext() if self._since is None else self._since.undone()
+        with nullcontext() if self._as_called else modes_as(self.modes), autocasting(self.autocast), since:
             return self.plain(*args, **kwargs)
 
     def run(self, tree: Tree) -> list[Any]:

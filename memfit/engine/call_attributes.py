@@ -5,8 +5,8 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from operator import is_
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engine.call_contents import CallContents
+from memfit.engine.call_contents import CallContents, without_graph
 from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place
+from memfit.engine.undo_state import refilled
 from memfit.engine.version_checks import Keys
 
 _TABLES = (
@@ -43,44 +44,45 @@ class CallAttributes:
         self._empty = [table for table in tables if not table]
         values = chain((value for each in held for value in _own(each)), (v for table in found for v in table.values()))
         self.contents = CallContents(values, set(map(type, modules)), reads)
-        self._orders = {id(table) for table in tables}
-        self._attributes = [(each, each.copy()) for each in held]
+        self._attributes = [(each, each.copy()) for each in (*held, *self.contents.objects)]
         self._tables = [(table, table.copy()) for table in (*found, *self.contents.tables)]
         self._lists = [(items, list(items)) for items in self.contents.lists]
+        self._let_go_of(_is_memfits)
 
-    @contextmanager
-    def put_back(self, moved: Keys) -> Iterator[None]:
-        """Context in which they are as at the call, other than at these places, which the forward itself moves."""
-        found = [(place, old) for place, old in self._differing() if place.key not in moved]
-        holders = [place.holder for place, _ in found if isinstance(place, ItemPlace)]
-        orders = {id(table): (table, table.copy()) for table in holders if id(table) in self._orders}
-        later = [(place, place.value()) for place, _ in found]
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
-        for place, old in found:
-            place.put(old)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-            for place, value in later:
-                place.put(value)
-            for table, order in orders.values():  # hooks and layers run in the order of their entries
-                table.clear()
-                table.update(order)
+    def let_go(self) -> None:
+        """Let go of graphs that the script has left in attributes and globals, as no gradient reaches them any more. (The call
+        that such an output belongs to may hold an earlier one.)"""
+        self._let_go_of(lambda value: True)
+        self.contents.let_go()
+
+    def _let_go_of(self, chosen: Callable[[Any], bool]) -> None:
+        if not self.contents.have_graphs:
+            return
+        for _, before in (*self._attributes, *self._tables):
+            before.update({name: without_graph(value) for name, value in before.items() if chosen(value)})
+        for _, items in self._lists:
+            items[:] = [without_graph(value) if chosen(value) else value for value in items]
+
+    def since(self, moved: Keys) -> Since | None:
+        """Return what is different now, other than at these places, which the forward itself moves; None if nothing is."""
+        tables = [(table, before) for table, before in self._all_tables() if _moves(table, before, moved)]
+        places = [(place, old) for place, old in self._other_places() if place.key not in moved]
+        if not tables and not places and self._dtype == torch.get_default_dtype():
+            return None
+        return Since(self._dtype, tables, places, moved)
 
     def differ(self, moved: Keys) -> bool:
         """Whether anything is different now, other than at these places."""
-        return self._dtype != torch.get_default_dtype() or any(place.key not in moved for place, _ in self._differing())
+        return self.since(moved) is not None
 
     def written(self) -> list[tuple[Place, Any]]:
         """Return what is different now, with what it was."""
-        return list(self._differing())
+        entries = (each for table, before in self._all_tables() for each in _differing(table, before))
+        return [*entries, *self._other_places()]
 
     def accept(self, written: Iterable[tuple[Place, Any]]) -> None:
         """Take over what another call's forward wrote where it was the same before."""
-        for table in [table for table in self._empty if table]:
-            self._tables.append((table, {}))
+        self._tables = list(self._all_tables())
         self._empty = [table for table in self._empty if not table]
         known = {id(now): before for now, before in (*self._attributes, *self._tables)}
         lists = {id(now): before for now, before in self._lists}
@@ -89,27 +91,83 @@ class CallAttributes:
                 before = lists.get(id(place.container))
                 if before is not None and _are_same(before, old):
                     before[:] = place.container
-            elif self.contents.places.get(place.key, (None, MISSING))[1] is old:
-                self.contents.places[place.key] = place, place.value()
+            elif place.key in self.contents.places:
+                if self.contents.places[place.key][1] is old:
+                    self.contents.places[place.key] = place, place.value()
             elif isinstance(place, ItemPlace):
                 before = known.get(id(place.holder))
                 if before is not None and before.get(place.name, MISSING) is old:
                     ItemPlace(before, place.name, place.label).put(place.value())
 
-    def _differing(self) -> Iterator[tuple[Place, Any]]:
+    def _all_tables(self) -> Iterator[tuple[Table, Table]]:
+        yield from self._tables
+        for table in self._empty:
+            if table:
+                yield table, {}
+
+    def _other_places(self) -> Iterator[tuple[Place, Any]]:
         for now, before in self._attributes:
             yield from _differing(now, before, _OTHERS)
-        for now, before in self._tables:
-            yield from _differing(now, before)
         for now, before in self._lists:
             if not _are_same(now, before):
                 yield ContentsPlace(now, "a list"), before
-        for place, before in list(self.contents.places.values()):
+        for place, before in self.contents.places.values():
             if (now := place.value()) is not before and not _is_memfits(now) and not _is_memfits(before):
                 yield place, before
-        for table in self._empty:
-            if table:
-                yield from _differing(table, {})
+
+
+class Since:
+    """What the script has changed since a call. A forward runs as if it had not: code of its backward, as hooks, reads what the
+    script has set, as in plain PyTorch."""
+
+    def __init__(
+        self, dtype: torch.dtype, tables: list[tuple[Table, Table]], places: list[tuple[Place, Any]], moved: Keys
+    ) -> None:
+        self._dtype, self._tables, self._places, self._moved = dtype, tables, places, moved
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Context for one forward. What the forward itself changes stays."""
+        with ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
+            for place, old in self._places:
+                stack.callback(_give_back, place, old, place.value())
+                place.put(old)
+            for table, before in self._tables:
+                later, given = table.copy(), self._as_before(table, before)
+                stack.callback(_give_table_back, table, given, later)
+                refilled(table, given)
+            yield
+
+    def _as_before(self, table: Table, before: Table) -> Table:
+        """The entries of before, in their order, but those that the forward itself moves, and memfit's own."""
+        found = dict(before)
+        for key in (*before, *(key for key in table if key not in before)):
+            old, now = before.get(key, MISSING), table.get(key, MISSING)
+            if (id(table), key) in self._moved or _is_memfits(old) or _is_memfits(now):
+                ItemPlace(found, key, "").put(now)
+        return found
+
+
+def _give_back(place: Place, given: Any, later: Any) -> None:
+    if isinstance(place, ContentsPlace) or place.value() is given:
+        place.put(later)
+
+
+def _give_table_back(table: Table, given: Table, later: Table) -> None:
+    found = dict(later)
+    for place, _ in _differing(table, given):
+        ItemPlace(found, place.name, "").put(place.value())
+    refilled(table, found)
+
+
+def _moves(table: Table, before: Table, moved: Keys) -> bool:
+    """Whether a table differs, other than at these places. (Hooks and layers run in the order of their entries.)"""
+    if _are_same_values(table, before):
+        return False
+    in_order = [key for key in table if key in before] == [key for key in before if key in table]
+    return not in_order or any(place.key not in moved for place, _ in _differing(table, before))
 
 
 def _own(attributes: Table) -> Iterable[Any]:
@@ -122,12 +180,16 @@ def _own(attributes: Table) -> Iterable[Any]:
 
 def _differing(now: Table, before: Table, skipped: Set[str] = frozenset()) -> Iterator[tuple[ItemPlace, Any]]:
     """Yield each entry that is another object now, with what it was."""
-    if len(now) == len(before) and all(map(is_, now.values(), before.values())):
+    if _are_same_values(now, before):
         return
-    for name in (now.keys() | before.keys()) - skipped:
+    for name in [name for name in (*before, *(name for name in now if name not in before)) if name not in skipped]:
         old, new = before.get(name, MISSING), now.get(name, MISSING)
         if old is not new and not _is_memfits(old) and not _is_memfits(new):
             yield ItemPlace(now, name, str(name)), old
+
+
+def _are_same_values(now: Table, before: Table) -> bool:
+    return len(now) == len(before) and all(map(is_, now.values(), before.values()))
 
 
 def _are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:

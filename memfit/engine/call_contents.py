@@ -8,36 +8,42 @@ Not covered: sets, objects of installed packages, and tensors written through `.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from memfit.engine.forward_reads import ForwardReads
-from memfit.engine.places import Place
+from memfit.engine.forward_reads import CodeWalk, ForwardReads
 from memfit.engine.state_changes import LONG
 from memfit.engine.version_checks import Keys, Modified, keys_of_values, named
 
 DEPTH = 3
 """How many containers deep values are looked into."""
+MOST = 2 * LONG
+"""How many values are looked at in all."""
 
 
 class CallContents:
-    """The containers and tensors inside these values, and the places that their code names, as they were found."""
+    """The containers and tensors inside these values of a model, and the places that its code names, as they were found."""
 
     def __init__(self, values: Iterable[Any], code: Iterable[Any], reads: ForwardReads) -> None:
         self.tables: list[dict[Any, Any]] = []
+        self.objects: list[dict[str, Any]] = []
         self.lists: list[list[Any] | deque[Any]] = []
-        self.places: dict[Any, tuple[Place, Any]] = {}
-        self._reads = reads
+        self._kinds, self._walk = reads.kinds, CodeWalk(reads)
         self._tensors: dict[int, torch.Tensor] = {}
         self._seen: set[int] = set()
+        self._looked_at = 0
+        self.have_graphs = False
+        self._look_into(values)
         for each in code:
-            self._name(each)
-        kinds = reads.kinds
-        for value in values:
-            if kinds[type(value)]:
-                self._look_at(value, DEPTH)
+            self._walk.add(each)
+        self._walk.run()
+        while self._walk.values:  # whose classes have methods, which may name more
+            found, self._walk.values = self._walk.values, []
+            self._look_into(found)
+            self._walk.run()
+        self.places = self._walk.places
         self._written: torch.Tensor | None = None
         self._versions = [(tensor, tensor._version) for tensor in self._tensors.values()]
 
@@ -51,44 +57,65 @@ class CallContents:
         """Take the tensors as they are now: memfit wrote them."""
         self._versions = [(tensor, tensor._version) for tensor, _ in self._versions]
 
+    def let_go(self) -> None:
+        """Let go of graphs, which no gradient reaches any more."""
+        self.places = {key: (place, without_graph(value)) for key, (place, value) in self.places.items()}
+        self._tensors = {}
+        self._versions = [(tensor, version) for tensor, version in self._versions if tensor.grad_fn is None]
+
     def check(self, when: str, moved: Keys) -> None:
         """Raise Modified if the script has written a tensor in place."""
         self.look(moved)
         if self._written is not None:
             raise Modified.of(named(self._written), "was written by the script after the call", when)
 
-    def _look_at(self, value: Any, depth: int) -> None:
-        kind = self._reads.kinds[type(value)]
+    def _look_into(self, values: Iterable[Any]) -> None:
+        kinds = self._kinds
+        level = [value for value in values if kinds[type(value)]]
+        for _ in range(DEPTH + 1):
+            level = [item for value in level for item in self._items(value) if kinds[type(item)]]
+
+    def _items(self, value: Any) -> Sequence[Any]:
+        kind = self._kinds[type(value)]
         if kind == "tensor":
+            self.have_graphs = self.have_graphs or value.grad_fn is not None
             if not value.is_inference():
                 self._tensors[id(value)] = value
+        elif kind == "ours":
+            self.have_graphs = True
         elif kind == "code":
-            self._name(value)
-        elif kind and depth and id(value) not in self._seen:
+            self._walk.add(value)
+        elif id(value) not in self._seen:
             self._seen.add(id(value))
-            for item in self._items(value):
-                if self._reads.kinds[type(item)]:
-                    self._look_at(item, depth - 1)
+            found = self._inside(value)
+            self._looked_at += len(found)
+            return found
+        return ()
 
-    def _name(self, code: Any) -> None:
-        for place in self._reads.places(code):
-            if place.key not in self.places:
-                value = place.value()
-                self.places[place.key] = place, value
-                self._look_at(value, DEPTH)
-
-    def _items(self, value: Any) -> Iterable[Any]:
-        if isinstance(value, dict) and len(value) <= LONG:
-            self.tables.append(value)
-            return list(value.values())
-        if isinstance(value, (list, deque)) and len(value) <= LONG:
-            self.lists.append(value)
+    def _inside(self, value: Any) -> Sequence[Any]:
+        if isinstance(value, (dict, list, deque, tuple)):
+            if len(value) > LONG or self._looked_at > MOST:
+                return ()
+            if isinstance(value, dict):
+                self.tables.append(value)
+                return list(value.values())
+            if not isinstance(value, tuple):
+                self.lists.append(value)
             return list(value)
-        if isinstance(value, tuple):
-            return value
         held = getattr(value, "__dict__", None)
-        if type(held) is not dict or callable(value):
+        if type(held) is not dict:
             return ()
-        self.tables.append(held)
-        self._name(type(value))
+        self.objects.append(held)
+        self._walk.add(type(value))
         return list(held.values())
+
+
+def without_graph(value: Any) -> Any:
+    """Return a tensor without its graph; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+        return value
+    return Ours() if type(value).__module__.startswith("memfit.") else value.detach()
+
+
+class Ours:
+    """Stands for an output that memfit answers for, which is never put back."""

@@ -1,7 +1,8 @@
-"""What a forward may read besides its arguments and its modules' entries: globals that the script's code names, variables of
-closures, class attributes, and what lies inside of values.
+"""What a forward may read besides its arguments and its modules' attributes: globals that the script's code names, variables of
+closures, and class attributes.
 
-Found by class and by function, once per wrapped model: a global that a function names only after it was replaced is not found.
+Followed from forward, hooks and functions in attributes to the functions and methods that these name. Not followed: code of
+installed packages, and names that are made up at run time.
 """
 
 from __future__ import annotations
@@ -10,129 +11,175 @@ import dis
 import enum
 import functools
 import types
-import weakref
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from memfit.engine.places import MISSING, AttributePlace, ItemPlace, Place, VariablePlace
-from memfit.engine.state_changes import LONG, SHARED, SIMPLE, is_data
+from memfit.engine.places import AttributePlace, ItemPlace, Place, VariablePlace
+from memfit.engine.state_changes import LONG, SHARED, SIMPLE
 from memfit.engine.undo_state import is_installed
 
 _PLAIN = (*SHARED, nn.Module, nn.Parameter, str, bytes)
+_NOT_CALLED = frozenset(("__init__", "__new__", "__repr__", "__str__", "__del__", "__init_subclass__", "__setstate__"))
+"""Methods with a name of Python's that a forward does not call. It may call others without naming them."""
+
+
+class Names(NamedTuple):
+    """What code names."""
+
+    globals: tuple[str, ...]
+    others: frozenset[str]
+    """Attributes, and words that may be given to `getattr`."""
 
 
 class ForwardReads:
-    """What is known of classes and functions that a model's values have."""
+    """What is known of code and types, once per wrapped model. Nothing of it refers to values of the script."""
 
     def __init__(self) -> None:
         self.kinds = _Kinds()
-        # A script may make a function at every step, whose variables hold tensors.
-        self._places: weakref.WeakKeyDictionary[Any, tuple[Place, ...]] = weakref.WeakKeyDictionary()
+        self.roots = {"forward"}
+        self._names: dict[int, tuple[types.CodeType, Names]] = {}
+        self._installed: dict[str, bool] = {}
 
-    def places(self, code: Any) -> tuple[Place, ...]:
-        """Return the places that a class or a function reads by name."""
-        while not isinstance(code, type) and (inner := getattr(code, "__func__", None) or getattr(code, "func", None)):
-            code = inner
-        if not isinstance(code, (type, types.FunctionType)):
-            return ()
-        found = self._places.get(code)
+    def names(self, code: types.CodeType) -> Names:
+        """Return what code and its inner functions name."""
+        found = self._names.get(id(code))
         if found is None:
-            walk = _Walk()
-            walk.look(code)
-            found = self._places[code] = tuple(walk.found)
+            if len(self._names) >= LONG:
+                self._names.clear()
+            found = self._names[id(code)] = code, _names_in(code)
+        return found[1]
+
+    def is_installed(self, module: Any) -> bool:
+        """Whether a module is not the script's."""
+        if type(module) is not str or module == "__main__":
+            return False
+        found = self._installed.get(module)
+        if found is None:
+            found = self._installed[module] = is_installed(module)
         return found
 
 
 class _Kinds(dict[type, str]):
-    """What is to be looked at in values of a type: a "tensor", "items", "code", or "" for nothing."""
+    """What is to be looked at in values of a type: a "tensor", "items", "code", memfit's "ours", or "" for nothing."""
 
     def __missing__(self, kind: type) -> str:
-        if len(self) >= LONG:
-            self.clear()
-        found = self[kind] = _look_of(kind)
+        found = _look_of(kind)
+        if is_installed(kind.__module__):  # a class that a script makes at every step may hold tensors
+            self[kind] = found
         return found
 
 
 def _look_of(kind: type) -> str:
     if issubclass(kind, torch.Tensor):
-        return "" if issubclass(kind, nn.Parameter) or kind.__module__.startswith("memfit.") else "tensor"
+        ours = "ours" if kind.__module__.startswith("memfit.") else "tensor"
+        return "" if issubclass(kind, nn.Parameter) else ours
     if issubclass(kind, (types.FunctionType, types.MethodType, functools.partial)):
         return "code"
     if kind in SIMPLE or issubclass(kind, _PLAIN) or kind.__module__.startswith("memfit."):
         return ""
-    if issubclass(kind, (dict, list, deque, tuple)):
+    if issubclass(kind, (dict, list, deque, tuple, SimpleNamespace, Namespace)):
         return "items"
-    return "items" if is_scripts(kind) and not hasattr(kind, "__next__") else ""  # iterators are drawn from, not set
+    draws = any("__next__" in vars(base) for base in kind.__mro__)  # iterators are drawn from, not set
+    return "" if draws or is_installed(kind.__module__) else "items"
 
 
-def is_scripts(kind: type) -> bool:
-    """Whether values of this type hold data of the script."""
-    return issubclass(kind, (SimpleNamespace, Namespace)) or not is_installed(kind.__module__)
+class CodeWalk:
+    """Follows the script's code. `places` are what it reads, with the value of each; `values` those not yet looked into."""
 
-
-class _Walk:
-    """Follows the script's code from function to function."""
-
-    def __init__(self) -> None:
-        self.found: list[Place] = []
+    def __init__(self, reads: ForwardReads) -> None:
+        self.places: dict[Any, tuple[Place, Any]] = {}
+        self.values: list[Any] = []
+        self._reads = reads
+        self._functions: deque[types.FunctionType] = deque()
         self._seen: set[int] = set()
+        self._names: set[str] = set(reads.roots)
+        self._named = 0
+        self._classes: dict[type, None] = {}
+        self._modules: dict[types.ModuleType, None] = {}
 
-    def look(self, value: Any) -> None:
-        """Add the places that a class, a function or a method reads, and that those read which it names."""
-        if id(value) in self._seen:
+    def add(self, value: Any) -> None:
+        """Follow a function, a method, or a class as far as its methods are named."""
+        while isinstance(value, (types.MethodType, functools.partial)):
+            value = value.__func__ if isinstance(value, types.MethodType) else value.func
+        if isinstance(value, types.FunctionType):
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._functions.append(value)
+        elif isinstance(value, type) and value not in self._classes and not issubclass(value, enum.Enum):
+            if not self._reads.is_installed(value.__module__):
+                self._classes[value] = None
+                self._named = 0
+
+    def run(self) -> None:
+        """Follow all that was added."""
+        while self._functions or self._named < len(self._names):
+            while self._functions:
+                self._function(self._functions.popleft())
+            self._named = len(self._names)
+            for kind in list(self._classes):
+                self._class(kind)
+            for module in list(self._modules):
+                self._read(ItemPlace(vars(module), name, name) for name in sorted(self._names & vars(module).keys()))
+
+    def _function(self, function: types.FunctionType) -> None:
+        cells = function.__closure__ or ()
+        if self._reads.is_installed(function.__globals__.get("__name__")):  # a package's wrapper around the script's function
+            held = [VariablePlace(cell, "").value() for cell in cells] if hasattr(function, "__wrapped__") else []
+            for value in (*held, getattr(function, "__wrapped__", None)):
+                self.add(value)
             return
-        self._seen.add(id(value))
-        if isinstance(value, type):
-            self._class(value)
-        elif isinstance(value, types.FunctionType):
-            self._function(value)
-        elif isinstance(value, types.MethodType):
-            self.look(value.__func__)
-        elif isinstance(value, functools.partial):
-            self.look(value.func)
-        elif isinstance(value, types.ModuleType) and not is_installed(value.__name__):
-            self._add(ItemPlace(vars(value), name, name) for name, held in list(vars(value).items()) if is_data(name, held))
+        named, known = self._reads.names(function.__code__), function.__globals__
+        self._names |= named.others
+        self._read(VariablePlace(cell, "a variable") for cell in cells)
+        self._read(ItemPlace(known, name, name) for name in named.globals if name in known)
+        self.values += function.__defaults__ or ()
 
     def _class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if is_installed(base.__module__) or issubclass(base, enum.Enum):
+            if self._reads.is_installed(base.__module__):
                 continue
             for name, item in list(vars(base).items()):
-                if isinstance(item, (staticmethod, classmethod)):
-                    self.look(item.__func__)
-                elif isinstance(item, property):
-                    self.look(item.fget)
-                elif isinstance(item, types.FunctionType):
-                    self.look(item)
-                elif not name.startswith("__") and not hasattr(type(item), "__get__"):
-                    self._add([AttributePlace(base, name, f"{base.__name__}.{name}")])
+                called = name in self._names or (name.startswith("__") and name not in _NOT_CALLED)
+                if called and isinstance(item, (staticmethod, classmethod)):
+                    self.add(item.__func__)
+                elif called and isinstance(item, property):
+                    self.add(item.fget)
+                elif called and isinstance(item, (types.FunctionType, functools.partial)):
+                    self.add(item)
+                elif name in self._names and not name.startswith("__") and not hasattr(type(item), "__get__"):
+                    # A subclass may get one of its own.
+                    self._read(AttributePlace(each, name, f"{each.__name__}.{name}") for each in {base, kind})
 
-    def _function(self, function: types.FunctionType) -> None:
-        known = function.__globals__
-        if is_installed(known.get("__name__")):
-            return
-        self._add(VariablePlace(cell, "a variable") for cell in function.__closure__ or ())
-        self._add(ItemPlace(known, name, name) for name in sorted(set(_globals_in(function.__code__))) if name in known)
-
-    def _add(self, places: Iterable[Place]) -> None:
+    def _read(self, places: Iterable[Place]) -> None:
         for place in places:
+            if place.key in self.places:
+                continue
             value = place.value()
-            if value is not MISSING and not isinstance(value, (types.ModuleType, type)):
-                self.found.append(place)
-            self.look(value)
+            if isinstance(value, types.ModuleType):
+                if not self._reads.is_installed(value.__name__) and value not in self._modules:
+                    self._modules[value] = None
+                    self._named = 0
+            elif not isinstance(value, type):
+                self.places[place.key] = place, value
+                self.values.append(value)
+            self.add(value)
 
 
-def _globals_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the globals that code and its inner functions read. (`co_names` has attributes, too.)"""
-    for each in dis.get_instructions(code):
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield each.argval
+def _names_in(code: types.CodeType) -> Names:
+    codes = list(_inner(code))
+    found = {each.argval for one in codes for each in dis.get_instructions(one) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    words = {each for one in codes for each in one.co_consts if type(each) is str and each.isidentifier()}
+    return Names(tuple(sorted(found)), frozenset(words.union(*(one.co_names for one in codes))))
+
+
+def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _globals_in(constant)
+            yield from _inner(constant)

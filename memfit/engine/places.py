@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -110,6 +111,17 @@ class VariablePlace:
             del self.cell.cell_contents
 
 
+def refill(container: list[Any] | deque[Any], items: Sequence[Any]) -> None:
+    """Set the items, of a script's own class too, one by one where their number stays (it may be looping over them)."""
+    kind: Any = list if isinstance(container, list) else deque
+    if len(container) == len(items):
+        for i, item in enumerate(items):
+            kind.__setitem__(container, i, item)
+    else:
+        kind.clear(container)
+        kind.extend(container, items)
+
+
 @dataclass(frozen=True, eq=False)
 class ContentsPlace:
     """The items of a list or a deque."""
@@ -125,8 +137,7 @@ class ContentsPlace:
         return list(self.container)
 
     def put(self, value: Any) -> None:
-        self.container.clear()
-        self.container.extend(value)
+        refill(self.container, value)
 
 
 @dataclass(frozen=True, eq=False)

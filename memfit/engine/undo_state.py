@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from memfit.engine.places import MISSING, ArrayPlace, AttributePlace, BytesPlace, Place, TensorPlace, VariablePlace
+from memfit.engine.places import MISSING, ArrayPlace, AttributePlace, BytesPlace, Place, TensorPlace, VariablePlace, refill
 from memfit.engine.random_state import is_generator, read_generator, remember_generators, write_generator
 from memfit.engine.rewindable import Rewound, go_back, position_of, rewound_of, untouched
 from memfit.engine.state_changes import (
@@ -108,8 +108,7 @@ def refilled(container: Any, items: Any) -> None:
     """Restore the contents of a container if they changed."""
     if isinstance(container, (list, deque)):
         if len(container) != len(items) or any(a is not b for a, b in zip(container, items)):
-            container.clear()
-            container.extend(items)
+            refill(container, items)
     elif isinstance(container, dict):
         if list(container) != list(items) or any(container[key] is not items[key] for key in items):
             kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # it keeps its own order

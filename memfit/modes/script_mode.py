@@ -93,6 +93,7 @@ class Script:
                         core.team.ranks.rest()  # its graph needs the all-gathered parameters
                     return output
             self._core.team.rest()
+        self._passes.reads.roots.add(name)
         call.detach_from_script(self._passes.reads)
         self._say_backward_hooks()
         self._passes.waiting.add(call)

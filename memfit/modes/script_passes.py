@@ -381,6 +381,8 @@ class ScriptPasses:
                     self._about_to_hand_over(receivers)
                     for each in () if graph_is_kept() else call.calls:
                         each.pending -= 1
+                        if each.attributes is not None and not each.pending:
+                            each.attributes.let_go()
 
                 for each in call.calls:
                     each.pending += 1

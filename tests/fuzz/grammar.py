@@ -161,6 +161,10 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("backward", lambda c: c["backward"] == "scaler" and (c["gradients"] != "none" or c["optimizers"] != "one" or c["accumulation"] != "none")),
     _loses("target", lambda c: c["target"] == "double" and c["loader"] == "drop_last"),  # the data set may be smaller
     _loses("inputs", lambda c: _words(c) or _owns("pack")(c)),
+    _loses("between", lambda c: "entries" in the(c, "between").tags and (c["inputs"] != "entries" or c["calls"] not in ("one", "sum_of_two"))),
+    _loses("terms", lambda c: c["terms"] == "entry" and (c["inputs"] != "entries" or c["calls"] != "one")),
+    _loses("between", lambda c: c["between"] == "entry_dropped" and c["terms"] == "entry"),
+    _loses("inputs", lambda c: c["inputs"] in ("same", "entries") and ("lambda" in _text(c, "calls") or c["calls"] == "adversarial")),
     _loses("loss", lambda c: _tokens(c) and "tokens" not in the(c, "loss").tags),
     _loses("loss", lambda c: not _tokens(c) and "unflat" in the(c, "loss").tags),
     _loses("outside", lambda c: _words(c) and c["outside"] == "prompt"),
@@ -260,6 +264,10 @@ def settled(choices: Choices, keep: str = "") -> Choices:
 
 
 COMPANIONS: dict[str, Choices] = {
+    "terms=entry": {"inputs": "entries"},
+    "between=entry_set": {"inputs": "entries"},
+    "between=entry_read": {"inputs": "entries"},
+    "between=entry_dropped": {"inputs": "entries"},
     "terms=aux": {"pack": "tuple"},
     "terms=aux_ce": {"pack": "dict"},
     "loss=ce_transposed": {"body": "tokens"},

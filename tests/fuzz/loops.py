@@ -147,6 +147,22 @@ judging.step()
 loss = F.softplus(-judge(out)).mean()
 """,
     ),
+    "gan_of_two": piece(
+        "owns",
+        setup="""
+judge = nn.Linear(CLASSES, 1).double()
+judging = torch.optim.SGD(judge.parameters(), lr=0.05)
+#: import memfit
+#: memfit.wrap(judge, judging, micro_batch=3)
+""",
+        call="out = «x»",
+        loss="""
+judging.zero_grad()
+(F.softplus(judge(out.detach())) + F.softplus(-judge(goal))).mean().backward()
+judging.step()
+loss = F.softplus(-judge(out)).mean()
+""",
+    ),
     "two_models": piece(
         setup="second = copy.deepcopy(model)", params="*second.parameters()", call="out = «x»\nother = second«x»",
         terms="loss = loss + F.mse_loss(out, other)",
@@ -181,6 +197,7 @@ TERMS = {
     "l1_parameters": piece(terms="loss = loss + 1e-3 * sum((p.pow(2) + 1e-4).sqrt().sum() for p in model.parameters())"),
     "aux": piece("aux", terms="loss = loss + 0.1 * aux.pow(2).mean()"),
     "aux_ce": piece("aux", terms="loss = loss + F.cross_entropy(aux.reshape(-1, 2), (y != 0).long().reshape(-1))"),
+    "entry": piece("entries", terms='loss = loss + 0.1 * given["h"].pow(2).mean()'),
     "entropy": piece(terms="loss = loss - 0.01 * -(out.softmax(-1) * F.log_softmax(out, -1)).sum(-1).mean()"),
 }
 
@@ -306,6 +323,35 @@ BETWEEN = {
         setup="model.gain = 1.0\nmodel.head.register_forward_hook(lambda module, args, out: out * model.gain)",
         before="model.gain = 0.5 + 0.1 * step", metrics="model.gain = 1.0",
     ),
+    "global_set": piece(
+        setup="GAIN = 1.0\nmodel.head.register_forward_hook(lambda module, args, out: out * GAIN)", metrics="GAIN += 0.25"
+    ),
+    "class_set": piece(
+        setup="Net.gain = 1.0\nmodel.head.register_forward_hook(lambda module, args, out: out * model.gain)",
+        metrics="Net.gain = 0.75 + 0.1 * step",
+    ),
+    "table_set": piece(
+        setup='model.table = {"gain": [1.0]}\nmodel.head.register_forward_hook(lambda module, args, out: out * model.table["gain"][0])',
+        metrics='model.table["gain"][0] += 0.25',
+    ),
+    "buffer_set": piece(
+        setup="""
+model.register_buffer("gain", torch.ones(()).double())
+model.head.register_forward_hook(lambda module, args, out: out * model.gain)
+""",
+        metrics="model.gain = model.gain * 1.1",
+    ),
+    "buffer_written": piece(
+        "writes",
+        setup="""
+model.register_buffer("gain", torch.ones(()).double())
+model.head.register_forward_hook(lambda module, args, out: out * model.gain)
+""",
+        metrics="model.gain.mul_(1.1)",
+    ),
+    "entry_set": piece("entries", metrics='given["x"] = given["x"] * 3.0'),
+    "entry_read": piece("entries", metrics='print("entry", given["h"].mean().item(), given["x"].sum().item(), sorted(given))'),
+    "entry_dropped": piece("entries", metrics='given.clear()'),
     "hook_around": piece(
         before="handle = model.head.register_forward_hook(lambda module, args, out: out * 0.5)", metrics="handle.remove()"
     ),

@@ -258,21 +258,24 @@ INPUTS = {
     "one": piece(),
     "two": piece("two", forward="x = x + 0.5 * z"),
     "keyword": piece("two", "keyword", forward="x = x + 0.5 * z"),
+    "same": piece("same", forward="x = x * (1.5 if z is x else 0.5)"),
+    "entries": piece("entries", forward='given, x = x, x["x"]\ngiven["x"] = x / 2'),
 }
 
 
 def model_source(body: dict[str, str], twist: dict[str, str], state: dict[str, str], pack: dict[str, str], *,
-                 two: bool, owns: bool, pair: bool, classes: int, block: bool) -> str:  # fmt: skip
+                 inputs: str, owns: bool, pair: bool, classes: int, block: bool) -> str:  # fmt: skip
     """The class of the model; with `block`, what it does between body and head is a module of its own."""
     inner = ""
     if block:
         inner, twist, state = _block(twist, state), {"init": "self.inner = Inner()", "forward": "h = self.inner(x, h)"}, {}
     heads = [f"self.head = nn.Linear(4, {classes})"] + (["self.other = nn.Linear(4, 2)"] if pair else [])
     init = "\n".join(filter(None, [part.get("init", "").strip("\n") for part in (body, twist, state)] + heads))
-    steps = [INPUTS["two"].lines["forward"] if two else "", body["forward"], twist.get("forward", ""), state.get("forward", "")]
+    steps = [INPUTS[inputs].lines.get("forward", ""), body["forward"], twist.get("forward", ""), state.get("forward", "")]
+    steps += ['given["h"] = h'] if inputs == "entries" else []
     steps += ["out = self.head(h)"] + (["aux = self.other(h)"] if pair else []) + [f"return {pack['returns']}"]
     forward = "\n".join(step.strip("\n") for step in steps if step.strip())
-    arguments = "x" + (", z" if two else "") + (", y" if owns else "")
+    arguments = "x" + (", z" if inputs in ("two", "keyword", "same") else "") + (", y" if owns else "")
     return inner + _class("Net", init, arguments, forward)
 
 

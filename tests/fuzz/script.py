@@ -42,7 +42,7 @@ def steps_by_itself(choices: Choices) -> bool:
     simple = {"metrics": "none", "between": "none", "backward": "once", "zero": "first", "accumulation": "none"}
     if any(choices[name] != option for name, option in simple.items()) or "own" == choices["optimised"] or choices["optimizers"] != "one":
         return False
-    if choices["calls"] in ("input_gradient", "each_backward") or "rand" in the(choices, "calls").lines.get("call", ""):  # draws of a batch that is cut are others
+    if choices["calls"] in ("input_gradient", "each_backward", "gan_of_two") or "rand" in the(choices, "calls").lines.get("call", ""):  # draws of a batch that is cut are others
         return False
     if "stepped" in the(choices, "arithmetic").lines:  # which reads what the loop computed
         return False
@@ -65,7 +65,7 @@ class _Writer:
         self.micro = choices["micro"] if micro is None else str(micro)
         self.kind = kind(choices)
         self.tokens = "tokens" in the(choices, "body").tags
-        self.two = choices["inputs"] != "one"
+        self.two = "two" in the(choices, "inputs").tags
         self.owns = "owns" in the(choices, "pack").tags
         self.classes = 7 if self.tokens else 3
         self.sections = {name: self._section(name) for name in SECTIONS}
@@ -126,8 +126,7 @@ class _Writer:
     def _model(self) -> str:
         parts = [the(self.c, name).lines for name in ("body", "twist", "state", "pack")]
         pair = "pair" in the(self.c, "pack").tags
-        two = self.two
-        classes = models.model_source(*parts, two=two, owns=self.owns, pair=pair, classes=self.classes,
+        classes = models.model_source(*parts, inputs=self.c["inputs"], owns=self.owns, pair=pair, classes=self.classes,
                                       block=self.c["lever"] == "block")  # fmt: skip
         return f"{classes}\n\n\nmodel = Net().double()"
 
@@ -260,6 +259,10 @@ class _Writer:
             if self.two:
                 beside = "held_z" if given == "held" else "z"
                 more = f", z={beside}" if self.c["inputs"] == "keyword" else f", {beside}"
+            if self.c["inputs"] == "same":
+                given, more = f"same := {given}", ", same"
+            if self.c["inputs"] == "entries":
+                given = f'given := {{"x": {given}}}'
             more += ", y" if self.owns else ""
             return f"{name or 'model'}({given}{more}){'' if whole else suffix}"
 
