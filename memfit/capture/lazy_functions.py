@@ -45,6 +45,8 @@ class StandIn(LazyTensor):
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of a torch function with stand-ins as arguments."""
     args, kwargs = map_standins(_looked_at, args), map_standins(_looked_at, kwargs)
+    if func is torch.Tensor.__getitem__:
+        args = args[0], _with_numbers(args[1])
     if any(type(argument).__name__ == "DTensor" for argument in args):
         refuse_part(func)
     if func in _METADATA:
@@ -123,6 +125,16 @@ def _free(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Ten
     if made is None:
         made = _next_step(call, func, args, kwargs, standins)
     return made
+
+
+def _with_numbers(index: Any) -> Any:
+    """Return an index whose slices have numbers as bounds: `out[:, : lengths.max()]` reads the value of that tensor."""
+    if isinstance(index, tuple):
+        return tuple(map(_with_numbers, index))
+    if isinstance(index, slice):
+        bounds = (index.start, index.stop, index.step)
+        return slice(*(int(bound) if isinstance(bound, torch.Tensor) else bound for bound in bounds))
+    return index
 
 
 def _free_pair(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

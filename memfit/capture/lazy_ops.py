@@ -159,15 +159,21 @@ def _ctc(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) ->
     bound.apply_defaults()
     given = bound.arguments
     first, targets = given["log_probs"], given["targets"]
-    lengths = [torch.as_tensor(given[name]) for name in ("input_lengths", "target_lengths")]
+    lengths = [given[name] for name in ("input_lengths", "target_lengths")]
+    lengths = [each if isinstance(each, Operand) else torch.as_tensor(each) for each in lengths]
+    along = Axis(0)
     fits = isinstance(first, Operand) and len(first.shape) == 3 and first.axis == Axis(1)
     samples = first.shape[1] if fits else 0
     if not fits or not isinstance(targets, torch.Tensor) or any(tuple(length.shape) != (samples,) for length in lengths):
         return None
+    if any(isinstance(length, Operand) and length.axis != along for length in lengths):
+        return None
     if targets.dim() == 1:
+        if isinstance(lengths[1], Operand):
+            return None
         targets = torch.nn.utils.rnn.pad_sequence(list(targets.split(lengths[1].tolist())), batch_first=True)
-    along = Axis(0)
-    arguments = (first.node, BatchTensor(targets, along), *(BatchTensor(length, along) for length in lengths))
+    times, symbols = (each.node if isinstance(each, Operand) else BatchTensor(each, along) for each in lengths)
+    arguments = (first.node, BatchTensor(targets, along), times, symbols)
     keywords = {name: given[name] for name in ("blank", "zero_infinity")}
     autocast, reduction = autocast_now((device.type, "cpu")), given["reduction"]
     each = Step(partial(F.ctc_loss, reduction="none"), arguments, keywords, along, autocast)

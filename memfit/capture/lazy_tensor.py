@@ -253,8 +253,9 @@ class LazyTensor(torch.Tensor):
         if self.is_own_loss:
             noted = self.call.noted_loss
             if noted is not None and not (any(call.pending for call in self.call.calls) and self.call.is_unchanged):
-                return Unwrap.apply(self, noted)  # type: ignore[no-any-return]
-            return self.owner.accumulate_own_loss(self.call)
+                return Unwrap.apply(self, noted.view(self.shape))  # type: ignore[no-any-return]
+            loss = self.owner.accumulate_own_loss(self.call)
+            return loss.view(self.shape) if self.dim() else loss
         about = self.call.outputs.leaves[self.leaf]
         value = self.owner.values(self.call)[self.leaf]
         return Unwrap.apply(self, value) if about.differentiable else value  # type: ignore[no-any-return]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import traceback
+import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from memfit.engine.state_changes import SHARED
 from memfit.hardware.exhausted import is_out_of_memory
 
 STEPPED_BY_LISTS = ("cuda", "xpu")
@@ -18,28 +21,89 @@ STEPPED_BY_LISTS = ("cuda", "xpu")
 (`_default_to_fused_or_foreach` in torch/optim/optimizer.py)."""
 
 
+_OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
 def shadow_optimizer(
     optimizer: Optimizer,
     parameter: Callable[[torch.Tensor], torch.Tensor | None],
     twin: Callable[[torch.Tensor], torch.Tensor],
 ) -> Optimizer:
-    """Build an optimizer with the same settings over the twins of the parameters, without hooks and patched methods."""
-    shadow = object.__new__(type(optimizer))
-    shadow.__dict__.update({k: v.copy() if type(v) in (list, dict, set) else v for k, v in optimizer.__dict__.items()})
-    shadow.__dict__.pop("step", None)  # schedulers put their counting step on the instance
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        shadow.__dict__[name] = OrderedDict()
-    shadow.param_groups = [
-        {k: twin(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-        | {"params": [q for q in map(parameter, group["params"]) if q is not None]}
-        for group in optimizer.param_groups
-    ]
-    shadow.state = defaultdict(dict)
-    for p, state in optimizer.state.items():
-        owner = parameter(p) if isinstance(p, torch.Tensor) else p
-        if owner is not None:
-            shadow.state[owner] = {k: twin(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-    return shadow
+    """Build an optimizer with the same settings over the twins of the parameters, without hooks and patched methods. What else
+    its `step` may write is a twin, too: tensors in its attributes, and objects there, such as an optimizer that it wraps."""
+    return _Shadows(parameter, twin).of_optimizer(optimizer)
+
+
+class _Shadows:
+    """What a shadow of an optimizer refers to."""
+
+    def __init__(
+        self, parameter: Callable[[torch.Tensor], torch.Tensor | None], twin: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        self._parameter, self._twin = parameter, twin
+        self._made: dict[int, Any] = {}
+        self._groups: dict[int, Any] = {}
+        """Groups and states, which a wrapper may share with the optimizer that it wraps."""
+
+    def of_optimizer(self, optimizer: Any) -> Any:
+        """Return the shadow of an optimizer."""
+        self._made[id(optimizer)] = shadow = object.__new__(type(optimizer))
+        found = {k: v.copy() if type(v) is set else self._of(v) for k, v in vars(optimizer).items() if k not in _OWN}
+        found.pop("step", None)  # schedulers put their counting step on the instance
+        vars(shadow).update(found)
+        for name in _OWN[2:]:
+            vars(shadow)[name] = OrderedDict()
+        groups, state = optimizer.param_groups, optimizer.state
+        with suppress(AttributeError):  # a property that returns those of the one that it wraps
+            shadow.param_groups = self._groups.get(id(groups)) or self._of_groups(groups)
+        with suppress(AttributeError):
+            known = self._groups.get(id(state))
+            shadow.state = self._of_state(state) if known is None else known
+        return shadow
+
+    def _of(self, value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(map(self._of, value))
+        if type(value) is dict:
+            return {name: self._of(each) for name, each in value.items()}
+        if isinstance(value, torch.Tensor):  # slow weights, master weights
+            found = self._parameter(value)
+            return self._twin(value) if found is None else found
+        if id(value) not in self._made and _is_optimizer(value):
+            return self.of_optimizer(value)
+        if id(value) not in self._made and _has_attributes(value):
+            self._made[id(value)] = made = object.__new__(type(value))
+            vars(made).update({name: self._of(each) for name, each in vars(value).items()})
+        return self._made.get(id(value), value)
+
+    def _of_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        found = [
+            {k: self._twin(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+            | {"params": [q for q in map(self._parameter, group["params"]) if q is not None]}
+            for group in groups
+        ]
+        self._groups[id(groups)] = found
+        return found
+
+    def _of_state(self, states: dict[Any, Any]) -> defaultdict[Any, Any]:
+        found: defaultdict[Any, Any] = defaultdict(dict)
+        for p, state in states.items():
+            owner = self._parameter(p) if isinstance(p, torch.Tensor) else p
+            if owner is not None:
+                found[owner] = {k: self._twin(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+        self._groups[id(states)] = found
+        return found
+
+
+def _is_optimizer(value: Any) -> bool:
+    return all(hasattr(value, name) for name in ("param_groups", "state", "step", "zero_grad")) and not isinstance(value, type)
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether it is an object with state, as a running average of the parameters."""
+    other = isinstance(value, (*SHARED, torch.nn.Module, types.ModuleType)) or callable(value)
+    plain = type(value).__new__ is object.__new__
+    return plain and not other and type(getattr(value, "__dict__", None)) is dict
 
 
 def step(shadow: Optimizer) -> None:

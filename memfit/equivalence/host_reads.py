@@ -41,6 +41,7 @@ class Reads(TorchDispatchMode):
         super().__init__()
         self.taken: list[tuple[bool, str]] = []
         self.reads: list[Value] = []
+        self._left = False
         self._put = put
         self._of_batch = WeakTensorKeyDictionary()
 
@@ -49,6 +50,10 @@ class Reads(TorchDispatchMode):
         for tensor in inputs:
             self._of_batch[tensor] = 0
         return self
+
+    def may_tell(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may depend on values of the batch: it was computed from them, or a number was read of them."""
+        return self._left or tensor in self._of_batch
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -61,6 +66,7 @@ class Reads(TorchDispatchMode):
             return out
         packet = func.overloadpacket
         if packet is _READING:
+            self._left = True
             return self._read(args[0], out, marks[0])
         mark = _mark(packet, args, max(marks))
         for tensor in _tensors(out):

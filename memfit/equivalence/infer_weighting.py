@@ -229,6 +229,8 @@ class _Measured:
     divisors: list[Number] | None
     dtype: torch.dtype
     decides: Decides | None
+    of_batch: bool
+    """Whether it may depend on values of the batch."""
 
     @property
     def says_something(self) -> bool:
@@ -282,6 +284,7 @@ class _Look:
             divisors=divisors,
             dtype=terms.lowest or (loss.dtype if loss.dtype in TOLERANCE else torch.float32),
             decides=decides,
+            of_batch=reads.may_tell(loss),
         )
         return measured, reached
 
@@ -331,7 +334,8 @@ def _choose(
     chosen = replace(fitting[0][0], divided=how)
     if not tells_sums:
         chosen = replace(chosen, sums=_difference(whole, parts, [], how) <= limit)
-    chosen = _with_rivals(chosen, fitting[1:])
+    alike = not any(m.of_batch for m in (whole, *parts)) and all(_difference(whole, [p], [1.0], how) <= limit for p in parts)
+    chosen = chosen if alike else _with_rivals(chosen, fitting[1:])  # all weights are right for what no batch changes
     looks = [(m.samples, m.decides) for m in (whole, *parts) if m.decides]
     return replace(chosen, doubt=_doubt(looks, chosen.kind)), deviation
 

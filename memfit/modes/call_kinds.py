@@ -389,6 +389,8 @@ class CallKinds:
     def _known(
         self, kind: CallKind, plain: Callable[..., Any], tree: Tree, samples: int, shapes: Shapes
     ) -> Call | None:
+        if samples == 0:
+            return None
         fits = no_larger(shapes, kind.shapes)
         if fits and samples <= kind.whole and UNDERWAY.whole <= kind.beside:
             return None

@@ -291,7 +291,7 @@ class Run:
     def follow(self, guard: AccumulationGuard | None, script: Script | None) -> None:
         """Hooks the optimizer's steps to count them."""
         register = getattr(self.optimizer, "register_step_post_hook", None)
-        if register is None:
+        if register is None or not hasattr(self.optimizer, "_optimizer_step_post_hooks"):  # without the base's __init__
             return
         self._guard, self._script = guard, script
         self._undo.append(register(self._stepped).remove)

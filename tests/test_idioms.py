@@ -1,0 +1,293 @@
+"""Idioms of public training code that once ended in an error: the same losses and parameters as without memfit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+import memfit
+
+Step = Callable[[int], Tensor]
+Script = Callable[[], tuple[nn.Module, Any, Step]]
+
+
+def trained(script: Script, line: bool) -> list[float]:
+    torch.manual_seed(0)
+    model, optimizer, step = script()
+    if line:
+        memfit.wrap(model, optimizer, micro_batch=3)
+    losses = []
+    for i in range(3):
+        optimizer.zero_grad()
+        loss = step(i)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, *(p.double().sum().item() for p in model.parameters())]
+
+
+class Clip(nn.Module):
+    """Returns a scalar of its parameters beside embeddings (open_clip)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(6, 4).double(), nn.Embedding(9, 4).double()
+        self.logit_scale = nn.Parameter(torch.tensor(2.6).double())
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return F.normalize(self.image(image)), F.normalize(self.text(text).mean(1)), self.logit_scale.exp()
+
+
+def clip() -> tuple[nn.Module, Any, Step]:
+    model = Clip()
+
+    def step(i: int) -> Tensor:
+        image, text, scale = model(torch.randn(7, 6).double(), torch.randint(0, 9, (7, 5)))  # with zeros: padding
+        scores, labels = scale * image @ text.T, torch.arange(7)
+        return (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2
+
+    return model, Adam(model.parameters(), lr=0.01), step
+
+
+class Tagger(nn.Module):
+    """Returns lengths beside its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return F.log_softmax(self.net(x), -1), lengths // 2
+
+
+def cut_by_own_lengths() -> tuple[nn.Module, Any, Step]:
+    model = Tagger()
+
+    def step(i: int) -> Tensor:
+        lengths = torch.randint(4, 10, (7,))
+        out, _ = model(torch.randn(7, 5, 4).double(), lengths)
+        return out[:, : lengths.max() // 2].square().mean()
+
+    return model, SGD(model.parameters(), lr=0.1), step
+
+
+def cut_by_returned_lengths() -> tuple[nn.Module, Any, Step]:
+    model = Tagger()
+
+    def step(i: int) -> Tensor:
+        out, lengths = model(torch.randn(7, 5, 4).double(), torch.randint(4, 10, (7,)))
+        return out[:, : lengths.max()].square().mean()
+
+    return model, SGD(model.parameters(), lr=0.1), step
+
+
+def ctc_of_returned_lengths() -> tuple[nn.Module, Any, Step]:
+    model = Tagger()
+
+    def step(i: int) -> Tensor:
+        out, lengths = model(torch.randn(7, 8, 4).double(), torch.full((7,), 16))
+        symbols = torch.tensor([1, 2, 3, 1, 2, 3, 1])
+        return F.ctc_loss(out.transpose(0, 1), torch.randint(1, 4, (13,)), lengths, symbols)
+
+    return model, SGD(model.parameters(), lr=0.1), step
+
+
+class Full(nn.Module):
+    """Returns its loss with one dimension, for DataParallel to gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.net(x)
+        return F.cross_entropy(out, y).unsqueeze(0), out
+
+
+def gathered_loss() -> tuple[nn.Module, Any, Step]:
+    model = Full()
+
+    def step(i: int) -> Tensor:
+        losses, _ = model(torch.randn(7, 6).double(), torch.randint(0, 3, (7,)))
+        assert losses.shape == (1,) and len(losses.tolist()) == 1
+        return losses[0]
+
+    return model, SGD(model.parameters(), lr=0.1), step
+
+
+class Lookahead(Optimizer):
+    """Without the base's `__init__`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+        self.defaults = optimizer.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+class Scaled:
+    """A wrapper that reads the groups of the optimizer inside."""
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad(set_to_none=False)
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+class Several(Scaled):
+    """A wrapper of a list of optimizers."""
+
+    param_groups = property(lambda self: [group for each in self.inner for group in each.param_groups])
+    state = property(lambda self: {p: held for each in self.inner for p, held in each.state.items()})
+
+    def zero_grad(self) -> None:
+        for each in self.inner:
+            each.zero_grad(set_to_none=False)
+
+    def step(self) -> None:
+        for each in self.inner:
+            each.step()
+
+
+class WithSetters(Scaled):
+    """As apex's LARC: groups can be set, and are those of the optimizer inside."""
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> None:
+        self.inner.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.inner.state = value
+
+
+class Sharing(Scaled):
+    """Holds the groups of the optimizer inside."""
+
+    param_groups = state = None
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+
+class Slow(Sharing):
+    """Moves slow weights of its own towards the parameters."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner)
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in inner.param_groups]
+
+    def step(self) -> None:
+        super().step()
+        with torch.no_grad():
+            for group, slow in zip(self.inner.param_groups, self.slow):
+                for p, q in zip(group["params"], slow):
+                    q.add_(p - q, alpha=0.5)
+                    p.copy_(q)
+
+
+def wrapping(wrap: Callable[[list[Any]], Any]) -> Script:
+    def script() -> tuple[nn.Module, Any, Step]:
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).double()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)  # which an optimizer of its own would use
+        optimizer = wrap([Adam(model[0].parameters(), lr=0.1), Adam(model[1].parameters(), lr=0.1)])
+        return model, optimizer, lambda i: model(torch.randn(7 + i, 6).double()).square().mean()
+
+    return script
+
+
+def empty_calls() -> tuple[nn.Module, Any, Step]:
+    model = nn.Linear(6, 3).double()
+
+    def step(i: int) -> Tensor:
+        x, y = torch.randn(7, 6).double(), torch.randint(0, 3, (7,))
+        found = [F.cross_entropy(model(x[:n]), y[:n], reduction="sum") for n in (7, 1, 0)]
+        return found[0] + found[1] + found[2]
+
+    return model, SGD(model.parameters(), lr=0.1), step
+
+
+SCRIPTS = {
+    "clip": clip,
+    "cut by own lengths": cut_by_own_lengths,
+    "cut by returned lengths": cut_by_returned_lengths,
+    "ctc": ctc_of_returned_lengths,
+    "gathered loss": gathered_loss,
+    "lookahead": wrapping(lambda inner: Lookahead(inner[0])),
+    "scaled": wrapping(lambda inner: Scaled(inner[1])),
+    "several": wrapping(Several),
+    "with setters": wrapping(lambda inner: WithSetters(inner[0])),
+    "slow": wrapping(lambda inner: Slow(inner[0])),
+    "sharing": wrapping(lambda inner: Sharing(inner[0])),
+    "empty calls": empty_calls,
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_it_trains_as_without_memfit(script: Script) -> None:
+    assert trained(script, True) == pytest.approx(trained(script, False), rel=1e-10, abs=1e-12)
+
+
+class Average:
+    def __init__(self, params: list[Tensor]) -> None:
+        self.held, self.updates = [p.detach().clone() for p in params], 0
+
+    def update(self, params: list[Tensor]) -> None:
+        self.updates += 1
+        for q, p in zip(self.held, params):
+            q.lerp_(p.detach(), 0.5)
+
+
+class Averaged(Sharing):
+    """Its step updates an object of the script's."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner)
+        self.average = Average(self.trained())
+
+    def trained(self) -> list[Tensor]:
+        return [p for group in self.inner.param_groups for p in group["params"]]
+
+    def step(self) -> None:
+        super().step()
+        self.average.update(self.trained())
+
+
+def test_planning_does_not_update_what_an_optimizer_holds() -> None:
+    made: list[Averaged] = []
+
+    def wrap(inner: list[Any]) -> Averaged:
+        made.append(Averaged(inner[0]))
+        return made[-1]
+
+    for line in (False, True):
+        trained(wrapping(wrap), line)
+    plain, lined = (each.average for each in made)
+    assert lined.updates == plain.updates == 3
+    torch.testing.assert_close(lined.held, plain.held)
