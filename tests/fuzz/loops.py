@@ -341,14 +341,6 @@ model.head.register_forward_hook(lambda module, args, out: out * model.gain)
 """,
         metrics="model.gain = model.gain * 1.1",
     ),
-    "buffer_written": piece(
-        "writes",
-        setup="""
-model.register_buffer("gain", torch.ones(()).double())
-model.head.register_forward_hook(lambda module, args, out: out * model.gain)
-""",
-        metrics="model.gain.mul_(1.1)",
-    ),
     "entry_set": piece("entries", metrics='given["x"] = given["x"] * 3.0'),
     "entry_read": piece("entries", metrics='print("entry", given["h"].mean().item(), given["x"].sum().item(), sorted(given))'),
     "entry_dropped": piece("entries", metrics='given.clear()'),
