@@ -226,12 +226,54 @@ def draws_of_their_own() -> Patch:
 
 def attributes_of_later() -> Patch:
     """A deferred call runs with the attributes and hooks that the model has by then."""
-    from contextlib import nullcontext
-
     from memfit.engine.call_attributes import CallAttributes
 
-    yield CallAttributes, "put_back", lambda self, moved: nullcontext()
+    yield CallAttributes, "since", lambda self, moved: None
     yield CallAttributes, "differ", lambda self, moved: False
+
+
+def contents_of_later() -> Patch:
+    """It runs with what lies inside attributes by then."""
+    from memfit.engine.call_contents import CallContents
+
+    yield CallContents, "_look_into", lambda self, values: None
+
+
+def globals_of_later() -> Patch:
+    """It runs with the globals and class attributes of then."""
+    from memfit.engine.forward_reads import CodeWalk
+
+    yield CodeWalk, "run", lambda self: None
+
+
+def arguments_of_later() -> Patch:
+    """It runs with the entries that its arguments have by then."""
+    import memfit.capture.call  # noqa: F401
+    from memfit.batches import tree
+
+    yield tree, "with_new_containers", lambda given: given
+
+
+def entries_are_lost() -> Patch:
+    """What a forward sets in its arguments does not reach the script."""
+    from memfit.capture.argument_entries import ArgumentEntries
+
+    yield ArgumentEntries, "put", lambda self, value, arguments: None
+
+
+def one_tensor_is_two() -> Patch:
+    """A tensor that is given twice is two in micro-batches."""
+    from memfit.batches import cut
+
+    yield cut, "_firsts", lambda found, layout: list(range(len(found)))
+
+
+def outputs_of_another_model_are_detached() -> Patch:
+    """The output of another wrapped model carries no gradient into it."""
+    from memfit.modes import script_mode
+
+    computed = script_mode._computed
+    yield script_mode, "_computed", lambda leaf: computed(leaf).detach()
 
 
 FAULTS: dict[str, Callable[[], Patch]] = {
@@ -241,7 +283,8 @@ FAULTS: dict[str, Callable[[], Patch]] = {
         planning_leaves_lists_and_counters, planning_leaves_tensors,
         every_micro_batch_moves_state, moving_state_is_not_seen, second_pass_moves_state,
         values_that_decide, numbers_that_decide, losses_that_decide, hooks_on_saved_tensors, means_by_samples,
-        divisors_that_changed, draws_of_their_own, attributes_of_later,
+        divisors_that_changed, draws_of_their_own, attributes_of_later, contents_of_later, globals_of_later,
+        arguments_of_later, entries_are_lost, one_tensor_is_two, outputs_of_another_model_are_detached,
     )
 }  # fmt: skip
 
