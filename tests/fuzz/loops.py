@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from fuzz.pieces import Piece, piece
 
+GAN = """
+judging.zero_grad()
+(F.softplus(judge(out.detach())) + F.softplus(-judge(goal))).mean().backward()
+judging.step()
+loss = F.softplus(-judge(out)).mean()
+"""
+
 CALLS = {
     "one": piece("single", call="out = «x»"),
     "sum_of_two": piece(call="out = «x»\nother = «x + 0.5»", terms="loss = loss + F.mse_loss(other, goal)"),
@@ -140,12 +147,7 @@ loss = F.cross_entropy(out, y) / 2
     "gan": piece(
         "owns", setup="judge = nn.Linear(CLASSES, 1).double()\njudging = torch.optim.SGD(judge.parameters(), lr=0.05)",
         call="out = «x»",
-        loss="""
-judging.zero_grad()
-(F.softplus(judge(out.detach())) + F.softplus(-judge(goal))).mean().backward()
-judging.step()
-loss = F.softplus(-judge(out)).mean()
-""",
+        loss=GAN,
     ),
     "gan_of_two": piece(
         "owns",
@@ -156,12 +158,7 @@ judging = torch.optim.SGD(judge.parameters(), lr=0.05)
 #: memfit.wrap(judge, judging, micro_batch=3)
 """,
         call="out = «x»",
-        loss="""
-judging.zero_grad()
-(F.softplus(judge(out.detach())) + F.softplus(-judge(goal))).mean().backward()
-judging.step()
-loss = F.softplus(-judge(out)).mean()
-""",
+        loss=GAN,
     ),
     "two_models": piece(
         setup="second = copy.deepcopy(model)", params="*second.parameters()", call="out = «x»\nother = second«x»",
