@@ -167,3 +167,28 @@ def test_batches_of_other_lengths_are_known_by_their_shapes(loss: str) -> None:
         return [p.detach() for p in model.parameters()]
 
     assert apart(script) <= 1e-12
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        return self.net(query) * (2.0 if query is key else 0.5)
+
+
+@pytest.mark.parametrize("given", ["data", "a leaf"])
+def test_one_tensor_that_is_given_twice_stays_one(given: str) -> None:
+    def script(wrap: Wrap) -> list[Tensor]:
+        model = Asks()
+        x = X[:12].clone().requires_grad_(given == "a leaf")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrap(model, optimizer, split=pieces_of)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x, x), Y[:12]) + F.cross_entropy(model(x, x.clone()), Y[:12])).backward()
+            optimizer.step()
+        return [*(p.detach() for p in model.parameters()), *([] if x.grad is None else [x.grad])]
+
+    assert apart(script) <= 1e-12

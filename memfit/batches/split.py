@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from memfit._errors import UsageError
+from memfit.batches.tree import flat, rebuild
 
 Split = Callable[[Any, list[int]], Sequence[Any]]
 """Maps a batch and sizes in samples to batches of those sizes."""
@@ -23,4 +26,24 @@ def part_of_split(split: Split, batch: Any, start: int, stop: int, samples: int)
             found=f"it returned {what}",
             next_move="return a list with one batch for each of the sizes it was given",
         )
-    return parts[1 if start else 0]
+    return _one_again(parts[1 if start else 0], batch)
+
+
+def _one_again(part: Any, batch: Any) -> Any:
+    """Return a part in which what is one tensor in the batch is one, too: a forward may ask whether its query is its key, and
+    functions that cut leaf by leaf make two of it."""
+    firsts: dict[int, int] = {}
+    order = [firsts.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i for i, leaf in enumerate(flat(batch))]
+    own = flat(part)
+    if len(set(order)) == len(order) or len(own) != len(order):
+        return part
+    return rebuild(part, iter([own[j] if _are_same(own[i], own[j]) else own[i] for i, j in enumerate(order)]))
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.layout is not torch.strided:
+        return False
+    look = (one.shape, one.stride(), one.storage_offset(), one.dtype)
+    return look == (other.shape, other.stride(), other.storage_offset(), other.dtype) and (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    )

@@ -20,6 +20,9 @@ class InputGradients:
             for i, (leaf, axis) in enumerate(zip(found, layout.axes))
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         }
+        firsts: dict[tuple[int, Axis | None], int] = {}
+        self._again = {i: firsts.setdefault((id(found[i]), axis), i) for i, axis in self._axes.items()}
+        self._axes = {i: axis for i, axis in self._axes.items() if self._again[i] == i}
         self.wanted: list[torch.Tensor] = [found[i] for i in self._axes]
         """The arguments that gradients flow into."""
         self._own: dict[int, dict[int, torch.Tensor]] = {}
@@ -37,6 +40,8 @@ class InputGradients:
             if axis is None:  # not cut: all micro-batches share its leaf
                 made = self._own[i].setdefault(0, made)
             self._own[i][0 if axis is None else start] = found[i] = made
+        for i, first in self._again.items():  # one tensor stays one: a forward may ask whether its query is its key
+            found[i] = found[first]
         return rebuild(piece, iter(found))
 
     def at(self, start: int) -> dict[int, torch.Tensor]:
