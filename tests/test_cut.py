@@ -63,13 +63,13 @@ def test_pieces_joined_are_the_whole(case: tuple[Axis, torch.Tensor, list[int]])
 @given(axes())
 def test_all_pieces_at_once_are_the_pieces_one_by_one(case: tuple[Axis, torch.Tensor, list[int]]) -> None:
     axis, tensor, pieces = case
-    tree = {"x": tensor, "names": ["a"] * sum(pieces), "temperature": 0.5, "mask": tensor}
+    tree = {"x": tensor, "names": ["a"] * sum(pieces), "temperature": 0.5, "mask": tensor.clone()}
     layout = Layout((axis, Axis(0), None, None), sum(pieces))
     made = pieces_of(tree, layout, pieces)
     for (start, stop), piece in zip(bounds(pieces), made, strict=True):
         one = cut(tree, layout, start, stop)
         assert torch.equal(piece["x"], one["x"])
-        assert (piece["names"], piece["temperature"], piece["mask"] is tensor) == (one["names"], 0.5, True)
+        assert (piece["names"], piece["temperature"], piece["mask"] is tree["mask"]) == (one["names"], 0.5, True)
 
 
 def test_pieces_made_at_once_may_be_written_in_place_with_what_has_a_graph() -> None:

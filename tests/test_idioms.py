@@ -291,3 +291,71 @@ def test_planning_does_not_update_what_an_optimizer_holds() -> None:
     plain, lined = (each.average for each in made)
     assert lined.updates == plain.updates == 3
     torch.testing.assert_close(lined.held, plain.held)
+
+
+class AsksWhetherSame(nn.Module):
+    """Asks whether its query is its key; `by_size` also how many samples there are."""
+
+    def __init__(self, by_size: bool) -> None:
+        super().__init__()
+        self.net, self.by_size = nn.Linear(6, 3).double(), by_size
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        out = self.net(query) * (1.5 if query is key else 0.5)
+        return out * 2.0 if self.by_size and len(query) > 6 else out
+
+
+def test_one_tensor_given_twice_is_cut_alike_where_the_number_of_samples_decides() -> None:
+    model, x = AsksWhetherSame(True).double(), torch.randn(8, 6).double()
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
+    with pytest.raises(memfit.Refused, match="branches on the number of samples"):
+        model(x, x).sum().backward()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_one_tensor_that_a_batch_holds_twice_stays_one_in_step_mode(same: bool) -> None:
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        query, key, y = batch
+        return F.cross_entropy(model(query, key), y)
+
+    def losses(line: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = AsksWhetherSame(False).double()
+        optimizer = SGD(model.parameters(), 0.1)
+        run = memfit.wrap(model, optimizer, loss_fn=loss_fn, micro_batch=3) if line else None
+        found = []
+        for _ in range(3):
+            x, y = torch.randn(8, 6).double(), torch.randint(0, 3, (8,))
+            batch = x, x if same else x.clone(), y
+            if run is not None:
+                found.append(run.step(batch).item())
+                continue
+            optimizer.zero_grad()
+            loss = loss_fn(model, batch)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    torch.testing.assert_close(losses(True), losses(False), rtol=1e-12, atol=0)
+
+
+class Similarities(nn.Module):
+    """Embeds samples; compares all with all where both arguments are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3).double()
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        a, b = self.net(query), self.net(key)
+        return a * (a @ a.T).mean() if query is key else a * b
+
+
+def test_a_call_with_one_tensor_twice_is_another_kind_of_call() -> None:
+    model, x = Similarities(), torch.randn(8, 6).double()
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
+    for _ in range(2):
+        model(x, x.clone()).sum().backward()
+    with pytest.raises(memfit.Refused, match="batch of 8"):
+        model(x, x).sum().backward()

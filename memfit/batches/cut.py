@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from memfit._errors import Refused, UsageError
 from memfit.batches.pieces import bounds
-from memfit.batches.tree import Path, builder, children, flat, is_column, leaves, map_leaves, path_name, rebuild
+from memfit.batches.tree import Path, builder, children, first_same, flat, is_column, leaves, path_name, rebuild
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def cutter(tree: Any, layout: Layout) -> Callable[[int, int], Any]:
     if len(found) != len(layout.axes):
         raise uncuttable(f"it has {len(found)} parts, and earlier ones like it had {len(layout.axes)}")
     narrowed = [_narrowing(leaf, axis) for leaf, axis in zip(found, layout.axes)]
-    firsts = _firsts(found, layout)
+    firsts = first_same(found)
     if len(set(firsts)) == len(found):
         return lambda start, stop: build(iter([part(start, stop) for part in narrowed]))
 
@@ -117,31 +117,24 @@ def cutter(tree: Any, layout: Layout) -> Callable[[int, int], Any]:
     return cut_once
 
 
-def _firsts(found: Sequence[Any], layout: Layout) -> list[int]:
-    """Return for each leaf the first one that is the same tensor: a forward may ask whether its query is its key."""
-    met: dict[Any, int] = {}
-    tensors_by = [(id(leaf), axis) if isinstance(leaf, torch.Tensor) else None for leaf, axis in zip(found, layout.axes)]
-    return [i if key is None else met.setdefault(key, i) for i, key in enumerate(tensors_by)]
-
-
 def pieces_of(tree: Any, layout: Layout, pieces: Sequence[int]) -> list[Any]:
     """Cut a batch into consecutive pieces of these sizes, from the first sample on."""
     build = builder(tree)
-    parts = [_parts(leaf, axis, pieces) for leaf, axis in zip(flat(tree), layout.axes)]
-    return [build(iter(piece)) for _, *piece in zip(pieces, *parts)]
+    found = flat(tree)
+    parts, firsts = [_parts(leaf, axis, pieces) for leaf, axis in zip(found, layout.axes)], first_same(found)
+    return [build(iter([piece[i] for i in firsts])) for _, *piece in zip(pieces, *parts)]
 
 
 def like_first(tree: Any, layout: Layout, samples: int) -> Any:
     """Return the first `samples` samples of a batch, or as many of the same shapes if it has fewer. Only shapes matter."""
-    axes = iter(layout.axes)
-
-    def first(leaf: Any) -> Any:
-        axis = next(axes)
+    def first(leaf: Any, axis: Axis | None) -> Any:
         if isinstance(leaf, torch.Tensor) and axis is not None:
             return axis.like_first(leaf, samples)
         return leaf if axis is None else (leaf * -(-samples // len(leaf)))[:samples]
 
-    return map_leaves(first, tree)
+    found = flat(tree)
+    made = [first(leaf, axis) for leaf, axis in zip(found, layout.axes)]
+    return rebuild(tree, iter([made[i] for i in first_same(found)]))
 
 
 def cut_samples(tree: Any, layout: Layout, indices: Sequence[int]) -> Any:
@@ -149,7 +142,7 @@ def cut_samples(tree: Any, layout: Layout, indices: Sequence[int]) -> Any:
     piece = cutter(tree, layout)
     pieces = [flat(piece(i, i + 1)) for i in indices]
     made = [_joined([piece[k] for piece in pieces], axis) for k, axis in enumerate(layout.axes)]
-    return rebuild(tree, iter([made[i] for i in _firsts(flat(tree), layout)]))
+    return rebuild(tree, iter([made[i] for i in first_same(flat(tree))]))
 
 
 def layout_from_two(small: Any, few: int, large: Any, many: int) -> Layout:
@@ -171,7 +164,8 @@ def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layo
     Raises Refused for packed sequences.
     """
     refuse_packed(tree)
-    choices = [_dims_of_size(leaf, samples) for leaf in flat(tree)]
+    found = flat(tree)
+    choices, same = [_dims_of_size(leaf, samples) for leaf in found], list(enumerate(first_same(found)))
     if not any(dims != [None] for dims in choices):
         return
     seen = set()
@@ -183,6 +177,8 @@ def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layo
     # Layouts in which all tensors agree on the dimension come first: [batch, ...] everywhere, then [time, batch, ...]. Layouts
     # in which a tensor with such a dimension is shared by all samples come last.
     for axes in sorted(ordered, key=lambda axes: (axes.count(None), _disagreement(axes), [_rank(axis) for axis in axes])):
+        if any(axes[i] != axes[first] for i, first in same):
+            continue
         if axes not in seen and len(seen) < limit and any(axis is not None for axis in axes):
             seen.add(axes)
             yield Layout(axes, samples)
@@ -236,7 +232,8 @@ def look_of(batch: Any) -> Hashable:
     parts = list(batch.values()) if type(batch) is dict else batch
     if not all(type(part) is torch.Tensor for part in parts):
         return None
-    return type(batch), tuple(batch) if type(batch) is dict else None, tuple([part.shape for part in parts])
+    names = tuple(batch) if type(batch) is dict else None
+    return type(batch), names, tuple([part.shape for part in parts]), tuple(first_same(parts))
 
 
 def refuse_no_batch(value: Any) -> None:

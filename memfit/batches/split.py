@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memfit._errors import UsageError
-from memfit.batches.tree import flat, rebuild
+from memfit.batches.tree import first_same, flat, rebuild
 
 Split = Callable[[Any, list[int]], Sequence[Any]]
 """Maps a batch and sizes in samples to batches of those sizes."""
@@ -32,9 +32,7 @@ def part_of_split(split: Split, batch: Any, start: int, stop: int, samples: int)
 def _one_again(part: Any, batch: Any) -> Any:
     """Return a part in which what is one tensor in the batch is one, too: a forward may ask whether its query is its key, and
     functions that cut leaf by leaf make two of it."""
-    firsts: dict[int, int] = {}
-    order = [firsts.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i for i, leaf in enumerate(flat(batch))]
-    own = flat(part)
+    order, own = first_same(flat(batch)), flat(part)
     if len(set(order)) == len(order) or len(own) != len(order):
         return part
     return rebuild(part, iter([own[j] if _are_same(own[i], own[j]) else own[i] for i, j in enumerate(order)]))

@@ -156,9 +156,31 @@ def rebuild(tree: Any, values: Iterator[Any]) -> Any:
     return builder(tree)(values)
 
 
+def first_same(found: Sequence[Any]) -> list[int]:
+    """Return for each leaf the first one that is the same tensor: a forward may ask whether its query is its key. What is one
+    tensor is cut alike."""
+    met: dict[int, int] = {}
+    return [met.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i for i, leaf in enumerate(found)]
+
+
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply `function` to every leaf of `tree`. Containers keep their types."""
     return rebuild(tree, map(function, flat(tree)))
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """Apply `function` once to every tensor of `tree`. What is one tensor stays one: a forward may ask whether its query is its
+    key."""
+    made: dict[int, torch.Tensor] = {}
+
+    def mapped(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = function(leaf)
+        return made[id(leaf)]
+
+    return map_leaves(mapped, tree)
 
 
 def entries_of(node: Any) -> dict[Any, Any]:
@@ -246,11 +268,5 @@ def _with_items(node: Any, values: dict[Any, Any]) -> Any:
 
 
 def copied_tensors(tree: Any) -> Any:
-    """Return a tree of `copied` leaves. What is one tensor is so in the copy."""
-    made: dict[int, Any] = {}
-    return map_leaves(lambda leaf: made.setdefault(id(leaf), copied(leaf)) if id(leaf) not in made else made[id(leaf)], tree)
-
-
-def copied(leaf: Any) -> Any:
-    """Return a copy of a batch leaf that may be written into; non-tensors pass through."""
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+    """Return a tree whose tensors are copies that may be written into."""
+    return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), tree)

@@ -16,7 +16,7 @@ from memfit._errors import MemfitError, first_line
 from memfit.batches.cut import Layout, candidate_layouts, like_first, shared_samples, uncuttable
 from memfit.batches.lists import cut_lists, look_of_lists
 from memfit.batches.split import Split
-from memfit.batches.tree import AttributeKey, Path, is_column, leaves, map_leaves
+from memfit.batches.tree import AttributeKey, Path, first_same, flat, is_column, leaves, map_leaves, map_tensors, tensors
 from memfit.capture.call import Call, Tree
 from memfit.capture.outputs import Outputs, learn_outputs
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
@@ -30,16 +30,17 @@ from memfit.tracing.sandbox import leave_no_trace
 def structure_of(
     tree: Tree, model: nn.Module, device: torch.device, split: Split | None = None, flags: Hashable = ()
 ) -> Hashable:
-    """Returns a key that calls share if they can be cut alike: nesting, dtypes, plain values, mode, flags, autocast.
+    """Returns a key that calls share if they can be cut alike: nesting, dtypes, plain values, mode, flags, autocast,
+    and what is one tensor.
 
     If only `split` can cut them, what it cuts besides tensors (lists of lengths) may differ from call to call.
     """
     if split is cut_lists:
         found = look_of_lists(tree)
     elif split is not None:
-        found = tuple(_kind(leaf) for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+        found = (tuple(_kind(leaf) for leaf in tensors(tree)), tuple(first_same(tensors(tree))))
     else:
-        found = tuple((path, _kind(leaf, path)) for path, leaf in leaves(tree))
+        found = (tuple((path, _kind(leaf, path)) for path, leaf in leaves(tree)), tuple(first_same(flat(tree))))
     return (
         found,
         (model.training, flags),
@@ -58,7 +59,8 @@ def look_of(tree: Tree, model: nn.Module, device: torch.device, flags: Hashable 
     casts = tuple(
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in dict.fromkeys((device.type, "cpu"))
     )
-    return len(args), tuple(kwargs), tuple(found), (model.training, flags), casts
+    same = tuple(first_same((*args, *kwargs.values())))
+    return tuple(kwargs), tuple(found), same, (model.training, flags), casts
 
 
 def ways_to_cut(
@@ -138,25 +140,17 @@ def _surface_own_error(call: Call) -> None:
 def twin_call(call: Call, twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> tuple[Call, list[torch.Tensor]]:
     """Builds the call on fake tensors (twins) of its first `samples` samples. Returns it and the twins, which stand for views
     of existing storage. Samples beyond the batch's own are represented by samples like them."""
-    made: list[torch.Tensor] = []
-
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        made.append(twin_of_part(leaf, twin))
-        return made[-1]
-
     first = call.arguments(0, samples) if samples <= call.samples else like_first(call.tree, call.layout, samples)
-    tree = map_leaves(convert, first)
+    tree = twins_of(first, twin)
     layout = Layout(call.layout.axes, samples)
     twin_ = Call(call.model, call.plain, tree, layout, call.outputs, call.device, autocast=call.autocast, split=None)
     twin_.whole_piece = call.split is not None
-    return twin_, made
+    return twin_, tensors(tree)
 
 
 def twins_of(tree: Any, twin: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Replaces the real tensors in a part of a batch by fake tensors."""
-    return map_leaves(lambda leaf: twin_of_part(leaf, twin) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return map_tensors(partial(twin_of_part, twin=twin), tree)
 
 
 def twin_of_part(tensor: torch.Tensor, twin: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

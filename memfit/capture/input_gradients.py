@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from memfit.batches.cut import Axis, Layout
-from memfit.batches.tree import leaves, rebuild
+from memfit.batches.tree import first_same, leaves, rebuild
 
 
 class InputGradients:
@@ -20,8 +20,8 @@ class InputGradients:
             for i, (leaf, axis) in enumerate(zip(found, layout.axes))
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         }
-        firsts: dict[tuple[int, Axis | None], int] = {}
-        self._again = {i: firsts.setdefault((id(found[i]), axis), i) for i, axis in self._axes.items()}
+        same = first_same(found)
+        self._again = {i: same[i] for i in self._axes}
         self._axes = {i: axis for i, axis in self._axes.items() if self._again[i] == i}
         self.wanted: list[torch.Tensor] = [found[i] for i in self._axes]
         """The arguments that gradients flow into."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.batches.tree import copied, map_leaves, tensors
+from memfit.batches.tree import copied_tensors, map_tensors, tensors
 from memfit.batches.weights import Count, known_loss
 from memfit.capture.call import Call
 from memfit.capture.expression import Node, SampleRange, Step, leaves_in, used_again
@@ -47,7 +47,7 @@ class StepWork:
     def inputs(self, start: int, stop: int, count: CountOf | None) -> tuple[Any, Count | None]:
         piece = self._piece(start, stop)
         if self._on_copies:
-            piece = map_leaves(copied, piece)
+            piece = copied_tensors(piece)
             self._copies = tensors(piece)
         return piece if self._there else moved(piece, self.device), None if count is None else count(piece)
 
@@ -207,9 +207,4 @@ class ExpressionWork(CallWork):
 
 def moved(tree: Any, device: torch.device) -> Any:
     """Moves a batch to the model's device."""
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.device == device:
-            return leaf
-        return leaf.to(device, non_blocking=True)
-
-    return map_leaves(move, tree)
+    return map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to(device, non_blocking=True), tree)

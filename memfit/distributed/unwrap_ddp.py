@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from memfit._errors import Refused
-from memfit.batches.tree import map_leaves
+from memfit.batches.tree import map_tensors
 from memfit.engine.intercept import Interception
 
 PREFIX = "module."
@@ -40,14 +40,14 @@ class TakenOver:
 
     def called(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the wrapped module as the wrapper would, with tensors moved to its device."""
-        args, kwargs = map_leaves(self._moved, (args, kwargs))
+        args, kwargs = map_tensors(self._moved, (args, kwargs))
         return self.inner(*args, **kwargs)
 
     def answering(self, answer: Callable[..., Any]) -> Interception:
         """Returns an interception of the wrapper's forward by `answer(plain, args, kwargs)`."""
 
         def handler(plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            args, kwargs = map_leaves(self._moved, (args, kwargs))
+            args, kwargs = map_tensors(self._moved, (args, kwargs))
             return answer(self.inner, args, kwargs)
 
         return Interception(self.outer, handler)
@@ -69,9 +69,9 @@ class TakenOver:
                 next_move="remove no_sync() and the accumulation around it; target_batch= says how many samples a step has",
             )
 
-    def _moved(self, leaf: Any) -> Any:
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         ids = getattr(self.outer, "device_ids", None)
-        return leaf.to(ids[0]) if ids and isinstance(leaf, torch.Tensor) else leaf
+        return tensor.to(ids[0]) if ids else tensor
 
 
 def taken_over(model: nn.Module) -> TakenOver | None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memfit.batches.tree import map_leaves
+from memfit.batches.tree import map_tensors
 from memfit.engine.call_context import restore_tensors
 from memfit.engine.version_checks import key_of
 
@@ -235,4 +235,4 @@ class WithoutGraph:
 
 def without_graph(value: Any) -> Any:
     """Detach every tensor in a tree."""
-    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
+    return map_tensors(torch.Tensor.detach, value)

@@ -14,7 +14,7 @@ from memfit.batches.pieces import bounds
 from memfit.batches.samples import SampleBatch
 from memfit.batches.shapes import Shapes
 from memfit.batches.split import Split, part_of_split
-from memfit.batches.tree import map_leaves, tensors
+from memfit.batches.tree import map_tensors, tensors
 from memfit.capture.infer_layout import twins_of
 from memfit.engine.weighting import WeightsChanged
 from memfit.equivalence.proof_samples import marks_of, most_telling, spaced
@@ -108,7 +108,7 @@ class Ordered:
         step = max(1, self.samples // count) if self.ragged else 1
         chosen = [self._order[i * step] for i in range(count)]
         if self._again is not None:  # a view would keep the whole batch alive
-            return self._again(map_leaves(_on_host, self._make(chosen)), count)
+            return self._again(map_tensors(_on_host, self._make(chosen)), count)
         return self._with_order([chosen[i] for i in _mixed_up(count)])
 
     def backwards(self, count: int) -> Ordered:
@@ -218,8 +218,8 @@ def _counted(count: Callable[[Any], Any], sample: Any) -> float:
         return -1.0
 
 
-def _on_host(leaf: Any) -> Any:
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _mixed_up(count: int) -> list[int]:

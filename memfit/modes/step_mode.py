@@ -20,7 +20,7 @@ from memfit.batches.extents import Scale
 from memfit.batches.pieces import pieces_by_size
 from memfit.batches.samples import SampleBatch
 from memfit.batches.shapes import Shapes, no_larger, shapes_per_sample
-from memfit.batches.tree import copied, flat, map_leaves, tensors
+from memfit.batches.tree import copied_tensors, first_same, flat, tensors
 from memfit.capture.workloads import LossFn, moved
 from memfit.distributed.reduction import WholeShares
 from memfit.engine.accumulate import SharesDiffer, checked_loss
@@ -186,7 +186,7 @@ class Stepper:
     def _all_at_once(self, batch: Any) -> torch.Tensor:
         self._core.team.agree_whole()
         whole = batch.collate() if isinstance(batch, SampleBatch) else batch
-        whole = map_leaves(copied, whole) if self._tasks.writes else whole
+        whole = copied_tensors(whole) if self._tasks.writes else whole
         return checked_loss(self._whole_loss(moved(whole, self._core.device)))
 
     def _pieces(self, batch: Ordered, largest: int, plan: Plan, tuner: Tuner | None) -> tuple[int, ...]:
@@ -233,7 +233,8 @@ class Stepper:
         found = _likeliest_layout(batch)
         shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in flat(batch)]
         kept = [self._shared.get(i) != shape or shape is None for i, shape in enumerate(shapes)]
-        layout = Layout(tuple(axis if keeps else None for axis, keeps in zip(found.axes, kept)), found.samples)
+        axes = [axis if keeps else None for axis, keeps in zip(found.axes, kept)]
+        layout = Layout(tuple(axes[i] for i in first_same(flat(batch))), found.samples)
         self._shared |= {i: shape for i, (axis, shape) in enumerate(zip(layout.axes, shapes)) if axis is None and shape}
         return layout, shapes_per_sample(batch, layout, layout.samples)
 

@@ -16,9 +16,9 @@ from memfit._errors import MemfitError, Refused, first_line
 from memfit.autotune.active_plan import Planned
 from memfit.autotune.task import LOSS_BOUND, Task
 from memfit.batches.cut import Layout
-from memfit.batches.tree import flat, leaves, map_leaves, tensors
+from memfit.batches.tree import flat, leaves, tensors
 from memfit.capture.call import Call, Tree
-from memfit.capture.infer_layout import fake_outputs, twin_of_part
+from memfit.capture.infer_layout import fake_outputs, twins_of
 from memfit.capture.outputs import Outputs
 from memfit.capture.workloads import CallWork
 from memfit.engine.accumulate import Work
@@ -135,7 +135,7 @@ def _whole_call(core: Core, plain: Callable[..., Any], tree: Tree) -> Call:
 def _task(call: Call, core: Core, standing: int) -> Task:
     def make_work(precision: str) -> MakeWork:
         def build(twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> Work:
-            tree = map_leaves(lambda leaf: twin_of_part(leaf, twin) if isinstance(leaf, torch.Tensor) else leaf, call.tree)
+            tree = twins_of(call.tree, twin)
             made = _whole_call(core, call.plain, tree)
             return WholeWork(made, 0, precision=precision, draws=False, borrowed=tensors(tree))
 
