@@ -194,6 +194,7 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     _loses("evaluation", _time_major),
     _loses("loss", lambda c: "eight" in the(c, "loss").tags and (c["samples"] != "16" or c["batch"] != "8")),
     _loses("optimizers", lambda c: c["optimizer"] == "groups" or c["parts"] in ("new_head", "added_group", "weights_replaced", "saved_and_loaded", "unfreezes")),
+    _loses("scheduler", lambda c: c["optimizer"] == "adaptive" and c["scheduler"] not in ("none", "by_hand")),  # no torch optimizer
     _loses("optimizers", lambda c: c["scheduler"] != "none" or c["accumulation"] != "none"),
     _loses("target", lambda c: c["target"] != "none" and ("no_loader" in the(c, "loader").tags or c["loader"] in ("batch_sampler", "whole_batches"))),
     _loses("target", lambda c: c["target"] == "double" and (c["accumulation"] != "none" or _fixed(c) or "BATCH" in _text(c, "loss"))),

@@ -160,7 +160,9 @@ class _Writer:
             lines = [f"optimizer = {made.format(rest + (f' + [{more}]' if more and not own else ''))}", f"second_optimizer = {made.format(heads)}"]
         if own:
             lines.append(f"beside = torch.optim.SGD([{more}], lr=0.05)")
-        return together([*lines, the(self.c, "scheduler").lines.get("setup", "")])
+        around = training.OUTER_OPTIMIZERS.get(self.c["optimizer"])
+        classes = [] if around is None else [f"\n{around}\n"]
+        return together([*classes, *lines, the(self.c, "scheduler").lines.get("setup", "")])
 
     def _line(self) -> list[str]:
         micro = self.micro if self.micro.isdigit() else repr(self.micro)

@@ -108,8 +108,85 @@ OPTIMIZERS = {
     "adagrad": "torch.optim.Adagrad({}, lr=0.05, eps=1e-3)",
     "rmsprop": "torch.optim.RMSprop({}, lr=0.01, eps=1e-3)",
     "groups": 'torch.optim.SGD([{{"params": [p], "lr": 0.1 / (i + 1)}} for i, p in enumerate([{}])])',
+    "slow_weights": "SlowWeights(torch.optim.Adam({}, lr=0.01, eps=1e-3))",
+    "adaptive": "Adaptive(torch.optim.SGD({}, lr=0.1, momentum=0.9, weight_decay=0.01))",
+    "averaging": "Averaging(torch.optim.SGD({}, lr=0.1, momentum=0.9))",
 }
 """Epsilons are large, so that rounding of gradients that are nothing does not become an update."""
+
+OUTER_OPTIMIZERS = {
+    "slow_weights": """
+class SlowWeights(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, inner.defaults
+        self.slow, self.steps = {}, 0
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.slow.setdefault(p, p.detach().clone())
+        loss = self.inner.step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            with torch.no_grad():
+                for p, slow in self.slow.items():
+                    p.copy_(slow.lerp_(p, 0.5))
+        return loss
+""",
+    "adaptive": """
+class Adaptive:
+    def __init__(self, inner):
+        self.inner = inner
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value):
+        self.inner.param_groups = value
+
+    @property
+    def state(self):
+        return self.inner.state
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self):
+        decays = [group["weight_decay"] for group in self.inner.param_groups]
+        with torch.no_grad():
+            for group in self.inner.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.add_(p, alpha=group["weight_decay"]).mul_(p.norm() / (1.0 + p.grad.norm()))
+                group["weight_decay"] = 0.0
+        self.inner.step()
+        for group, decay in zip(self.inner.param_groups, decays):
+            group["weight_decay"] = decay
+""",
+    "averaging": """
+class Averaging(torch.optim.Optimizer):
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.seen = inner, 0
+        self.inner.param_groups = self.param_groups
+
+    def step(self, closure=None):
+        loss = self.inner.step(closure)
+        self.seen += 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    state["mean"] = p.detach().clone() if "mean" not in state else state["mean"] + (p - state["mean"]) / self.seen
+        return loss
+""",
+}  # fmt: skip
+"""Optimizers of the script's own around one of torch's."""
 
 SCHEDULERS = {
     "none": piece(),
