@@ -131,7 +131,20 @@ def in_two_passes(model: Net, change: Callable[[Net], Callable[[], None]]) -> Te
     return unseen(out).square().mean()
 
 
-@pytest.mark.parametrize("loss", [after_the_call, two_losses, one_loss_of_two, in_two_passes])
+def sum_of_two(model: Net, change: Callable[[Net], Callable[[], None]]) -> Tensor:
+    with changed(model, change):
+        out = model(X) + model(X.flip(1))
+    return F.cross_entropy(out, Y)
+
+
+def sum_with_one(model: Net, change: Callable[[Net], Callable[[], None]]) -> Tensor:
+    first = model(X)
+    with changed(model, change):
+        out = first + model(X.flip(1))
+    return F.cross_entropy(out, Y)
+
+
+@pytest.mark.parametrize("loss", [after_the_call, two_losses, one_loss_of_two, in_two_passes, sum_of_two, sum_with_one])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_call_runs_with_what_the_model_was_then(change: Any, loss: Any) -> None:
     found, numbers = [], []

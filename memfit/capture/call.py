@@ -161,11 +161,6 @@ class Call:
         self.attributes = CallAttributes(modules_of(self.model), reads)
 
     @property
-    def attributes_differ(self) -> bool:
-        """Whether the script has set something else on its modules since."""
-        return self.attributes is not None and self.attributes.differ(self.composition.keys)
-
-    @property
     def _moved(self) -> Keys:
         """The places that its forward moved."""
         return self.composition.keys if self.pieces else frozenset()
@@ -255,14 +250,18 @@ class Call:
             each._check_places()
             if each.attributes is not None:
                 each.attributes.contents.check(_CUTS, each.composition.keys)
-        before = self._as_called, self._since
+        before = self._as_called, [each._since for each in self.calls]
         self._as_called = True
-        self._since = None if self.attributes is None else self.attributes.since(self.composition.keys)
+        for each in self.calls:
+            moved = self.composition.keys | each.composition.keys
+            each._since = None if each.attributes is None else each.attributes.since(moved)
         try:
             with requiring_as(self.requires), modes_as(self.modes):
                 yield
         finally:
-            self._as_called, self._since = before
+            self._as_called = before[0]
+            for each, since in zip(self.calls, before[1]):
+                each._since = since
 
     def first(self, samples: int, *, backwards: bool = False) -> Call:
         """Return a call on copies of the first `samples` samples, in reverse order if `backwards` (not if only `split` can cut

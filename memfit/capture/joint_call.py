@@ -11,7 +11,6 @@ from typing import Any
 from memfit.batches.cut import Layout
 from memfit.capture.call import Call, Tree
 from memfit.capture.outputs import Outputs
-from memfit.engine.call_context import autocasting, modes_as
 from memfit.engine.compose_state import Composition
 
 
@@ -20,10 +19,9 @@ def joint(calls: Sequence[Call]) -> Call:
 
     def plain(*trees: Tree) -> tuple[Any, ...]:
         found = []
-        for call, (args, kwargs) in zip(calls, trees):
-            with modes_as(call.modes), autocasting(call.autocast):
-                call.begun()
-                found.append(call.plain(*args, **kwargs))
+        for call, given in zip(calls, trees):
+            call.begun()
+            found.append(call.output(given))
         return tuple(found)
 
     first = calls[0]

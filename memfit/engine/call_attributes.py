@@ -71,10 +71,6 @@ class CallAttributes:
             return None
         return Since(self._dtype, tables, places, moved)
 
-    def differ(self, moved: Keys) -> bool:
-        """Whether anything is different now, other than at these places."""
-        return self.since(moved) is not None
-
     def written(self) -> list[tuple[Place, Any]]:
         """Return what is different now, with what it was."""
         entries = (each for table, before in self._all_tables() for each in _differing(table, before))

@@ -123,8 +123,6 @@ class ScriptPasses:
             return None
         if self.alone and any(call.values is not None for call in calls):
             return None  # see `accumulates`
-        if any(call.attributes_differ for call in calls):
-            return None
         if sum(bool(call.composition.moved) for call in calls) > 1:
             return None  # the second forward starts with the state after the first one's full batch
         made = self._joint()
