@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 import types
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -41,58 +42,103 @@ class _Shadows:
         self, parameter: Callable[[torch.Tensor], torch.Tensor | None], twin: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         self._parameter, self._twin = parameter, twin
-        self._made: dict[int, Any] = {}
-        self._groups: dict[int, Any] = {}
-        """Groups and states, which a wrapper may share with the optimizer that it wraps."""
+        self._made: dict[int, tuple[Any, Any]] = {}
+        """Optimizers, objects and containers (which keep their ids while they are held here) and their shadows."""
 
     def of_optimizer(self, optimizer: Any) -> Any:
         """Return the shadow of an optimizer."""
-        self._made[id(optimizer)] = shadow = object.__new__(type(optimizer))
-        found = {k: v.copy() if type(v) is set else self._of(v) for k, v in vars(optimizer).items() if k not in _OWN}
-        found.pop("step", None)  # schedulers put their counting step on the instance
-        vars(shadow).update(found)
+        shadow = self._remember(optimizer, object.__new__(type(optimizer)))
+        # First the groups and the state: a wrapper may share them with the optimizer that it wraps.
+        groups, state = self._of_groups(optimizer.param_groups), self._of_state(optimizer.state)
+        vars(shadow).update({name: self._of(value) for name, value in vars(optimizer).items() if name not in _OWN})
+        vars(shadow).pop("step", None)  # schedulers put their counting step on the instance
         for name in _OWN[2:]:
             vars(shadow)[name] = OrderedDict()
-        groups, state = optimizer.param_groups, optimizer.state
-        with suppress(AttributeError):  # a property that returns those of the one that it wraps
-            shadow.param_groups = self._groups.get(id(groups)) or self._of_groups(groups)
-        with suppress(AttributeError):
-            known = self._groups.get(id(state))
-            shadow.state = self._of_state(state) if known is None else known
+        for name, value in (("param_groups", groups), ("state", state)):
+            with suppress(AttributeError):  # a property that returns those of the one that it wraps
+                setattr(shadow, name, value)
+        return shadow
+
+    def _remember(self, value: Any, shadow: Any) -> Any:
+        self._made[id(value)] = value, shadow
         return shadow
 
     def _of(self, value: Any) -> Any:
-        if type(value) in (list, tuple):
-            return type(value)(map(self._of, value))
-        if type(value) is dict:
-            return {name: self._of(each) for name, each in value.items()}
         if isinstance(value, torch.Tensor):  # slow weights, master weights
             found = self._parameter(value)
             return self._twin(value) if found is None else found
-        if id(value) not in self._made and _is_optimizer(value):
+        if id(value) in self._made:
+            return self._made[id(value)][1]
+        if type(value) in (list, tuple, set, deque):
+            return self._remember(value, type(value)(map(self._of, value)))
+        if isinstance(value, dict):
+            return self._of_dict(value)
+        if _is_optimizer(value):
             return self.of_optimizer(value)
-        if id(value) not in self._made and _has_attributes(value):
-            self._made[id(value)] = made = object.__new__(type(value))
+        if _has_attributes(value):
+            made = self._remember(value, object.__new__(type(value)))
             vars(made).update({name: self._of(each) for name, each in vars(value).items()})
-        return self._made.get(id(value), value)
+            return made
+        return value
+
+    def _of_dict(self, held: dict[Any, Any]) -> Any:
+        """The shadow of a dictionary. Entries of parameters that have no twin are left out."""
+        made = self._remember(held, copy.copy(held))
+        made.clear()
+        for key, value in held.items():
+            owner = self._parameter(key) if isinstance(key, torch.Tensor) else key
+            if owner is not None:
+                made[owner] = self._of(value)
+        return made
 
     def _of_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        found = [
-            {k: self._twin(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-            | {"params": [q for q in map(self._parameter, group["params"]) if q is not None]}
-            for group in groups
-        ]
-        self._groups[id(groups)] = found
-        return found
+        if id(groups) in self._made:
+            return self._made[id(groups)][1]
+        return self._remember(groups, [self._of_group(group) for group in groups])
 
-    def _of_state(self, states: dict[Any, Any]) -> defaultdict[Any, Any]:
-        found: defaultdict[Any, Any] = defaultdict(dict)
+    def _of_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        if id(group) in self._made:
+            return self._made[id(group)][1]
+        found = {k: self._twin(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        params = [q for q in map(self._parameter, group["params"]) if q is not None]
+        return self._remember(group, found | {"params": params})
+
+    def _of_state(self, states: dict[Any, Any]) -> Any:
+        if id(states) in self._made:
+            return self._made[id(states)][1]
+        found: defaultdict[Any, Any] = self._remember(states, defaultdict(dict))
         for p, state in states.items():
             owner = self._parameter(p) if isinstance(p, torch.Tensor) else p
             if owner is not None:
-                found[owner] = {k: self._twin(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-        self._groups[id(states)] = found
+                found[owner] = self._of(state)
         return found
+
+
+def held_by(optimizer: Any) -> str | None:
+    """Return the name of an attribute through which an optimizer's `step` may change more than its parameters and their state:
+    one that holds another optimizer, or a tensor that is no parameter. None if there is none."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name not in _OWN and name != "step" and any(id(each) not in own for each in _reached(value, set())):
+            return name
+    return None
+
+
+def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the tensors and optimizers in an attribute of an optimizer, as far as its shadow has twins of them."""
+    if isinstance(value, torch.Tensor) or _is_optimizer(value):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        held: Any = ()
+        if isinstance(value, dict):
+            held = value.values()
+        elif type(value) in (list, tuple, set, deque):
+            held = value
+        elif _has_attributes(value):
+            held = vars(value).values()
+        for each in held:
+            yield from _reached(each, seen)
 
 
 def _is_optimizer(value: Any) -> bool:

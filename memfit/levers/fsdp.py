@@ -100,6 +100,7 @@ class FullySharded:
             if self._seen is None:
                 self._seen = map_leaves(_like, (args, kwargs))
             return self._plain(*args, **kwargs)
+        self._check_parameters()
         kind = GLANCE if not torch.is_grad_enabled() else COUNTED if self.counting else APART
         self._seen = map_leaves(_apart, (args, kwargs))
         want = self._passes.forward(kind, anew=not any(graph() is not None for graph in self._own))
@@ -116,6 +117,20 @@ class FullySharded:
         self._nodes += [tensor.grad_fn for tensor in outputs]
         return out
 
+    def _check_parameters(self) -> None:
+        """Raise Refused if parameters were added, removed or replaced: FSDP2 would neither reduce nor remove them."""
+        names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        own = set(map(id, self.parameters))
+        if names == self._names.keys():
+            self.reshard()  # (gathered parameters are other objects)
+            if all(id(p) in own for p in self._model.parameters()):
+                return
+        raise Refused(
+            "training over sharded parameters or gradients",
+            found="parameters of the model were added, removed or replaced since they were sharded",
+            next_move="change them before memfit.wrap, or call the run's undo(), change them and wrap again",
+        )
+
     def _run(self, args: Any, kwargs: Any, before_backward: Callable[[int, torch.Tensor], None] | None) -> Any:
         self.reshard()  # on all ranks, so that all of them gather
         args, kwargs = self._state._pre_forward(self._model, args, kwargs)
@@ -128,7 +143,7 @@ class FullySharded:
             if before_backward is None:
                 break
             _first_hook(tensor, partial(before_backward, number))  # before torch's own hook, which gathers
-        out = self._state._post_forward(self._model, args, out)
+        self._state._post_forward(self._model, args, _with_graph(out))  # (torch finds none in a dataclass or an object)
         if not torch.is_grad_enabled():
             self.reshard()
         return out

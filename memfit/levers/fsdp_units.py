@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from memfit._errors import Refused
 from memfit.engine.modules import modules_of
+from memfit.engine.shadow_optimizer import held_by
 from memfit.levers.checkpoint import candidate_blocks
 
 LARGE = 8 << 20
@@ -119,6 +120,8 @@ def _obstacles(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
     held = {id(p) for p in model.parameters()}
     if any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
         yield "the optimizer trains parameters that are not the model's"
+    if (attribute := held_by(optimizer)) is not None:
+        yield f"{type(optimizer).__name__} has an optimizer or tensors of its own in `{attribute}`, which would stay whole"
     if others := _trained_elsewhere(model, optimizer):
         yield f"another optimizer trains {', '.join(others[:3])}, and would not see what takes their place"
     for name, module in model.named_modules():

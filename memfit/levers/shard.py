@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from memfit._errors import RankFailed, Refused, first_line
-from memfit.engine.shadow_optimizer import shadow_optimizer
+from memfit.engine.shadow_optimizer import held_by, shadow_optimizer
 from memfit.ranks.ranks import Ranks
 
 STEPPING = "an optimizer step"
@@ -242,6 +242,8 @@ def _zero() -> type[Any]:
 
 def _check_separable(optimizer: Optimizer) -> None:
     """Raise Refused if stepping parameters one by one differs from stepping them together."""
+    if (name := held_by(optimizer)) is not None:
+        raise _inseparable(optimizer, f"it has an optimizer or tensors of its own in `{name}`")
     if any(p.is_sparse for p in _parameters(optimizer)):
         raise _inseparable(optimizer, "it has sparse parameters")
     together, apart = _small(optimizer), _small(optimizer)

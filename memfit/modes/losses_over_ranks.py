@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from memfit._errors import Refused
 from memfit.capture.call import Call
 from memfit.capture.expression import Term
@@ -66,7 +68,7 @@ class LossesOverRanks:
 
         def combine(factor: Factor) -> Factor:
             if first:
-                return factor / first[0]  # another backward through a retained graph
+                return _ratio(factor, first[0])  # another backward through a retained graph
             first.append(total.incoming)  # combine leaves no other factor
             total.factor = factor
             divided = isinstance(factor, float) and abs(factor * total.samples - 1.0) < ALMOST
@@ -132,3 +134,11 @@ class LossesOverRanks:
                 f"shape, a mask's .item(), weights that add up to 1), gradients are up to {size} times too large: use .mean(), "
                 "divide by a tensor that was summed over the batch, or pass loss_fn="
             )
+
+
+def _ratio(factor: Factor, first: Factor) -> Factor:
+    """Return the factor of gradients that have the first one in them. (Both are 0 where autograd passes zeros on.)"""
+    if isinstance(factor, float) and isinstance(first, float):
+        return factor / first if first else 1.0 if not factor else math.nan
+    both = torch.as_tensor(factor), torch.as_tensor(first)
+    return torch.where((both[0] == 0) & (both[1] == 0), 1.0, both[0] / both[1])
