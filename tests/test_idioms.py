@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import memfit
+from memfit.engine.shadow_optimizer import shadow_optimizer
 
 Step = Callable[[int], Tensor]
 Script = Callable[[], tuple[nn.Module, Any, Step]]
@@ -359,3 +360,42 @@ def test_a_call_with_one_tensor_twice_is_another_kind_of_call() -> None:
         model(x, x.clone()).sum().backward()
     with pytest.raises(memfit.Refused, match="batch of 8"):
         model(x, x).sum().backward()
+
+
+class SlowByParameter(Lookahead):
+    """Keeps a slow weight for each parameter."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.slow = {p: torch.zeros_like(p) for group in self.param_groups for p in group["params"]}
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        with torch.no_grad():
+            for p, slow in self.slow.items():
+                p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+
+def test_a_shadow_of_slow_weights_by_parameter_steps_its_twins() -> None:
+    p, left_out = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    twin = nn.Parameter(torch.ones(3))
+    twin.grad = torch.ones(3)
+    optimizer = SlowByParameter(SGD([p, left_out], lr=0.5))
+    shadow: Any = shadow_optimizer(optimizer, lambda q: twin if q is p else None, lambda t: t.detach().clone())
+    shadow.step()
+    assert shadow.param_groups is shadow.optimizer.param_groups
+    assert twin.tolist() == [0.25] * 3
+    assert p.tolist() == left_out.tolist() == [1.0] * 3
+    assert all(slow.tolist() == [0.0] * 3 for slow in optimizer.slow.values())
+
+
+def test_an_output_that_can_no_longer_run_says_so_where_it_is_given_to_a_model() -> None:
+    torch.manual_seed(0)
+    model, judge = nn.Linear(6, 3).double(), nn.Linear(3, 1).double()
+    memfit.wrap(judge, SGD(judge.parameters(), 0.1), micro_batch=3)
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
+    out = model(torch.randn(8, 6).double())
+    model.weight.data.add_(0.01)
+    with pytest.raises(memfit.Refused, match="modified by an inplace operation"):
+        judge(out.detach())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import memfit
+from memfit.levers import shard
+from memfit.levers.fsdp_units import check_shardable
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
@@ -257,6 +260,30 @@ def test_an_optimizer_that_cannot_be_taken_apart_is_refused(two: Processes) -> N
     assert all("LBFGS" in said for said in two.run(refused, "lbfgs"))
 
 
+class Around:
+    """An optimizer that holds another one, and slow weights."""
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.slow = inner, {p: p.detach().clone() for group in inner.param_groups for p in group["params"]}
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize("level", ["optimizer", "gradients", "parameters"])
+def test_an_optimizer_that_holds_another_one_is_refused(level: str) -> None:
+    model = model_of()
+    optimizer: Any = Around(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(memfit.Refused, match="optimizer or tensors of its own in `inner`"):
+        shard._check_separable(optimizer) if level == "optimizer" else check_shardable(model, optimizer)
+
+
 def test_one_process_has_nobody_to_share_with() -> None:
     assert "torchrun" in refused("alone")
 
@@ -412,3 +439,72 @@ def set_between(line: bool) -> list[torch.Tensor]:
 
 def test_what_is_set_after_the_call_does_not_reach_sharded_forwards_either(two: Processes) -> None:
     assert all(same(found, set_between(False)) for found in two.run(set_between, True))
+
+
+@dataclass
+class Scored:
+    scores: torch.Tensor
+
+
+class Returns(nn.Module):
+    """Returns its output in an object that torch.utils._pytree does not look into."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = model_of(), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.net(x)
+        return torch.distributions.Categorical(logits=out) if self.kind == "distribution" else Scored(out)
+
+
+def trained_through(kind: str, level: str) -> list[torch.Tensor]:
+    model = Returns(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if level != "off":
+        memfit.wrap(model, optimizer, micro_batch=3, shard=level)
+    for step in range(3):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double()
+        optimizer.zero_grad()
+        out = model(x)
+        F.cross_entropy(out.logits if kind == "distribution" else out.scores, torch.arange(8) % 3).backward()
+        optimizer.step()
+    return [each.clone() for each in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("kind", ["distribution", "dataclass"])
+@pytest.mark.parametrize("level", ["gradients", "parameters"])
+def test_outputs_in_objects_are_reduced(two: Processes, kind: str, level: str) -> None:
+    want = trained_through(kind, "off")
+    for found in two.run(trained_through, kind, level):
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(found, want, strict=True))
+
+
+def said_of_changed(kind: str) -> str:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memfit.wrap(model, optimizer, micro_batch=3, shard="gradients")
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double()
+    model(x).square().mean().backward()
+    optimizer.step()
+    if kind == "dropped":
+        model[4].bias = None
+    elif kind == "replaced":
+        model[4].weight = nn.Parameter(torch.zeros(3, 32).double())
+    else:
+        model.append(nn.Linear(3, 3).double())
+        optimizer.add_param_group({"params": model[5].parameters()})
+    try:
+        model(x).square().mean().backward()
+    except memfit.MemfitError as error:
+        return str(error)
+    return "ran"
+
+
+@pytest.mark.parametrize("kind", ["dropped", "replaced", "added"])
+def test_parameters_that_change_under_sharding_are_refused(kind: str) -> None:
+    doomed = Processes(2)
+    try:
+        assert all("added, removed or replaced" in said for said in doomed.run(said_of_changed, kind))
+    finally:
+        doomed.end()

@@ -15,7 +15,7 @@ import torch
 from memfit._errors import Refused
 from memfit.batches.cut import Axis
 from memfit.batches.pieces import bounds
-from memfit.batches.tree import AttributeKey, Path, leaves, path_name, rebuild
+from memfit.batches.tree import AttributeKey, Path, flat, leaves, path_name, rebuild
 
 _NUMBERS = ("int", "float", "bool", "complex", "str", "NoneType")
 
@@ -270,10 +270,10 @@ def _paths(output: Any) -> Iterator[tuple[Path, Any]]:
 
 
 class NotJoined:
-    """Placeholder for an output object that memfit cannot join from micro-batches. Using it raises Refused."""
+    """Placeholder for an output object that memfit cannot join from micro-batches. Using it raises `error`."""
 
-    def __init__(self, name: str, kind: str) -> None:
-        self.__dict__.update(_memfit_name=name, _memfit_kind=kind)
+    def __init__(self, name: str, kind: str, error: Refused | None = None) -> None:
+        self.__dict__.update(_memfit_name=name, _memfit_kind=kind, _memfit_error=error or _not_joined(name, kind))
 
     def __repr__(self) -> str:
         return f"<{self._memfit_name}: a {self._memfit_kind}, not joined from micro-batches>"
@@ -281,10 +281,14 @@ class NotJoined:
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        raise _not_joined(self._memfit_name, self._memfit_kind)
+        raise self._memfit_error
 
     def _refuse(self, *args: Any) -> Any:
-        raise _not_joined(self._memfit_name, self._memfit_kind)
+        raise self._memfit_error
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise next(leaf._memfit_error for leaf in flat((args, kwargs or {})) if isinstance(leaf, cls))
 
     __getitem__ = __iter__ = __len__ = __float__ = __int__ = __index__ = __bool__ = __format__ = __call__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse

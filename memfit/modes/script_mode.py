@@ -218,8 +218,8 @@ def _all_computed(tree: Any) -> Any:
 def _computed(leaf: LazyTensor) -> Any:
     try:
         value = leaf.computed()
-    except Modified:  # of an earlier step, and never read: its parameters have been updated
-        return NotJoined("an output of an earlier step", "tensor")
+    except Modified as error:  # mostly of an earlier step, and never read: its parameters have been updated
+        return NotJoined("an output of an earlier call", "tensor", error.with_traceback(None))
     with torch._C.DisableTorchFunctionSubclass():
         node = leaf.grad_fn
     try:  # (without the script's hooks for saved tensors)
