@@ -116,17 +116,19 @@ class _Shadows:
 
 def held_by(optimizer: Any) -> str | None:
     """Return the name of an attribute through which an optimizer's `step` may change more than its parameters and their state:
-    one that holds another optimizer, or a tensor that is no parameter. None if there is none."""
+    one that holds another optimizer, or a tensor of several elements that is no parameter. None if there is none."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in vars(optimizer).items():
-        if name not in _OWN and name != "step" and any(id(each) not in own for each in _reached(value, set())):
+        if name not in (*_OWN, "defaults", "step") and any(id(each) not in own for each in _reached(value, set())):
             return name
     return None
 
 
 def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
     """Yield the tensors and optimizers in an attribute of an optimizer, as far as its shadow has twins of them."""
-    if isinstance(value, torch.Tensor) or _is_optimizer(value):
+    if isinstance(value, torch.Tensor):
+        yield from (value,) if value.numel() > 1 else ()
+    elif _is_optimizer(value):
         yield value
     elif id(value) not in seen:
         seen.add(id(value))
