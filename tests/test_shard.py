@@ -508,3 +508,39 @@ def test_parameters_that_change_under_sharding_are_refused(kind: str) -> None:
         assert all("added, removed or replaced" in said for said in doomed.run(said_of_changed, kind))
     finally:
         doomed.end()
+
+
+def of_two_losses(kind: str, level: str) -> list[torch.Tensor]:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank = torch.distributed.get_rank() if level != "off" else 0
+    if level != "off":
+        memfit.wrap(model, optimizer, micro_batch=3, shard=level)
+    for step in range(3):
+        x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double(), torch.arange(8) % 3
+        share = slice(0, 8) if level == "off" else slice(0, 6) if rank == 0 else slice(6, 8)
+        optimizer.zero_grad()
+        out = model(x[share])
+        one, other = F.cross_entropy(out, y[share]), F.mse_loss(out, F.one_hot(y[share], 3).double())
+        one.item(), other.item()
+        if kind == "summed":
+            (one + other).backward()
+        elif kind == "one by one":
+            one.backward(retain_graph=True)
+            other.backward()
+        elif kind == "dropped":
+            other.backward()
+        elif kind == "stacked":
+            torch.stack([one, other]).sum().backward()
+        else:
+            (one + other + F.one_hot(y[share], 3).double().mul(out.exp()).mean()).backward()
+        optimizer.step()
+    return [each.clone() for each in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("kind", ["summed", "one by one", "dropped", "stacked", "beside another"])
+@pytest.mark.parametrize("level", ["gradients", "parameters"])
+def test_losses_that_are_computed_before_a_backward_keep_their_gradients_apart(two: Processes, kind: str, level: str) -> None:
+    want = of_two_losses(kind, "off")
+    for found in two.run(of_two_losses, kind, level):
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(found, want, strict=True))

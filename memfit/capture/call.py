@@ -35,7 +35,6 @@ from memfit.engine.call_context import (
     without_autocast,
 )
 from memfit.engine.compose_state import Composition
-from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.gradients import is_sharded
 from memfit.engine.modules import modules_of, parameters_in
 from memfit.engine.random_state import HostDraws, RandomState, are_generators_known, remember_generators
@@ -151,14 +150,14 @@ class Call:
         for each in self.calls:
             each._unchanged.compare(_CUTS, each._moved)
 
-    def detach_from_script(self, reads: ForwardReads) -> None:
-        """Record what its passes run with, as the script goes on: the containers of its arguments, what its modules have set
-        and what their code `reads`, and the generators that it may draw from."""
+    def detach_from_script(self, attributes: CallAttributes) -> None:
+        """Record what its passes run with, as the script goes on: the containers of its arguments, the model's `attributes` at
+        the call, and the generators that it may draw from."""
         self.tree, self._cut = with_new_containers(self.tree), None
         remember_generators(flat(self.tree))
         if are_generators_known():  # a script may make a new one at each step
             remember_generators(value for module in modules_of(self.model) for value in vars(module).values())
-        self.attributes = CallAttributes(modules_of(self.model), reads)
+        self.attributes = attributes
 
     @property
     def _moved(self) -> Keys:

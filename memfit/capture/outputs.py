@@ -240,6 +240,12 @@ class Outputs:
         return None if None in made else replace(self, leaves=tuple(leaf for leaf in made if leaf is not None))
 
 
+    def looks_like(self, other: Outputs) -> bool:
+        """Whether both have the same leaves, of the same shapes per sample."""
+        mine, its = ([(leaf.kind, leaf.path, leaf.shape_for(1)) for leaf in each.leaves] for each in (self, other))
+        return mine == its
+
+
 @dataclass
 class SideOutput:
     """An output, and by name the values that left the forward as side effects."""

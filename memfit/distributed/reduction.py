@@ -217,7 +217,8 @@ class StepReduction:
 
     def _hand_out_parts(self, total: Total, factor: Factor, upstream: float) -> None:
         """Return sharded gradients, already reduced during accumulation. Only the factor remains, equal on every rank."""
-        gathered = self._staging.take_parts()
+        gathered = self._staging.take_parts() if total.parts is None else total.parts
+        total.parts = None
         rest = list(zip(total.receivers, total.gradients))[len(gathered) :]
         total.gradients = [
             *(_scaled_part(gradient, factor) for gradient in gathered),

@@ -16,7 +16,9 @@ from torch import nn
 
 from memfit.engine.call_contents import CallContents, without_graph
 from memfit.engine.forward_reads import ForwardReads
+from memfit.engine.modules import modules_of
 from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place
+from memfit.engine.read_numbers import Numbers, is_word, sign_of
 from memfit.engine.undo_state import refilled
 from memfit.engine.version_checks import Keys
 
@@ -39,6 +41,7 @@ class CallAttributes:
     def __init__(self, modules: Sequence[nn.Module], reads: ForwardReads) -> None:
         self._dtype = torch.get_default_dtype()
         held = [module.__dict__ for module in modules]
+        self._own = [each for each, module in zip(held, modules) if not reads.is_installed(type(module).__module__)]
         tables = [table for each in held for name in _TABLES if isinstance(table := each.get(name), dict)]
         found = [table for table in tables if table]
         self._empty = [table for table in tables if not table]
@@ -48,6 +51,18 @@ class CallAttributes:
         self._tables = [(table, table.copy()) for table in (*found, *self.contents.tables)]
         self._lists = [(items, list(items)) for items in self.contents.lists]
         self._let_go_of(_is_memfits)
+
+    def numbers(self, moved: Keys) -> Numbers:
+        """Return the numbers and words that the forward may branch on, other than those at these places, which it moves."""
+        found: Numbers = {}
+        for number, table in enumerate((*self._own, *self.contents.objects, *self.contents.tables)):
+            for name, value in table.items():
+                if is_word(value) and type(name) is str and (id(table), name) not in moved:
+                    found[number, name] = sign_of(value)
+        for number, (place, value) in enumerate(self.contents.places.values()):
+            if is_word(value) and place.key not in moved:
+                found[number] = sign_of(value)
+        return found
 
     def let_go(self) -> None:
         """Let go of graphs that the script has left in attributes and globals, as no gradient reaches them any more. (The call
@@ -110,6 +125,26 @@ class CallAttributes:
         for place, before in self.contents.places.values():
             if (now := place.value()) is not before and not _is_memfits(now) and not _is_memfits(before):
                 yield place, before
+
+
+class Attributes:
+    """The attributes of a model at a call, recorded when first asked for."""
+
+    def __init__(self, model: nn.Module, reads: ForwardReads) -> None:
+        self._model, self._reads = model, reads
+        self._found: CallAttributes | None = None
+
+    def numbers(self, moved: Keys) -> Numbers:
+        """Return `CallAttributes.numbers`."""
+        self._found = self._found or CallAttributes(modules_of(self._model), self._reads)
+        return self._found.numbers(moved)
+
+    def at_call(self) -> CallAttributes:
+        """Return the record. What memfit itself has written since is accepted."""
+        if self._found is None:
+            return CallAttributes(modules_of(self._model), self._reads)
+        self._found.contents.accept_writes()
+        return self._found
 
 
 class Since:

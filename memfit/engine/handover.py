@@ -34,6 +34,8 @@ class Total:
     """Samples in the effective batch."""
     weight: Factor = 1.0
     """Its weight relative to other ranks' totals."""
+    parts: list[torch.Tensor | None] | None = None
+    """Gradients of sharded parameters, reduced over the ranks; None until no rank adds to them any more."""
     rivals: Sequence[Factor] = ()
     """Weights by the other counts that the proof could not tell apart from the weighting."""
     watched: Sequence[Factor] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,12 @@ from memfit.batches.tree import tensors
 from memfit.capture.call import Call, Tree
 from memfit.capture.consumers import Consumer
 from memfit.capture.find_side_outputs import FoundDoors
-from memfit.capture.infer_layout import look_of, structure_of, ways_to_cut
+from memfit.capture.infer_layout import look_of, outputs_of, structure_of, ways_to_cut
 from memfit.capture.outputs import Otherwise, Outputs
 from memfit.capture.side_outputs import Door, Doorway
+from memfit.engine.call_attributes import Attributes
 from memfit.engine.call_context import without_saved_tensors_hooks
+from memfit.engine.read_numbers import Variants
 from memfit.engine.recovery import surviving
 from memfit.engine.undo_state import reaching
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting, WeightsChanged
@@ -63,6 +66,8 @@ class CallKinds:
         self._core, self._prover = core, Prover(core)
         self._kinds: dict[tuple[Any, ...], CallKind] = {}
         self._recognised: dict[Hashable, Recognised] = {}
+        self._variants: defaultdict[Hashable, Variants] = defaultdict(Variants)
+        self._attributes: Attributes
         self._doors: dict[str, tuple[Door, ...]] = {}
         self._ran_out: dict[Hashable, int] = {}
         self._unknown: set[Hashable] = set()
@@ -78,7 +83,7 @@ class CallKinds:
 
     def rebuild(self) -> None:
         """Drop all that is known of calls: the model has changed."""
-        for known in (self._kinds, self._recognised, self._doors, self._unknown, self._untrained):
+        for known in (self._kinds, self._recognised, self._variants, self._doors, self._unknown, self._untrained):
             known.clear()
 
     def ended(self) -> None:
@@ -86,20 +91,21 @@ class CallKinds:
         self._plans.ended()
 
     def to_cut(
-        self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
+        self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None, attributes: Attributes
     ) -> tuple[Call | None, int | None]:
         """Return (the call of method `name` if it has to be cut, else None; its number of samples, if known). `hint`: samples
-        in the loader's batch."""
+        in the loader's batch; `attributes`: the model's."""
         self._plans.opens()
+        self._attributes = attributes
         try:
             with without_saved_tensors_hooks(), reaching(tree):
                 try:
                     return self._through_doors(name, plain, tree, hint)
                 except Otherwise:  # the call is of another kind
-                    self._kinds.pop(self._recognise(name, tree, hint).key, None)
+                    self._kinds.pop(self._current(name, tree, hint).key, None)
                     return self._through_doors(name, plain, tree, hint)
         except Exception as error:
-            found = self._recognise(name, tree, hint)
+            found = self._current(name, tree, hint)
             samples = found.samples if found.samples is not None else next(iter(self._told(tree, hint)), None)
             with without_saved_tensors_hooks(), reaching(tree):
                 if self._uncut.accept(found.key, plain, tree, samples, error):
@@ -111,12 +117,12 @@ class CallKinds:
     ) -> Call | None:
         """Return the call to be cut after it ran out of memory as a whole. None if that would train something else: it cannot
         be cut, or its first run left side effects."""
-        core, found = self._core, self._recognise(name, tree, hint)
+        core, found = self._core, self._current(name, tree, hint)
         if found.kind is None or found.samples is None or found.samples < 2 or core.settings.whole:
             return None
         found.kind.whole, found.kind.too_many = 0, found.samples
         self._plans.reopens()
-        call, _ = self.to_cut(name, plain, tree, hint)
+        call, _ = self.to_cut(name, plain, tree, hint, self._attributes)
         if call is None or call.composition.moved or call.copies:
             return None
         core.planner.measurer.ran_out(found.samples)
@@ -143,7 +149,7 @@ class CallKinds:
     def _to_cut(
         self, name: str, plain: Callable[..., Any], tree: Tree, hint: int | None
     ) -> tuple[Call | None, int | None]:
-        found = self._recognise(name, tree, hint)
+        found = self._current(name, tree, hint, plain)
         key, samples = found.key, found.samples
         if self._uncut.covers(key, tree):
             return None, samples if samples is not None else next(iter(self._told(tree, hint)), None)
@@ -177,6 +183,45 @@ class CallKinds:
             self._recognised = {} if len(self._recognised) >= RECOGNISED else self._recognised
             self._recognised[name, look] = found
         return found
+
+    def _current(self, name: str, tree: Tree, hint: int | None, plain: Callable[..., Any] | None = None) -> Recognised:
+        """Return a call's kind and its number of samples, under the numbers that the forward may branch on. `plain` is run to
+        tell what new ones change."""
+        found = self._recognise(name, tree, hint)
+        kind = found.kind
+        if kind is not None and (found.samples or 0) <= kind.whole and no_larger(found.shapes, kind.shapes):
+            return found
+        variants = self._variants[found.key]
+        numbers = self._attributes.numbers(frozenset() if kind is None else kind.composition.keys)
+        variant = variants.of(numbers)
+        if variant is None and plain is not None:
+            variant = variants.choose(numbers, lambda each: self._does_the_same(_of_variant(found.key, each), plain, tree))
+        key = _of_variant(found.key, variant or 0)
+        if key == found.key:
+            return found
+        kind = self._kinds.get(key)
+        samples = found.samples if kind is None else samples_by(tree, kind.layout)
+        return Recognised(key, kind, samples, () if kind is None else shapes_per_sample(tree, kind.layout, samples))
+
+    def _does_the_same(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree) -> bool:
+        """Return whether calls of this kind return the same outputs under other numbers, and may be cut alike."""
+        kind = self._kinds.get(key)
+        samples = None if kind is None else samples_by(tree, kind.layout)
+        if kind is None or kind.proven is None or not samples:
+            return True
+        shapes = shapes_per_sample(tree, kind.layout, samples)
+        call = self._call_of(kind, plain, tree, samples, shapes)
+        before = kind.composition, dict(kind.outputs)
+        try:
+            found = outputs_of(call).settled_like(kind.proven)
+            call.outputs = kind.outputs_of(call, shapes)
+            if found is not None and found.looks_like(call.outputs) and self._prover.prove(kind, call, shapes) is None:
+                return True
+        except Exception as error:
+            if is_out_of_memory(error) or (strict() and is_fault(error)):
+                raise
+        kind.composition, kind.outputs = before
+        return False
 
     def _met(
         self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree, hint: int | None
@@ -394,10 +439,7 @@ class CallKinds:
         fits = no_larger(shapes, kind.shapes)
         if fits and samples <= kind.whole and UNDERWAY.whole <= kind.beside:
             return None
-        core = self._core
-        layout = Layout(kind.layout.axes, samples)
-        call = Call(core.model, plain, tree, layout, Outputs(None, ()), core.device, split=self._split(tree, samples))
-        call.copies, call.shapes = kind.writes_input, shapes
+        core, call = self._core, self._call_of(kind, plain, tree, samples, shapes)
         call.outputs = kind.outputs_of(call, shapes)
         if not fits:
             self._plans.grew(kind, call, shapes)
@@ -405,6 +447,14 @@ class CallKinds:
             return None
         if call.samples > 1 and (kind.proven is None or core.steps >= kind.prove_at or call.samples > kind.alike):
             self._prove_known(kind, call, shapes)
+        return call
+
+    def _call_of(self, kind: CallKind, plain: Callable[..., Any], tree: Tree, samples: int, shapes: Shapes) -> Call:
+        layout = Layout(kind.layout.axes, samples)
+        call = Call(
+            self._core.model, plain, tree, layout, Outputs(None, ()), self._core.device, split=self._split(tree, samples)
+        )
+        call.copies, call.shapes = kind.writes_input, shapes
         return call
 
     def _prove_known(self, kind: CallKind, call: Call, shapes: Shapes) -> None:
@@ -421,6 +471,10 @@ class CallKinds:
             deviation = self._prover.prove(kind, call, shapes)
         if deviation is not None:
             raise self._prover.mixes(call, deviation)
+
+
+def _of_variant(key: tuple[Any, ...], variant: int) -> tuple[Any, ...]:
+    return (*key, "variant", variant) if variant else key
 
 
 def _has_dimension(tree: Tree, size: int) -> bool:

@@ -22,6 +22,7 @@ from memfit.capture.lazy_functions import stand_ins
 from memfit.capture.lazy_tensor import LazyTensor
 from memfit.capture.outputs import NotJoined
 from memfit.capture.side_outputs import through
+from memfit.engine.call_attributes import Attributes
 from memfit.engine.call_context import transforming
 from memfit.engine.handover import Total
 from memfit.engine.joined_handover import joined
@@ -81,8 +82,10 @@ class Script:
         core.caches.trains()
         given = args, kwargs
         args, kwargs = _all_computed(given)  # inputs may be outputs of another call
+        self._passes.reads.roots.add(name)
+        attributes = Attributes(core.model, self._passes.reads)
         with self._passes.aside(), self._core.team.announcing():
-            call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples())
+            call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples(), attributes)
             self.samples_seen += samples or 0
             if call is None:
                 with also_in(given, (args, kwargs)):
@@ -93,8 +96,7 @@ class Script:
                         core.team.ranks.rest()  # its graph needs the all-gathered parameters
                     return output
             self._core.team.rest()
-        self._passes.reads.roots.add(name)
-        call.detach_from_script(self._passes.reads)
+        call.detach_from_script(attributes.at_call())
         self._say_backward_hooks()
         self._passes.waiting.add(call)
         if call.copies and not call.inputs.wanted and call.split is None:  # the script may go on with what its input is then

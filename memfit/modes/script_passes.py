@@ -357,7 +357,7 @@ class ScriptPasses:
     ) -> torch.Tensor:
         """Accumulate the call's gradients and return its loss as a tensor whose backward hands them over. `weight`: its weight
         as a mean among the ranks."""
-        first, total = not call.pieces, None
+        core, first, total = self._core, not call.pieces, None
         if first:
             self._after_earlier(call)
         call.kept.clear()  # accumulation runs its own forwards
@@ -365,7 +365,9 @@ class ScriptPasses:
         try:
             with self._in_pass(call), nullcontext() if first else call.drawing_again():
                 total = self._pass(call, consumer, weighting, first)
-                self._core.team.rest()
+                core.team.rest()
+                if core.staging.parts is not None:  # no rank is in a pass now: what comes next belongs to another loss
+                    total.parts = core.staging.take_parts()
                 if self._batch_samples() == 0:
                     total.weight = 0.0
                 then, receivers = total.on_handover, total.receivers  # the total itself would create a reference cycle
@@ -385,7 +387,7 @@ class ScriptPasses:
                 for each in call.calls:
                     each.pending += 1
                 total.on_handover = handing_over
-                if not self._core.team.alone:
+                if not core.team.alone:
                     combined = BY_SAMPLES if weighting is BY_SHARE else weighting
                     if weight is not None:
                         combined, total.weight = BY_TERM, weight if total.weight else 0.0
