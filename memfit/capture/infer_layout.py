@@ -18,6 +18,7 @@ from memfit.batches.lists import cut_lists, look_of_lists
 from memfit.batches.split import Split
 from memfit.batches.tree import AttributeKey, Path, first_same, flat, is_column, leaves, map_leaves, map_tensors, tensors
 from memfit.capture.call import Call, Tree
+from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.outputs import Outputs, learn_outputs
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
 from memfit.engine.call_context import autocast_now, uncompiled
@@ -177,10 +178,13 @@ def _call(
 
 def fake_outputs(call: Call, *samples: int) -> list[Any]:
     """Runs the call on fake tensors with each number of samples. Returns the outputs. Raises TraceFailed."""
+    installs = InstalledOnce(call.model)
     with on_twins(call.model, call.device) as world:
         twins = [twin_call(call, world.twin, n)[0] for n in samples]
         with world.entered(), uncompiled(), torch.enable_grad():
-            return [t.output() for t in twins]
+            found = [installs.ran(t.output()) for t in twins]
+    installs.keep()
+    return found
 
 
 def size_that_decides(call: Call, *sizes: int) -> int | None:
@@ -206,13 +210,14 @@ def comparable_sizes(first: Callable[[int], Any], most: int, sizes: Sequence[int
 
 
 def _real_outputs(call: Call, *samples: int) -> list[Any]:
-    world = FakeWorld()  # keeps the device of outputs whose data are dropped
+    world, installs = FakeWorld(), InstalledOnce(call.model)  # keeps the device of outputs whose data are dropped
     with leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
         found = []
         for n in samples:
-            output = call.output(call.arguments(0, n))
+            output = installs.ran(call.output(call.arguments(0, n)))
             found.append(map_leaves(partial(_without_data, world), output))
             del output
+    installs.keep()
     return found
 
 

@@ -128,11 +128,13 @@ class CallAttributes:
 
 
 class Attributes:
-    """The attributes of a model at a call, recorded when first asked for."""
+    """The attributes of a model at a call, recorded when first asked for. `model_ran` is set where memfit has run the model
+    since, which may have installed hooks."""
 
     def __init__(self, model: nn.Module, reads: ForwardReads) -> None:
         self._model, self._reads = model, reads
         self._found: CallAttributes | None = None
+        self.model_ran = False
 
     def numbers(self, moved: Keys) -> Numbers:
         """Return `CallAttributes.numbers`."""
@@ -140,10 +142,9 @@ class Attributes:
         return self._found.numbers(moved)
 
     def at_call(self) -> CallAttributes:
-        """Return the record. What memfit itself has written since is accepted."""
-        if self._found is None:
+        """Return the record, a new one if memfit has run the model since."""
+        if self._found is None or self.model_ran:
             return CallAttributes(modules_of(self._model), self._reads)
-        self._found.contents.accept_writes()
         return self._found
 
 

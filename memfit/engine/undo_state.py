@@ -382,6 +382,9 @@ class UndoState:
             self._watch(moved_entries, own, items, self._names_of.get(id(own), type(value).__name__))
             may_grow = () if is_installed(type(value).__module__) else MADE_LATER
             self._open.extend(item for name, item in items.items() if name not in OF_MODULES or item or name in may_grow)
+            if isinstance(value, nn.Module):
+                empty = [table for name in OF_MODULES if isinstance(table := items.get(name), dict) and not table]
+                self._undo.append(lambda: [table.clear() for table in empty if table])
         for name in _slots(type(value)):
             self._attribute(AttributePlace(value, name, f"{type(value).__name__}.{name}"))
 

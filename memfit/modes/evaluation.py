@@ -31,6 +31,7 @@ from memfit.capture.outputs import Joining, Leaf, Outputs, learn_outputs
 from memfit.capture.side_outputs import Doorway, through
 from memfit.engine.call_context import uncompiled
 from memfit.engine.recovery import surviving
+from memfit.engine.undo_state import reaching
 from memfit.equivalence.proofs import joined_outputs, parts_of
 from memfit.profiling.timeline import Timeline, fit
 from memfit.runtime.core import Core
@@ -83,7 +84,7 @@ class Evaluations:
             except Refused:  # it does not return what it returned before
                 cutting = None
         if cutting is None and not self._fits(look, shapes):
-            with self._aside(), torch.no_grad():
+            with self._aside(), torch.no_grad(), reaching(tree):
                 cutting, most = self._decided(plain, tree, shapes)
             if cutting is None:
                 self._whole[look] = most
@@ -97,7 +98,7 @@ class Evaluations:
 
     def _again(self, name: str, plain: Callable[..., Any], tree: Tree, shapes: Shapes) -> Any:
         """Run in halves a call that ran out of memory against prediction."""
-        with self._aside(), torch.no_grad():
+        with self._aside(), torch.no_grad(), reaching(tree):
             cutting = self._cutting(plain, tree, None)
         if cutting is None:
             return plain(*tree[0], **tree[1])

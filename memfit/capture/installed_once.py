@@ -1,0 +1,72 @@
+"""Makes lasting what a first forward installs once: hooks on modules, and the flags that say so. transformers does so for
+`output_hidden_states` and `output_attentions`.
+
+Whoever runs the model on few samples undoes what it leaves. Without its hooks and flags, each micro-batch would install them
+again. Not covered: flags elsewhere than in attributes of modules, and modules or parameters that are made in a forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from memfit._errors import Refused
+from memfit.engine.modules import modules_of
+from memfit.engine.state_changes import KINDS, OF_MODULES
+
+_TABLES = (*KINDS, *(f"{kind}_{kinds}" for kind in KINDS[:2] for kinds in ("with_kwargs", "always_called")))
+Table = dict[Any, Any]
+
+
+class InstalledOnce:
+    """What the forwards of a model install, by looks at its modules before and after each."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._attributes = [module.__dict__ for module in modules_of(model)]
+        self._tables = [each[name] for each in self._attributes for name in _TABLES if isinstance(each.get(name), dict)]
+        self._looks = [self._look()]
+
+    def ran(self, output: Any) -> Any:
+        """Look after a forward. Returns its output."""
+        self._looks.append(self._look())
+        return output
+
+    def keep(self) -> None:
+        """Install for good what the first forward did and the second did not, after both were undone. Raises Refused if each of
+        them installs hooks."""
+        before, first, *others = self._looks
+        added = [(table, new) for table, *looks in zip(self._tables, before[0], first[0]) if (new := _added(*looks))]
+        if not added or not others:
+            return
+        if any(_added(one, other) for one, other in zip(first[0], others[0][0])):
+            raise _refused("its forward registers hooks at every call, as every micro-batch would")
+        if before[2] != first[2]:
+            raise _refused("its first forward registers hooks and makes or replaces parameters")
+        for table, new in added:
+            table.update(new)
+        for attributes, old, now, then in zip(self._attributes, before[1], first[1], others[0][1]):
+            for name in [name for name in now if name not in OF_MODULES and name not in _TABLES]:
+                value = now[name]
+                if old.get(name, self) is not value and then.get(name, self) is value and _is_flag(value):
+                    attributes[name] = value
+
+    def _look(self) -> tuple[list[Table], list[Table], list[list[str]]]:
+        names = [list(each["_parameters"]) for each in self._attributes]
+        return [dict(table) for table in self._tables], [dict(each) for each in self._attributes], names
+
+
+def _refused(found: str) -> Refused:
+    return Refused("running a model in micro-batches", found=found, next_move="run the model once before memfit.wrap")
+
+
+def _added(before: Table, after: Table) -> Table:
+    return {key: value for key, value in after.items() if key not in before}
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether it is a plain value, or handles of hooks."""
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_flag, value))
+    return value is None or isinstance(value, (bool, int, float, str, RemovableHandle))
