@@ -53,7 +53,7 @@ class InstalledOnce:
                     attributes[name] = value
 
     def _look(self) -> tuple[list[Table], list[Table], list[list[str]]]:
-        names = [list(each["_parameters"]) for each in self._attributes]
+        names = [list(each.get("_parameters", ())) for each in self._attributes]
         return [dict(table) for table in self._tables], [dict(each) for each in self._attributes], names
 
 

@@ -18,7 +18,7 @@ from memfit.engine.call_contents import CallContents, without_graph
 from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.modules import modules_of
 from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place
-from memfit.engine.read_numbers import Numbers, is_word, sign_of
+from memfit.engine.read_numbers import Numbers, is_word
 from memfit.engine.undo_state import refilled
 from memfit.engine.version_checks import Keys
 
@@ -38,7 +38,7 @@ class CallAttributes:
     """The attributes, buffers, submodules and hooks of modules at a call, what lies inside and what their code names, and the
     default dtype."""
 
-    def __init__(self, modules: Sequence[nn.Module], reads: ForwardReads) -> None:
+    def __init__(self, modules: Sequence[nn.Module], reads: ForwardReads, code: Sequence[Any] = ()) -> None:
         self._dtype = torch.get_default_dtype()
         held = [module.__dict__ for module in modules]
         self._own = [each for each, module in zip(held, modules) if not reads.is_installed(type(module).__module__)]
@@ -46,22 +46,22 @@ class CallAttributes:
         found = [table for table in tables if table]
         self._empty = [table for table in tables if not table]
         values = chain((value for each in held for value in _own(each)), (v for table in found for v in table.values()))
-        self.contents = CallContents(values, set(map(type, modules)), reads)
+        self.contents = CallContents(values, [*dict.fromkeys(map(type, modules)), *code], reads)
         self._attributes = [(each, each.copy()) for each in (*held, *self.contents.objects)]
         self._tables = [(table, table.copy()) for table in (*found, *self.contents.tables)]
         self._lists = [(items, list(items)) for items in self.contents.lists]
         self._let_go_of(_is_memfits)
 
     def numbers(self, moved: Keys) -> Numbers:
-        """Return the numbers and words that the forward may branch on, other than those at these places, which it moves."""
-        found: Numbers = {}
+        """Return the numbers and words that the forward may branch on, and which of them it moves itself."""
+        found = Numbers({}, set())
         for number, table in enumerate((*self._own, *self.contents.objects, *self.contents.tables)):
             for name, value in table.items():
-                if is_word(value) and type(name) is str and (id(table), name) not in moved:
-                    found[number, name] = sign_of(value)
+                if is_word(value) and type(name) is str:
+                    found.add((number, name), value, moved=(id(table), name) in moved)
         for number, (place, value) in enumerate(self.contents.places.values()):
-            if is_word(value) and place.key not in moved:
-                found[number] = sign_of(value)
+            if is_word(value):
+                found.add(number, value, moved=place.key in moved)
         return found
 
     def let_go(self) -> None:
@@ -128,24 +128,26 @@ class CallAttributes:
 
 
 class Attributes:
-    """The attributes of a model at a call, recorded when first asked for. `model_ran` is set where memfit has run the model
-    since, which may have installed hooks."""
+    """The attributes of a model at a call, recorded when first asked for. `code` is read besides the model's."""
 
-    def __init__(self, model: nn.Module, reads: ForwardReads) -> None:
-        self._model, self._reads = model, reads
+    def __init__(self, model: nn.Module, reads: ForwardReads, code: Sequence[Any] = ()) -> None:
+        self._model, self._reads, self._code = model, reads, code
         self._found: CallAttributes | None = None
-        self.model_ran = False
 
     def numbers(self, moved: Keys) -> Numbers:
         """Return `CallAttributes.numbers`."""
-        self._found = self._found or CallAttributes(modules_of(self._model), self._reads)
+        self._found = self._found or CallAttributes(modules_of(self._model), self._reads, self._code)
         return self._found.numbers(moved)
 
     def at_call(self) -> CallAttributes:
-        """Return the record, a new one if memfit has run the model since."""
-        if self._found is None or self.model_ran:
-            return CallAttributes(modules_of(self._model), self._reads)
-        return self._found
+        """Return the record."""
+        found, self._found = self._found, None
+        return found or CallAttributes(modules_of(self._model), self._reads, self._code)
+
+    def forget(self) -> None:
+        """Record again later. Called before memfit runs the model, which may install hooks. (A search for what holds an output
+        must not find the record.)"""
+        self._found = None
 
 
 class Since:

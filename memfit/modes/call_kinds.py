@@ -211,7 +211,7 @@ class CallKinds:
             return True
         shapes = shapes_per_sample(tree, kind.layout, samples)
         call = self._call_of(kind, plain, tree, samples, shapes)
-        self._attributes.model_ran = True
+        self._attributes.forget()
         before = kind.composition, dict(kind.outputs)
         try:
             found = outputs_of(call).settled_like(kind.proven)
@@ -228,7 +228,7 @@ class CallKinds:
         self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree, hint: int | None
     ) -> tuple[Call | None, int | None]:
         """`to_cut` for a call of an unknown kind."""
-        self._attributes.model_ran = True
+        self._attributes.forget()
         told = self._told(tree, hint)
         refusal: Refused | None = None
         for samples in told:
@@ -462,7 +462,7 @@ class CallKinds:
     def _prove_known(self, kind: CallKind, call: Call, shapes: Shapes) -> None:
         """Prove a kind that always ran whole, or repeat its proof on a later batch. Raises Refused."""
         core, again = self._core, kind.proven is not None
-        self._attributes.model_ran = True
+        self._attributes.forget()
 
         def unrepeated(text: str) -> Deviation | None:
             core.events.add(core.steps, "out of memory", f"the proof that samples do not mix was not repeated ({text})")

@@ -5,6 +5,7 @@ Not covered: optimizers that need a closure. Losses that need all samples togeth
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,10 @@ from memfit.batches.tree import copied_tensors, first_same, flat, tensors
 from memfit.capture.workloads import LossFn, moved
 from memfit.distributed.reduction import WholeShares
 from memfit.engine.accumulate import SharesDiffer, checked_loss
+from memfit.engine.call_attributes import Attributes
+from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.handover import Total, hand_over
+from memfit.engine.read_numbers import Variants
 from memfit.engine.undo_state import reaching
 from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
 from memfit.equivalence.infer_weighting import without_idle_rivals
@@ -72,6 +76,8 @@ class Stepper:
         core.reached = (loss_fn, core.settings.weight, core.settings.split)
         core.split = None  # split= cuts batches here, not the model's arguments
         self._kinds: dict[Hashable, tuple[Weigher, list[PlannedBatch]]] = {}
+        self._variants: defaultdict[Hashable, Variants] = defaultdict(Variants)
+        self._reads, self._code = ForwardReads(), (loss_fn,)
         self._share = 1
         self._look()
         core.on_forget.append(self.plan_again)
@@ -101,6 +107,7 @@ class Stepper:
     def _begin_anew(self) -> None:
         """Drop all that is known about the loss, as the model was replaced."""
         self._kinds.clear()
+        self._variants.clear()
         self._look()
 
     def _look(self) -> None:
@@ -110,6 +117,25 @@ class Stepper:
             self._kinds[flags] = Weigher(self._core, self._tasks), []
         self._weights, self._plans = self._kinds[flags]
         self._core.team.loss_is_whole(self._weights.together)
+
+    def _look_at_numbers(self, batch: Ordered) -> None:
+        """Select what is known about the loss under the numbers that it may branch on, too."""
+        core, flags = self._core, self._core.flags.now()
+        if self._weights.together:
+            return
+        moved = self._weights.composition.keys
+        numbers, variants = Attributes(core.model, self._reads, self._code).numbers(moved), self._variants[flags]
+        variant = variants.of(numbers)
+        if variant is None:
+            fresh = Weigher(core, self._tasks)
+            variant = variants.choose(numbers, lambda each: self._weighs_the_same(fresh, (flags, each), batch))
+            self._kinds.setdefault((flags, variant), (fresh, []) if variant else (self._weights, self._plans))
+        self._weights, self._plans = self._kinds[flags, variant]
+        core.team.loss_is_whole(self._weights.together)
+
+    def _weighs_the_same(self, fresh: Weigher, key: Hashable, batch: Ordered) -> bool:
+        known = self._kinds[key][0]
+        return known.together or not known.known or fresh.agrees_with(known, batch)
 
     def task(self, batch: Any) -> Task:
         """Return the task to profile for a batch like this one."""
@@ -126,6 +152,7 @@ class Stepper:
         self._look()
         ordered = self.ordered(batch)
         self.samples = ordered.samples
+        self._look_at_numbers(ordered)
         self._decide(ordered, ordered.samples)
         if ordered.ragged and self._weights.composition.in_sequence:
             ordered = self.ordered(batch)

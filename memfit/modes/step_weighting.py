@@ -149,18 +149,33 @@ class Weigher:
         if why is not None:
             core.forbid_single_samples(why)
 
-    def _prove_again(self, batch: Ordered) -> None:
-        """Prove an inferred weighting again on samples of a later batch."""
+    def agrees_with(self, known: Weigher, batch: Ordered) -> bool:
+        """Infer the weighting on a few samples of a batch, and return whether it is that of `known`."""
+        few = self._few(batch)
+        if few < 2 * self._core.least:
+            return True
+        with self._core.memory.sparing_kernels(), random_state_kept(self._core.device):
+            self._weigh_on(batch, few, None)
+        if self.together or self.weighting is None or known.weighting is None:
+            return not self.together
+        return _agree(self.weighting, known.weighting)
+
+    def _few(self, batch: Ordered) -> int:
+        """Return how many samples a proof may have that is repeated on a later batch."""
         core = self._core
         if core.plan is None:
-            return
+            return 0
         largest = core.in_force.limit(core.plan)
         most = min(PROOF_SAMPLES, batch.samples, max(largest, PROOF_SAMPLES if core.profile else 2 * core.least))
         if core.profile is not None:
             room = core.memory.budget().room - 2 * min(PROBED, core.profile.model.gradient_bytes)
             cheaper = with_blocks(core.profile, core.plan.checkpoint)
             most = max((n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room), default=0)
-        before = self.weighting
+        return most
+
+    def _prove_again(self, batch: Ordered) -> None:
+        """Prove an inferred weighting again on samples of a later batch."""
+        core, most, before = self._core, self._few(batch), self.weighting
 
         def unrepeated(text: str) -> None:
             self.weighting = before

@@ -1,0 +1,148 @@
+"""What a first forward installs is there once, as in plain PyTorch; what planning changes in arguments is put back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import memfit
+
+KINDS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
+
+
+class Installs(nn.Module):
+    """Its first forward registers a hook."""
+
+    def __init__(self, kind: str, held: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.kind, self.held = nn.Linear(6, 4), nn.Linear(4, 3), kind, held
+        self.handles: list[Any] = []
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.handles if self.held else getattr(self, "installed", False)):
+            self.install()
+        return self.second(torch.tanh(self.first(x)))
+
+    def install(self) -> None:
+        if self.kind == "register_forward_hook":
+            handle = self.first.register_forward_hook(lambda module, args, out: out * 2)
+        elif self.kind == "register_forward_pre_hook":
+            handle = self.first.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        else:
+            handle = self.second.register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
+        if self.held:
+            self.handles = [handle]
+        else:
+            self.installed = True
+
+
+def trained(kind: str, held: bool, how: str) -> list[float]:
+    torch.manual_seed(0)
+    model = Installs(kind, held)
+    optimizer = SGD(model.parameters(), 0.1)
+    run: Any = None
+    if how == "step":
+        run = memfit.wrap(model, optimizer, loss_fn=lambda m, x: loss_of(m, x), micro_batch=3)
+    elif how != "plain":
+        memfit.wrap(model, optimizer, micro_batch=3)
+    if how == "evaluated":
+        with torch.no_grad():
+            model.eval()(torch.randn(8, 6, generator=torch.Generator().manual_seed(9)).double())
+            model.train()
+    found = []
+    for step in range(3):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double()
+        if run is not None:
+            found.append(run.step(x).item())
+            continue
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    hooks = (model.first._forward_hooks, model.first._forward_pre_hooks, model.second._backward_hooks)
+    return [*found, *map(len, hooks), len(model.handles)]
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), torch.arange(8) % 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("how", ["script", "step"])
+def test_hooks_of_a_first_forward_are_there_once(kind: str, held: bool, how: str) -> None:
+    assert trained(kind, held, how) == pytest.approx(trained(kind, held, "plain"), rel=1e-12)
+
+
+def test_hooks_that_an_evaluation_installs_are_there_once() -> None:
+    plain = trained(KINDS[1], False, "plain")
+    assert trained(KINDS[1], False, "evaluated") == pytest.approx(plain, rel=1e-12)
+
+
+class Always(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.net.register_forward_hook(lambda module, args, out: out * 1.1)
+        return self.net(x)
+
+
+def test_hooks_of_every_forward_are_refused() -> None:
+    model = Always()
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
+    with pytest.raises(memfit.Refused, match="registers hooks at every call"):
+        model(torch.randn(8, 6).double())
+    assert not model.net._forward_hooks
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.position, self.seen = 0, [0]
+
+
+class Decodes(nn.Module):
+    """Its forward changes objects that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 3).double()
+
+    def forward(self, x: Tensor, cache: Cache | None = None, draws: random.Random | None = None) -> Tensor:
+        out = self.net(x).mean(1)
+        if cache is not None:
+            out = out + cache.position
+            cache.position += x.shape[1]
+            cache.seen.append(x.shape[0])
+        return out if draws is None else out * draws.random()
+
+
+def evaluated(line: bool) -> list[Any]:
+    torch.manual_seed(0)
+    model, draws, found = Decodes(), random.Random(3), list[Any]()
+    optimizer = SGD(model.parameters(), 0.1)
+    if line:
+        memfit.wrap(model, optimizer, micro_batch=3)
+    x = torch.randn(8, 5, 2, generator=torch.Generator().manual_seed(1)).double()
+    F.cross_entropy(model(x), torch.arange(8) % 3).backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        cache = Cache()
+        for i in range(3):
+            found.append(model(x[:, i : i + 1], cache).sum().item())
+        found += [cache.position, *cache.seen, model(x, None, draws).sum().item(), draws.random()]
+    return found
+
+
+def test_objects_that_an_evaluation_is_given_change_once() -> None:
+    assert evaluated(True) == pytest.approx(evaluated(False), rel=1e-12)

@@ -1,0 +1,151 @@
+"""Numbers that decide what a forward or a loss does: attributes that a script sets, settings, globals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import memfit
+from memfit.engine.read_numbers import MOST, Numbers, Variants
+
+STAGE = 0
+
+
+class Staged(nn.Module):
+    """Does something else at each stage, wherever that is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(6, 4), nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 1)])
+        self.stage, self.calls, self.table, self.settings = 0, 0, {"stage": 0}, SimpleNamespace(stage=0)
+        self.rate = 0.0
+        self.double()
+
+    def set(self, where: str, stage: int) -> None:
+        if where == "attribute":
+            self.stage = stage
+        elif where == "table":
+            self.table["stage"] = stage
+        elif where == "object":
+            self.settings.stage = stage
+        elif where == "rate":
+            self.rate = stage / 2
+        else:
+            globals()["STAGE"] = stage
+
+    def now(self) -> int:
+        return max(self.stage, self.table["stage"], self.settings.stage, STAGE, int(self.rate > 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = torch.tanh(self.body(x))
+        return self.heads[self.now()](h)
+
+
+class Mixing(Staged):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.body(x))
+        return self.heads[0](h - h.mean(0) if self.now() else h)
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return F.cross_entropy(out, torch.arange(len(out)) % 3) if out.shape[1] > 1 else out.square().sum()
+
+
+WHERE = ("attribute", "table", "object", "rate", "global")
+
+
+@pytest.fixture(autouse=True)
+def _at_first() -> Any:
+    yield
+    globals()["STAGE"] = 0
+
+
+def losses(where: str, stages: Sequence[int], mode: str, counted: bool = False) -> tuple[list[float], int]:
+    torch.manual_seed(0)
+    model = Staged()
+    optimizer = SGD(model.parameters(), 0.1)
+    run = None
+    if mode == "step":
+        run = memfit.wrap(model, optimizer, loss_fn=lambda m, x: loss_of(m(x)), micro_batch=3)
+    elif mode == "script":
+        memfit.wrap(model, optimizer, micro_batch=3)
+    found = []
+    for step, stage in enumerate(stages):
+        model.set(where, stage)
+        if counted:
+            model.step = step  # type: ignore[assignment]
+        x = torch.randn(8, 6).double()
+        if run is not None:
+            found.append(run.step(x).item())
+            continue
+        optimizer.zero_grad()
+        loss = loss_of(model(x))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found, model.calls
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("mode", ["script", "step"])
+def test_another_stage_is_another_kind_of_call(where: str, mode: str) -> None:
+    stages = [0, 0, 1, 0, 1, 1, 0]
+    (found, calls), (want, wanted) = losses(where, stages, mode), losses(where, stages, "plain")
+    assert found == pytest.approx(want, rel=1e-12)
+    assert calls == wanted
+
+
+@pytest.mark.parametrize("mode", ["script", "step"])
+def test_a_counter_beside_the_stage_changes_nothing(mode: str) -> None:
+    stages = [0, 1] * 8
+    (found, _), (want, _) = losses("attribute", stages, mode, counted=True), losses("attribute", stages, "plain", counted=True)
+    assert found == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("mode", ["script", "step"])
+def test_a_stage_that_mixes_samples_is_refused_at_once(where: str, mode: str) -> None:
+    model = Mixing()
+    optimizer = SGD(model.parameters(), 0.1)
+    run: Any = None
+    if mode == "step":
+        run = memfit.wrap(model, optimizer, loss_fn=lambda m, x: loss_of(m(x)), micro_batch=3)
+    else:
+        memfit.wrap(model, optimizer, micro_batch=3)
+    train: Callable[[], Any] = (lambda: run.step(X)) if mode == "step" else lambda: loss_of(model(X)).backward()
+    for _ in range(2):
+        train()
+    model.set(where, 1)
+    with pytest.raises(memfit.Refused, match="mixes samples"):
+        train()
+
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double()
+
+
+def test_what_changes_all_the_time_without_deciding_is_no_longer_watched() -> None:
+    variants, asked = Variants(), []
+
+    def does_the_same(variant: int) -> bool:
+        asked.append(variant)
+        return True
+
+    for step in range(3 * MOST):
+        numbers = Numbers({"step": step, "stage": 0}, set())
+        if variants.of(numbers) is None:
+            assert variants.choose(numbers, does_the_same) == 0
+    assert len(asked) == MOST + 1
+    other = Numbers({"step": 100, "stage": 1}, set())
+    assert variants.of(other) is None
+    assert variants.choose(other, lambda variant: False) == 1
+    assert variants.of(Numbers({"step": 200, "stage": 1}, set())) == 1
+    assert variants.of(Numbers({"step": 300, "stage": 0}, set())) == 0
+    assert variants.of(Numbers({"step": 300}, {"stage"})) == 1
