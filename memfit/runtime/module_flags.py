@@ -2,8 +2,7 @@
 
 A forward may branch on them, so findings about it hold only while they stay the same.
 
-Not covered: numbers, which count things more often than they tell kinds of calls apart; hooks, which come and go for
-inspection; and what a model reads elsewhere.
+Not covered: numbers, and what a model reads elsewhere (`engine/read_numbers.py`); hooks, which come and go for inspection.
 """
 
 from __future__ import annotations
