@@ -38,7 +38,7 @@ class Installs(nn.Module):
         else:
             handle = self.second.register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
         if self.held:
-            self.handles = [handle]
+            self.handles.append(handle)
         else:
             self.installed = True
 

@@ -7,6 +7,7 @@ again. Not covered: flags elsewhere than in attributes of modules, and modules o
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from memfit._errors import Refused
 from memfit.engine.modules import modules_of
 from memfit.engine.state_changes import KINDS, OF_MODULES
+from memfit.engine.undo_state import refilled
 
 _TABLES = (*KINDS, *(f"{kind}_{kinds}" for kind in KINDS[:2] for kinds in ("with_kwargs", "always_called")))
 Table = dict[Any, Any]
@@ -47,14 +49,15 @@ class InstalledOnce:
         for table, new in added:
             table.update(new)
         for attributes, old, now, then in zip(self._attributes, before[1], first[1], others[0][1]):
-            for name in [name for name in now if name not in OF_MODULES and name not in _TABLES]:
-                value = now[name]
-                if old.get(name, self) is not value and then.get(name, self) is value and _is_flag(value):
+            for name, (value, items) in now.items():
+                if not _are_same(old.get(name), now[name]) and _are_same(then.get(name), now[name]) and _is_flag(items):
                     attributes[name] = value
+                    if value is not items:
+                        refilled(value, items)
 
-    def _look(self) -> tuple[list[Table], list[Table], list[list[str]]]:
+    def _look(self) -> tuple[list[Table], list[dict[str, tuple[Any, Any]]], list[list[str]]]:
         names = [list(each.get("_parameters", ())) for each in self._attributes]
-        return [dict(table) for table in self._tables], [dict(each) for each in self._attributes], names
+        return [dict(table) for table in self._tables], [_attributes_in(each) for each in self._attributes], names
 
 
 def _refused(found: str) -> Refused:
@@ -65,8 +68,25 @@ def _added(before: Table, after: Table) -> Table:
     return {key: value for key, value in after.items() if key not in before}
 
 
+def _attributes_in(held: Table) -> dict[str, tuple[Any, Any]]:
+    """The attributes of a module: each value, with a copy of what a list or dictionary holds."""
+    found = {name: value for name, value in held.items() if name not in OF_MODULES and name not in _TABLES}
+    return {name: (value, value.copy() if type(value) in (list, dict, set) else value) for name, value in found.items()}
+
+
+def _are_same(one: tuple[Any, Any] | None, other: tuple[Any, Any]) -> bool:
+    if one is None or one[0] is not other[0]:
+        return False
+    if not isinstance(one[1], (list, dict, set)):
+        return True
+    values = [list(each.values()) if isinstance(each, dict) else list(each) for each in (one[1], other[1])]
+    return len(values[0]) == len(values[1]) and all(map(is_, *values))
+
+
 def _is_flag(value: Any) -> bool:
     """Whether it is a plain value, or handles of hooks."""
     if isinstance(value, (list, tuple, set)):
         return all(map(_is_flag, value))
+    if isinstance(value, dict):
+        return all(map(_is_flag, value.values()))
     return value is None or isinstance(value, (bool, int, float, str, RemovableHandle))

@@ -16,7 +16,6 @@ from torch import nn
 
 from memfit.engine.call_contents import CallContents, without_graph
 from memfit.engine.forward_reads import ForwardReads
-from memfit.engine.modules import modules_of
 from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place
 from memfit.engine.read_numbers import Numbers, is_word
 from memfit.engine.undo_state import refilled
@@ -128,21 +127,21 @@ class CallAttributes:
 
 
 class Attributes:
-    """The attributes of a model at a call, recorded when first asked for. `code` is read besides the model's."""
+    """The attributes of modules at a call, recorded when first asked for. `code` is read besides theirs."""
 
-    def __init__(self, model: nn.Module, reads: ForwardReads, code: Sequence[Any] = ()) -> None:
-        self._model, self._reads, self._code = model, reads, code
+    def __init__(self, modules: Sequence[nn.Module], reads: ForwardReads, code: Sequence[Any] = ()) -> None:
+        self._modules, self._reads, self._code = modules, reads, code
         self._found: CallAttributes | None = None
 
     def numbers(self, moved: Keys) -> Numbers:
         """Return `CallAttributes.numbers`."""
-        self._found = self._found or CallAttributes(modules_of(self._model), self._reads, self._code)
+        self._found = self._found or CallAttributes(self._modules, self._reads, self._code)
         return self._found.numbers(moved)
 
     def at_call(self) -> CallAttributes:
         """Return the record."""
         found, self._found = self._found, None
-        return found or CallAttributes(modules_of(self._model), self._reads, self._code)
+        return found or CallAttributes(self._modules, self._reads, self._code)
 
     def forget(self) -> None:
         """Record again later. Called before memfit runs the model, which may install hooks. (A search for what holds an output

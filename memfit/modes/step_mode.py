@@ -28,6 +28,7 @@ from memfit.engine.accumulate import SharesDiffer, checked_loss
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.handover import Total, hand_over
+from memfit.engine.modules import modules_of
 from memfit.engine.read_numbers import Variants
 from memfit.engine.undo_state import reaching
 from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
@@ -124,7 +125,8 @@ class Stepper:
         if self._weights.together:
             return
         moved = self._weights.composition.keys
-        numbers, variants = Attributes(core.model, self._reads, self._code).numbers(moved), self._variants[flags]
+        own = [module for module in modules_of(core.model) if not self._reads.is_installed(type(module).__module__)]
+        numbers, variants = Attributes(own, self._reads, self._code).numbers(moved), self._variants[flags]
         variant = variants.of(numbers)
         if variant is None:
             fresh = Weigher(core, self._tasks)

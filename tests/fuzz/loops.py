@@ -320,6 +320,15 @@ BETWEEN = {
         setup="model.gain = 1.0\nmodel.head.register_forward_hook(lambda module, args, out: out * model.gain)",
         before="model.gain = 0.5 + 0.1 * step", metrics="model.gain = 1.0",
     ),
+    "stage_set": piece(
+        setup="model.stage = 0\nmodel.body.register_forward_hook(lambda module, args, h: h * 2.0 if model.stage == 1 else h.sin())",
+        before="model.stage = step % 2",
+    ),
+    "stage_mixes": piece(
+        "mixes",
+        setup="STAGE = 0\nmodel.body.register_forward_hook(lambda module, args, h: h - h.mean(0) if STAGE == 1 else h)",
+        before="STAGE = int(step > 1)",
+    ),
     "global_set": piece(
         setup="GAIN = 1.0\nmodel.head.register_forward_hook(lambda module, args, out: out * GAIN)", metrics="GAIN += 0.25"
     ),

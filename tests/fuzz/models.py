@@ -93,6 +93,19 @@ TWISTS = {
         init="self.table = None", forward="if self.table is None:\n    self.table = torch.linspace(0.5, 1.5, 4).double()\nh = h * self.table"
     ),
     "lazy_parts": piece(init="self.parts = {}", forward='h = h * self.parts.setdefault(h.shape[-1], torch.linspace(0.5, 1.5, 4).double())'),
+    "installs_hook": piece(
+        init="self.mid, self.hooked = nn.Linear(4, 4), False",
+        forward="""
+if not self.hooked:
+    self.mid.register_forward_hook(lambda module, args, out: out * 1.5)
+    self.hooked = True
+h = self.mid(h)
+""",
+    ),
+    "installs_and_keeps": piece(
+        init="self.mid, self.handles = nn.Linear(4, 4), []",
+        forward="if not self.handles:\n    self.handles.append(self.mid.register_forward_pre_hook(lambda module, args: (args[0].tanh(),)))\nh = self.mid(h)",
+    ),
     "moe": piece(
         init="self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])",
         forward="""
