@@ -186,11 +186,11 @@ class RunsOut(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.armed = 0
+        self.armed: list[bool] = []  # (a number that changes is tried on the batch)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.armed and torch.is_grad_enabled():
-            self.armed = 0
+            self.armed.clear()
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return x
 
@@ -202,7 +202,7 @@ def running_out_on(which: int) -> tuple[str, list[str]]:
         model, SGD(model.parameters(), lr=0.1), loader(setting), target_batch=16, micro_batch=4, loss_fn=loss_fn
     )
     for number, batch in enumerate(run.loader):
-        fails.armed = int(number == 5 and rank() == which)
+        fails.armed[:] = [True] if number == 5 and rank() == which else []
         run.step(batch)
     report = str(run.report()) if rank() == 0 else ""
     messages = [event.message for event in run.events]

@@ -56,7 +56,7 @@ class InstalledOnce:
                         refilled(value, items)
 
     def _look(self) -> tuple[list[Table], list[dict[str, tuple[Any, Any]]], list[list[str]]]:
-        names = [list(each.get("_parameters", ())) for each in self._attributes]
+        names = [list(held) for each in self._attributes if isinstance(held := each.get("_parameters"), dict)]
         return [dict(table) for table in self._tables], [_attributes_in(each) for each in self._attributes], names
 
 

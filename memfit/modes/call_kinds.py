@@ -6,7 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from memfit._errors import MemfitError, Refused, first_line
 from memfit.autotune.active_plan import Planned
@@ -213,16 +213,28 @@ class CallKinds:
         call = self._call_of(kind, plain, tree, samples, shapes)
         self._attributes.forget()
         before = kind.composition, dict(kind.outputs)
-        try:
-            found = outputs_of(call).settled_like(kind.proven)
+        known = kind.proven
+
+        def same() -> bool:
+            found = outputs_of(call).settled_like(known)
             call.outputs = kind.outputs_of(call, shapes)
-            if found is not None and found.looks_like(call.outputs) and self._prover.prove(kind, call, shapes) is None:
+            return found is not None and found.looks_like(call.outputs) and self._prover.prove(kind, call, shapes) is None
+
+        try:
+            if surviving(same, self._core.device, self._not_repeated):
                 return True
         except Exception as error:
-            if is_out_of_memory(error) or (strict() and is_fault(error)):
+            if strict() and is_fault(error):
                 raise
         kind.composition, kind.outputs = before
         return False
+
+    def _not_repeated(self, text: str) -> Literal[True]:
+        """Note that a proof ran out of memory."""
+        self._core.events.add(
+            self._core.steps, "out of memory", f"the proof that samples do not mix was not repeated ({text})"
+        )
+        return True
 
     def _met(
         self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree, hint: int | None
@@ -463,12 +475,9 @@ class CallKinds:
         """Prove a kind that always ran whole, or repeat its proof on a later batch. Raises Refused."""
         core, again = self._core, kind.proven is not None
         self._attributes.forget()
-
-        def unrepeated(text: str) -> Deviation | None:
-            core.events.add(core.steps, "out of memory", f"the proof that samples do not mix was not repeated ({text})")
-
         if again:
-            deviation = surviving(lambda: self._prover.prove(kind, call, shapes), core.device, unrepeated)
+            deviation = surviving(lambda: self._prover.prove(kind, call, shapes), core.device, self._not_repeated)
+            deviation = None if deviation is True else deviation
             kind.prove_at = core.steps if kind.mute else PROVE_AGAIN * core.steps
         else:
             deviation = self._prover.prove(kind, call, shapes)

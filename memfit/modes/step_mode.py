@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memfit._errors import Refused, UsageError
+from memfit._errors import MemfitError, Refused, UsageError
 from memfit.autotune.active_plan import Planned
 from memfit.autotune.task import Task
 from memfit.autotune.tuner import Tuner
@@ -30,6 +30,7 @@ from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.handover import Total, hand_over
 from memfit.engine.modules import modules_of
 from memfit.engine.read_numbers import Variants
+from memfit.engine.recovery import surviving
 from memfit.engine.undo_state import reaching
 from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
 from memfit.equivalence.infer_weighting import without_idle_rivals
@@ -41,6 +42,7 @@ from memfit.planning.plan import Plan
 from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
 from memfit.runtime.core import Core
+from memfit.runtime.faults import is_fault, strict
 
 
 @dataclass
@@ -136,8 +138,22 @@ class Stepper:
         core.team.loss_is_whole(self._weights.together)
 
     def _weighs_the_same(self, fresh: Weigher, key: Hashable, batch: Ordered) -> bool:
-        known = self._kinds[key][0]
-        return known.together or not known.known or fresh.agrees_with(known, batch)
+        known, core = self._kinds[key][0], self._core
+        if known.together or not known.known:
+            return True
+
+        def unrepeated(text: str) -> bool:
+            core.events.add(core.steps, "out of memory", f"the proof of micro-batch weights was not repeated ({text})")
+            return True
+
+        try:
+            return surviving(lambda: fresh.agrees_with(known, batch), core.device, unrepeated)
+        except MemfitError:
+            raise
+        except Exception as error:
+            if strict() and is_fault(error):
+                raise
+            return True  # the pass raises it, if it is the script's
 
     def task(self, batch: Any) -> Task:
         """Return the task to profile for a batch like this one."""
