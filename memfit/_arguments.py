@@ -36,14 +36,15 @@ from memfit.ranks.ranks import Ranks
 from memfit.runtime.allow_inexact import inexact_from
 
 
-def check_model(model: Any) -> torch.device:
-    """Return the one device of the model's parameters. Raises UsageError or Refused if memfit cannot train the model."""
+def check_model(model: Any, optimizer: Any) -> torch.device:
+    """Return the one device of the model's parameters. Raises UsageError or Refused if memfit cannot train the model, or inputs
+    of a frozen one that the optimizer holds (a prompt, a picture)."""
     check_module(model)
     _check_wrappers(model)
     parameters = list(model.parameters())
     if any(isinstance(p, UninitializedTensorMixin) for p in parameters):
         raise UsageError("wrapping a lazy model", found="its parameters have no shape yet", next_move="run one forward first")
-    _check_trainable(model, parameters)
+    _check_trainable(model, [*parameters, *_parameters_of(optimizer)] if parameters else [])
     return _one_device(model, parameters)
 
 
@@ -82,8 +83,9 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             found="its step calls the closure several times per batch; memfit runs an effective batch once",
             next_move="use an optimizer whose step() takes no closure, or enabled=False",
         )
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(p) in trained for p in model.parameters()):
+    trained = {id(p) for p in _parameters_of(optimizer)}
+    frozen = not any(p.requires_grad for p in model.parameters())
+    if not frozen and not any(id(p) in trained for p in model.parameters()):
         raise UsageError(
             f"training {type(model).__name__} with {type(optimizer).__name__}",
             found="the optimizer holds none of the model's parameters",
@@ -224,6 +226,10 @@ def _check_wrappers(model: nn.Module) -> None:
             found="torch.jit does not let its forward be intercepted",
             next_move="wrap the Python module it was scripted from",
         )
+
+
+def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
 def _check_trainable(model: nn.Module, parameters: Sequence[torch.Tensor]) -> None:

@@ -165,7 +165,7 @@ def wrap(  # pyright: ignore[reportInconsistentOverload]
     if asked is not None:
         target_batch, budget = asked.target_batch or target_batch, asked.budget or budget
     given = _Given(model, optimizer, loader, taken_over(model), asked, loss_fn, before_step, target_batch, sample, budget, plan)
-    device = check_model(given.trained)
+    device = check_model(given.trained, given.optimizer)
     ranks = join(device, given.group)
     runs: list[Run] = []
     try:

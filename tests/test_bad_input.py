@@ -344,7 +344,7 @@ def test_models_that_cannot_be_trained_as_they_are(mode: dict[str, Any]) -> None
         UsageError,
         "none of its parameters requires a gradient",
         model=frozen,
-        optimizer=SGD([nn.Parameter(torch.ones(1))]),
+        optimizer=SGD(frozen.parameters()),
         **mode,
     )
     refuses(UsageError, "none of its parameters", model=nn.Tanh(), optimizer=SGD([nn.Parameter(torch.ones(1))]), **mode)

@@ -399,3 +399,32 @@ def test_an_output_that_can_no_longer_run_says_so_where_it_is_given_to_a_model()
     model.weight.data.add_(0.01)
     with pytest.raises(memfit.Refused, match="modified by an inplace operation"):
         judge(out.detach())
+
+
+@pytest.mark.parametrize("mode", ["script", "step"])
+def test_a_prompt_for_a_frozen_model(mode: str) -> None:
+    def losses(line: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double().requires_grad_(False)
+        prompt = nn.Parameter(torch.randn(6).double())
+        optimizer = Adam([prompt], lr=0.1)
+
+        def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return F.cross_entropy(model(batch[0] + prompt), batch[1])
+
+        settings: dict[str, Any] = {"loss_fn": loss_fn} if mode == "step" else {}
+        run = memfit.wrap(model, optimizer, micro_batch=3, **settings) if line else None
+        found = []
+        for _ in range(3):
+            batch = torch.randn(8, 6).double(), torch.randint(0, 3, (8,))
+            if run is not None and mode == "step":
+                found.append(run.step(batch).item())
+                continue
+            optimizer.zero_grad()
+            loss = loss_fn(model, batch)
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return [*found, *prompt.tolist()]
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-12)

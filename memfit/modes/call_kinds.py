@@ -189,7 +189,7 @@ class CallKinds:
         tell what new ones change."""
         found = self._recognise(name, tree, hint)
         kind = found.kind
-        if kind is not None and (found.samples or 0) <= kind.whole and no_larger(found.shapes, kind.shapes):
+        if kind is not None and _runs_whole(kind, found.samples or 0, found.shapes):
             return found
         variants = self._variants[found.key]
         numbers = self._attributes.numbers(frozenset() if kind is None else kind.composition.keys)
@@ -451,7 +451,7 @@ class CallKinds:
         if samples == 0:
             return None
         fits = no_larger(shapes, kind.shapes)
-        if fits and samples <= kind.whole and UNDERWAY.whole <= kind.beside:
+        if _runs_whole(kind, samples, shapes):
             return None
         core, call = self._core, self._call_of(kind, plain, tree, samples, shapes)
         call.outputs = kind.outputs_of(call, shapes)
@@ -483,6 +483,11 @@ class CallKinds:
             deviation = self._prover.prove(kind, call, shapes)
         if deviation is not None:
             raise self._prover.mixes(call, deviation)
+
+
+def _runs_whole(kind: CallKind, samples: int, shapes: Shapes) -> bool:
+    """Whether such a call is known to run whole beside the whole calls that wait for their backward."""
+    return samples <= kind.whole and UNDERWAY.whole <= kind.beside and no_larger(shapes, kind.shapes)
 
 
 def _of_variant(key: tuple[Any, ...], variant: int) -> tuple[Any, ...]:
