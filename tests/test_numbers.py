@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -149,3 +150,24 @@ def test_what_changes_all_the_time_without_deciding_is_no_longer_watched() -> No
     assert variants.of(Numbers({"step": 200, "stage": 1}, set())) == 1
     assert variants.of(Numbers({"step": 300, "stage": 0}, set())) == 0
     assert variants.of(Numbers({"step": 300}, {"stage"})) == 1
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3).double()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.net(x)
+        return self.last
+
+
+def test_a_larger_call_that_runs_whole_holds_nothing_of_the_one_before() -> None:
+    model = Keeps()
+    memfit.wrap(model, SGD(model.parameters(), 0.1))
+    loss_of(model(X[:3])).backward()
+    assert model.last is not None
+    before = weakref.ref(model.last)
+    loss_of(model(X)).backward()
+    assert before() is None

@@ -447,7 +447,7 @@ class Scored:
 
 
 class Returns(nn.Module):
-    """Returns its output in an object that torch.utils._pytree does not look into."""
+    """Returns its output in an object."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

@@ -143,7 +143,7 @@ class FullySharded:
             if before_backward is None:
                 break
             _first_hook(tensor, partial(before_backward, number))  # before torch's own hook, which gathers
-        self._state._post_forward(self._model, args, _with_graph(out))  # (torch finds none in a dataclass or an object)
+        self._state._post_forward(self._model, args, _with_graph(out))  # (torch finds none in a distribution)
         if not torch.is_grad_enabled():
             self.reshard()
         return out

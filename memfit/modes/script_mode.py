@@ -88,6 +88,7 @@ class Script:
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples(), attributes)
             self.samples_seen += samples or 0
             if call is None:
+                attributes.forget()  # it may hold the graph of the call before
                 with also_in(given, (args, kwargs)):
                     output, call = self._whole_or_cut(name, plain, (args, kwargs))
                 if call is None:
