@@ -32,3 +32,9 @@ class AsyncReads(Generic[T]):
         """Yield the tensors, on the host, that have arrived since the last call."""
         while self._pending and self._clock.reached(self._pending[0][2]):
             yield self._pending.popleft()[:2]
+
+    def wait(self) -> None:
+        """Wait until all of them have arrived."""
+        for _, _, moment in self._pending:
+            if moment is not None:
+                moment.synchronize()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 import torch
 
@@ -66,20 +67,33 @@ class DeviceValues:
     def found_different(self) -> list[str]:
         """Return what was to be said of tensors that differed, from comparisons on these devices, of whatever step, that have
         arrived since the last call."""
-        with _LOCK:  # autograd runs a thread per device
-            devices = {device for device, _ in self._few if device in _READS}
-            arrived = [each for device in devices for each in _READS[device].arrived()]
-        found: list[str] = []
-        for said, differs in arrived:
-            parts = differs.split([size for _, size in said])
-            pairs = zip((what for what, _ in said), parts, strict=True)
-            found += [what for what, part in pairs if what is not None and bool(part.numpy().any())]
-        return found
+        return _found({device for device, _ in self._few})
 
 
 _LOCK = threading.Lock()
 _READS: dict[torch.device, AsyncReads[list[tuple[str | None, int]]]] = {}
 """The comparisons that have not arrived. A result concerns an earlier step, and is told in whichever comes next."""
+
+
+def found_at_the_end(device: torch.device) -> list[str]:
+    """Wait for the comparisons on this device. Return what was to be said of tensors that differed."""
+    with _LOCK:
+        reads = _READS.get(device)
+    if reads is not None:
+        with suppress(RuntimeError):  # a device that failed has told so before
+            reads.wait()
+    return _found({device})
+
+
+def _found(devices: Iterable[torch.device]) -> list[str]:
+    with _LOCK:  # autograd runs a thread per device
+        arrived = [each for device in devices if device in _READS for each in _READS[device].arrived()]
+    found: list[str] = []
+    for said, differs in arrived:
+        parts = differs.split([size for _, size in said])
+        pairs = zip((what for what, _ in said), parts, strict=True)
+        found += [what for what, part in pairs if what is not None and bool(part.numpy().any())]
+    return found
 
 
 def few_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from memfit._errors import UsageError
 from memfit.capture.workloads import LossFn
 from memfit.distributed.unwrap_ddp import TakenOver
+from memfit.engine.device_values import found_at_the_end
 from memfit.engine.intercept import Interception
 from memfit.levers.precision import script_precision
 from memfit.loading.iterate import PassedThrough
@@ -51,6 +52,7 @@ class Run:
     def __init__(self, model: Any, optimizer: Any, loader: Any, *, core: Core | None, off: str = "") -> None:
         self._off = off
         self._last_plan: Plan | None = None
+        self._last_events: tuple[Event, ...] = ()
         self._plain_steps = 0
         self.model, self.optimizer, self.loader = model, optimizer, loader
         self._core = core
@@ -84,8 +86,8 @@ class Run:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The events so far."""
-        return () if self._core is None else tuple(self._core.events)
+        """The events so far, of an undone run, too."""
+        return tuple(self._last_events if self._core is None else self._core.events)
 
     @property
     def enabled(self) -> bool:
@@ -135,18 +137,22 @@ class Run:
         return value
 
     def undo(self) -> None:
-        """Restores everything to its state before `wrap`: the model's own forward and blocks, no hooks, no staging."""
+        """Restores everything to its state before `wrap`: the model's own forward and blocks, no hooks, no staging. On an
+        accelerator it waits for the device; a tensor that was written through `.data` before the backward of the last step is
+        an event "not equal"."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
         if self._core is not None:
             self._core.in_force.release()
             self._core.memory.end()
+            for variable in found_at_the_end(self._core.device):
+                self._core.note("not equal", f"{variable} was written through .data before a backward of the last steps")
         loader = self.loader
         if isinstance(loader, (EffectiveLoader, PassedThrough)):
             self.loader = loader.source
         if self._core is not None:
-            self._last_plan = self.plan
+            self._last_plan, self._last_events = self.plan, self.events
             self._core, self._stepper, self._off = None, None, "run.undo()"
 
     def stats(self) -> dict[str, float | int | None]:

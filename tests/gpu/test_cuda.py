@@ -19,6 +19,7 @@ from zoo.plain import accumulated_gradients, gradients_of, relative_error
 
 import memfit
 from memfit._units import GiB, MiB
+from memfit.hardware.clock import Clock
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 DEVICE = torch.device("cuda", 0)
@@ -227,6 +228,30 @@ def test_what_is_written_through_data_before_the_backward_is_an_error_in_the_nex
 def test_what_is_written_through_data_before_a_call_runs_again_is_an_error_in_the_next_steps(write: Write, use: Use) -> None:
     with pytest.raises(RuntimeError, match=r"written through \.data"):
         steps_with(write, LAYOUTS["contiguous"]().to(DEVICE), use)
+
+
+def test_what_is_written_through_data_in_the_last_step_is_told_by_undo_and_by_no_other_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def step_of(model: nn.Module) -> torch.Tensor:
+        return F.cross_entropy(model(torch.ones(12, 6, device=DEVICE)), torch.zeros(12, dtype=torch.long, device=DEVICE))
+
+    def wrapped_model() -> tuple[memfit.Run, nn.Module]:
+        model = nn.Linear(6, 3).to(DEVICE)
+        return memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=4), model
+
+    run, model = wrapped_model()
+    monkeypatch.setattr(Clock, "reached", lambda self, moment: False)  # a device that is far behind the host
+    loss = step_of(model)
+    next(model.parameters()).data.add_(1)
+    loss.backward()
+    monkeypatch.undo()
+    run.undo()
+    told = "torch.cuda.FloatTensor [3, 6] was written through .data before a backward of the last steps"
+    assert told in [event.message for event in run.events if event.kind == "not equal"]
+    run, model = wrapped_model()
+    step_of(model).backward()
+    run.undo()
 
 
 @pytest.mark.parametrize("use", [distance_of, look_of])
