@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -85,6 +86,97 @@ def test_hooks_of_a_first_forward_are_there_once(kind: str, held: bool, how: str
 def test_hooks_that_an_evaluation_installs_are_there_once() -> None:
     plain = trained(KINDS[1], False, "plain")
     assert trained(KINDS[1], False, "evaluated") == pytest.approx(plain, rel=1e-12)
+
+
+class Features(nn.Module):
+    """Its first forward registers a hook and makes what the hook fills at every forward."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.first, self.second, self.kind = nn.Linear(6, 4), nn.Linear(4, 3), kind
+        self.ready = False
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.ready, self.found = True, self.kind()
+            self.first.register_forward_hook(self.fill)
+        out = self.second(torch.tanh(self.first(x)))
+        return out + (self.found[0] if self.kind is dict else self.found.pop()).mean(1, keepdim=True)
+
+    def fill(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        if isinstance(self.found, dict):
+            self.found[0] = out
+        else:
+            self.found.append(out)
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_what_a_hook_of_the_first_forward_fills_is_there(kind: type) -> None:
+    losses = []
+    for line in (False, True):
+        torch.manual_seed(0)
+        model = Features(kind)
+        optimizer = SGD(model.parameters(), 0.1)
+        if line:
+            memfit.wrap(model, optimizer, micro_batch=3)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-12)
+
+
+class ComputesAWeightOnce(nn.Module):
+    """It is reset after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw, self.weight, self.weights = nn.Parameter(torch.randn(3, 6).double()), None, dict[str, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None:
+            self.weight = torch.tanh(self.raw)
+        return x @ self.weight.T
+
+
+class KeepsAWeightInADictionary(ComputesAWeightOnce):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights.setdefault("it", torch.tanh(self.raw)).T
+
+
+def parametrized() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(6, 3).double())
+
+
+@pytest.mark.parametrize("make", [ComputesAWeightOnce, KeepsAWeightInADictionary, parametrized])
+@pytest.mark.parametrize("how", [{"micro_batch": 3}, {"budget": "8GiB"}])
+def test_a_weight_that_is_computed_once_per_step_is_refused_or_runs_whole(make: Any, how: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, found = make(), []
+    plain = copy.deepcopy(model)
+    for each in (plain, model):
+        optimizer = SGD(each.parameters(), 0.1)
+        if each is model:
+            memfit.wrap(each, optimizer, **how)
+        for step in range(3):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double()
+            if each is model and "micro_batch" in how:
+                with nn.utils.parametrize.cached(), pytest.raises(memfit.Refused, match="go on with the graph"):
+                    loss_of(each, x)
+                return
+            with nn.utils.parametrize.cached():
+                loss = loss_of(each, x)
+                optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+            if isinstance(each, ComputesAWeightOnce):
+                each.weight = None
+                each.weights.clear()
+    assert found[3:] == found[:3]
 
 
 class Always(nn.Module):
