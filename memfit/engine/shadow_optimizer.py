@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import traceback
 import types
+import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -124,10 +125,21 @@ def held_by(optimizer: Any) -> str | None:
     return None
 
 
+def stepped_by(optimizer: Any) -> list[Any]:
+    """Return an optimizer and those that it holds, whose `step` it may call."""
+    found, seen = [optimizer], set[int]()
+    for each in found:
+        own = (one for value in vars(each).values() for one in _reached(value, seen) if _is_optimizer(one))
+        found += [one for one in own if all(one is not known for known in found)]
+    return found
+
+
 def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
     """Yield the tensors and optimizers in an attribute of an optimizer, as far as its shadow has twins of them."""
     if isinstance(value, torch.Tensor):
         yield from (value,) if value.numel() > 1 else ()
+    elif isinstance(value, torch.nn.Module):
+        yield from (each for each in (*value.parameters(), *value.buffers()) if each.numel() > 1)
     elif _is_optimizer(value):
         yield value
     elif id(value) not in seen:
@@ -149,7 +161,8 @@ def _is_optimizer(value: Any) -> bool:
 
 def _has_attributes(value: Any) -> bool:
     """Whether it is an object with state, as a running average of the parameters."""
-    other = isinstance(value, (*SHARED, torch.nn.Module, types.ModuleType)) or callable(value)
+    shared = isinstance(value, SHARED) and not isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+    other = shared or isinstance(value, (torch.nn.Module, types.ModuleType)) or callable(value)
     plain = type(value).__new__ is object.__new__
     return plain and not other and type(getattr(value, "__dict__", None)) is dict
 
@@ -158,7 +171,9 @@ def step(shadow: Optimizer) -> None:
     """Step like the original. If its own code raises (a mode the script sets later, a closure it needs), step like its
     torch.optim base class, or else allocate two state tensors per parameter."""
     try:
-        shadow.step()
+        with warnings.catch_warnings():  # a scheduler looks for its mark on `step`
+            warnings.simplefilter("ignore")
+            shadow.step()
         return
     except Exception as error:
         if is_out_of_memory(error) or not _is_own(error):

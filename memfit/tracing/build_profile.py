@@ -26,6 +26,7 @@ from memfit.tracing.failures import telling_failures
 from memfit.tracing.fake import FakeWorld
 from memfit.tracing.ledger import Ledger
 from memfit.tracing.plain_loop import clip
+from memfit.tracing.sandbox import steps_undone
 from memfit.tracing.timing import Stopwatch, clone_of_optimizer
 from memfit.tracing.trace import MakeWork, Manner, Trace, trace_step
 
@@ -227,7 +228,8 @@ def _state_per_byte(optimizer: Optimizer) -> float:
     for p in chosen:
         p.grad = torch.zeros_like(p)
     try:
-        step(clone)
+        with steps_undone(optimizer, chosen[0].device):
+            step(clone)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -258,7 +260,7 @@ def stepping_bytes(
     twins = {id(p): world.parameter(p) for p in trained}
     shadow = shadow_optimizer(optimizer, lambda p: twins.get(id(p)), world.twin)
     try:
-        with telling_failures(world), world.entered(), ledger:
+        with steps_undone(optimizer, device, real=False), telling_failures(world), world.entered(), ledger:
             for p in twins.values():
                 p.grad = torch.zeros_like(p)
             step(shadow)

@@ -21,8 +21,9 @@ from memfit.engine.gradients import is_sharded, reshard_model
 from memfit.engine.modules import modules_of
 from memfit.engine.places import Place, TensorPlace
 from memfit.engine.random_state import random_state_kept
+from memfit.engine.shadow_optimizer import stepped_by
 from memfit.engine.state_changes import holds
-from memfit.engine.undo_state import UndoState, kept
+from memfit.engine.undo_state import UndoState, kept, reaching
 from memfit.tracing.write_guard import UndoLog, writes_undone
 
 
@@ -79,6 +80,19 @@ def leave_no_trace(
                 if p.untyped_storage()._cdata != data.untyped_storage()._cdata:
                     p.data = data
                 p.grad = gradient
+
+
+@contextmanager
+def steps_undone(optimizer: Any, device: torch.device, *, real: bool = True, watching: bool = True) -> Iterator[Traces | None]:
+    """Restores on exit what the script's own code changes when a shadow of its optimizer steps: random state, generators,
+    schedulers and averages that it holds, counters. Optimizers of torch change nothing else: yields None for them. The other
+    arguments are those of `leave_no_trace`."""
+    own = [each for each in stepped_by(optimizer) if not type(each).__module__.startswith("torch.optim.")]
+    if not own:
+        yield None
+        return
+    with reaching(*map(type, own), *map(vars, own)), leave_no_trace(nn.Module(), device, real=real, watching=watching) as traces:
+        yield traces
 
 
 @contextmanager

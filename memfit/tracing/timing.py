@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.profiling.allocator import thresholds_pinned
 from memfit.profiling.seconds import Timing, timing_at
-from memfit.tracing.sandbox import leave_no_trace
+from memfit.tracing.sandbox import leave_no_trace, steps_undone
 from memfit.tracing.write_guard import UndoLog, watched
 
 CLONE_LIMIT = 64 * MiB
@@ -241,13 +241,15 @@ def optimizer_seconds(optimizer: Optimizer, device: torch.device, limit: int = C
     if not chosen:
         return 0.0
     seconds = []
-    for _ in range(repeats + 1):
-        for p in chosen:
-            p.grad = torch.zeros_like(p)
-        begun = time.perf_counter()
-        step(clone)
-        _wait_for(device)
-        seconds.append(time.perf_counter() - begun)
+    with steps_undone(optimizer, device, watching=False) as traces:
+        for turn in range(repeats + 1):
+            for p in chosen:
+                p.grad = torch.zeros_like(p)
+            begun = time.perf_counter()
+            with watched(traces.log) if turn == 0 and traces is not None and traces.log is not None else nullcontext():
+                step(clone)
+            _wait_for(device)
+            seconds.append(time.perf_counter() - begun)
     return min(seconds[1:]) / part
 
 

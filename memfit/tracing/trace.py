@@ -38,7 +38,7 @@ from memfit.tracing.fake import FakeWorld
 from memfit.tracing.flop_counter import Counts
 from memfit.tracing.ledger import Ledger
 from memfit.tracing.plain_loop import Directly, Variables, clip
-from memfit.tracing.sandbox import collected_by_hand, leave_no_trace
+from memfit.tracing.sandbox import collected_by_hand, leave_no_trace, steps_undone
 from memfit.tracing.trace_evaluation import evaluated, one_each
 
 MakeWork = Callable[[Callable[[torch.Tensor], torch.Tensor], int], Work]
@@ -105,6 +105,7 @@ def trace_step(
     ledger = Ledger(device, inside=inside, counts=Counts() if manner.counted else None)
     trained = [p for group in optimizer.param_groups for p in group["params"]]  # a loss may have parameters of its own
     with ExitStack() as stack:
+        stack.enter_context(steps_undone(optimizer, device, real=False))
         stack.enter_context(leave_no_trace(model, device, real=False, outside=trained))
         stack.enter_context(collected_by_hand())
         stack.enter_context(telling_failures(world))
