@@ -2,8 +2,9 @@
 `output_hidden_states` and `output_attentions`.
 
 Whoever runs the model on few samples undoes what it leaves. Without its hooks and flags, each micro-batch would install them
-again. A weight that the first of several forwards computes and the others read (`parametrize.cached()`, `if self.w is None:`) is
-refused: its graph goes through one backward only. Not covered: flags elsewhere than in attributes of modules, and modules or parameters that are made in a forward.
+again. A weight that the first of several forwards computes and the others read (`parametrize.cached()`, `if self.w is None:`)
+is refused: only one backward can go through its graph. Not covered: flags elsewhere than in attributes of modules, and modules
+or parameters that are made in a forward.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class InstalledOnce:
     """What the forwards of a model install, by looks at its modules before and after each."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._attributes = [*(module.__dict__ for module in modules_of(model)), {"a cached parametrization": parametrize._cache}]
+        cache = {"a cached parametrization": parametrize._cache}
+        self._attributes = [*(module.__dict__ for module in modules_of(model)), cache]
         self._tables = [each[name] for each in self._attributes for name in _TABLES if isinstance(each.get(name), dict)]
         self._looks = [self._look()]
 

@@ -239,13 +239,16 @@ class Outputs:
         made = [_settled_like(mine, its) for mine, its in zip(self.leaves, proven.leaves)]
         return None if None in made else replace(self, leaves=tuple(leaf for leaf in made if leaf is not None))
 
-
     def looks_like(self, other: Outputs) -> bool:
-        """Whether both have the same leaves, of the same shapes per sample, and the same values."""
-        mine, its = ([(leaf.kind, leaf.path, leaf.shape_for(1)) for leaf in each.leaves] for each in (self, other))
+        """Whether both have the same leaves, of the same shapes per sample, joined alike, and the same values."""
+        mine, its = ([_look_of(leaf) for leaf in each.leaves] for each in (self, other))
         return mine == its and all(
             one.kind == "opaque" or one.value == two.value for one, two in zip(self.leaves, other.leaves)
         )
+
+
+def _look_of(leaf: Leaf) -> tuple[Any, ...]:
+    return leaf.kind, leaf.path, leaf.shape_for(1), leaf.dtype, leaf.differentiable, leaf.axis, leaf.joined
 
 
 @dataclass

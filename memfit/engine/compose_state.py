@@ -164,6 +164,11 @@ class Composition:
         """Trainable parameters that a forward writes."""
         return [place for place in self.moved if isinstance(place, TensorPlace) and place.tensor.requires_grad]
 
+    def agrees_with(self, other: Composition) -> bool:
+        """Whether the same places change, composed by the same rules."""
+        mine, its = ({slot.place.key: slot.rule for slot in each.slots} for each in (self, other))
+        return self.keys == other.keys and mine == its
+
     def afresh(self) -> Composition:
         """A copy for another call, without the values of this one."""
         return Composition(self.slots, self.moved)

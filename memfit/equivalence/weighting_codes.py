@@ -61,3 +61,8 @@ def weighting_by(way: Way) -> Weighting:
 
 def _counting(count: CountOf | None) -> Way:
     return Way("count", count) if isinstance(count, LeafCount) else Way("by hand")
+
+
+def agree(one: Weighting, other: Weighting) -> bool:
+    """Whether two proofs on different samples share a way of weighting. Otherwise their results held by chance."""
+    return bool({way.code for way in ways_of(one, unproven=False)} & {way.code for way in ways_of(other, unproven=False)})

@@ -14,6 +14,7 @@ from memfit.capture.infer_layout import outputs_of
 from memfit.capture.outputs import Outputs
 from memfit.engine.compose_state import Composition
 from memfit.engine.weighting import BY_SAMPLES, Weighting
+from memfit.equivalence.weighting_codes import agree
 from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
 
@@ -68,6 +69,12 @@ class CallKind:
     """Whether its output goes into several losses."""
     planned: dict[str, PlannedCall] = field(default_factory=dict)
     """Plans, by consumer of the output."""
+
+    def agrees_with(self, other: CallKind, shapes: Shapes) -> bool:
+        """Whether a proof on a call of these shapes found the same of `other`."""
+        same = self.outputs[shapes].looks_like(other.outputs[shapes]) and self.writes_input == other.writes_input
+        same = same and not other.mute and agree(self.weighting, other.weighting)
+        return same and self.composition.agrees_with(other.composition)
 
     def outputs_of(self, call: Call, shapes: Shapes) -> Outputs:
         """Return the call's outputs, learned if these shapes are new, and joined as proven for other shapes, if possible."""

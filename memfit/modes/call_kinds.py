@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from memfit._errors import MemfitError, Refused, first_line
@@ -212,22 +212,21 @@ class CallKinds:
         shapes = shapes_per_sample(tree, kind.layout, samples)
         call = self._call_of(kind, plain, tree, samples, shapes)
         self._attributes.forget()
-        before = kind.composition, dict(kind.outputs)
-        known = kind.proven
+        known, trial = kind.proven, replace(kind, outputs={}, alike=0, planned={})
 
         def same() -> bool:
             found = outputs_of(call).settled_like(known)
             call.outputs = kind.outputs_of(call, shapes)
-            return found is not None and found.looks_like(call.outputs) and self._prover.prove(kind, call, shapes) is None
+            if found is None or not found.looks_like(call.outputs):
+                return False
+            return self._prover.prove(trial, call, shapes) is None and kind.agrees_with(trial, shapes)
 
         try:
-            if surviving(same, self._core.device, self._not_repeated):
-                return True
+            return surviving(same, self._core.device, self._not_repeated)
         except Exception as error:
             if strict() and is_fault(error):
                 raise
-        kind.composition, kind.outputs = before
-        return False
+            return False
 
     def _not_repeated(self, text: str) -> Literal[True]:
         """Note that a proof ran out of memory."""

@@ -28,7 +28,7 @@ from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
 from memfit.equivalence.side_effects import with_written
 from memfit.equivalence.single_sample import loss_alone
 from memfit.equivalence.tolerances import Deviation, note_loose
-from memfit.equivalence.weighting_codes import ways_of
+from memfit.equivalence.weighting_codes import agree
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
 from memfit.modes.ordered_batch import Ordered
@@ -158,7 +158,7 @@ class Weigher:
             self._weigh_on(batch, few, None)
         if self.together or self.weighting is None or known.weighting is None:
             return not self.together
-        return _agree(self.weighting, known.weighting)
+        return agree(self.weighting, known.weighting) and self.composition.agrees_with(known.composition)
 
     def _few(self, batch: Ordered) -> int:
         """Return how many samples a proof may have that is repeated on a later batch."""
@@ -223,7 +223,7 @@ class Weigher:
             return
         elif self.weighting is not None and self.weighting.doubt is not None:
             self.run_together(self.weighting.doubt)
-        elif self.weighting is not None and again is not None and not _agree(again, self.weighting):
+        elif self.weighting is not None and again is not None and not agree(again, self.weighting):
             self.run_together(f"its parts weigh {self.weighting.label}, and those of an earlier batch {again.label}")
         elif self.weighting is None and deviation.agrees:
             self.weighting, self.mute = again, again is None  # a mask removed all of them
@@ -352,11 +352,6 @@ class Weigher:
 
         weighting = self.weighting or BY_SAMPLES
         self._core.reference = MadeReference(few.samples, weighting, make, reversible=not batch.in_order)
-
-
-def _agree(one: Weighting, other: Weighting) -> bool:
-    """Whether two proofs on different samples share a way of weighting. Otherwise their results held by chance."""
-    return bool({way.code for way in ways_of(one, unproven=False)} & {way.code for way in ways_of(other, unproven=False)})
 
 
 def _say_on_few(error: BaseException) -> None:

@@ -91,8 +91,9 @@ def steps_undone(optimizer: Any, device: torch.device, *, real: bool = True, wat
     if not own:
         yield None
         return
-    with reaching(*map(type, own), *map(vars, own)), leave_no_trace(nn.Module(), device, real=real, watching=watching) as traces:
-        yield traces
+    with reaching(*map(type, own), *map(vars, own)):
+        with leave_no_trace(nn.Module(), device, real=real, watching=watching) as traces:
+            yield traces
 
 
 @contextmanager
