@@ -5,6 +5,7 @@ call.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
@@ -17,9 +18,9 @@ from torch import nn
 from memfit.engine.call_contents import CallContents, without_graph
 from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place
-from memfit.engine.read_numbers import Numbers, is_word
+from memfit.engine.read_numbers import Numbers, token_of
 from memfit.engine.undo_state import refilled
-from memfit.engine.version_checks import Keys
+from memfit.engine.version_checks import Keys, keys_of_values
 
 _TABLES = (
     "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
@@ -31,6 +32,7 @@ _OTHERS = frozenset(_BASE) | {"_flat_weights", "_flat_weight_refs"}
 """What modules keep for themselves. Modes and parameters are captured elsewhere. (The tables of a scripted or traced module are
 fixed, and no dictionaries.)"""
 Table = dict[Any, Any]
+_LISTS = (list, deque)
 
 
 class CallAttributes:
@@ -41,6 +43,8 @@ class CallAttributes:
         self._dtype = torch.get_default_dtype()
         held = [module.__dict__ for module in modules]
         self._own = [each for each, module in zip(held, modules) if not reads.is_installed(type(module).__module__)]
+        self._own_buffers = [table for each in self._own if (table := each.get("_buffers"))]
+        self._hooks = [table for each in held for name in _TABLES[2:] if (table := each.get(name))]
         tables = [table for each in held for name in _TABLES if isinstance(table := each.get(name), dict)]
         found = [table for table in tables if table]
         self._empty = [table for table in tables if not table]
@@ -51,16 +55,21 @@ class CallAttributes:
         self._lists = [(items, list(items)) for items in self.contents.lists]
         self._let_go_of(_is_memfits)
 
-    def numbers(self, moved: Keys) -> Numbers:
-        """Return the numbers and words that the forward may branch on, and which of them it moves itself."""
-        found = Numbers({}, set())
-        for number, table in enumerate((*self._own, *self.contents.objects, *self.contents.tables)):
+    def numbers(self, moved: Keys, beside: CallContents | None = None) -> Numbers:
+        """Return what the forward may branch on, and what of it the forward moves itself. `beside`: what lies in arguments."""
+        found, more = Numbers({}, set()), (beside.objects, beside.tables) if beside is not None else ()
+        inside = chain(self.contents.objects, self.contents.tables, *more)
+        for number, table in enumerate(chain(self._own, self._own_buffers, inside)):
             for name, value in table.items():
-                if is_word(value) and type(name) is str:
-                    found.add((number, name), value, moved=(id(table), name) in moved)
+                if type(name) is str and type(value) not in _LISTS:
+                    found.add((number, name), value, moved=(id(table), name) in moved or _is_written(value, moved))
+        for number, items in enumerate(chain(self.contents.lists, () if beside is None else beside.lists)):
+            found.add(("list", number), items, moved=(id(items),) in moved)
+        for number, table in enumerate(self._hooks):
+            found.values["hooks", number] = tuple(token_of(hook) for hook in table.values() if not _is_memfits(hook))
         for number, (place, value) in enumerate(self.contents.places.values()):
-            if is_word(value):
-                found.add(number, value, moved=place.key in moved)
+            if type(value) not in _LISTS:
+                found.add(number, value, moved=place.key in moved or _is_written(value, moved))
         return found
 
     def let_go(self) -> None:
@@ -127,16 +136,23 @@ class CallAttributes:
 
 
 class Attributes:
-    """The attributes of modules at a call, recorded when first asked for. `code` is read besides theirs."""
+    """The attributes of modules at a call, recorded when first asked for. `code` is read besides theirs, and the objects among
+    the arguments `given`."""
 
-    def __init__(self, modules: Sequence[nn.Module], reads: ForwardReads, code: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], reads: ForwardReads, code: Sequence[Any] = (), given: Iterable[Any] = ()
+    ) -> None:
         self._modules, self._reads, self._code = modules, reads, code
+        self._given = [value for value in given if not isinstance(value, torch.Tensor)]
         self._found: CallAttributes | None = None
 
     def numbers(self, moved: Keys) -> Numbers:
         """Return `CallAttributes.numbers`."""
         self._found = self._found or CallAttributes(self._modules, self._reads, self._code)
-        return self._found.numbers(moved)
+        found = self._found.numbers(moved, CallContents(self._given, (), self._reads) if self._given else None)
+        for number, value in enumerate(self._given):
+            found.add(("given", number), value, moved=False)
+        return found
 
     def at_call(self) -> CallAttributes:
         """Return the record."""
@@ -231,3 +247,7 @@ def _are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _is_memfits(value: Any) -> bool:
     return type(value).__module__.startswith("memfit.")
+
+
+def _is_written(value: Any, moved: Keys) -> bool:
+    return bool(moved) and isinstance(value, torch.Tensor) and any(key in moved for key in keys_of_values(value, value))

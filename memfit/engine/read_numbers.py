@@ -1,27 +1,106 @@
-"""Numbers and words that a forward may branch on: in attributes of the script's own modules and objects, in dictionaries there,
-in globals and in variables of closures. Calls under others may do something else: a model in stages, a task's number.
+"""Values that a forward may branch on: numbers, words, members of enums, dtypes, functions and short lists of these, in
+attributes of the script's own modules and objects, in dictionaries there, in objects among the arguments, in globals and in
+variables of closures; and which hooks there are. Calls under others may do something else: a model in stages, a task's number.
 
-Not covered: values that change at nearly every call without the forward ever doing something else (counters).
+Not covered: values that change at nearly every call without the forward ever doing something else (counters); tensors, but for
+single numbers on the host.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Set
+import types
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence, Set
 from typing import Any, NamedTuple
+
+import torch
 
 MOST = 8
 """Values of one place after which, if the forward did the same under all of them, the place is no longer watched."""
+FEW = 8
+"""Items of a list that are compared. Of a longer one, only the length is."""
 
 
-def is_word(value: Any) -> bool:
-    """Whether it is a number, a text or None."""
-    return value is None or type(value) in (bool, int, float, str)
+class Nothing:
+    """Stands for a value that is not compared."""
+
+
+def token_of(value: Any) -> Hashable:
+    """Return what tells this value from others that a forward may treat otherwise: `Nothing` if it is not compared. Of a float
+    only the sign decides, as it may be a rate that is annealed."""
+    token = _TOKENS[type(value)]
+    return Nothing if token is None else token(value)
+
+
+class _Tokens(dict[type, Callable[[Any], Hashable] | None]):
+    """How values of a type are compared; None: not at all."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], Hashable] | None:
+        found = next((token for base, token in _BY_TYPE if issubclass(kind, base)), None)
+        if found is None and kind.__module__ == "numpy" and hasattr(kind, "item") and not hasattr(kind, "__len__"):
+            found = _of_numpy
+        if len(self) < MOST_TYPES:
+            self[kind] = found
+        return found
+
+
+def _itself(value: Any) -> Hashable:
+    return value
+
+
+def _sign(value: float) -> Hashable:
+    return math.copysign(1.0, value) if value else value
+
+
+def _of_numpy(value: Any) -> Hashable:
+    return token_of(value.item())
+
+
+def _of_method(value: types.MethodType) -> Hashable:
+    return token_of(value.__func__)
+
+
+def _of_partial(value: functools.partial[Any]) -> Hashable:
+    return token_of(value.func), _of_items(value.args), _of_items(list(value.keywords.items()))
+
+
+def _of_items(items: Sequence[Any]) -> Hashable:
+    tokens = tuple(map(token_of, items)) if len(items) <= FEW else ()
+    return len(items), tokens
+
+
+def _of_set(items: Set[Any]) -> Hashable:
+    return len(items), frozenset(map(token_of, items)) if len(items) <= FEW else None
+
+
+def _of_tensor(value: torch.Tensor) -> Hashable:
+    """Compare a single number on the host. (Reading another would wait for its device.)"""
+    if value.numel() != 1 or value.device.type != "cpu" or type(value) is not torch.Tensor or value.requires_grad:
+        return Nothing
+    return token_of(value.item()) if value.layout is torch.strided and not value.is_quantized else Nothing
+
+
+MOST_TYPES = 10_000
+_BY_TYPE: tuple[tuple[type, Callable[[Any], Hashable]], ...] = (
+    (enum.Enum, _itself),
+    (torch.Tensor, _of_tensor),
+    (float, _sign),
+    *((kind, _itself) for kind in (type(None), bool, int, str, complex, bytes, type, torch.dtype, torch.device)),
+    (types.BuiltinFunctionType, _itself),
+    (types.FunctionType, lambda function: function.__code__),
+    (types.MethodType, _of_method),
+    (functools.partial, _of_partial),
+    *((kind, _of_items) for kind in (tuple, list, deque)),
+    *((kind, _of_set) for kind in (set, frozenset)),
+)
+_TOKENS = _Tokens()
 
 
 class Numbers(NamedTuple):
-    """Numbers and words at a call."""
+    """What the forward may branch on at a call."""
 
     values: dict[Hashable, Any]
     """By where they were found: the number of a container and a name in it, or the number of a place that code names."""
@@ -29,11 +108,14 @@ class Numbers(NamedTuple):
     """Where the forward itself moves them."""
 
     def add(self, place: Hashable, value: Any, *, moved: bool) -> None:
-        """Add one. Of a float only the sign decides: it may be a rate that is annealed."""
+        """Add a value, if such are compared."""
+        token = token_of(value)
+        if token is Nothing:
+            return
         if moved:
             self.moved.add(place)
         else:
-            self.values[place] = math.copysign(1.0, value) if type(value) is float and value else value
+            self.values[place] = token
 
 
 class Variants:
@@ -51,10 +133,18 @@ class Variants:
         watched = self._watched(numbers.values)
         return next((variant for known, variant in reversed(self._known) if known == watched), None)
 
-    def choose(self, numbers: Numbers, does_the_same: Callable[[int], bool]) -> int:
-        """Return the variant for new numbers: the latest under which the model `does_the_same`, else another one."""
+    def choose(self, numbers: Numbers, does_the_same: Callable[[int], bool | None]) -> int:
+        """Return the variant for new numbers: the latest under which the model `does_the_same`, else another one. If it returns
+        None, this batch cannot tell: nothing is remembered."""
         variants = list(dict.fromkeys(variant for _, variant in reversed(self._known)))
-        found = next(filter(does_the_same, variants), None)
+        found = None
+        for variant in variants:
+            same = does_the_same(variant)
+            if same is None:
+                return variant
+            if same:
+                found = variant
+                break
         self._known.append((self._watched(numbers.values), len(variants) if found is None else found))
         if found is None:
             return len(variants)

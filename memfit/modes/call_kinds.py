@@ -203,12 +203,15 @@ class CallKinds:
         samples = found.samples if kind is None else samples_by(tree, kind.layout)
         return Recognised(key, kind, samples, () if kind is None else shapes_per_sample(tree, kind.layout, samples))
 
-    def _does_the_same(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree) -> bool:
-        """Return whether calls of this kind return the same outputs under other numbers, and may be cut alike."""
+    def _does_the_same(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree) -> bool | None:
+        """Return whether calls of this kind return the same outputs under other numbers, and may be cut alike. None: a call of
+        one sample does not tell."""
         kind = self._kinds.get(key)
         samples = None if kind is None else samples_by(tree, kind.layout)
         if kind is None or kind.proven is None or not samples:
             return True
+        if samples < 2:
+            return None
         shapes = shapes_per_sample(tree, kind.layout, samples)
         call = self._call_of(kind, plain, tree, samples, shapes)
         self._attributes.forget()

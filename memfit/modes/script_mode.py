@@ -83,7 +83,7 @@ class Script:
         given = args, kwargs
         args, kwargs = _all_computed(given)  # inputs may be outputs of another call
         self._passes.reads.roots.add(name)
-        attributes = Attributes(modules_of(core.model), self._passes.reads)
+        attributes = Attributes(modules_of(core.model), self._passes.reads, (), flat((args, kwargs)))
         with self._passes.aside(), self._core.team.announcing():
             call, samples = self._kinds.to_cut(name, plain, (args, kwargs), self._batch_samples(), attributes)
             self.samples_seen += samples or 0

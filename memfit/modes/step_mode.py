@@ -137,7 +137,7 @@ class Stepper:
         self._weights, self._plans = self._kinds[flags, variant]
         core.team.loss_is_whole(self._weights.together)
 
-    def _weighs_the_same(self, fresh: Weigher, key: Hashable, batch: Ordered) -> bool:
+    def _weighs_the_same(self, fresh: Weigher, key: Hashable, batch: Ordered) -> bool | None:
         known, core = self._kinds[key][0], self._core
         if known.together or not known.known:
             return True

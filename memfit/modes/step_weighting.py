@@ -149,11 +149,11 @@ class Weigher:
         if why is not None:
             core.forbid_single_samples(why)
 
-    def agrees_with(self, known: Weigher, batch: Ordered) -> bool:
-        """Infer the weighting on a few samples of a batch, and return whether it is that of `known`."""
+    def agrees_with(self, known: Weigher, batch: Ordered) -> bool | None:
+        """Infer the weighting on a few samples of a batch, and return whether it is that of `known`. None: too few to tell."""
         few = self._few(batch)
         if few < 2 * self._core.least:
-            return True
+            return None
         with self._core.memory.sparing_kernels(), random_state_kept(self._core.device):
             self._weigh_on(batch, few, None)
         if self.together or self.weighting is None or known.weighting is None:
