@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import enum
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +23,28 @@ from memfit.engine.read_numbers import MOST, Numbers, Variants
 STAGE = 0
 
 
+class Task(enum.Enum):
+    FIRST, SECOND = 1, 2
+
+
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "enum": (Task.FIRST, Task.SECOND),
+    "tuple": ((0, 1), (1, 1)),
+    "set": (frozenset(), frozenset(("second",))),
+    "dtype": (torch.float32, torch.float64),
+    "numpy": (np.int64(3), np.int64(4)),
+    "class": (nn.ReLU, nn.GELU),
+}
+
+
+def first_head() -> int:
+    return 0
+
+
+def second_head() -> int:
+    return 1
+
+
 class Staged(nn.Module):
     """Does something else at each stage, wherever that is set."""
 
@@ -26,11 +52,23 @@ class Staged(nn.Module):
         super().__init__()
         self.body, self.heads = nn.Linear(6, 4), nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 1)])
         self.stage, self.calls, self.table, self.settings = 0, 0, {"stage": 0}, SimpleNamespace(stage=0)
-        self.rate = 0.0
+        self.rate, self.others = 0.0, dict[str, Any]()
+        self.register_buffer("flag", torch.zeros((), dtype=torch.long))
+        self.task, self.listed, self.weighted = first_head, [0], functools.partial(int, 0)
         self.double()
 
     def set(self, where: str, stage: int) -> None:
-        if where == "attribute":
+        if where in OTHERS:
+            self.others[where] = OTHERS[where][stage]
+        elif where == "buffer":
+            self.flag.fill_(stage)
+        elif where == "function":
+            self.task = second_head if stage else first_head
+        elif where == "list":
+            self.listed[0] = stage
+        elif where == "partial":
+            self.weighted = functools.partial(int, stage)
+        elif where == "attribute":
             self.stage = stage
         elif where == "table":
             self.table["stage"] = stage
@@ -42,7 +80,9 @@ class Staged(nn.Module):
             globals()["STAGE"] = stage
 
     def now(self) -> int:
-        return max(self.stage, self.table["stage"], self.settings.stage, STAGE, int(self.rate > 0))
+        told = [OTHERS[name].index(value) for name, value in self.others.items()]
+        told += [self.flag.item(), self.task(), self.listed[0], self.weighted()]
+        return max(self.stage, self.table["stage"], self.settings.stage, STAGE, int(self.rate > 0), *told)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -60,7 +100,7 @@ def loss_of(out: Tensor) -> Tensor:
     return F.cross_entropy(out, torch.arange(len(out)) % 3) if out.shape[1] > 1 else out.square().sum()
 
 
-WHERE = ("attribute", "table", "object", "rate", "global")
+WHERE = ("attribute", "table", "object", "rate", "global", "buffer", "function", "list", "partial", *OTHERS)
 
 
 @pytest.fixture(autouse=True)
@@ -171,3 +211,107 @@ def test_a_larger_call_that_runs_whole_holds_nothing_of_the_one_before() -> None
     before = weakref.ref(model.last)
     loss_of(model(X)).backward()
     assert before() is None
+
+
+def trained(make: Callable[[], nn.Module], loss: Callable[[Any, int], Tensor], line: bool, sizes: Sequence[int]) -> list[float]:
+    torch.manual_seed(0)
+    model = make()
+    optimizer = SGD(model.parameters(), 0.1)
+    if line:
+        memfit.wrap(model, optimizer, micro_batch=3)
+    found = []
+    for step, size in enumerate(sizes):
+        model.task = step % 2  # type: ignore[assignment]
+        value = loss(model(torch.randn(size, 6, generator=torch.Generator().manual_seed(step)).double()), size)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        found += [value.item(), *(buffer.sum().item() for buffer in model.buffers())]
+    return [*found, *(p.sum().item() for p in model.parameters())]
+
+
+class InTurn(nn.Module):
+    """At every other step it reduces otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.task = nn.Linear(6, 4), nn.Linear(4, 3), 0
+        self.register_buffer("seen", torch.zeros(4))
+        self.double()
+
+    def reduced(self, value: Tensor) -> Tensor:
+        return value.sum(0) if self.task else value.mean(0)
+
+
+class OwnLoss(InTurn):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.second(torch.tanh(self.first(x)))
+        return self.reduced(F.cross_entropy(out, (x[:, 0] > 0).long(), reduction="none"))
+
+
+class Beside(InTurn):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.first(x))
+        return self.second(h), self.reduced(h.square()).sum()
+
+
+class Tracks(InTurn):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.first(x))
+        with torch.no_grad():
+            self.seen.copy_(self.reduced(h))
+        return self.second(h), h.new_zeros(())
+
+
+class Detaches(InTurn):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.first(x))
+        return self.second(h), h if self.task else h.detach()
+
+
+@pytest.mark.parametrize("make", [OwnLoss, Beside, Tracks, Detaches])
+def test_each_of_two_tasks_in_turn_is_reduced_its_own_way(make: Callable[[], nn.Module]) -> None:
+    def loss(out: Any, size: int) -> Tensor:
+        return out if isinstance(out, Tensor) else F.cross_entropy(out[0], torch.arange(size) % 3) + out[1].mean()
+
+    found, wanted = (trained(make, loss, line, [8] * 6) for line in (True, False))
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_number_that_changes_at_a_batch_of_one_sample_is_proven_later() -> None:
+    def loss(out: Any, size: int) -> Tensor:
+        return out
+
+    found, wanted = (trained(OwnLoss, loss, line, [8, 1, 8, 8, 1, 8]) for line in (True, False))
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+class ByArgument(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor, settings: argparse.Namespace) -> Tensor:
+        out = self.net(x)
+        return out - out.mean(0) if settings.centred else out
+
+
+def test_a_setting_in_an_argument_is_looked_at() -> None:
+    model = ByArgument()
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
+    for _ in range(2):
+        loss_of(model(X, argparse.Namespace(centred=False))).backward()
+    with pytest.raises(memfit.Refused, match="mixes samples"):
+        model(X, argparse.Namespace(centred=True))
+
+
+def test_a_hook_that_is_registered_later_is_looked_at() -> None:
+    model = Keeps()
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
+    for _ in range(2):
+        loss_of(model(X)).backward()
+    handle = model.net.register_forward_hook(lambda module, args, out: out - out.mean(0))
+    with pytest.raises(memfit.Refused, match="mixes samples"):
+        model(X)
+    handle.remove()
+    loss_of(model(X)).backward()
