@@ -33,15 +33,19 @@ _OTHERS = frozenset(_BASE) | {"_flat_weights", "_flat_weight_refs"}
 fixed, and no dictionaries.)"""
 Table = dict[Any, Any]
 _LISTS = (list, deque)
+_COLUMNS = (list, tuple)
+"""Of arguments, these hold an item per sample."""
 
 
 class CallAttributes:
-    """The attributes, buffers, submodules and hooks of modules at a call, what lies inside and what their code names, and the
-    default dtype."""
+    """The attributes, buffers, submodules and hooks of modules at a call, what lies inside and what their code names, the same
+    of objects among the arguments `given`, and the default dtype."""
 
-    def __init__(self, modules: Sequence[nn.Module], reads: ForwardReads, code: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], reads: ForwardReads, code: Sequence[Any] = (), given: Sequence[Any] = ()
+    ) -> None:
         self._dtype = torch.get_default_dtype()
-        held = [module.__dict__ for module in modules]
+        held, self._modules = [module.__dict__ for module in modules], len(modules)
         self._own = [each for each, module in zip(held, modules) if not reads.is_installed(type(module).__module__)]
         self._own_buffers = [table for each in self._own if (table := each.get("_buffers"))]
         self._hooks = [table for each in held for name in _TABLES[2:] if (table := each.get(name))]
@@ -49,22 +53,27 @@ class CallAttributes:
         found = [table for table in tables if table]
         self._empty = [table for table in tables if not table]
         values = chain((value for each in held for value in _own(each)), (v for table in found for v in table.values()))
-        self.contents = CallContents(values, [*dict.fromkeys(map(type, modules)), *code], reads)
+        self._given = given
+        objects = (value for value in given if type(value) not in _COLUMNS)
+        self.contents = CallContents(chain(values, objects), [*dict.fromkeys(map(type, modules)), *code], reads)
         self._attributes = [(each, each.copy()) for each in (*held, *self.contents.objects)]
         self._tables = [(table, table.copy()) for table in (*found, *self.contents.tables)]
         self._lists = [(items, list(items)) for items in self.contents.lists]
         self._let_go_of(_is_memfits)
 
-    def numbers(self, moved: Keys, beside: CallContents | None = None) -> Numbers:
-        """Return what the forward may branch on, and what of it the forward moves itself. `beside`: what lies in arguments."""
-        found, more = Numbers({}, set()), (beside.objects, beside.tables) if beside is not None else ()
-        inside = chain(self.contents.objects, self.contents.tables, *more)
+    def numbers(self, moved: Keys) -> Numbers:
+        """Return what the forward may branch on, and what of it the forward moves itself."""
+        found, inside = Numbers({}, set()), chain(self.contents.objects, self.contents.tables)
         for number, table in enumerate(chain(self._own, self._own_buffers, inside)):
-            for name, value in table.items():
+            for name, value in _own_items(table):
                 if type(name) is str and type(value) not in _LISTS:
                     found.add((number, name), value, moved=(id(table), name) in moved or _is_written(value, moved))
-        for number, items in enumerate(chain(self.contents.lists, () if beside is None else beside.lists)):
+        for number, items in enumerate(self.contents.lists):
             found.add(("list", number), items, moved=(id(items),) in moved)
+        for number, value in enumerate(self._given):
+            if type(value) not in _COLUMNS:
+                found.add(("given", number), value, moved=False)
+        found.values["modes"] = tuple(each.get("training") for each, _ in self._attributes[: self._modules])
         for number, table in enumerate(self._hooks):
             found.values["hooks", number] = tuple(token_of(hook) for hook in table.values() if not _is_memfits(hook))
         for number, (place, value) in enumerate(self.contents.places.values()):
@@ -148,16 +157,16 @@ class Attributes:
 
     def numbers(self, moved: Keys) -> Numbers:
         """Return `CallAttributes.numbers`."""
-        self._found = self._found or CallAttributes(self._modules, self._reads, self._code)
-        found = self._found.numbers(moved, CallContents(self._given, (), self._reads) if self._given else None)
-        for number, value in enumerate(self._given):
-            found.add(("given", number), value, moved=False)
-        return found
+        self._found = self._found or self._record()
+        return self._found.numbers(moved)
 
     def at_call(self) -> CallAttributes:
         """Return the record."""
         found, self._found = self._found, None
-        return found or CallAttributes(self._modules, self._reads, self._code)
+        return found or self._record()
+
+    def _record(self) -> CallAttributes:
+        return CallAttributes(self._modules, self._reads, self._code, self._given)
 
     def forget(self) -> None:
         """Record again later. Called before memfit runs the model, which may install hooks. (A search for what holds an output
@@ -221,10 +230,19 @@ def _moves(table: Table, before: Table, moved: Keys) -> bool:
 
 def _own(attributes: Table) -> Iterable[Any]:
     """The values of a module's attributes, without those that `nn.Module` sets, in this order, before others."""
-    names = iter(attributes)
-    if next(names, None) == _FIRST and next(islice(names, len(_BASE) - 2, None), None) == _LAST:
+    if _has_base(attributes):
         return islice(attributes.values(), len(_BASE), None)
     return [value for name, value in attributes.items() if name not in _OTHERS]
+
+
+def _own_items(table: Table) -> Iterable[tuple[Any, Any]]:
+    """The entries of a dictionary or of a module's attributes, without those that `nn.Module` sets."""
+    return islice(table.items(), len(_BASE), None) if _has_base(table) else table.items()
+
+
+def _has_base(attributes: Table) -> bool:
+    names = iter(attributes)
+    return next(names, None) == _FIRST and next(islice(names, len(_BASE) - 2, None), None) == _LAST
 
 
 def _differing(now: Table, before: Table, skipped: Set[str] = frozenset()) -> Iterator[tuple[ItemPlace, Any]]:
