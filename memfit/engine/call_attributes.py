@@ -5,9 +5,9 @@ call.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain, islice
 from operator import is_
 from typing import Any
@@ -18,7 +18,7 @@ from torch import nn
 from memfit.engine.call_contents import CallContents, without_graph
 from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place
-from memfit.engine.read_numbers import Numbers, token_of
+from memfit.engine.read_numbers import Numbers, token_of, token_of_list
 from memfit.engine.undo_state import refilled
 from memfit.engine.version_checks import Keys, keys_of_values
 
@@ -28,11 +28,12 @@ _TABLES = (
 )  # fmt: skip
 _BASE = list(nn.Module().__dict__)
 _FIRST, _LAST = _BASE[0], _BASE[-1]
+_COUNTER = "num_batches_tracked"
+"""A buffer of batch norms, which decides nothing."""
 _OTHERS = frozenset(_BASE) | {"_flat_weights", "_flat_weight_refs"}
 """What modules keep for themselves. Modes and parameters are captured elsewhere. (The tables of a scripted or traced module are
 fixed, and no dictionaries.)"""
 Table = dict[Any, Any]
-_LISTS = (list, deque)
 _COLUMNS = (list, tuple)
 """Of arguments, these hold an item per sample."""
 
@@ -45,17 +46,18 @@ class CallAttributes:
         self, modules: Sequence[nn.Module], reads: ForwardReads, code: Sequence[Any] = (), given: Sequence[Any] = ()
     ) -> None:
         self._dtype = torch.get_default_dtype()
-        held, self._modules = [module.__dict__ for module in modules], len(modules)
-        self._own = [each for each, module in zip(held, modules) if not reads.is_installed(type(module).__module__)]
-        self._own_buffers = [table for each in self._own if (table := each.get("_buffers"))]
+        held = [module.__dict__ for module in modules]
+        self._held = [(each, _base_of(each)) for each in held]
+        self._buffers = [(table, 0) for each in held if (table := each.get("_buffers")) and _COUNTER not in table]
         self._hooks = [table for each in held for name in _TABLES[2:] if (table := each.get(name))]
         tables = [table for each in held for name in _TABLES if isinstance(table := each.get(name), dict)]
         found = [table for table in tables if table]
         self._empty = [table for table in tables if not table]
-        values = chain((value for each in held for value in _own(each)), (v for table in found for v in table.values()))
+        values = chain((value for each in self._held for value in _own(*each)), (v for table in found for v in table.values()))
         self._given = given
         objects = (value for value in given if type(value) not in _COLUMNS)
-        self.contents = CallContents(chain(values, objects), [*dict.fromkeys(map(type, modules)), *code], reads)
+        code = [*dict.fromkeys(map(type, modules)), *code]
+        self.contents = CallContents(chain(values, objects), code, reads, map(id, modules))
         self._attributes = [(each, each.copy()) for each in (*held, *self.contents.objects)]
         self._tables = [(table, table.copy()) for table in (*found, *self.contents.tables)]
         self._lists = [(items, list(items)) for items in self.contents.lists]
@@ -63,22 +65,22 @@ class CallAttributes:
 
     def numbers(self, moved: Keys) -> Numbers:
         """Return what the forward may branch on, and what of it the forward moves itself."""
-        found, inside = Numbers({}, set()), chain(self.contents.objects, self.contents.tables)
-        for number, table in enumerate(chain(self._own, self._own_buffers, inside)):
-            for name, value in _own_items(table):
-                if type(name) is str and type(value) not in _LISTS:
-                    found.add((number, name), value, moved=(id(table), name) in moved or _is_written(value, moved))
+        found = Numbers({}, set())
+        inside = ((table, 0) for table in chain(self.contents.objects, self.contents.tables))
+        for number, (table, base) in enumerate(chain(self._held, self._buffers, inside)):
+            entries = islice(table.items(), base, None) if base else table.items()
+            found.add_all(number, entries, partial(_is_moved, table, moved) if moved else None)
         for number, items in enumerate(self.contents.lists):
-            found.add(("list", number), items, moved=(id(items),) in moved)
+            found.add(("list", number), token_of_list(items), moved=(id(items),) in moved)
         for number, value in enumerate(self._given):
             if type(value) not in _COLUMNS:
-                found.add(("given", number), value, moved=False)
-        found.values["modes"] = tuple(each.get("training") for each, _ in self._attributes[: self._modules])
+                found.add(("given", number), token_of(value), moved=False)
         for number, table in enumerate(self._hooks):
-            found.values["hooks", number] = tuple(token_of(hook) for hook in table.values() if not _is_memfits(hook))
+            hooks = tuple(token_of(hook) for hook in table.values() if not _is_memfits(hook))
+            found.add(("hooks", number), hooks, moved=False)
         for number, (place, value) in enumerate(self.contents.places.values()):
-            if type(value) not in _LISTS:
-                found.add(number, value, moved=place.key in moved or _is_written(value, moved))
+            found.add(number, token_of(value), moved=place.key in moved or _is_written(value, moved))
+        found.add("modes", tuple(each.get("training") for each, _ in self._held), moved=False)
         return found
 
     def let_go(self) -> None:
@@ -228,21 +230,18 @@ def _moves(table: Table, before: Table, moved: Keys) -> bool:
     return not in_order or any(place.key not in moved for place, _ in _differing(table, before))
 
 
-def _own(attributes: Table) -> Iterable[Any]:
-    """The values of a module's attributes, without those that `nn.Module` sets, in this order, before others."""
-    if _has_base(attributes):
-        return islice(attributes.values(), len(_BASE), None)
+def _own(attributes: Table, base: int) -> Iterable[Any]:
+    """The values of a module's attributes, without those that `nn.Module` sets."""
+    if base:
+        return islice(attributes.values(), base, None)
     return [value for name, value in attributes.items() if name not in _OTHERS]
 
 
-def _own_items(table: Table) -> Iterable[tuple[Any, Any]]:
-    """The entries of a dictionary or of a module's attributes, without those that `nn.Module` sets."""
-    return islice(table.items(), len(_BASE), None) if _has_base(table) else table.items()
-
-
-def _has_base(attributes: Table) -> bool:
+def _base_of(attributes: Table) -> int:
+    """How many attributes `nn.Module` has set, if it did so in this order, before others; else 0."""
     names = iter(attributes)
-    return next(names, None) == _FIRST and next(islice(names, len(_BASE) - 2, None), None) == _LAST
+    in_order = next(names, None) == _FIRST and next(islice(names, len(_BASE) - 2, None), None) == _LAST
+    return len(_BASE) if in_order else 0
 
 
 def _differing(now: Table, before: Table, skipped: Set[str] = frozenset()) -> Iterator[tuple[ItemPlace, Any]]:
@@ -265,6 +264,10 @@ def _are_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _is_memfits(value: Any) -> bool:
     return type(value).__module__.startswith("memfit.")
+
+
+def _is_moved(table: Table, moved: Keys, name: str, value: Any) -> bool:
+    return (id(table), name) in moved or _is_written(value, moved)
 
 
 def _is_written(value: Any, moved: Keys) -> bool:

@@ -1,6 +1,6 @@
 """What lies inside a model's attributes at a call, and inside what its code names: entries of dictionaries, items of lists,
-attributes of the script's own objects, and tensors that are no parameters. A deferred run gets what was there at the call; a
-tensor that was written in place since cannot be given back, so that the run is refused.
+attributes of the script's own objects and of other modules, and tensors that are no parameters. A deferred run gets what was
+there at the call; a tensor that was written in place since cannot be given back, so that the run is refused.
 
 Not covered: sets, objects of installed packages, and tensors written through `.data`.
 """
@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from memfit.engine.forward_reads import CodeWalk, ForwardReads
-from memfit.engine.state_changes import LONG
+from memfit.engine.state_changes import LONG, OF_MODULES
 from memfit.engine.version_checks import Keys, Modified, keys_of_values, named
 
 DEPTH = 3
@@ -24,15 +25,16 @@ MOST = 2 * LONG
 
 
 class CallContents:
-    """The containers and tensors inside these values of a model, and the places that its code names, as they were found."""
+    """The containers and tensors inside these values of a model, and the places that its code names, as they were found.
+    `known` are ids of objects that are not looked into."""
 
-    def __init__(self, values: Iterable[Any], code: Iterable[Any], reads: ForwardReads) -> None:
+    def __init__(self, values: Iterable[Any], code: Iterable[Any], reads: ForwardReads, known: Iterable[int] = ()) -> None:
         self.tables: list[dict[Any, Any]] = []
         self.objects: list[dict[str, Any]] = []
         self.lists: list[list[Any] | deque[Any]] = []
         self._kinds, self._walk = reads.kinds, CodeWalk(reads)
         self._tensors: dict[int, torch.Tensor] = {}
-        self._seen: set[int] = set()
+        self._seen = set(known)
         self._looked_at = 0
         self.have_graphs = False
         self._look_into(values)
@@ -107,7 +109,12 @@ class CallContents:
             return ()
         self.objects.append(held)
         self._walk.add(type(value))
-        return list(held.values())
+        if not isinstance(value, nn.Module):
+            return list(held.values())
+        buffers = held.get("_buffers") or {}
+        self.tables += [buffers] if buffers else []
+        own = (each for name, each in held.items() if name not in OF_MODULES)
+        return [*own, *buffers.values(), *(held.get("_modules") or {}).values()]
 
 
 def without_graph(value: Any) -> Any:

@@ -24,7 +24,7 @@ from memfit.engine.places import AttributePlace, ItemPlace, Place, VariablePlace
 from memfit.engine.state_changes import LONG, SHARED, SIMPLE
 from memfit.engine.undo_state import is_installed
 
-_PLAIN = (*SHARED, nn.Module, nn.Parameter, str, bytes)
+_PLAIN = (*SHARED, nn.Parameter, str, bytes)
 _NOT_CALLED = frozenset(("__init__", "__new__", "__repr__", "__str__", "__del__", "__init_subclass__", "__setstate__"))
 """Methods with a name of Python's that a forward does not call. It may call others without naming them."""
 
@@ -83,7 +83,7 @@ def _look_of(kind: type) -> str:
         return "code"
     if kind in SIMPLE or issubclass(kind, _PLAIN) or kind.__module__.startswith("memfit."):
         return ""
-    if issubclass(kind, (dict, list, deque, tuple, SimpleNamespace, Namespace)):
+    if issubclass(kind, (dict, list, deque, tuple, SimpleNamespace, Namespace, nn.Module)):
         return "items"
     draws = any("__next__" in vars(base) for base in kind.__mro__)  # iterators are drawn from, not set
     return "" if draws or is_installed(kind.__module__) else "items"

@@ -12,8 +12,8 @@ import enum
 import functools
 import math
 import types
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -93,10 +93,18 @@ _BY_TYPE: tuple[tuple[type, Callable[[Any], Hashable]], ...] = (
     (types.FunctionType, lambda function: function.__code__),
     (types.MethodType, _of_method),
     (functools.partial, _of_partial),
-    *((kind, _of_items) for kind in (tuple, list, deque)),
+    (tuple, _of_items),
     *((kind, _of_set) for kind in (set, frozenset)),
 )
 _TOKENS = _Tokens()
+
+
+def token_of_list(items: Sequence[Any]) -> Hashable:
+    """Return what tells a list of the script from others."""
+    return _of_items(list(items))
+
+
+IsMoved = Callable[[str, Any], bool]
 
 
 class Numbers(NamedTuple):
@@ -107,14 +115,24 @@ class Numbers(NamedTuple):
     moved: set[Hashable]
     """Where the forward itself moves them."""
 
-    def add(self, place: Hashable, value: Any, *, moved: bool) -> None:
-        """Add a value, if such are compared."""
-        token = token_of(value)
-        if token is Nothing:
-            return
+    def add_all(self, number: Hashable, entries: Iterable[tuple[Any, Any]], is_moved: IsMoved | None) -> None:
+        """Add the entries with a name, if such values are compared. `is_moved` tells of a name and its value whether the
+        forward moves it; None: it moves nothing."""
+        tokens, values = _TOKENS, self.values
+        for name, value in entries:
+            token = tokens[type(value)]
+            if token is None or type(name) is not str:
+                continue
+            if is_moved is not None and is_moved(name, value):
+                self.moved.add((number, name))
+            elif (found := token(value)) is not Nothing:
+                values[number, name] = found
+
+    def add(self, place: Hashable, token: Hashable, *, moved: bool) -> None:
+        """Add what tells one value from others."""
         if moved:
             self.moved.add(place)
-        else:
+        elif token is not Nothing:
             self.values[place] = token
 
 

@@ -127,8 +127,8 @@ class Stepper:
         if self._weights.together:
             return
         moved = self._weights.composition.keys
-        own = [module for module in modules_of(core.model) if not self._reads.is_installed(type(module).__module__)]
-        numbers, variants = Attributes(own, self._reads, self._code).numbers(moved), self._variants[flags]
+        modules, variants = modules_of(core.model), self._variants[flags]
+        numbers = Attributes(modules, self._reads, self._code).numbers(moved)
         variant = variants.of(numbers)
         if variant is None:
             fresh = Weigher(core, self._tasks)
