@@ -544,3 +544,68 @@ def test_losses_that_are_computed_before_a_backward_keep_their_gradients_apart(t
     want = of_two_losses(kind, "off")
     for found in two.run(of_two_losses, kind, level):
         assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(found, want, strict=True))
+
+
+class TrustRatio(Optimizer):
+    """A step along the gradient, as long as the parameter is, as in LARS (You et al. 2017, arXiv:1708.03888)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=float(group["lr"] * p.norm() / (p.grad.norm() + 1e-8)))
+
+
+def what_scripts_do_with_shards(level: str) -> list[Any]:
+    model = model_of()
+    before, optimizer = list(model.parameters()), TrustRatio(model.parameters())
+    if level != "off":
+        memfit.wrap(model, optimizer, micro_batch=3, shard=level)
+    rank = torch.distributed.get_rank() if level != "off" else 0
+    share = slice(0, 8) if level == "off" else slice(0, 6) if rank == 0 else slice(6, 8)
+    for step in range(2):
+        x, y = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double(), torch.arange(8) % 3
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[share]), y[share]).backward()
+        optimizer.step()
+    said = []
+    for do in (
+        lambda: torch.nn.utils.clip_grad_norm_(before, 0.1),
+        lambda: [p.grad.zero_() for p in before],  # type: ignore[union-attr]
+        lambda: sum(p.grad.norm().item() for p in model.parameters()),  # type: ignore[union-attr]
+        lambda: bool(next(iter(model.parameters())).grad.isnan().any()),  # type: ignore[union-attr]
+    ):
+        try:
+            do()
+            said.append("ran")
+        except memfit.MemfitError as error:
+            said.append(error.found)
+    return [said, [each.clone() for each in model.state_dict().values()]]
+
+
+@pytest.mark.parametrize("level", ["gradients", "parameters"])
+def test_shards_are_not_taken_for_the_whole(two: Processes, level: str) -> None:
+    _, want = what_scripts_do_with_shards("off")
+    for said, found in two.run(what_scripts_do_with_shards, level):
+        assert ["were replaced by shards" in each for each in said[:2]] == [True, True]
+        assert ["this process's part" in each for each in said[2:]] == [True, True]
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(found, want, strict=True))
+
+
+def test_parameters_with_hooks_are_refused() -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = model_of()
+        getattr(model[4].weight, register)(lambda _: None)
+        with pytest.raises(memfit.Refused, match=r"4\.weight has hooks"):
+            check_shardable(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_averages_the_model_is_refused() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.average = torch.optim.swa_utils.AveragedModel(model)  # type: ignore[attr-defined]
+    with pytest.raises(memfit.Refused, match="tensors of its own in `average`"):
+        check_shardable(model, optimizer)

@@ -27,6 +27,7 @@ from memfit.engine.aside import aside
 from memfit.engine.gradients import AS_GIVEN, RESHARD, bytes_here
 from memfit.engine.modules import modules_of
 from memfit.engine.undo_state import StateSnapshot
+from memfit.levers.fsdp_guards import forget_gradients, refuse_numbers_of_shards
 from memfit.levers.fsdp_state import full_tensor, is_shard, load_as_shards, shard_like
 from memfit.levers.fsdp_units import ShardLayout, check_shardable, is_torchs, shard_units, unshard
 from memfit.ranks.passes import APART, BACKWARD, COUNTED, FORWARD, GLANCE, Passes, begins
@@ -64,6 +65,7 @@ class FullySharded:
         places = {id(p): i for i, p in enumerate(self.parameters)}
         self._names = {name: places[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         self._put_into_optimizer(dict(zip(map(id, before), self.parameters)))
+        forget_gradients(before)
         self._hidden = self._running = False
         self._seen: tuple[Any, Any] | None = None
         self._graphs: list[torch.Tensor] = []
@@ -78,7 +80,7 @@ class FullySharded:
         reshard_model = [] if whole_while_training else [unit for unit in units if unit is not model]
         hooks = [unit.register_forward_hook(self._let_go) for unit in reshard_model]
         hooks.append(optimizer.register_step_pre_hook(lambda *_: self.reshard()))
-        self._undo = [*self._answer_states(), *(hook.remove for hook in hooks)]
+        self._undo = [*self._answer_states(), *(hook.remove for hook in hooks), refuse_numbers_of_shards()]
 
     # ---- passes
 

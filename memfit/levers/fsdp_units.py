@@ -124,11 +124,17 @@ def _obstacles(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
         yield f"{type(optimizer).__name__} has an optimizer or tensors of its own in `{attribute}`, which would stay whole"
     if others := _trained_elsewhere(model, optimizer):
         yield f"another optimizer trains {', '.join(others[:3])}, and would not see what takes their place"
+    hooked = (name for name, p in model.named_parameters() if p._backward_hooks or getattr(p, _GATHERS, None))
+    if (name := next(hooked, None)) is not None:
+        yield f"{name} has hooks, which a shard in its place would not have"
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             yield f"{name} keeps a list of its weights"
         if module.__dict__.get("sparse") is True:
             yield f"{name} has sparse gradients"
+
+
+_GATHERS = "_post_accumulate_grad_hooks"
 
 
 def _trained_elsewhere(model: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -262,15 +262,22 @@ def _wait_for(device: torch.device) -> None:
 
 
 def clone_of_optimizer(optimizer: Optimizer, limit: int) -> tuple[Optimizer, list[torch.Tensor], float]:
-    """Returns (an optimizer of the same kind over copies of some parameters, those copies, their share of all bytes)."""
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    total = sum(p.numel() * p.element_size() for p in trained)
+    """Returns (an optimizer of the same kind over copies of some parameters, those copies, their share of all bytes). Of
+    shards, this rank's part is copied: the norm of a DTensor would wait for the other ranks."""
+    own = {id(p): _local(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    trained = [(key, p) for key, p in own.items() if p.numel() or len(own) == 1]
+    total = sum(p.numel() * p.element_size() for _, p in trained)
     chosen: dict[int, torch.Tensor] = {}
     size = 0
-    for p in sorted(trained, key=lambda p: p.numel()):
+    for key, p in sorted(trained, key=lambda each: each[1].numel()):
         if chosen and size + p.numel() * p.element_size() > limit:
             break
         size += p.numel() * p.element_size()
-        chosen[id(p)] = nn.Parameter(p.detach().clone())
-    clone = shadow_optimizer(optimizer, lambda p: chosen.get(id(p)), lambda t: t.detach().clone())
+        chosen[key] = nn.Parameter(p.clone())
+    clone = shadow_optimizer(optimizer, lambda p: chosen.get(id(p)), lambda t: _local(t).clone())
     return clone, list(chosen.values()), size / max(total, 1)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    found = tensor.detach()
+    return found.to_local() if hasattr(found, "to_local") else found  # type: ignore[attr-defined]
