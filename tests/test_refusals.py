@@ -21,6 +21,7 @@ from zoo.plain import gradients_of, relative_error
 
 import memfit
 from memfit import Refused
+from memfit.tracing import fake
 
 N = 12
 
@@ -607,3 +608,27 @@ def test_a_view_that_torch_refuses_is_torchs_own_error() -> None:
     with pytest.raises(IndexError):
         model(x)[:, 9].sum().backward()
     trained(model, x, y)
+
+
+class Adaptive(nn.Module):
+    """Its loop ends by values of the batch, which fake tensors don't have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        error, rounds = x.square().mean(), 0
+        while not error < 1e-3:
+            error, rounds = error / 2, rounds + 1
+        return self.net(x) / rounds
+
+
+def test_a_loop_that_never_ends_on_fake_tensors_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "MOST_GUESSES", 50)
+    model = Adaptive()
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
+    with pytest.raises(memfit.Refused, match="branches on values of the batch"):
+        model(torch.randn(7, 6).double())
+    memfit.wrap(other := Adaptive(), SGD(other.parameters(), 0.1), budget="8GiB")
+    other(torch.randn(7, 6).double()).square().mean().backward()

@@ -2,8 +2,8 @@
 attributes of the script's own modules and objects, in dictionaries there, in objects among the arguments, in globals and in
 variables of closures; and which hooks there are. Calls under others may do something else: a model in stages, a task's number.
 
-Not covered: values that change at nearly every call without the forward ever doing something else (counters); tensors, but for
-single numbers on the host.
+Not covered: values that change at nearly every call without the forward ever doing something else (counters); tensors and
+arrays, but for single numbers on the host; slots.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Tokens(dict[type, Callable[[Any], Hashable] | None]):
 
     def __missing__(self, kind: type) -> Callable[[Any], Hashable] | None:
         found = next((token for base, token in _BY_TYPE if issubclass(kind, base)), None)
-        if found is None and kind.__module__ == "numpy" and hasattr(kind, "item") and not hasattr(kind, "__len__"):
+        if found is None and kind.__module__ == "numpy" and hasattr(kind, "item"):
             found = _of_numpy
         if len(self) < MOST_TYPES:
             self[kind] = found
@@ -56,7 +56,8 @@ def _sign(value: float) -> Hashable:
 
 
 def _of_numpy(value: Any) -> Hashable:
-    return token_of(value.item())
+    """Compare a number, or an array that holds a single one."""
+    return token_of(value.item()) if value.size == 1 else Nothing
 
 
 def _of_method(value: types.MethodType) -> Hashable:

@@ -133,6 +133,10 @@ def in_parts(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local")
 
 
+MOST_GUESSES = 20_000
+"""Values of one trace that may be guessed."""
+
+
 class _Values(TorchDispatchMode):
     """Tracks the real values of small tensors that depend on inputs and constants alone, to answer value reads."""
 
@@ -207,6 +211,8 @@ class _Values(TorchDispatchMode):
         if known is not None:
             return _run_for_real(func, *known)
         self.guesses.append(str(func))
+        if len(self.guesses) > MOST_GUESSES:
+            raise RuntimeError(f"{MOST_GUESSES} values were guessed: a loop that ends by values of the batch does not end")
         if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is not torch.bool:
             return 1
         return bool(self._likely.get(args[0], False)) if isinstance(args[0], torch.Tensor) else False
