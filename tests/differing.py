@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import Unwatched
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
@@ -186,11 +187,11 @@ class RunsOut(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.armed: list[bool] = []  # (a number that changes is tried on the batch)
+        self.armed = Unwatched(False)  # (what changes is tried on the batch)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.armed and torch.is_grad_enabled():
-            self.armed.clear()
+        if self.armed.value and torch.is_grad_enabled():
+            self.armed.value = False
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return x
 
@@ -202,7 +203,7 @@ def running_out_on(which: int) -> tuple[str, list[str]]:
         model, SGD(model.parameters(), lr=0.1), loader(setting), target_batch=16, micro_batch=4, loss_fn=loss_fn
     )
     for number, batch in enumerate(run.loader):
-        fails.armed[:] = [True] if number == 5 and rank() == which else []
+        fails.armed.value = number == 5 and rank() == which
         run.step(batch)
     report = str(run.report()) if rank() == 0 else ""
     messages = [event.message for event in run.events]

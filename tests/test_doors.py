@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import (
     Forwards,
+    Unwatched,
     assert_transparent,
     cut_gradients,
     gradients_of,
@@ -257,19 +258,19 @@ def test_a_forward_that_fails_leaves_the_places_as_they_were() -> None:
     class Failing(Attribute):
         def forward(self, x: Tensor) -> Tensor:
             out = super().forward(x)
-            if fails and len(x) > 2:
+            if fails.value and len(x) > 2:
                 raise ValueError("no")
             return out
 
-    fails: list[str] = []
+    fails = Unwatched(False)
     model, (x, y) = Failing(), points()
     wrapped(model, 5)
     F.cross_entropy(model(x), y).backward()
     before = model.aux_loss
-    fails.append("at the next call")
+    fails.value = True
     with pytest.raises(ValueError, match="no"):
         F.cross_entropy(model(x), y).backward()
-    fails.clear()
+    fails.value = False
     assert model.aux_loss is not before
     F.cross_entropy(model(x), y).backward()
     assert model.aux_loss.shape == ()

@@ -129,6 +129,36 @@ def test_what_a_hook_of_the_first_forward_fills_is_there(kind: type) -> None:
     assert losses[3:] == pytest.approx(losses[:3], rel=1e-12)
 
 
+class Adds(nn.Module):
+    """A tensor that its first forward makes tells that a hook is there."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.net, self.added, self.buffer = nn.Linear(6, 3).double(), None, buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.buffer and not hasattr(self, "shift"):
+            self.register_buffer("shift", torch.ones(3).double())
+            self.net.register_forward_hook(lambda module, args, out: out + self.shift)
+        elif not self.buffer and self.added is None:
+            self.added = torch.ones(3).double()
+            self.net.register_forward_hook(lambda module, args, out: out + self.added)
+        return self.net(x)
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_a_hook_that_comes_with_a_tensor_is_refused_or_runs_whole(buffer: bool) -> None:
+    x, plain = torch.randn(8, 6).double(), Adds(buffer)
+    whole, cut = copy.deepcopy(plain), copy.deepcopy(plain)
+    memfit.wrap(cut, SGD(cut.parameters(), 0.1), micro_batch=3)
+    with pytest.raises(memfit.Refused, match="registers hooks and makes"):
+        cut(x)
+    assert not cut.net._forward_hooks
+    memfit.wrap(whole, SGD(whole.parameters(), 0.1), budget="8GiB")
+    for _ in range(3):
+        assert torch.equal(whole(x), plain(x))
+
+
 class ComputesAWeightOnce(nn.Module):
     """It is reset after each step."""
 

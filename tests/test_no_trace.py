@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import mlp, points, unseen, wrapped
+from helpers import Unwatched, mlp, points, unseen, wrapped
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,8 +45,8 @@ class Busy(nn.Module):
         self.net, self.norm = mlp(dropout=0.3), nn.BatchNorm1d(7).double()
         self.register_buffer("running", torch.zeros(7, dtype=torch.float64))
         self.calls, self.lengths, self.ticks = 0, [0], Ticks()
-        self.fails: set[tuple[BaseException, int]] = set()
-        """What to raise, after how many forwards. (A set: a call runs with the lists of its time.)"""
+        self.fails = Unwatched(set[tuple[BaseException, int]]())
+        """What to raise, after how many forwards."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -54,7 +54,7 @@ class Busy(nn.Module):
         self.lengths.append(len(x))
         self.running += x.detach().sum(0)
         noise = random.random() + float(numpy.random.rand())
-        for error, after in self.fails:
+        for error, after in self.fails.value:
             if tick > after:
                 raise error
         return self.net(self.norm(x) + 0 * noise)
@@ -177,14 +177,14 @@ def test_failing_and_interrupted_planning_leaves_no_trace(error: BaseException, 
     optimizer = begun(model, lambda: F.cross_entropy(model(x), y))
     memfit.wrap(model, optimizer, micro_batch=5)
     before = query_device(model, optimizer)
-    model.fails.add((error, model.calls + after))
+    model.fails.value.add((error, model.calls + after))
     try:
         out = model(x)
     except BaseException as raised:
         assert raised is error
     else:
         del out
-    model.fails.clear()
+    model.fails.value.clear()
     assert_same(query_device(model, optimizer), before)
     assert_clean_modes()
     out = model(x)
@@ -207,10 +207,10 @@ def test_an_interrupt_while_a_batch_runs_hands_nothing_over(known: bool, after: 
     train()
     optimizer.zero_grad()
     before, forwards = query_device(model, optimizer), model.ticks.n
-    model.fails.add((KeyboardInterrupt(), model.ticks.n + after))
+    model.fails.value.add((KeyboardInterrupt(), model.ticks.n + after))
     with pytest.raises(KeyboardInterrupt):
         train()
-    model.fails.clear()
+    model.fails.value.clear()
     found = query_device(model, optimizer)
     assert model.ticks.n == forwards + after + 1
     for key in before.keys() - KEPT_BY_PYTHON:
@@ -230,7 +230,7 @@ def test_an_interrupt_in_the_second_pass_hands_nothing_over(after: int) -> None:
     wrapped(model, 5)
     unseen(model(x)).exp().mean().backward()
     model.zero_grad()
-    model.fails.add((KeyboardInterrupt(), model.ticks.n + after))
+    model.fails.value.add((KeyboardInterrupt(), model.ticks.n + after))
     loss = unseen(model(x)).exp().mean()
     state, buffers = torch.get_rng_state(), {name: b.clone() for name, b in model.named_buffers()}
     with pytest.raises(KeyboardInterrupt):

@@ -8,13 +8,13 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Forwards, assert_transparent, mlp, plain_gradients, points, unseen, wrapped
+from helpers import Forwards, Unwatched, assert_transparent, mlp, plain_gradients, points, unseen, wrapped
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
 from zoo.plain import gradients_of, relative_error
@@ -531,10 +531,10 @@ class Raises(Wrapper):
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
-        self.error, self.armed = error, set[bool]()  # (a call runs with the lists of its time)
+        self.error, self.armed = error, Unwatched(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.armed:
+        if self.armed.value:
             self.deeper(x)
         return self.net(x)
 
@@ -560,14 +560,14 @@ def test_exceptions_in_the_model_surface_as_themselves(error: Exception, planned
     with pytest.raises(type(error)) as raised:
         if when == "second pass":
             loss = unseen(model(x)).exp().mean()
-            model.armed.add(True)
+            model.armed.value = True
             loss.backward()
-        model.armed.add(True)
+        model.armed.value = True
         F.cross_entropy(model(x), y).backward()
     assert raised.value is error
     assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "deeper"
     assert all(p.grad is None for p in model.parameters())
-    model.armed.clear()
+    model.armed.value = False
     want = plain_gradients(Raises(error), trained, x, y)
     trained(model, x, y)
     assert relative_error(gradients_of(model), want) <= 1e-12
@@ -628,7 +628,59 @@ def test_a_loop_that_never_ends_on_fake_tensors_is_left(monkeypatch: pytest.Monk
     monkeypatch.setattr(fake, "MOST_GUESSES", 50)
     model = Adaptive()
     memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
-    with pytest.raises(memfit.Refused, match="branches on values of the batch"):
+    with pytest.raises(memfit.Refused, match=r"branches on values of the batch|mixes samples"):
         model(torch.randn(7, 6).double())
     memfit.wrap(other := Adaptive(), SGD(other.parameters(), 0.1), budget="8GiB")
     other(torch.randn(7, 6).double()).square().mean().backward()
+
+
+class Pair(tuple[Tensor, Tensor]):
+    def __new__(cls, x: Tensor, y: Tensor) -> Pair:
+        return super().__new__(cls, (x, y))
+
+
+class Both(list[Tensor]):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        super().__init__([x, y])
+
+
+class Entries(dict[Any, Any]):
+    """Its entries are attributes, too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class OfContainer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3).double()
+
+    def forward(self, given: Any) -> tuple[Tensor, torch.Size]:
+        x = given.x if isinstance(given, Entries) else given[0]
+        assert given[0] is x
+        out = self.net(x) * given[1].mean(1, keepdim=True)
+        return out, out.shape
+
+
+CONTAINERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tuple": Pair,
+    "list": Both,
+    "read-only": lambda x, y: MappingProxyType({0: x, 1: y}),
+    "attributes": lambda x, y: Entries({0: x, 1: y, "x": x}),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_containers_with_ways_of_their_own_are_cut(kind: str) -> None:
+    model = OfContainer()
+    plain = copy.deepcopy(model)
+    run = memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
+    x, y = torch.randn(8, 6).double(), torch.randn(8, 4).double()
+    for each in (model, plain):
+        out, size = each(CONTAINERS[kind](x, y))
+        assert size[1] == 3
+        out.square().mean().backward()
+    assert relative_error(gradients_of(model), gradients_of(plain)) <= 1e-12
+    assert run.plan is not None and run.plan.micro_batch == 3

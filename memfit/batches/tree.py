@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from memfit._errors import Refused
+
 Path = tuple[str | int, ...]
 _LIBRARIES = {"torch", "transformers", "memfit"}
 """Libraries whose objects are never containers because of tensors in their attributes."""
@@ -227,9 +229,9 @@ def path_name(path: Path, root: str = "batch") -> str:
 
 def _with_parts(node: Any, parts: list[Any], names: list[str | int]) -> Any:
     if isinstance(node, tuple):
-        return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
+        return type(node)(*parts) if hasattr(node, "_fields") else _tuple_like(node, parts)
     if isinstance(node, list):
-        return parts if type(node) is list else type(node)(parts)
+        return parts if type(node) is list else _list_like(node, parts)
     if type(node) is dict:
         return dict(zip(names, parts))
     if dataclasses.is_dataclass(node):
@@ -237,6 +239,21 @@ def _with_parts(node: Any, parts: list[Any], names: list[str | int]) -> Any:
     if names and isinstance(names[0], AttributeKey):
         return _with_attributes(node, dict(zip(names, parts)))
     return _with_items(node, dict(zip(names, parts)))
+
+
+def _tuple_like(node: Any, parts: list[Any]) -> Any:
+    """A constructor of a subclass may take other arguments."""
+    if type(node) is tuple or type(node) is torch.Size:
+        return tuple(parts) if type(node) is tuple or not all(type(part) is int for part in parts) else torch.Size(parts)
+    made: Any = tuple.__new__(type(node), parts)
+    getattr(made, "__dict__", {}).update(getattr(node, "__dict__", {}))
+    return made
+
+
+def _list_like(node: Any, parts: list[Any]) -> Any:
+    made = copy.copy(node)
+    made[:] = parts
+    return made
 
 
 def _with_fields(node: Any, values: dict[Any, Any]) -> Any:
@@ -259,12 +276,25 @@ def _with_attributes(node: Any, values: dict[Any, Any]) -> Any:
 
 
 def _with_items(node: Any, values: dict[Any, Any]) -> Any:
-    if not hasattr(type(node), "__setitem__") and all(value is node[name] for name, value in values.items()):
-        return node
+    if not hasattr(type(node), "__setitem__"):
+        return node if all(value is node[name] for name, value in values.items()) else _read_only_like(node, values)
     twin = copy.copy(node)
+    if getattr(node, "__dict__", None) is node:  # entries are attributes, too
+        twin.__dict__ = twin
     for name, value in values.items():
         twin[name] = value
     return twin
+
+
+def _read_only_like(node: Any, values: dict[Any, Any]) -> Any:
+    try:
+        return type(node)(values)
+    except TypeError as error:
+        raise Refused(
+            "cutting a batch into micro-batches",
+            found=f"it is a read-only {type(node).__name__}, which cannot be made from a dictionary",
+            next_move="pass a dict",
+        ) from error
 
 
 def copied_tensors(tree: Any) -> Any:

@@ -21,7 +21,7 @@ from memfit._errors import Refused
 from memfit.batches.tree import tensors
 from memfit.engine.modules import modules_of
 from memfit.engine.state_changes import KINDS, OF_MODULES
-from memfit.engine.undo_state import refilled
+from memfit.engine.undo_state import MADE_LATER, refilled
 
 _TABLES = (*KINDS, *(f"{kind}_{kinds}" for kind in KINDS[:2] for kinds in ("with_kwargs", "always_called")))
 Table = dict[Any, Any]
@@ -56,15 +56,14 @@ class InstalledOnce:
         if any(_added(one, other) for one, other in zip(first[0], others[0][0])):
             raise _refused("its forward registers hooks at every call, as every micro-batch would")
         if before[2] != first[2]:
-            raise _refused("its first forward registers hooks and makes or replaces parameters")
+            raise _refused("its first forward registers hooks and makes or replaces parameters, buffers or modules")
+        held = [_lasting(name, items, then) for _, name, (_, items), then in once]
         for table, new in added:
             table.update(new)
-        for attributes, name, (value, items), then in once:
-            if value is items and _is_flag(items):
-                attributes[name] = value
-            elif value is not items:
-                attributes[name] = value
-                refilled(value, _lasting(name, items, then))
+        for (attributes, name, (value, items), _), lasting in zip(once, held):
+            attributes[name] = value
+            if value is not items:
+                refilled(value, lasting)
 
     def _made_once(self, *looks: list[dict[str, tuple[Any, Any]]]) -> Iterator[tuple[Table, str, tuple[Any, Any], Any]]:
         """Yield the attributes that the first forward set and the second did not, and containers that it filled: where they
@@ -76,7 +75,7 @@ class InstalledOnce:
                         yield attributes, name, made, then[name][1]
 
     def _look(self) -> tuple[list[Table], list[dict[str, tuple[Any, Any]]], list[list[str]]]:
-        names = [list(held) for each in self._attributes if isinstance(held := each.get("_parameters"), dict)]
+        names = [list(each.get(name) or ()) for each in self._attributes for name in MADE_LATER]
         return [dict(table) for table in self._tables], [_attributes_in(each) for each in self._attributes], names
 
 
@@ -108,7 +107,12 @@ def _are_same(one: tuple[Any, Any] | None, other: tuple[Any, Any]) -> bool:
 
 
 def _lasting(name: str, items: Any, then: Any) -> Any:
-    """Return what of these contents is there before every forward but the first. What each forward fills in is not."""
+    """Return what of these contents is there before every forward but the first. What each forward fills in is not. Raises
+    Refused for a value that cannot be kept, as it was made while planning."""
+    if not isinstance(items, (list, dict, set)):
+        if not _is_flag(items):
+            raise _refused(f"its first forward registers hooks and makes {name}, on which they may depend")
+        return items
     if not isinstance(items, dict):
         return items if _is_flag(items) and len(items) == len(then) else type(items)()
     if any(_is_flag(value) and then.get(key) is not value for key, value in items.items()):
