@@ -75,7 +75,7 @@ class InstalledOnce:
                         yield attributes, name, made, then[name][1]
 
     def _look(self) -> tuple[list[Table], list[dict[str, tuple[Any, Any]]], list[list[str]]]:
-        names = [list(each.get(name) or ()) for each in self._attributes for name in MADE_LATER]
+        names: list[list[str]] = [list(each.get(name) or ()) for each in self._attributes for name in MADE_LATER]
         return [dict(table) for table in self._tables], [_attributes_in(each) for each in self._attributes], names
 
 

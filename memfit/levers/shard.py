@@ -90,8 +90,11 @@ class ShardedOptimizer:
         for name in ("grad_scale", "found_inf"):  # a GradScaler sets these for fused steps
             if hasattr(optimizer, name):
                 setattr(local, name, getattr(optimizer, name))
+        _take_numbers(optimizer, local)
         try:
-            return self._inner.step(*arguments, **named)
+            done = self._inner.step(*arguments, **named)
+            _take_numbers(local, optimizer)
+            return done
         except RankFailed:
             raise
         except BaseException as error:
@@ -179,6 +182,11 @@ class _Described:
 
 def _described(state: Any) -> dict[str, Any]:
     return {name: _Described(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def _take_numbers(given: Any, to: Any) -> None:
+    """Copy plain attributes, such as a count of steps, which a script may read or set."""
+    vars(to).update({name: value for name, value in vars(given).items() if type(value) in (bool, int, float, str)})
 
 
 def largest_part(optimizer: Optimizer, processes: int) -> float:

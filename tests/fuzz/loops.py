@@ -329,6 +329,40 @@ BETWEEN = {
         setup="STAGE = 0\nmodel.body.register_forward_hook(lambda module, args, h: h - h.mean(0) if STAGE == 1 else h)",
         before="STAGE = int(step > 1)",
     ),
+    "function_set": piece(
+        setup="model.act = torch.sin\nmodel.body.register_forward_hook(lambda module, args, h: model.act(h))",
+        before="model.act = (torch.sin, torch.tanh)[step % 2]",
+    ),
+    "function_mixes": piece(
+        "mixes",
+        setup="""
+def as_is(h):
+    return h
+def centred(h):
+    return h - h.mean(0)
+model.acts = [as_is]
+model.body.register_forward_hook(lambda module, args, h: model.acts[0](h))
+""",
+        before="model.acts[0] = centred if step > 1 else as_is",
+    ),
+    "flag_mixes": piece(
+        "mixes",
+        setup="""
+model.register_buffer("flag", torch.zeros((), dtype=torch.long))
+model.body.register_forward_hook(lambda module, args, h: h - h.mean(0) if model.flag.item() else h)
+""",
+        before="model.flag.fill_(int(step > 1))",
+    ),
+    "hook_late": piece("mixes", before="if step == 2:\n    model.body.register_forward_hook(lambda module, args, h: h - h.mean(0))"),
+    "rule_in_turn": piece(
+        setup="""
+model.seen, model.rule = torch.zeros(()).double(), "mean"
+def track(module, args, h):
+    model.seen = getattr(h.detach().double(), model.rule)()
+model.body.register_forward_hook(track)
+""",
+        before='model.rule = ("mean", "sum")[step % 2]', between='print("seen", model.seen.item())',
+    ),
     "global_set": piece(
         setup="GAIN = 1.0\nmodel.head.register_forward_hook(lambda module, args, out: out * GAIN)", metrics="GAIN += 0.25"
     ),

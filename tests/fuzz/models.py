@@ -106,6 +106,15 @@ h = self.mid(h)
         init="self.mid, self.handles = nn.Linear(4, 4), []",
         forward="if not self.handles:\n    self.handles.append(self.mid.register_forward_pre_hook(lambda module, args: (args[0].tanh(),)))\nh = self.mid(h)",
     ),
+    "installs_and_fills": piece(
+        init="self.mid, self.ready = nn.Linear(4, 4), False",
+        forward="""
+if not self.ready:
+    self.ready, self.found = True, {}
+    self.mid.register_forward_hook(lambda module, args, out: self.found.update(mid=out))
+h = self.mid(h) + self.found["mid"].tanh()
+""",
+    ),
     "moe": piece(
         init="self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])",
         forward="""

@@ -111,6 +111,8 @@ OPTIMIZERS = {
     "slow_weights": "SlowWeights(torch.optim.Adam({}, lr=0.01, eps=1e-3))",
     "adaptive": "Adaptive(torch.optim.SGD({}, lr=0.1, momentum=0.9, weight_decay=0.01))",
     "averaging": "Averaging(torch.optim.SGD({}, lr=0.1, momentum=0.9))",
+    "noisy": "Noisy({}, lr=0.1)",
+    "scheduled": "Scheduled({}, lr=0.1)",
 }
 """Epsilons are large, so that rounding of gradients that are nothing does not become an update."""
 
@@ -185,8 +187,32 @@ class Averaging(torch.optim.Optimizer):
                     state["mean"] = p.detach().clone() if "mean" not in state else state["mean"] + (p - state["mean"]) / self.seen
         return loss
 """,
+    "noisy": """
+class Noisy(torch.optim.SGD):
+    draws = torch.Generator().manual_seed(3)
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        Noisy.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn(p.shape, generator=self.draws).to(p), alpha=0.01 / Noisy.steps)
+""",
+    "scheduled": """
+class Scheduled(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr, momentum=0.5)
+        self.rates = torch.optim.lr_scheduler.CosineAnnealingLR(self, 9)
+
+    def step(self, closure=None):
+        super().step()
+        self.rates.step()
+        random.random()
+""",
 }  # fmt: skip
-"""Optimizers of the script's own around one of torch's."""
+"""Optimizers of the script's own, most around one of torch's."""
 
 SCHEDULERS = {
     "none": piece(),
