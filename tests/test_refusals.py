@@ -684,3 +684,25 @@ def test_containers_with_ways_of_their_own_are_cut(kind: str) -> None:
         out.square().mean().backward()
     assert relative_error(gradients_of(model), gradients_of(plain)) <= 1e-12
     assert run.plan is not None and run.plan.micro_batch == 3
+
+
+class Rollout(nn.Module):
+    """Makes a distribution per step, each of which checks its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 6).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for step in range(7):
+            mean, spread = self.net(x + step).chunk(2, 1)
+            found.append(torch.distributions.Normal(mean, spread.exp()).log_prob(x[:, :3]).sum(1))
+        return torch.stack(found, 1)
+
+
+def test_argument_checks_of_many_distributions_are_no_branches() -> None:
+    model = Rollout()
+    run = memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
+    model(torch.randn(8, 6).double()).mean().backward()
+    assert run.plan is not None and run.plan.micro_batch == 3

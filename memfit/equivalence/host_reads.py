@@ -9,6 +9,8 @@ read as such (`int(lengths.max())`), `any` or `all` of a mask or of labels, and 
 from __future__ import annotations
 
 import math
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
@@ -27,20 +29,23 @@ _COUNTING = frozenset((aten.sum, aten.count_nonzero))
 _READING = aten._local_scalar_dense
 DECIDING = 2
 """Mark of a comparison of numbers. 1 marks a count of entries, 0 anything else computed from the batch."""
+Replaced = tuple[frozenset[int], float | None]
+"""Which reads are replaced, and by what: None negates them."""
 MOST = 4
-"""Number of reads that are tried."""
+"""Number of places that read, of which are tried. One place may read often (the argument checks of a distribution)."""
 FAR = 1e30
 """Replaces a number that is read, with either sign, to see whether the result depends on it."""
 
 
 class Reads(TorchDispatchMode):
     """Records reads of batch values while active: `reads` has comparisons and numbers, `taken` (the comparison, the line that
-    reads it). `put` = (n, value) replaces the n-th of `reads`."""
+    reads it), `places` the code that reads each. `put` replaces some of `reads`."""
 
-    def __init__(self, put: tuple[int, Value] | None = None) -> None:
+    def __init__(self, put: Replaced | None = None) -> None:
         super().__init__()
         self.taken: list[tuple[bool, str]] = []
         self.reads: list[Value] = []
+        self.places: list[tuple[Any, int]] = []
         self._left = False
         self._put = put
         self._of_batch = WeakTensorKeyDictionary()
@@ -78,8 +83,12 @@ class Reads(TorchDispatchMode):
             self.taken.append((value, line_of_script()))
         elif not tensor.is_floating_point():
             return value
+        index, frame = len(self.reads), sys._getframe(2)
         self.reads.append(value)
-        return self._put[1] if self._put is not None and self._put[0] == len(self.reads) - 1 else value
+        self.places.append((frame.f_code, frame.f_lineno))
+        if self._put is None or index not in self._put[0]:
+            return value
+        return not value if self._put[1] is None else self._put[1]
 
 
 def _mark(packet: Any, args: Any, given: int) -> int:
@@ -102,16 +111,19 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def decided(
-    whole: Reads, parts: Sequence[Reads], run: Callable[[tuple[int, Value]], Any], same: Callable[[Any], bool]
+    whole: Reads, parts: Sequence[Reads], run: Callable[[Replaced], Any], same: Callable[[Any], bool]
 ) -> str | None:
     """Returns the line whose comparison of batch values decides, or a note for a number; None if whole and parts show none.
-    `run` reruns the whole with the n-th read replaced. `same` tells whether its result is unchanged. A check that only raises
+    `run` reruns the whole with some reads replaced. `same` tells whether its result is unchanged. A check that only raises
     decides nothing."""
     line = _compared(whole.taken, [part.taken for part in parts])
-    reads = [(index, read) for index, read in enumerate(whole.reads) if line is not None or not isinstance(read, bool)]
-    for index, read in reads[:MOST]:
-        others = (not read,) if isinstance(read, bool) else (FAR, -FAR)
-        if any(_hangs_on(index, other, run, same) for other in others):
+    reads = defaultdict[Any, set[int]](set)
+    for index, (read, place) in enumerate(zip(whole.reads, whole.places)):
+        if line is not None or not isinstance(read, bool):
+            reads[place, isinstance(read, bool)].add(index)
+    for (_, is_bool), indices in list(reads.items())[:MOST]:
+        others = (None,) if is_bool else (FAR, -FAR)
+        if any(_hangs_on((frozenset(indices), other), run, same) for other in others):
             return line or "a number that is read"
     return line if len(reads) > MOST else None
 
@@ -124,11 +136,11 @@ def _compared(mine: Sequence[tuple[bool, str]], theirs: Sequence[Sequence[tuple[
     return mine[0][1] or "a comparison" if alike else None
 
 
-def _hangs_on(index: int, value: Value, run: Callable[[tuple[int, Value]], Any], same: Callable[[Any], bool]) -> bool:
-    """Whether the result changes if this value is read instead. A run that fails tells nothing."""
+def _hangs_on(replaced: Replaced, run: Callable[[Replaced], Any], same: Callable[[Any], bool]) -> bool:
+    """Whether the result changes if these values are read instead. A run that fails tells nothing."""
     try:
         with redirect_stdout(None), redirect_stderr(None):
-            made = run((index, value))
+            made = run(replaced)
         return not same(made)
     except (Exception, SystemExit):
         return False

@@ -29,7 +29,7 @@ from memfit.engine.known_means import Terms, is_only_term, leaves_of
 from memfit.engine.random_slices import Draws
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import Weighting, WeightsChanged
-from memfit.equivalence.host_reads import Reads, Value, decided
+from memfit.equivalence.host_reads import Reads, Replaced, decided
 from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.proofs import comparable
@@ -119,7 +119,7 @@ def _inferred(
         with staging.swapped(), draws.sliced(start, stop, samples):
             return look.at(start, stop, reads)[0]
 
-    def once_more(read: tuple[int, Value] | None = None) -> _Measured:
+    def once_more(read: Replaced | None = None) -> _Measured:
         with aside():
             return measured(0, samples, Reads(read))
 

@@ -26,7 +26,7 @@ from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
 from memfit.engine.random_slices import Draws
-from memfit.equivalence.host_reads import Reads, Value, decided
+from memfit.equivalence.host_reads import Reads, Replaced, decided
 from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
 from memfit.equivalence.tolerances import (
     MOST,
@@ -278,7 +278,7 @@ def _parts_of(
         with torch.enable_grad(), draws.sliced(start, stop, samples), looking:
             return _detached(call.run(given))
 
-    def put(read: tuple[int, Value]) -> list[Any]:
+    def put(read: Replaced) -> list[Any]:
         with aside():
             return run(0, samples, Reads(read))
 
