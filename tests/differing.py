@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import Unwatched
+from helpers import Aside
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
@@ -187,7 +187,7 @@ class RunsOut(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.armed = Unwatched(False)  # (what changes is tried on the batch)
+        self.armed = Aside(value=False)  # (what changes is tried on the batch)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.armed.value and torch.is_grad_enabled():

@@ -150,12 +150,3 @@ def unseen(out: Tensor) -> Tensor:
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> None:
     """The lines of the simplest script there is."""
     F.cross_entropy(model(x), y).backward()
-
-
-class Unwatched:
-    """Holds what a forward reads where memfit does not look for changes: a slot."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
+    Aside,
     Forwards,
-    Unwatched,
     assert_transparent,
     cut_gradients,
     gradients_of,
@@ -262,7 +262,7 @@ def test_a_forward_that_fails_leaves_the_places_as_they_were() -> None:
                 raise ValueError("no")
             return out
 
-    fails = Unwatched(False)
+    fails = Aside(value=False)
     model, (x, y) = Failing(), points()
     wrapped(model, 5)
     F.cross_entropy(model(x), y).backward()

@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Unwatched, mlp, points, unseen, wrapped
+from helpers import Aside, mlp, points, unseen, wrapped
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
@@ -45,7 +45,7 @@ class Busy(nn.Module):
         self.net, self.norm = mlp(dropout=0.3), nn.BatchNorm1d(7).double()
         self.register_buffer("running", torch.zeros(7, dtype=torch.float64))
         self.calls, self.lengths, self.ticks = 0, [0], Ticks()
-        self.fails = Unwatched(set[tuple[BaseException, int]]())
+        self.fails = Aside(value=set[tuple[BaseException, int]]())
         """What to raise, after how many forwards."""
 
     def forward(self, x: Tensor) -> Tensor:

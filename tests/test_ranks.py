@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from pairwise import once
 from processes import Processes
+from stepping import PieceSizes
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
@@ -126,7 +127,7 @@ def test_the_parameters_do_not_depend_on_the_number_of_processes(
 def counted(mode: str, accumulation: int, bucket: int, shard: str) -> tuple[int, int]:
     """(sums over processes in two steps, micro-batches that ran in them) of 16 samples each, gradients in buckets of so many
     bytes."""
-    model, summed, ran = network(), list[int](), list[int]()
+    model, summed = network(), list[int]()
     optimizer = SGD(model.parameters(), lr=0.1)
     batch = tuple(part[:16] for part in dataset().tensors)  # type: ignore[attr-defined]
     settings: dict[str, Any] = {"loss_fn": loss_fn, "sample": batch} if mode == "step" else {}
@@ -138,21 +139,21 @@ def counted(mode: str, accumulation: int, bucket: int, shard: str) -> tuple[int,
         summed.append(tensor.numel())
         return all_reduce(tensor, *args, **kwargs)
 
+    ran = PieceSizes(model[0])
     for number in range(4):
         if number == 2:  # planning and proofs are done
             dist.all_reduce = counting
-            handle = model[0].register_forward_pre_hook(lambda module, args: ran.append(len(args[0])))
+            ran.sizes.clear()
         if mode == "step":
             run.step(batch)
         else:
             optimizer.zero_grad()
             loss_fn(model, batch).backward()
             optimizer.step()
-    handle.remove()
     dist.all_reduce = all_reduce
     run.undo()
     assert sum(summed) == 2 * sum(p.numel() for p in model.parameters())  # nothing else is summed
-    return len(summed), len(ran)
+    return len(summed), len(ran.sizes)
 
 
 @pytest.mark.parametrize(("bucket", "collectives"), [(25 << 20, 1), (900, 2)])

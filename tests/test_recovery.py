@@ -341,11 +341,12 @@ def test_samples_of_different_sizes_recover_too() -> None:
         target_batch=12,
         before_step=lambda: seen.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}),
     )
+    sizes = PieceSizes(model.first)
     for _ in range(6):  # sizes of micro-batches are settled by then
         for batch in run.loader:
             run.step(batch)
     want = plain(model, mean_of_means, collate(samples))[1]
-    sizes = PieceSizes(model.first)
+    sizes.sizes.clear()
     assert run.plan is not None and run.plan.by_size
     before = run.plan
     model.fuse.arm(TEXTS["torch"])

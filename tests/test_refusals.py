@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Forwards, Unwatched, assert_transparent, mlp, plain_gradients, points, unseen, wrapped
+from helpers import Aside, Forwards, assert_transparent, mlp, plain_gradients, points, unseen, wrapped
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
 from zoo.plain import gradients_of, relative_error
@@ -531,7 +531,7 @@ class Raises(Wrapper):
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
-        self.error, self.armed = error, Unwatched(False)
+        self.error, self.armed = error, Aside(value=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.armed.value:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Forwards, assert_transparent, fixed_plan, mlp, plain_gradients, points, unseen, wrapped
+from helpers import Aside, Forwards, assert_transparent, fixed_plan, mlp, plain_gradients, points, unseen, wrapped
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -426,10 +426,10 @@ def test_recovery_starts_the_backward_again_and_trains_once() -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.most = mlp(), [N]  # (a number that changes is tried on the batch)
+            self.net, self.most = mlp(), Aside(value=N)
 
         def forward(self, x: Tensor) -> Tensor:
-            if torch.is_grad_enabled() and len(x) > self.most[0]:
+            if torch.is_grad_enabled() and len(x) > self.most.value:
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
             return self.net(x)
 
@@ -438,7 +438,7 @@ def test_recovery_starts_the_backward_again_and_trains_once() -> None:
     run = wrapped(model, 5)
     variance(model(x), y).backward()
     model.zero_grad()
-    model.most[0] = 2
+    model.most.value = 2
     variance(model(x), y).backward()
     assert relative_error(gradients_of(model), want) <= 1e-12
     assert [event.kind for event in run.events if event.kind == "out of memory"] == ["out of memory"]

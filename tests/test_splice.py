@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from handmade import Course
+from helpers import Notes
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -106,7 +107,7 @@ def equal(a: Timeline, b: Timeline) -> bool:
 
 
 def test_all_sizes_of_a_trace_share_one_optimizers_step() -> None:
-    stepped: list[int] = []
+    stepped = Notes()
 
     class Counting(SGD):
         def step(self, closure: None = None) -> None:  # type: ignore[override]

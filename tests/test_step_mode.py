@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Forwards, Notes, mlp, points
+from helpers import Aside, Forwards, Notes, mlp, points
 from stepping import PieceSizes, Seen, error_of_step, plain, ragged_loader, sgd, stepper
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -131,8 +131,9 @@ def test_parameters_that_the_loss_does_not_reach_keep_no_gradient() -> None:
 def test_a_prescribed_micro_batch_is_what_runs_in_balanced_sizes(micro_batch: int, sizes: list[int]) -> None:
     model = mlp()
     run = memfit.wrap(model, sgd(model), loss_fn=loss_fn, micro_batch=micro_batch)
-    run.step(points())
     seen = PieceSizes(model[0])
+    run.step(points())
+    seen.sizes.clear()
     run.step(points())
     assert seen.sizes == sizes
 
@@ -716,11 +717,11 @@ class Told:
 
 
 def test_what_runs_beside_training_is_not_measured_as_its_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taking: list[int] = []
+    taking = Aside(value=0)
 
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        for more in taking:
-            meter.take(more)
+        if taking.value:
+            meter.take(taking.value)
         return F.cross_entropy(model(batch[0]), batch[1])
 
     run, _ = stepper(mlp(), loss_of, None, sample=points(), budget="1GiB", micro_batch=5)
@@ -733,14 +734,14 @@ def test_what_runs_beside_training_is_not_measured_as_its_peak(tmp_path: Path, m
     run.step(points())
     before = run.stats()["peak_measured"]
     assert before is not None
-    taking = [256 << 20]
+    taking.value = 256 << 20
     memfit.verify(run)
-    taking = []
+    taking.value = 0
     run.report().save(tmp_path / "report.html")
     meter.take(256 << 20)
     assert run.stats()["peak_measured"] == before
     run.step(points())  # from its end on it counts again
-    taking = [64 << 20]
+    taking.value = 64 << 20
     run.step(points())
     assert run.stats()["peak_measured"] == before + (64 << 20)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import points, unseen
+from helpers import Aside, points, unseen
 from processes import Processes
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -82,15 +82,15 @@ def test_memory_that_runs_out_leaves_nothing_behind() -> None:
     failing = iter([False, False, True])
 
     def fail(module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and armed and next(failing, False):
+        if torch.is_grad_enabled() and armed.value and next(failing, False):
             raise torch.OutOfMemoryError("out of memory")
 
-    armed = False
+    armed = Aside(value=False)
     model[1].register_forward_pre_hook(fail)  # type: ignore[index]
     optimizer = SGD(model.parameters(), lr=0.0)
     memfit.wrap(model, optimizer, micro_batch=5, batchnorm="whole")
     for number, (x, y) in enumerate(batches):
-        armed = number == 1
+        armed.value = number == 1
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()

@@ -241,10 +241,16 @@ def _with_parts(node: Any, parts: list[Any], names: list[str | int]) -> Any:
     return _with_items(node, dict(zip(names, parts)))
 
 
+_IS_PYTHONS = 1 << 9
+"""Flag of types that are made in Python (`Py_TPFLAGS_HEAPTYPE`)."""
+
+
 def _tuple_like(node: Any, parts: list[Any]) -> Any:
     """A constructor of a subclass may take other arguments."""
     if type(node) is tuple or type(node) is torch.Size:
         return tuple(parts) if type(node) is tuple or not all(type(part) is int for part in parts) else torch.Size(parts)
+    if not type(node).__flags__ & _IS_PYTHONS:  # torch.return_types
+        return type(node)(parts)
     made: Any = tuple.__new__(type(node), parts)
     getattr(made, "__dict__", {}).update(getattr(node, "__dict__", {}))
     return made

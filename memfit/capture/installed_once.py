@@ -75,12 +75,17 @@ class InstalledOnce:
                         yield attributes, name, made, then[name][1]
 
     def _look(self) -> tuple[list[Table], list[dict[str, tuple[Any, Any]]], list[list[str]]]:
-        names: list[list[str]] = [list(each.get(name) or ()) for each in self._attributes for name in MADE_LATER]
+        names: list[list[str]] = [list(_table(each, name)) for each in self._attributes for name in MADE_LATER]
         return [dict(table) for table in self._tables], [_attributes_in(each) for each in self._attributes], names
 
 
 _ONCE = "run the model once before memfit.wrap"
 _EACH = "compute it in each forward, or give it a budget in which the batch runs whole"
+
+
+def _table(attributes: Table, name: str) -> Table:
+    found = attributes.get(name)
+    return found if isinstance(found, dict) else {}  # a scripted module has tables of its own
 
 
 def _refused(found: str, next_move: str = _ONCE) -> Refused:

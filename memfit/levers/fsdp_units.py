@@ -124,7 +124,7 @@ def _obstacles(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
         yield f"{type(optimizer).__name__} has an optimizer or tensors of its own in `{attribute}`, which would stay whole"
     if others := _trained_elsewhere(model, optimizer):
         yield f"another optimizer trains {', '.join(others[:3])}, and would not see what takes their place"
-    hooked = (name for name, p in model.named_parameters() if p._backward_hooks or getattr(p, _GATHERS, None))
+    hooked = (name for name, p in model.named_parameters() if any(map(_is_the_scripts, _hooks_of(p))))
     if (name := next(hooked, None)) is not None:
         yield f"{name} has hooks, which a shard in its place would not have"
     for name, module in model.named_modules():
@@ -134,7 +134,13 @@ def _obstacles(model: nn.Module, optimizer: Optimizer) -> Iterator[str]:
             yield f"{name} has sparse gradients"
 
 
-_GATHERS = "_post_accumulate_grad_hooks"
+def _hooks_of(parameter: torch.Tensor) -> Iterator[Any]:
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        yield from (getattr(parameter, name, None) or {}).values()
+
+
+def _is_the_scripts(hook: Any) -> bool:
+    return not str(getattr(hook, "__module__", "")).startswith("memfit.")
 
 
 def _trained_elsewhere(model: nn.Module, optimizer: Optimizer) -> list[str]:
