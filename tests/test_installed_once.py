@@ -268,3 +268,26 @@ def evaluated(line: bool) -> list[Any]:
 
 def test_objects_that_an_evaluation_is_given_change_once() -> None:
     assert evaluated(True) == pytest.approx(evaluated(False), rel=1e-12)
+
+
+@pytest.mark.parametrize("make", [Always, lambda: Adds(False), ComputesAWeightOnce])
+def test_what_cannot_be_installed_once_runs_whole_in_step_mode_or_is_refused(make: Any) -> None:
+    torch.manual_seed(0)
+    model, found = make(), list[float]()
+    plain = copy.deepcopy(model)
+    cut = copy.deepcopy(model)
+    with pytest.raises(memfit.Refused, match=r"first forward|every call"):
+        memfit.wrap(cut, SGD(cut.parameters(), 0.1), loss_fn=loss_of, micro_batch=3).step(torch.randn(8, 6).double())
+    run = memfit.wrap(model, SGD(model.parameters(), 0.1), loss_fn=loss_of, budget="8GiB")
+    optimizer = SGD(plain.parameters(), 0.1)
+    for step in range(3):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).double()
+        found.append(run.step(x).item())
+        optimizer.zero_grad()
+        loss = loss_of(plain, x)
+        loss.backward()
+        optimizer.step()
+        assert found[-1] == pytest.approx(loss.item(), rel=1e-12)
+        for each in (plain, model):
+            if isinstance(each, ComputesAWeightOnce):
+                each.weight = None

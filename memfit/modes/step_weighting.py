@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from memfit._errors import MemfitError, Refused, UsageError, first_line
 from memfit.batches.cut import layout_from_two, like_first
 from memfit.batches.weights import Count
 from memfit.capture.infer_layout import comparable_sizes, twins_of
+from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.accumulate import Work, loss_of, wide
@@ -119,6 +121,10 @@ class Weigher:
         many fit."""
         core = self._core
         self._proven_ragged = self._proven_ragged or batch.ragged
+        if not self._prove_at:
+            self._keep_installed(batch)
+            if self.together:
+                return None
         self._look_alone(batch)
         if batch.samples < 2 * core.least:
             if self._stated is None and not core.team.alone and batch.samples and self._is_one_mean(batch):
@@ -136,6 +142,22 @@ class Weigher:
         if not self.together:
             self._remember(batch)
         return profile
+
+    def _keep_installed(self, batch: Ordered) -> None:
+        """Install what the first forward installs for good, such as hooks. Most install nothing: then it runs once."""
+        samples, installs = min(FEW, batch.samples), InstalledOnce(self._core.model)
+        try:
+            with self._on_twins(batch, samples) as work:
+                before = RemovableHandle.next_id
+                installs.ran(loss_of(work, samples))
+                if RemovableHandle.next_id == before:
+                    return
+                installs.ran(loss_of(work, samples))
+            installs.keep()
+        except TraceFailed:
+            return
+        except Refused as refused:
+            self.run_together(refused.found)
 
     def _look_alone(self, batch: Ordered) -> None:
         """Check whether the loss of a single sample can be computed. Raises Refused if not and the user fixed micro_batch=1."""
