@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import memfit
+from memfit.engine.call_attributes import Attributes
+from memfit.engine.forward_reads import ForwardReads
+from memfit.engine.modules import modules_of
 from memfit.engine.read_numbers import MOST, Numbers, Variants
 
 STAGE = 0
@@ -315,3 +319,19 @@ def test_a_hook_that_is_registered_later_is_looked_at() -> None:
         model(X)
     handle.remove()
     loss_of(model(X)).backward()
+
+
+def test_classes_of_a_script_are_not_kept_alive() -> None:
+    def use() -> weakref.ref[type]:
+        class Setting:
+            pass
+
+        model = Staged()
+        model.others["setting"] = Setting()
+        model.others["kind"] = Setting
+        Attributes(modules_of(model), ForwardReads()).numbers(frozenset())
+        return weakref.ref(Setting)
+
+    kept = use()
+    gc.collect()
+    assert kept() is None

@@ -12,11 +12,14 @@ import enum
 import functools
 import math
 import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
+
+from memfit.engine.undo_state import is_installed
 
 MOST = 8
 """Values of one place after which, if the forward did the same under all of them, the place is no longer watched."""
@@ -36,14 +39,20 @@ def token_of(value: Any) -> Hashable:
 
 
 class _Tokens(dict[type, Callable[[Any], Hashable] | None]):
-    """How values of a type are compared; None: not at all."""
+    """How values of a type are compared; None: not at all. Classes of the script are not kept alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_script = weakref.WeakKeyDictionary[type, Any]()
 
     def __missing__(self, kind: type) -> Callable[[Any], Hashable] | None:
+        if kind in self._of_script:
+            return self._of_script[kind]
         found = next((token for base, token in _BY_TYPE if issubclass(kind, base)), None)
         if found is None and kind.__module__ == "numpy" and hasattr(kind, "item"):
             found = _of_numpy
-        if len(self) < MOST_TYPES:
-            self[kind] = found
+        known = self if is_installed(kind.__module__) else self._of_script
+        known[kind] = found
         return found
 
 
@@ -84,7 +93,6 @@ def _of_tensor(value: torch.Tensor) -> Hashable:
     return token_of(value.item()) if value.layout is torch.strided and not value.is_quantized else Nothing
 
 
-MOST_TYPES = 10_000
 _BY_TYPE: tuple[tuple[type, Callable[[Any], Hashable]], ...] = (
     (enum.Enum, _itself),
     (torch.Tensor, _of_tensor),
