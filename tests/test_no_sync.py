@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,12 @@ WAITING = (
     torch.ops.aten._unique2.default,
 )
 """Operations whose result has to be known on the host."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _without_generators() -> None:
+    """Those that other tests left in reference cycles would still be compared."""
+    gc.collect()
 
 
 class Waits(TorchDispatchMode):
