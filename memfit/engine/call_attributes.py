@@ -76,7 +76,7 @@ class CallAttributes:
             if type(value) not in _COLUMNS:
                 found.add(("given", number), token_of(value), moved=False)
         for number, table in enumerate(self._hooks):
-            hooks = tuple(token_of(hook) for hook in table.values() if not _is_memfits(hook))
+            hooks = tuple(token_of(hook) for hook in table.values() if not _is_of_sharding(hook))
             found.add(("hooks", number), hooks, moved=False)
         for number, (place, value) in enumerate(self.contents.places.values()):
             found.add(number, token_of(value), moved=place.key in moved or _is_written(value, moved))
@@ -272,3 +272,9 @@ def _is_moved(table: Table, moved: Keys, name: str, value: Any) -> bool:
 
 def _is_written(value: Any, moved: Keys) -> bool:
     return bool(moved) and isinstance(value, torch.Tensor) and any(key in moved for key in keys_of_values(value, value))
+
+
+def _is_of_sharding(hook: Any) -> bool:
+    """Whether a hook is memfit's or torch's own, which come and go with passes, on some ranks only."""
+    made = getattr(hook, "__module__", None) or type(hook).__module__
+    return made.startswith(("memfit.", "torch.distributed."))
