@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.nn.functional as F
 from helpers import mlp, points
 from processes import Processes
@@ -70,6 +71,33 @@ def scripted(how: str, sizes: tuple[int, int]) -> Found | str:
     return gradients_of(model), [event.message for event in run.events]
 
 
+class FillsAtFirst(nn.Module):
+    """A forward that moves a dictionary, of which one sample shows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.parts = mlp(), dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.net(x)
+        return h * self.parts.setdefault(h.shape[-1], torch.linspace(0.5, 1.5, h.shape[-1]).double())
+
+
+def of_two_calls(sizes: tuple[int, int]) -> list[Gradients] | str:
+    """The gradients of two steps with one loss of two calls, or how memfit refuses."""
+    model, found = FillsAtFirst(), []
+    memfit.wrap(model, SGD(model.parameters(), 0.0), micro_batch=3)
+    x, _ = share(sizes, int(os.environ["RANK"]))
+    for _ in range(2):
+        model.zero_grad()
+        try:
+            F.mse_loss(model(x), model(x + 0.5)).backward()
+        except MemfitError as error:
+            return str(error)
+        found.append(gradients_of(model))
+    return found
+
+
 def plain(model: nn.Module, loss_fn: LossFn, sizes: tuple[int, int]) -> Gradients:
     """What DistributedDataParallel computes, weighted by samples."""
     for rank, size in enumerate(sizes):
@@ -105,3 +133,12 @@ def test_a_forward_that_only_the_whole_would_change_is_said(two: Processes, how:
 def test_a_forward_that_one_share_changes_ends_all(two: Processes, sizes: tuple[int, int]) -> None:
     for error in two.run(scripted, "a factor", sizes):
         assert "the number of samples" in error
+
+
+def test_calls_that_run_together_on_one_share_only_end_all(two: Processes) -> None:
+    for error in two.run(of_two_calls, (1, 7)):
+        assert "2, 1 of the calls together" in error
+    found, other = two.run(of_two_calls, (4, 8))
+    model = FillsAtFirst()
+    F.mse_loss(model(X[:12]), model(X[:12] + 0.5)).backward()
+    assert all(relative_error(each, gradients_of(model)) <= EXACT for each in (*found, *other))

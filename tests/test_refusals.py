@@ -626,12 +626,13 @@ class Adaptive(nn.Module):
 
 def test_a_loop_that_never_ends_on_fake_tensors_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "MOST_GUESSES", 50)
-    model = Adaptive()
+    torch.manual_seed(0)
+    model, x = Adaptive(), torch.randn(7, 6).double()
     memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
-    with pytest.raises(memfit.Refused, match=r"branches on values of the batch|mixes samples"):
-        model(torch.randn(7, 6).double())
+    with pytest.raises(memfit.Refused, match="mixes samples"):  # the rounds follow from all of them
+        model(x)
     memfit.wrap(other := Adaptive(), SGD(other.parameters(), 0.1), budget="8GiB")
-    other(torch.randn(7, 6).double()).square().mean().backward()
+    other(x).square().mean().backward()
 
 
 class Pair(tuple[Tensor, Tensor]):

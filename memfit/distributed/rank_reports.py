@@ -16,7 +16,7 @@ from memfit.engine.handover import Factor
 
 MOST_RIVALS = 6
 """Maximum number of counts compared between ranks; there are seldom two."""
-ABOUT = 15
+ABOUT = 16
 STATED = ABOUT + 2 * MOST_RIVALS
 """Numbers that every rank reports of a step before those about its parameters."""
 EXACT = 1e-9
@@ -73,6 +73,8 @@ class Stated:
     """Seconds of its steps with overlap and without; zeros if unknown."""
     incoming: float
     """Incoming gradient of its loss; NaN if not read."""
+    calls: int
+    """How many of the script's calls its part is of; 0 if nobody said."""
     rivals: dict[int, float]
     """Its weights by other ways of weighting that hold on it."""
     reached: tuple[bool, ...]
@@ -93,7 +95,7 @@ def unpacked(numbers: Sequence[float], count: int) -> tuple[bool, ...]:
 def stated(numbers: Sequence[float], parameters: int) -> Stated:
     """Parse one rank's numbers."""
     step, weight, value, way, digest, samples, divided, torn, *more = numbers[:ABOUT]
-    whole, unseen, ready, worked, beside, after, incoming = more
+    whole, unseen, ready, worked, beside, after, incoming, calls = more
     pairs = zip(numbers[ABOUT:STATED:2], numbers[ABOUT + 1 : STATED : 2])
     return Stated(
         number=int(step),
@@ -110,6 +112,7 @@ def stated(numbers: Sequence[float], parameters: int) -> Stated:
         worked=bool(worked),
         paces=(beside, after),
         incoming=incoming,
+        calls=int(calls),
         rivals={int(code): count for code, count in pairs if code},
         reached=unpacked(numbers[STATED:], parameters),
     )

@@ -312,7 +312,7 @@ class StepReduction:
         code = float(way_of(weighting).code)
         about = [float(self._steps), weight, value, code, digest, float(total.samples), float(divided)]
         about += [float(self.torn), float(self.whole), float(total.unseen), float(bool(ready)), float(worked)]
-        return [*about, *paces, self._incoming(total), *rivals]
+        return [*about, *paces, self._incoming(total), float(total.calls), *rivals]
 
     @property
     def _looks(self) -> bool:
@@ -340,6 +340,14 @@ class StepReduction:
                 "a training step over all processes",
                 found=f"their step counts differ: {', '.join(map(str, numbers))} by rank",
                 next_move="call backward (or run.step) equally often on every process",
+            )
+        calls = [each.calls for each in told]
+        if len({each for each in calls if each}) > 1:
+            raise Refused(
+                "one loss of several calls over all processes",
+                found=f"their processes run {', '.join(map(str, calls))} of the calls together, by rank: some saw what the "
+                "forward moves, which one sample cannot show",
+                next_move="give every process at least two samples of each batch, or pass loss_fn= to memfit.wrap",
             )
         torn = [str(rank) for rank, each in enumerate(told) if each.torn]
         if torn:

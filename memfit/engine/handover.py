@@ -44,6 +44,8 @@ class Total:
     """The loss's incoming gradient."""
     unseen: bool = False
     """Whether memfit did not see what the loss computes from the outputs. It is then weighted by samples."""
+    calls: int = 0
+    """How many of the script's calls it is of; 0 if nobody said."""
     combine: Callable[[Factor], Factor] = field(default=lambda factor: factor)
     """Reduces the total across ranks. Called with the factor of every gradient, the user's included. Returns the remaining
     factor."""

@@ -80,6 +80,7 @@ class LossesOverRanks:
 
     def combine(self, total: Total, weighting: Weighting, *, divided: bool = False) -> None:
         """Reduce a call's total across ranks. Raises Refused if they weight it differently."""
+        total.calls = total.calls or 1
         if self._core.accumulator.combine(total, weighting, divided=divided) is not None:
             raise Refused(
                 "one loss over all processes",

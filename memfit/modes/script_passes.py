@@ -388,6 +388,7 @@ class ScriptPasses:
                     each.pending += 1
                 total.on_handover = handing_over
                 if not core.team.alone:
+                    total.calls = len(call.calls)
                     combined = BY_SAMPLES if weighting is BY_SHARE else weighting
                     if weight is not None:
                         combined, total.weight = BY_TERM, weight if total.weight else 0.0

@@ -65,10 +65,12 @@ def test_the_peak_stays_within_the_budget_and_near_the_prediction(name: str) -> 
         if run.stats()["peak_measured"] is not None:
             break
     assert run.plan is not None and not [event for event in run.events if event.kind == "out of memory"]
-    measured = run.stats()["peak_measured"]
-    assert measured is not None and measured <= 3 * GiB
-    predicted = run.plan.predicted.peak + run.plan.held
-    assert abs(predicted / measured - 1) <= 0.1 or abs(predicted - measured) <= 128 * MiB
+    torch.cuda.reset_peak_memory_stats()
+    for batch in run.loader:
+        run.step(batch)
+    reserved, predicted = torch.cuda.max_memory_reserved(), run.plan.predicted.peak  # without what other programs hold
+    assert reserved <= run.plan.limit
+    assert abs(predicted / reserved - 1) <= 0.1 or abs(predicted - reserved) <= 128 * MiB
 
 
 def test_a_budget_is_kept_while_sizes_are_measured_and_what_is_predicted_is_reserved() -> None:
