@@ -148,7 +148,7 @@ def test_target_batch_beyond_the_data_set_is_one_batch_per_epoch_and_said(
 ) -> None:
     model = mlp()
     run = memfit.wrap(model, sgd(model), loader(), target_batch=100, **mode)
-    assert [len(batch if mode else batch[1]) for batch in run.loader] == [24]
+    assert [len(batch.uncollated if mode else batch[1]) for batch in run.loader] == [24]
     said = capsys.readouterr().err
     assert "target_batch=100" in said and "24 samples" in said and "one batch per epoch" in said
 

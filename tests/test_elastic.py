@@ -157,7 +157,7 @@ class Training:
 
     def step(self, batch: Any) -> None:
         torch.rand(self.within)
-        ids = batch[2].tolist() if self.mode == "script" else [int(sample[2]) for sample in batch]
+        ids = batch[2].tolist() if self.mode == "script" else [int(sample[2]) for sample in batch.uncollated]
         self.ids.append(ids[: self.run.batch_samples])  # a process without a sample has one that does not count
         if self.mode == "step":
             self.run.step(batch)

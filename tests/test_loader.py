@@ -170,7 +170,7 @@ def test_without_a_share_the_scripts_batches_are_the_effective_ones(workers, dro
     source = numbers(10, batch_size=4, drop_last=drop_last, num_workers=workers)
     infos = []
     loader = effective(source, None, collated, on_batch=infos.append)
-    batches = [batch if collated else batch.collate() for batch in loader]
+    batches = [batch if collated else batch.uncollated.collate() for batch in loader]
     assert equal(batches, list(source))
     assert len(loader) == len(source) == len(batches) and loader.batch_size == 4
     assert [info.samples for info in infos] == [len(batch) for batch in batches]
@@ -191,10 +191,10 @@ def where(samples):
 def test_sample_batches_are_lazy_samples_of_the_share(workers):
     loader = effective(DataLoader(Noisy(), batch_size=4, num_workers=workers), 10, collated=False)
     batches = list(loader)
-    assert all(isinstance(batch, SampleBatch) for batch in batches)
-    assert [len(batch) for batch in batches] == [10, 10, 3] and len(loader) == 3
-    assert [int(sample[0]) for batch in batches for sample in batch] == list(range(23))
-    assert batches[1].collate([3, 1])[0].tolist() == [13, 11]
+    assert all(isinstance(batch.uncollated, SampleBatch) for batch in batches)
+    assert [len(batch.uncollated) for batch in batches] == [10, 10, 3] and len(loader) == 3
+    assert [int(sample[0]) for batch in batches for sample in batch.uncollated] == list(range(23))
+    assert batches[1].uncollated.collate([3, 1])[0].tolist() == [13, 11]
 
 
 @WORKERS
@@ -571,7 +571,8 @@ def test_draws_of_the_collate_function_stay_out_of_this_process_if_they_were_a_w
     def once():
         seed_everything()
         loader = effective(DataLoader(Numbers(12), batch_size=2, num_workers=2, collate_fn=masking), 6, collated)
-        batches = [batch if collated else (batch.collate([3, 1]), batch.collate([0, 2])) for batch in loader]
+        collated_as = lambda batch: (batch.uncollated.collate([3, 1]), batch.uncollated.collate([0, 2]))  # noqa: E731
+        batches = [batch if collated else collated_as(batch) for batch in loader]
         return batches, states()
 
     (first, state), (second, _) = once(), once()
@@ -587,7 +588,7 @@ def test_a_batch_collated_again_is_the_same_batch():
     loader = effective(DataLoader(Numbers(12), batch_size=2, num_workers=1, collate_fn=masking), 6, collated=False)
     batch = next(iter(loader))
     before = states()
-    assert str(batch.collate([1, 4])) == str(batch.collate([1, 4]))
+    assert str(batch.uncollated.collate([1, 4])) == str(batch.uncollated.collate([1, 4]))
     assert states() == before
 
 
@@ -735,7 +736,7 @@ def test_pinning_is_left_out_where_there_is_no_accelerator(share, collated, work
     loader = effective(numbers(8, batch_size=2, pin_memory=True, num_workers=workers), share, collated)
     assert loader.pin_memory
     batch = next(iter(loader))
-    assert not (batch if collated else batch.collate()).is_pinned()
+    assert not (batch if collated else batch.uncollated.collate()).is_pinned()
 
 
 @pytest.mark.parametrize("collated", [False, True])
@@ -744,7 +745,7 @@ def test_what_is_pinned_is_the_collated_whole(collated, monkeypatch):
     monkeypatch.setattr("memfit.loading.loader.pinned", lambda batch: ("pinned", batch))
     loader = effective(numbers(8, batch_size=2, pin_memory=True), 4, collated)
     batches = list(loader)
-    for kind, batch in batches if collated else [batch.collate() for batch in batches]:
+    for kind, batch in batches if collated else [batch.uncollated.collate() for batch in batches]:
         assert kind == "pinned" and len(batch) == 4
 
 
@@ -756,7 +757,7 @@ def test_what_is_pinned_is_the_collated_whole(collated, monkeypatch):
 def test_batches_are_pinned_on_an_accelerator(share, collated, workers):
     loader = effective(numbers(8, batch_size=2, pin_memory=True, num_workers=workers), share, collated)
     for batch in loader:
-        assert (batch if collated else batch.collate()).is_pinned()
+        assert (batch if collated else batch.uncollated.collate()).is_pinned()
 
 
 def test_works_with_spawned_workers():
@@ -838,7 +839,7 @@ def test_an_effective_batch_larger_than_shared_memory(small_shared_memory):
     for collated in (True, False):
         loader = EffectiveLoader(DataLoader(Images(), batch_size=4, num_workers=2), share=256, collated=collated)
         (batch,) = loader
-        whole = batch if collated else batch.collate()
+        whole = batch if collated else batch.uncollated.collate()
         assert whole.shape == (256, 2**18) and torch.equal(whole[:, -1], torch.arange(256.0))
         del batch, whole
     print("all there")
@@ -877,7 +878,7 @@ def test_many_samples_with_few_file_descriptors():
     for collated in (True, False):
         loader = EffectiveLoader(DataLoader(Pairs(), batch_size=8, num_workers=2), share=4096, collated=collated)
         (batch,) = loader
-        whole = batch if collated else batch.collate()
+        whole = batch if collated else batch.uncollated.collate()
         assert torch.equal(whole["x"][:, 0], torch.arange(4096))
     print("all there")
     """
@@ -950,7 +951,7 @@ def test_a_wrapped_script_trains_on_the_same_batches_in_every_epoch(mode, dropou
         for _ in range(3):
             for batch in loader:
                 if step is not None:
-                    seen.append(batch.collate()[0])
+                    seen.append(batch.uncollated.collate()[0])
                     step(batch)
                     continue
                 seen.append(batch[0])

@@ -53,6 +53,72 @@ def distance(a: nn.Module, b: nn.Module) -> float:
 # ---- what a step is
 
 
+def doubled(batch: Any) -> Any:
+    batch[0].mul_(2)
+    return batch
+
+
+def renamed(samples: list[Any]) -> dict[str, Tensor]:
+    x, y = default_collate(samples)
+    return {"x": x, "y": y}
+
+
+def shifted(batch: Any) -> Any:
+    batch["x"] = batch["x"] + 1
+    return batch
+
+
+LOOKS: dict[str, Any] = {
+    "unpacked": (None, lambda batch: (lambda x, y: (x, y))(*batch)),
+    "by index": (None, lambda batch: [batch[0] + 1, batch[1]]),
+    "only looked at": (None, lambda batch: (len(batch), batch[0].shape) and batch),
+    "written in place": (None, doubled),
+    "an entry replaced": (renamed, shifted),
+    "keys": (renamed, lambda batch: {key: batch[key] for key in batch} if "x" in batch else None),
+    "as arguments": (renamed, lambda batch: dict(**batch)),
+    "a method": (renamed, lambda batch: tuple(batch.values())),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_batch_of_the_loader_is_what_the_scripts_loader_gives(look: str) -> None:
+    collate, do = LOOKS[look]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch.values() if isinstance(batch, dict) else batch
+        return F.cross_entropy(model(x), y)
+
+    given = loader(21, 6, collate_fn=collate or default_collate)
+    model = mlp()
+    want, run = copy.deepcopy(model), memfit.wrap(model, sgd(model), given, loss_fn=loss_fn, micro_batch=4)
+    optimizer = sgd(want)
+    for batch in given:
+        optimizer.zero_grad()
+        loss_fn(want, do(batch)).backward()
+        optimizer.step()
+    for batch in run.loader:
+        run.step(do(batch))
+    assert distance(model, want) <= EXACT
+    assert run.plan is not None and run.plan.micro_batch <= 4
+
+
+def test_a_batch_that_nobody_looks_into_is_collated_in_parts() -> None:
+    sizes: list[int] = []
+
+    def collate(samples: list[Any]) -> Any:
+        sizes.append(len(samples))
+        return default_collate(samples)
+
+    model = mlp()
+    run = memfit.wrap(model, sgd(model), loader(18, 6, collate_fn=collate), loss_fn=loss_fn, micro_batch=2)
+    first, second, third = run.loader
+    run.step(first), run.step(second)
+    sizes.clear()
+    run.step(copy.copy(third))
+    assert max(sizes) == 2
+    assert [len(x) for x in third.uncollated] == [2] * 6
+
+
 def test_twenty_steps_with_adamw_clipping_and_schedule_are_those_of_the_whole_batch() -> None:
     family = FAMILIES["gpt"]
     data = family.dataset(n=48, dtype=torch.float64)
@@ -156,7 +222,7 @@ def test_effective_batches_of_a_loader_are_trained_in_its_order_and_the_last_cou
     model = mlp()
     want = by_plain_steps(model, [(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)])
     run = memfit.wrap(model, sgd(model), loader(22, 3), loss_fn=loss_fn, target_batch=8, micro_batch=3)
-    assert [len(batch) for batch in run.loader] == [8, 8, 6]
+    assert [len(batch.uncollated) for batch in run.loader] == [8, 8, 6]
     for batch in run.loader:
         run.step(batch)
     assert distance(model, want) <= EXACT
@@ -624,7 +690,7 @@ def test_apply_runs_by_a_plan(tmp_path: Path, as_path: bool) -> None:
     run = memfit.apply(given, model, sgd(model), loader(12, 4), loss_fn=loss_fn)
     assert run.plan == plan
     for batch in run.loader:
-        assert len(batch) == 12
+        assert len(batch.uncollated) == 12
         run.step(batch)
     assert distance(model, want) <= EXACT
 
@@ -790,7 +856,7 @@ def test_wrapping_again_leaves_nothing_of_the_first_time() -> None:
     second = memfit.wrap(model, optimizer, first.loader, loss_fn=loss_fn, target_batch=6, micro_batch=2)
     assert len(optimizer._optimizer_step_post_hooks) == 1
     assert not first.enabled and second.enabled
-    assert [len(batch) for batch in second.loader] == [6] * 4
+    assert [len(batch.uncollated) for batch in second.loader] == [6] * 4
 
 
 @pytest.mark.parametrize("by", ["argument", "environment"])

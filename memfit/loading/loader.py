@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from memfit._errors import UsageError
+from memfit.batches.loaded_batch import LoadedBatch
 from memfit.batches.pieces import part_of
 from memfit.batches.samples import SampleBatch
 from memfit.engine.random_state import HostRandom
@@ -52,7 +53,7 @@ class BatchInfo:
 class EffectiveLoader(DataLoader[Any]):
     """Yields effective batches of `share` samples from `source` (None: the script's own batches).
 
-    With `collated`, they are what the script's collate function returns, else `SampleBatch`es. Datasets that yield
+    With `collated`, they are what the script's collate function returns, else `LoadedBatch`es. Datasets that yield
     whole batches (`batch_size=None`) pass through. Batches of the script's own batch sampler are never split: whole
     ones are joined until they hold `share` samples. `seed` determines the order of all epochs after the first; None
     takes it from the generator as the first epoch finds it. With `apart`, this applies only once `apart()` is true: as long
@@ -338,9 +339,9 @@ class EffectiveLoader(DataLoader[Any]):
         with self._drawing(epoch, index, 0):
             return self.collate_fn(list(samples))
 
-    def _leave_uncollated(self, epoch: int, index: int, samples: Sequence[Any]) -> SampleBatch:
+    def _leave_uncollated(self, epoch: int, index: int, samples: Sequence[Any]) -> LoadedBatch:
         collate_fn = partial(_collate_and_pin, self.collate_fn) if self._pins else self.collate_fn
-        return SampleBatch(samples, collate_fn, drawing=partial(self._drawing, epoch, index))
+        return LoadedBatch(SampleBatch(samples, collate_fn, drawing=partial(self._drawing, epoch, index)))
 
     def _drawing(self, epoch: int, index: int, first: int) -> AbstractContextManager[None]:
         if self.num_workers == 0 or self._seed is None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memfit._errors import UsageError
+from memfit.batches.loaded_batch import to_cut
 from memfit.capture.workloads import LossFn
 from memfit.distributed.unwrap_ddp import TakenOver
 from memfit.engine.device_values import found_at_the_end
@@ -119,6 +120,7 @@ class Run:
         total gradient, then `optimizer.step()`. `batch` comes from `run.loader`, or is an ordinary batch with samples along the
         first dimension. Raises UsageError without loss_fn. The user's own exceptions are raised unchanged.
         """
+        batch = to_cut(batch)
         if self._stepper is None or self._core is None:
             return self._plain_step(batch)
         self._clock.begin()
