@@ -158,6 +158,34 @@ def test_nested_model_outputs() -> None:
     assert [h[0].item() for h in tripled.hidden_states] == [3, 6] == [h[0].item() for h in tripled["hidden_states"]]
 
 
+@dataclass
+class OfItems(OrderedDict[str, Any]):
+    """Its items are those of its fields that are not None, in the order of the fields, as a ModelOutput's are."""
+
+    first: Any = None
+    second: Any = None
+    inner: Any = None
+
+    def __post_init__(self) -> None:
+        super().update({name: value for name, value in vars(self).items() if value is not None})
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.first, self.second, self.inner)
+
+
+def test_items_keep_their_order_where_leaves_were_none_before() -> None:
+    tree = OfItems(first=1, second=2, inner=(3,))
+    emptied = map_leaves(lambda leaf: None, tree)
+    found = rebuild(emptied, iter([1, 2, 3]))
+    assert list(emptied) == list(found) == ["first", "second", "inner"]
+    assert list(found.items()) == [("first", 1), ("second", 2), ("inner", (3,))] and found.second == 2
+    output = pytest.importorskip("transformers.modeling_outputs")
+    inner = output.BaseModelOutput(last_hidden_state=torch.ones(2))
+    tree = output.BaseModelOutputWithPast(last_hidden_state=torch.zeros(2), past_key_values=inner)
+    found = rebuild(map_leaves(lambda leaf: None, tree), iter([1, 2]))
+    assert found[0] == 1 and list(found) == ["last_hidden_state", "past_key_values"]
+
+
 def test_batch_encodings() -> None:
     encoding = batch_encoding(input_ids=torch.arange(4).view(2, 2), attention_mask=torch.ones(2, 2))
     first = map_leaves(lambda leaf: leaf[:1], encoding)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -265,10 +265,15 @@ def _list_like(node: Any, parts: list[Any]) -> Any:
 def _with_fields(node: Any, values: dict[Any, Any]) -> Any:
     twin = copy.copy(node)
     for name, value in values.items():
-        # ModelOutput keeps its items both as attributes and as dictionary entries, and fills one from the other.
         object.__setattr__(twin, name, value)
-        if isinstance(twin, Mapping):
-            dict.__setitem__(twin, name, value)  # type: ignore[arg-type]
+    if isinstance(twin, dict):
+        # ModelOutput keeps its items both as attributes and as dictionary entries, without those that are None. A copy of one
+        # whose leaves are None has lost their places, which `output[0]` and unpacking go by.
+        base = OrderedDict if isinstance(twin, OrderedDict) else dict
+        for name in list(base.keys(twin)):
+            base.__delitem__(twin, name)
+        for name, value in values.items():
+            base.__setitem__(twin, name, value)
     return twin
 
 
