@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fuzz import running
-from fuzz.grammar import Choices, drawn, others, settled, the
+from fuzz.grammar import SIMPLEST, Choices, drawn, others, settled, the
 from fuzz.outcomes import (
     CRASHED,
     DIFFERENT,
@@ -46,6 +46,15 @@ LEFT = re.compile(r"(second_optimizer|optimizer|beside)\b|.*_parameters\b")
 """What is compared: what each process prints, counts and caches of its own share is its own."""
 _ALIKE = {"fault": "none", "between": "none", "evaluation": "none", "state": "none", "target": "none", "logging": "item"}
 """Dimensions that are of each process's own samples, or draw from its own generators. (Faults among processes: `faults.py`.)"""
+_BESIDE = {"optimizer": ("noisy", "slow_weights"), "parts": ("averaged",), "calls": ("teacher",)}
+"""What computes with parameters and plain tensors at once: torch refuses that of parameters in parts."""
+
+
+def in_parts(choices: Choices) -> Choices:
+    """The choices without what cannot be computed of parameters that are held in parts."""
+    mixing = [name for name, options in _BESIDE.items() if choices[name] in options]
+    summing = [name for name in ("loss", "terms", "arithmetic") if "model.parameters()" in str(the(choices, name).lines)]
+    return settled({**choices, **{name: SIMPLEST[name] for name in (*mixing, *summing)}})
 
 
 def shared(choices: Choices) -> Choices | None:
@@ -177,6 +186,7 @@ def found_in_pairs(seeds: Iterable[int], *, shrink: bool) -> Iterator[Found]:
     pair = Pair()
     for seed in seeds:
         choices, shares = shared(drawn(seed)), share_of(seed)
+        choices = in_parts(choices) if choices is not None and "," in shares else choices
         for step in () if choices is None else (False, True) if steps_by_itself(choices) else (False,):
             run = partial(_outcome, pair, step, shares)
             found = run(choices)
