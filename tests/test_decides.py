@@ -269,7 +269,7 @@ def errors_of(loss: Loss, *, learning_rate: float) -> tuple[memfit.Run, list[flo
     for batch in run.loader:
         twin = copy.deepcopy(model)
         twin.zero_grad()
-        value = loss(twin, batch.collate())
+        value = loss(twin, batch.uncollated.collate())
         value.backward()
         assert float(run.step(batch)) == pytest.approx(value.item(), rel=1e-9, abs=1e-12)
         wanted = gradients_of(twin)

@@ -269,7 +269,7 @@ def _with_fields(node: Any, values: dict[Any, Any]) -> Any:
     if isinstance(twin, dict):
         # ModelOutput keeps its items both as attributes and as dictionary entries, without those that are None. A copy of one
         # whose leaves are None has lost their places, which `output[0]` and unpacking go by.
-        base = OrderedDict if isinstance(twin, OrderedDict) else dict
+        base: Any = OrderedDict if isinstance(twin, OrderedDict) else dict
         for name in list(base.keys(twin)):
             base.__delitem__(twin, name)
         for name, value in values.items():

@@ -21,6 +21,7 @@ from memfit.batches.split import Split, part_of_split
 from memfit.batches.tree import copied_tensors, flat, leaves, rebuild, tensors, with_new_containers
 from memfit.capture.input_gradients import InputGradients
 from memfit.capture.outputs import Joining, Outputs, otherwise
+from memfit.capture.shared_outputs import SharedOutputs
 from memfit.engine.buffers import WrittenBuffers
 from memfit.engine.call_attributes import CallAttributes, Since
 from memfit.engine.call_context import (
@@ -59,7 +60,8 @@ class Call:
     `activate` puts the plan that it ran by in force again. `composition` says how the state that the forward moves is
     composed. `host_draws` tells whether calls draw from Python's or NumPy's generators. `noted` holds what expression nodes
     summed to over the samples (by id: the node, its sum), `noted_loss` the model's own loss while another one was computed,
-    `summed` those whose gradients are part of a loss that was computed.
+    `summed` those whose gradients are part of a loss that was computed. `shared` compares the outputs that the micro-batches of
+    a pass have in common.
     With `copies`, micro-batches are copies: a model that writes into its input then leaves the batch alone.
     """
 
@@ -81,6 +83,7 @@ class Call:
         self.samples, self.split, self.whole_piece = layout.samples, split, False
         self.number = next(_NUMBERS)
         self.several: tuple[Call, ...] = ()
+        self.shared: SharedOutputs | None = None
         self.offsets = {self.number: 0}
         self.key: tuple[Any, ...] = ()
         self.autocast = autocast_now((device.type, "cpu")) if autocast is None else tuple(autocast)
@@ -227,6 +230,7 @@ class Call:
             return False
         for each in (self, *self.several):
             each.pieces, each.random = tuple(pieces), []
+        self.shared = SharedOutputs(self.outputs) if len(pieces) > 1 and self.outputs.shared else None
         return True
 
     def note(self, node: Any, value: torch.Tensor) -> None:
@@ -239,6 +243,7 @@ class Call:
         for each in (self, *self.several):
             each.pieces, each.random, each.kept, each.begins, each.values = (), [], {}, None, None
             each.noted, each.summed, each.noted_loss = {}, {}, None
+        self.shared = None
 
     @contextmanager
     def as_called(self) -> Iterator[None]:
@@ -306,6 +311,8 @@ class Call:
             raise otherwise("new entries in the containers that it is given")
         found = flat(output)
         self.outputs.check(output, found)
+        if self.shared is not None:
+            self.shared.check(found)
         return found
 
     def arguments(self, start: int, stop: int) -> Tree:

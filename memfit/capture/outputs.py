@@ -52,6 +52,8 @@ class Leaf:
     """For "batch": the dimension of the samples."""
     joined: Literal["first", "mean", "sum"] = "first"
     """For "constant" and "loss": how micro-batches are reduced to the whole's value. "mean" is weighted by samples."""
+    alike: bool = False
+    """For "constant" and "loss": whether whole and parts were the same where it was proven, so that they have to be."""
     value: Any = None
     """For "value": the value. For "size": the value per sample. For "opaque": its type."""
 
@@ -183,6 +185,11 @@ class Outputs:
             raise otherwise(f"{len(found)} values")
 
     @cached_property
+    def shared(self) -> tuple[int, ...]:
+        """The tensors that all micro-batches have in common, as far as is known."""
+        return tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_tensor and leaf.alike)
+
+    @cached_property
     def _values(self) -> tuple[tuple[int, Any], ...]:
         return tuple((i, leaf.value) for i, leaf in enumerate(self.leaves) if leaf.kind == "value")
 
@@ -204,6 +211,11 @@ class Outputs:
         """The index of the model's own loss, if its output has exactly one."""
         found = [i for i, leaf in enumerate(self.leaves) if leaf.kind == "loss" and not leaf.is_beside]
         return found[0] if len(found) == 1 else None
+
+    def with_alike_loss(self) -> Outputs:
+        """Returns these outputs where the model's own loss is the same (0) for all samples that it was seen for."""
+        leaves = [replace(leaf, alike=True) if i == self.loss else leaf for i, leaf in enumerate(self.leaves)]
+        return replace(self, leaves=tuple(leaves))
 
     @property
     def trains(self) -> bool:
@@ -395,7 +407,7 @@ def _settled_like(mine: Leaf, its: Leaf) -> Leaf | None:
     if mine.kind != its.kind:
         return None
     if mine.axis is None or its.axis is None or mine.axis.inner == 1:
-        return replace(mine, joined=its.joined)
+        return replace(mine, joined=its.joined, alike=its.alike)
     if its.axis.outer > 1:
         return replace(mine, axis=turned(mine.axis))
     return mine if its.axis.inner > 1 else None

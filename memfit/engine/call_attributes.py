@@ -5,7 +5,7 @@ call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -65,13 +65,17 @@ class CallAttributes:
 
     def numbers(self, moved: Keys) -> Numbers:
         """Return what the forward may branch on, and what of it the forward moves itself."""
-        found = Numbers({}, set())
+        found, holders = Numbers({}, set(), set()), {key[0] for key in moved}
         inside = ((table, 0) for table in chain(self.contents.objects, self.contents.tables))
         for number, (table, base) in enumerate(chain(self._held, self._buffers, inside)):
             entries = islice(table.items(), base, None) if base else table.items()
-            found.add_all(number, entries, partial(_is_moved, table, moved) if moved else None)
+            found.add_all(number, entries, partial(_is_moved, table, moved, found.held, number) if moved else None)
+            if id(table) in holders:
+                found.held.add(number)
         for number, items in enumerate(self.contents.lists):
             found.add(("list", number), token_of_list(items), moved=(id(items),) in moved)
+            if id(items) in holders:
+                found.held.add(("list", number))
         for number, value in enumerate(self._given):
             if type(value) not in _COLUMNS:
                 found.add(("given", number), token_of(value), moved=False)
@@ -156,15 +160,19 @@ class Attributes:
         self._modules, self._reads, self._code = modules, reads, code
         self._given = [value for value in given if not isinstance(value, torch.Tensor)]
         self._found: CallAttributes | None = None
+        self._numbers: tuple[Keys, Numbers] | None = None
 
     def numbers(self, moved: Keys) -> Numbers:
         """Return `CallAttributes.numbers`."""
         self._found = self._found or self._record()
-        return self._found.numbers(moved)
+        if self._numbers is None or self._numbers[0] != moved:
+            self._numbers = moved, self._found.numbers(moved)
+        return self._numbers[1]
 
     def at_call(self) -> CallAttributes:
         """Return the record."""
-        found, self._found = self._found, None
+        found = self._found
+        self.forget()
         return found or self._record()
 
     def _record(self) -> CallAttributes:
@@ -173,7 +181,7 @@ class Attributes:
     def forget(self) -> None:
         """Record again later. Called before memfit runs the model, which may install hooks. (A search for what holds an output
         must not find the record.)"""
-        self._found = None
+        self._found = self._numbers = None
 
 
 class Since:
@@ -266,8 +274,12 @@ def _is_memfits(value: Any) -> bool:
     return type(value).__module__.startswith("memfit.")
 
 
-def _is_moved(table: Table, moved: Keys, name: str, value: Any) -> bool:
-    return (id(table), name) in moved or _is_written(value, moved)
+def _is_moved(table: Table, moved: Keys, held: set[Hashable], number: int, name: str, value: Any) -> bool:
+    """Whether the forward moves an entry; adds it to `held` if that is a tensor that it writes."""
+    if _is_written(value, moved):
+        held.add((number, name))
+        return True
+    return (id(table), name) in moved
 
 
 def _is_written(value: Any, moved: Keys) -> bool:

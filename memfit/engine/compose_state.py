@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from memfit.engine.batch_dependent import BatchDependent, values_differ
 from memfit.engine.places import MISSING, Place, TensorPlace
 from memfit.engine.undo_state import is_installed
 
@@ -82,15 +83,18 @@ class Rows:
 
 @dataclass(frozen=True)
 class Appended:
-    """A list to which every part appends as many items as the full batch, each joined by its own rule. If a checkpoint of the
-    script recomputes them, they are appended again."""
+    """A list or a tuple to which every part appends as many items as the full batch, each joined by its own rule, and of which
+    it drops as many. If a checkpoint of the script recomputes them, they are appended again."""
 
     rules: tuple[Rule, ...]
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
-        made = [appended(before, value) for value in values]
+        drops, made = zip(*(appended(before, value) for value in values))
+        if len(set(drops)) > 1:
+            raise ValueError(f"parts drop different numbers of items: {drops}")
         rules = enumerate(itertools.islice(itertools.cycle(self.rules), len(made[0])))
-        return [*before, *(rule.joined(MISSING, [m[i] for m in made], sizes) for i, rule in rules)]
+        items = [*before[drops[0] :], *(rule.joined(MISSING, [m[i] for m in made], sizes) for i, rule in rules)]
+        return tuple(items) if isinstance(values[0], tuple) else items
 
 
 @dataclass(frozen=True)
@@ -119,13 +123,13 @@ def items_of(value: Any) -> Any:
     return getattr(value, "__dict__", None) if own else None
 
 
-def appended(before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
-    """Return the items appended to a list, or to a deque that drops its first items."""
+def appended(before: Sequence[Any], after: Sequence[Any]) -> tuple[int, list[Any]]:
+    """Return (how many of the first items were dropped, the items that were appended)."""
     for start in range(len(before) + 1):
         kept = before[start:]
         if len(kept) <= len(after) and all(a is b for a, b in zip(kept, after)):
-            return list(after[len(kept) :])
-    return list(after)
+            return start, list(after[len(kept) :])
+    return len(before), list(after)
 
 
 @dataclass(frozen=True)
@@ -137,11 +141,13 @@ class ComposedPlace:
 
 
 class Composition:
-    """State over the micro-batches of one pass: `slots` are composed, `moved` are all places that a forward changes."""
+    """State over the micro-batches of one pass: `slots` are composed, `moved` are all places that a forward changes. `draws`:
+    whether it draws random numbers, so that what parts leave alike in a proof may differ."""
 
-    def __init__(self, slots: Sequence[ComposedPlace] = (), moved: Sequence[Place] = ()) -> None:
-        self.slots, self.moved = tuple(slots), tuple(moved)
+    def __init__(self, slots: Sequence[ComposedPlace] = (), moved: Sequence[Place] = (), *, draws: bool = False) -> None:
+        self.slots, self.moved, self.draws = tuple(slots), tuple(moved), draws
         self._there: list[Any] | None = None
+        self._held: set[Hashable] = set()
         self._before: list[Any] = []
         self._after: list[list[Any]] = []
         self._sizes: list[int] = []
@@ -169,9 +175,17 @@ class Composition:
         mine, its = ({slot.place.key: slot.rule for slot in each.slots} for each in (self, other))
         return self.keys == other.keys and mine == its
 
+    def is_elsewhere(self, held: Set[Hashable]) -> bool:
+        """Whether something that held places before (a list, a dictionary, a tensor) is not there any more: the script has
+        replaced it. `held`: where they were found at a call."""
+        if self._held <= held:
+            self._held |= held
+            return False
+        return True
+
     def afresh(self) -> Composition:
         """A copy for another call, without the values of this one."""
-        return Composition(self.slots, self.moved)
+        return Composition(self.slots, self.moved, draws=self.draws)
 
     @contextmanager
     def over_pass(self) -> Iterator[None]:
@@ -184,15 +198,19 @@ class Composition:
         self._before, self._after, self._sizes = [at[slot.place.key] for slot in self.slots], [], []
         try:
             yield
+            joined = self._joined() if len(self._sizes) > 1 else None
         except BaseException:
             _put(self.moved, there)
             raise
-        if len(self._sizes) > 1:
-            _put([slot.place for slot in self.slots], self._joined())
+        if joined is not None:
+            _put([slot.place for slot in self.slots], joined)
         self._after = []
 
     def _joined(self) -> list[Any]:
-        values = zip(*self._after)
+        values = list(zip(*self._after))
+        for slot, (first, *others) in zip(self.slots, values):
+            if not self.draws and isinstance(slot.rule, Last) and any(values_differ(first, other) for other in others):
+                raise BatchDependent.of(slot.place.label)
         return [slot.rule.joined(before, its, self._sizes) for slot, before, its in zip(self.slots, self._before, values)]
 
     def before_micro_batch(self) -> None:
@@ -238,7 +256,7 @@ class _Repeated(Composition):
     """Starts with the state of another pass and leaves the state unchanged."""
 
     def __init__(self, first: Composition) -> None:
-        super().__init__(first.slots, first.moved)
+        super().__init__(first.slots, first.moved, draws=first.draws)
         self._first = first
 
     @contextmanager

@@ -13,10 +13,12 @@ from contextlib import suppress
 
 import torch
 
+from memfit._errors import Refused
 from memfit.engine.async_reads import AsyncReads
 from memfit.hardware.clock import has_events
 from memfit.hardware.exhausted import is_out_of_memory, retry_on_oom
 
+MakeError = Callable[[], Refused]
 VALUES = 16
 """Number of values compared per tensor."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,34 +51,43 @@ class DeviceValues:
                     self._few[few.device, few.dtype][i] = few
         self._before = [bits_of(few.values()) for few in self._few.values()]
 
-    def compare(self, tell: Callable[[int], str | None]) -> None:
-        """Start to compare the values with those of now. `tell` returns what to say if the tensor of an index differs; None: it
-        may differ."""
+    def compare(self, error_of: Callable[[int], MakeError | None]) -> None:
+        """Start to compare the values with those of now. `error_of` returns what makes the error if the tensor of an index
+        differs; None: it may differ."""
         for ((device, _), few), before in zip(self._few.items(), self._before, strict=True):
-            said = [(tell(i), values.numel()) for i, values in few.items()]
-            if any(what is not None for what, _ in said):
+            about = [(error_of(i), values.numel()) for i, values in few.items()]
+            if any(make is not None for make, _ in about):
                 try:
                     differs = retry_on_oom(lambda few=few, before=before: bits_of(few.values()) != before, device)
                 except Exception as error:
                     if is_out_of_memory(error):
                         continue
                     raise
-                with _LOCK:
-                    _READS.setdefault(device, AsyncReads(device)).add(said, differs)
+                _read_later(about, differs)
 
-    def found_different(self) -> list[str]:
-        """Return what was to be said of tensors that differed, from comparisons on these devices, of whatever step, that have
-        arrived since the last call."""
+    def found_different(self) -> list[Refused]:
+        """Return the errors of tensors that differed, from comparisons on these devices, of whatever step, that have arrived
+        since the last call."""
         return _found({device for device, _ in self._few})
 
 
+def read_later(error: MakeError, differs: torch.Tensor) -> None:
+    """Start to read whether something differs, which is this error."""
+    _read_later([(error, 1)], differs.view(1))
+
+
+def _read_later(about: list[tuple[MakeError | None, int]], differs: torch.Tensor) -> None:
+    with _LOCK:
+        _READS.setdefault(differs.device, AsyncReads(differs.device)).add(about, differs)
+
+
 _LOCK = threading.Lock()
-_READS: dict[torch.device, AsyncReads[list[tuple[str | None, int]]]] = {}
+_READS: dict[torch.device, AsyncReads[list[tuple[MakeError | None, int]]]] = {}
 """The comparisons that have not arrived. A result concerns an earlier step, and is told in whichever comes next."""
 
 
-def found_at_the_end(device: torch.device) -> list[str]:
-    """Wait for the comparisons on this device. Return what was to be said of tensors that differed."""
+def found_at_the_end(device: torch.device) -> list[Refused]:
+    """Wait for the comparisons on this device. Return the errors of tensors that differed."""
     with _LOCK:
         reads = _READS.get(device)
     if reads is not None:
@@ -85,14 +96,14 @@ def found_at_the_end(device: torch.device) -> list[str]:
     return _found({device})
 
 
-def _found(devices: Iterable[torch.device]) -> list[str]:
+def _found(devices: Iterable[torch.device]) -> list[Refused]:
     with _LOCK:  # autograd runs a thread per device
         arrived = [each for device in devices if device in _READS for each in _READS[device].arrived()]
-    found: list[str] = []
-    for said, differs in arrived:
-        parts = differs.split([size for _, size in said])
-        pairs = zip((what for what, _ in said), parts, strict=True)
-        found += [what for what, part in pairs if what is not None and bool(part.numpy().any())]
+    found: list[Refused] = []
+    for about, differs in arrived:
+        parts = differs.split([size for _, size in about])
+        pairs = zip((make for make, _ in about), parts, strict=True)
+        found += [make() for make, part in pairs if make is not None and bool(part.numpy().any())]
     return found
 
 

@@ -20,12 +20,14 @@ from memfit.engine.random_state import HostRandom
 class Draws:
     """The random draws of one run over a full batch.
 
-    With `by_operations`, attention runs as single operations, whose dropout can be sliced; else it runs as usual.
+    With `by_operations`, attention runs as single operations, whose dropout can be sliced; else it runs as usual. `drew` tells
+    whether there were any.
     """
 
     def __init__(self, *, by_operations: bool = False) -> None:
         self.recorded: list[torch.Tensor] = []
         self.unsliced: list[str] = []
+        self.drew = False
         self._host = HostRandom.capture()
         self._by_operations = by_operations
 
@@ -35,6 +37,7 @@ class Draws:
         self._host = HostRandom.capture()
         with self._attention(), _Recording(self):
             yield
+        self.drew = bool(self.recorded or self.unsliced) or not self._host.is_in_force()
 
     @contextmanager
     def sliced(self, start: int, stop: int, whole: int) -> Iterator[None]:

@@ -123,6 +123,8 @@ class Numbers(NamedTuple):
     """By where they were found: the number of a container and a name in it, or the number of a place that code names."""
     moved: set[Hashable]
     """Where the forward itself moves them."""
+    held: set[Hashable]
+    """Where containers and tensors are that the forward moves something in."""
 
     def add_all(self, number: Hashable, entries: Iterable[tuple[Any, Any]], is_moved: IsMoved | None) -> None:
         """Add the entries with a name, if such values are compared. `is_moved` tells of a name and its value whether the

@@ -8,8 +8,9 @@ covered: writes through `.data` to other values.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,13 +165,15 @@ class Unchanged:
         if self._on_device is None:
             return
 
-        def variable(i: int) -> str | None:
+        def error_of(i: int) -> Callable[[], Modified] | None:
             held = self._held[i]
-            return None if i in self._accepted or _may_differ(held, moved) else named(held.tensor)
+            if i in self._accepted or _may_differ(held, moved):
+                return None
+            return partial(Modified.of, named(held.tensor), _THROUGH_DATA, f"{when}, in this step or an earlier one")
 
-        self._on_device.compare(variable)
-        for found in self._on_device.found_different():
-            raise Modified.of(found, _THROUGH_DATA, f"{when}, in this step or an earlier one")
+        self._on_device.compare(error_of)
+        for error in self._on_device.found_different():
+            raise error
 
 
 def _may_differ(held: _Held, moved: Keys) -> bool:

@@ -127,7 +127,7 @@ class _Compared:
                 raise _InnerBackward(next((name for name, grad in taken if grad is not None), "a parameter"))
             self._incoming = [None if i in self._left_out else _fixed_like(leaf, i) for i, leaf in enumerate(found)]
         pairs = [(leaf, call.gradient_part(i, self._incoming[i], start, stop)) for i, leaf in enumerate(found)]
-        trained = [(leaf, part) for leaf, part in pairs if part is not None and leaf.requires_grad]
+        trained = [(leaf, part) for leaf, part in pairs if part is not None and getattr(leaf, "requires_grad", False)]
         if trained:
             with without_autocast(call.device):
                 torch.autograd.backward([leaf for leaf, _ in trained], [part for _, part in trained])

@@ -33,7 +33,7 @@ from memfit.equivalence.host_reads import Reads, Replaced, decided
 from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.proofs import comparable
-from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
+from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, repeated, same
 from memfit.equivalence.tolerances import (
     MOST,
     TOLERANCE,
@@ -140,10 +140,11 @@ def _inferred(
             parts = in_parts(looks)
             moved = bool(traces.moved())  # the whole changes nothing if state kept by size already has its size
     if moved:
-        moves, looks = composition_of((Trial(run, sizes), *_twice(double, staging, aside)), aside, graphs=decides), []
+        trials = Trial(run, sizes), *_twice(double, staging, aside)
+        moves, looks = composition_of(trials, aside, graphs=decides, draws=draws.drew), []
         with aside():
             parts = in_parts(looks)
-            again = in_parts([]) if moves.composition.slots else []
+            again = repeated(partial(in_parts, [])) if moves.composition.slots else []
         moves = moves.unless(lambda: _same(parts[-1], measured(samples - sizes[-1], samples, Reads())), aside)
     if again:
         with aside():

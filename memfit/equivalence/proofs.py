@@ -27,7 +27,7 @@ from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
 from memfit.engine.random_slices import Draws
 from memfit.equivalence.host_reads import Reads, Replaced, decided
-from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
+from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, repeated, same
 from memfit.equivalence.tolerances import (
     MOST,
     Arithmetic,
@@ -177,6 +177,8 @@ def _settled(
     found = [(_leaf_difference(way, whole, parts, sizes), n, way) for n, way in enumerate(_ways_to_join(leaf))]
     difference, _, best = min(found, key=lambda item: item[:2])
     limit = arithmetic.tolerance(whole.dtype) if whole.is_floating_point() else FLIPPED if leaf.kind == "batch" else 0.0
+    if best.axis is None and _leaf_difference(replace(best, joined="first"), whole, parts, sizes) <= limit:
+        best = replace(best, alike=True)
     if difference <= limit or leaf.differentiable:
         return best, Deviation(where, difference, limit)
     return _unjoined(leaf, whole), Deviation(where, difference, limit)
@@ -302,10 +304,10 @@ def _parts_of(
             parts = in_parts(looks)
             moved = bool(traces.moved())  # the whole changes nothing if state kept by size already has its size
     if moved:
-        moves, looks = composition_of((Trial(run, sizes), *_twice(call, sizes, aside)), aside), []
+        moves, looks = composition_of((Trial(run, sizes), *_twice(call, sizes, aside)), aside, draws=draws.drew), []
         with aside():
             parts = in_parts(looks)
-            again = in_parts([]) if moves.composition.slots else []
+            again = repeated(partial(in_parts, [])) if moves.composition.slots else []
     if again:
         with aside():
             run(0, samples)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from numbers import Rational
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch import nn
 from memfit.batches.pieces import bounds
 from memfit.batches.tree import tensors
 from memfit.capture.size_dependence import Positions, decides_by_position
+from memfit.engine.batch_dependent import ENTRIES
 from memfit.engine.compose_state import (
     Added,
     Appended,
@@ -41,6 +42,7 @@ from memfit.engine.rewindable import IteratorPosition
 from memfit.equivalence.tolerances import Deviation, relative_difference, tolerance
 from memfit.tracing.sandbox import Traces
 
+T = TypeVar("T")
 Run = Callable[[int, int], object]
 """Runs the samples `start:stop` with the whole batch's random draws."""
 Values = dict[tuple[Any, ...], tuple[Place, Any, Any]]
@@ -130,17 +132,22 @@ def composition_of(
     allowed: Sequence[str] = (),
     *,
     graphs: bool = False,
+    draws: bool = False,
 ) -> Moves:
     """Finds how parts compose the state that a whole batch changes. `aside` gives contexts that leave no trace.
     `allowed` names state that may stay uncomposed. One trial should repeat the same samples twice, where a rule that holds by
-    chance on some samples fails. `graphs`: tensors with a graph are state too; else they join like outputs (`sidedoors.py`)."""
+    chance on some samples fails. `graphs`: tensors with a graph are state too; else they join like outputs (`sidedoors.py`).
+    `draws`: whether the whole drew random numbers."""
     seen = [_seen(trial, aside, graphs) for trial in trials]
     moved = {key: found[0] for each in reversed(seen) for key, found in {**each.in_turn, **each.whole}.items()}
     slots, named = [], None
     for key, place in moved.items():
         flag = any(isinstance(each.before(key), (bool, str)) for each in seen)
         if all(same(*each.ends(key), EXACT) for each in seen) and not flag:
-            continue  # (a flag may mark what only the first forward does, which only the first micro-batch would do)
+            # (A flag may mark what only the first forward does, which only the first micro-batch would do.)
+            if all(_is_compared(each.ends(key)[0]) and each.obeys(key, Last(), EXACT) for each in seen):
+                slots.append(ComposedPlace(place, Last()))
+            continue
         nearly = all(same(*each.ends(key)) for each in seen)
         rule = next(_rules(place, key, seen, EXACT), None) or (None if nearly else next(_rules(place, key, seen), None))
         if isinstance(rule, (Added, SumOfParts)) and _is_nothing(seen[0].before(key)):
@@ -151,7 +158,16 @@ def composition_of(
             named = Deviation(place.label, max(_difference(*each.ends(key)) for each in seen), 0.0, by="moving")
     if named is None and any(each.by_position for each in seen):
         named = next((Deviation(p.label, 1.0, 0.0, by="moving") for p in moved.values() if p.label not in allowed), None)
-    return Moves(Composition(slots, list(moved.values())), named)
+    return Moves(Composition(slots, list(moved.values()), draws=draws), named)
+
+
+def repeated(in_parts: Callable[[], list[T]]) -> list[T]:
+    """Returns what parts give once more, now that the state has changed; nothing if it has another structure now, for which
+    the next call is proven."""
+    try:
+        return in_parts()
+    except (IndexError, KeyError):
+        return []
 
 
 def with_written(composition: Composition, earlier: Composition, model: nn.Module) -> Composition:
@@ -167,7 +183,12 @@ def with_written(composition: Composition, earlier: Composition, model: nn.Modul
     tensors = [place for place in (*shortened, *earlier.moved) if isinstance(place, TensorPlace)]
     more = {place.key: place for place in tensors if place.key not in known and place.key[0] in there}
     slots = [slot for slot in earlier.slots if slot.place.key in more]
-    return Composition((*composition.slots, *slots), (*composition.moved, *more.values()))
+    return Composition((*composition.slots, *slots), (*composition.moved, *more.values()), draws=composition.draws)
+
+
+def _is_compared(value: Any) -> bool:
+    """Whether it is compared over micro-batches, where it is the same in all parts (`Composition`)."""
+    return isinstance(value, (float, int, str)) or (isinstance(value, torch.Tensor) and value.numel() <= ENTRIES)
 
 
 def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], graphs: bool) -> _SeenEffects:
@@ -250,12 +271,18 @@ def _candidates_for(
     place: Place, before: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float
 ) -> Iterator[Rule]:
     if not isinstance(place, ContentsPlace):
+        if type(before) is type(whole) and type(before) in (list, tuple) and len(before) < len(whole):  # by a longer one
+            yield from _appending(before, whole, parts, sizes, closely)
         yield from _candidates(before, whole, parts)
         inside = _inside(whole, parts, sizes, closely)
         yield from () if inside is None else (inside,)
         return
-    added = appended(before, whole)
-    by_part = [appended(before, part) for part in parts]
+    yield from _appending(before, whole, parts, sizes, closely)
+
+
+def _appending(before: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float) -> Iterator[Rule]:
+    _, added = appended(before, whole)
+    by_part = [appended(before, part)[1] for part in parts]
     if all(len(found) == len(added) for found in by_part):
         rules = [rule_of(MISSING, item, [found[i] for found in by_part], sizes, closely) for i, item in enumerate(added)]
         if None not in rules:

@@ -22,6 +22,7 @@ from memfit.capture.find_side_outputs import FoundDoors
 from memfit.capture.infer_layout import look_of, outputs_of, structure_of, ways_to_cut
 from memfit.capture.outputs import Otherwise, Outputs
 from memfit.capture.side_outputs import Door, Doorway
+from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.call_context import without_saved_tensors_hooks
 from memfit.engine.read_numbers import Variants
@@ -203,6 +204,11 @@ class CallKinds:
         samples = found.samples if kind is None else samples_by(tree, kind.layout)
         return Recognised(key, kind, samples, () if kind is None else shapes_per_sample(tree, kind.layout, samples))
 
+    def _look_at_state(self, kind: CallKind) -> None:
+        """Have a kind proven again if the script has replaced what its forward moves something in."""
+        if kind.composition.moved and kind.composition.is_elsewhere(self._attributes.numbers(kind.composition.keys).held):
+            kind.proven = None
+
     def _does_the_same(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree) -> bool | None:
         """Return whether calls of this kind return the same outputs under other numbers, and may be cut alike. None: a call of
         one sample does not tell."""
@@ -356,9 +362,10 @@ class CallKinds:
 
     def runs_whole_after(self, call: Call, error: BaseException) -> bool:
         """Return whether a call may run whole after its pass in pieces raised `error`."""
-        if isinstance(error, Otherwise):
+        if isinstance(error, Otherwise):  # the next call is proven anew
             self._kinds = {key: kind for key, kind in self._kinds.items() if key not in {c.key for c in call.calls}}
-        if not isinstance(error, Exception) or isinstance(error, (MemfitError, WeightsChanged)):
+        own = isinstance(error, (MemfitError, WeightsChanged)) and not isinstance(error, BatchDependent)
+        if own or not isinstance(error, Exception):
             return False
         if is_out_of_memory(error):
             return False
@@ -374,7 +381,13 @@ class CallKinds:
         """Report that calls like this one, which failed in pieces, run whole from now on."""
         for each in call.calls:
             kind = self._kinds[each.key]
-            kind.whole = kind.beside = sys.maxsize
+            if isinstance(error, BatchDependent):
+                kind.proven = None  # the next one is proven again
+            else:
+                kind.whole = kind.beside = sys.maxsize
+        if isinstance(error, BatchDependent):
+            self._core.tell(f"a batch runs whole: {error.found}")
+            return
         what = f"{type(error).__name__}: {first_line(error)}"
         self._core.tell(f"a batch failed in pieces; it and batches like it run whole, as the script wrote them: {what}")
         report_fault(self._core, error)
@@ -413,6 +426,7 @@ class CallKinds:
             if deviation is None:
                 kind.whole = 0
                 self._kinds[key] = kind
+                self._look_at_state(kind)
                 return call
             if whole:
                 core.tell("samples of one process's share are not independent: each process runs its share whole")
@@ -457,6 +471,7 @@ class CallKinds:
             return None
         core, call = self._core, self._call_of(kind, plain, tree, samples, shapes)
         call.outputs = kind.outputs_of(call, shapes)
+        self._look_at_state(kind)
         if not fits:
             self._plans.grew(kind, call, shapes)
         if core.team.alone and self._plans.runs_whole(kind, call):
@@ -485,6 +500,7 @@ class CallKinds:
             deviation = self._prover.prove(kind, call, shapes)
         if deviation is not None:
             raise self._prover.mixes(call, deviation)
+        self._look_at_state(kind)
 
 
 def _runs_whole(kind: CallKind, samples: int, shapes: Shapes) -> bool:

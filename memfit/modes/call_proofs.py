@@ -208,6 +208,8 @@ class Prover:
             if not self._is_allowed(found, proof):
                 return found
             self._accept(found)
+        if kind.mute:
+            outputs = kind.outputs[shapes] = call.outputs = outputs.with_alike_loss()
         kind.proven = outputs
         return None
 

@@ -29,6 +29,7 @@ from memfit.capture.find_side_outputs import FoundDoors, look_for_side_doors
 from memfit.capture.infer_layout import fake_outputs, twin_call, ways_to_cut
 from memfit.capture.outputs import Joining, Leaf, Outputs, learn_outputs
 from memfit.capture.side_outputs import Doorway, through
+from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_context import uncompiled
 from memfit.engine.recovery import surviving
 from memfit.engine.undo_state import reaching
@@ -201,11 +202,15 @@ class Evaluations:
     def _in_pieces(self, plain: Callable[..., Any], tree: Tree, cutting: Cutting) -> Any:
         core, run = self._core, cutting.doors(plain)
         call = Call(core.model, run, tree, cutting.layout, cutting.outputs, core.device, split=cutting.split)
+        call.begin(cutting.pieces)
         joins = [Joining(leaf, cutting.pieces) for leaf in cutting.outputs.leaves]
-        with uncompiled():
-            for start, stop in bounds(cutting.pieces):
-                for join, part in zip(joins, call.checked(call.arguments(start, stop)), strict=True):
-                    join.add(part)
+        try:
+            with uncompiled():
+                for start, stop in bounds(cutting.pieces):
+                    for join, part in zip(joins, call.checked(call.arguments(start, stop)), strict=True):
+                        join.add(part)
+        except BatchDependent:
+            return plain(*tree[0], **tree[1])
         values = [
             join.whole() if leaf.is_tensor else leaf.without_tensor(call.samples)
             for leaf, join in zip(cutting.outputs.leaves, joins)

@@ -25,11 +25,12 @@ from memfit.batches.tree import copied_tensors, first_same, flat, tensors
 from memfit.capture.workloads import LossFn, moved
 from memfit.distributed.reduction import WholeShares
 from memfit.engine.accumulate import SharesDiffer, checked_loss
+from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.handover import Total, hand_over
 from memfit.engine.modules import modules_of
-from memfit.engine.read_numbers import Variants
+from memfit.engine.read_numbers import Numbers, Variants
 from memfit.engine.recovery import surviving
 from memfit.engine.undo_state import reaching
 from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
@@ -126,16 +127,25 @@ class Stepper:
         core, flags = self._core, self._core.flags.now()
         if self._weights.together:
             return
-        moved = self._weights.composition.keys
-        modules, variants = modules_of(core.model), self._variants[flags]
-        numbers = Attributes(modules, self._reads, self._code).numbers(moved)
+        variants, numbers = self._variants[flags], self._numbers()
         variant = variants.of(numbers)
         if variant is None:
             fresh = Weigher(core, self._tasks)
             variant = variants.choose(numbers, lambda each: self._weighs_the_same(fresh, (flags, each), batch))
             self._kinds.setdefault((flags, variant), (fresh, []) if variant else (self._weights, self._plans))
         self._weights, self._plans = self._kinds[flags, variant]
+        if self._is_state_elsewhere():
+            self._kinds[flags, variant] = self._weights, self._plans = Weigher(core, self._tasks), []
         core.team.loss_is_whole(self._weights.together)
+
+    def _is_state_elsewhere(self) -> bool:
+        """Whether the script has replaced what the loss moves something in."""
+        composition = self._weights.composition
+        return bool(composition.moved) and composition.is_elsewhere(self._numbers().held)
+
+    def _numbers(self) -> Numbers:
+        """What the loss may branch on, and where what it moves is."""
+        return Attributes(modules_of(self._core.model), self._reads, self._code).numbers(self._weights.composition.keys)
 
     def _weighs_the_same(self, fresh: Weigher, key: Hashable, batch: Ordered) -> bool | None:
         known, core = self._kinds[key][0], self._core
@@ -171,7 +181,10 @@ class Stepper:
         ordered = self.ordered(batch)
         self.samples = ordered.samples
         self._look_at_numbers(ordered)
+        before = self._weights.composition
         self._decide(ordered, ordered.samples)
+        if self._weights.composition is not before:
+            self._is_state_elsewhere()  # (remembers where it is)
         if ordered.ragged and self._weights.composition.in_sequence:
             ordered = self.ordered(batch)
         doubted = False
@@ -183,6 +196,8 @@ class Stepper:
                 doubted = True
             except WholeShares:
                 self._weights.run_together("it does on another process")
+            except BatchDependent as error:
+                self._weights.run_together(error.found)
             except SharesDiffer:
                 self._weights.run_together("its terms divide by counts of their own, over all samples")
         return self._all_at_once(batch)

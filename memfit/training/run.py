@@ -148,8 +148,8 @@ class Run:
         if self._core is not None:
             self._core.in_force.release()
             self._core.memory.end()
-            for variable in found_at_the_end(self._core.device):
-                self._core.note("not equal", f"{variable} was written through .data before a backward of the last steps")
+            for error in found_at_the_end(self._core.device):
+                self._core.note("not equal", f"{error.asked}: {error.found}")
         loader = self.loader
         if isinstance(loader, (EffectiveLoader, PassedThrough)):
             self.loader = loader.source

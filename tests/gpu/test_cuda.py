@@ -249,11 +249,42 @@ def test_what_is_written_through_data_in_the_last_step_is_told_by_undo_and_by_no
     loss.backward()
     monkeypatch.undo()
     run.undo()
-    told = "torch.cuda.FloatTensor [3, 6] was written through .data before a backward of the last steps"
-    assert told in [event.message for event in run.events if event.kind == "not equal"]
+    told = "[torch.cuda.FloatTensor [3, 6]] was written through .data"
+    assert any(told in event.message for event in run.events if event.kind == "not equal")
     run, model = wrapped_model()
     step_of(model).backward()
     run.undo()
+
+
+class ReturnsShare(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.net(x), (x[:, 0] > 0).float().mean()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_statistic_that_the_proof_did_not_show_is_told_of_the_next_steps(
+    monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """As an error; by undo, if there are none any more."""
+    if steps == 1:
+        monkeypatch.setattr(Clock, "reached", lambda self, moment: False)  # a device that is far behind the host
+    x = -torch.rand(12, 6, device=DEVICE) - 0.1
+    x[6] *= -1
+    model = ReturnsShare().to(DEVICE)
+    run = memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=4)
+    with nullcontext() if steps == 1 else pytest.raises(RuntimeError, match="is not the same in all of them"):
+        for _ in range(steps):
+            logits, share = model(x)
+            (logits.square().mean() * (1 + share)).backward()
+            torch.cuda.synchronize()
+    monkeypatch.undo()
+    run.undo()
+    told = [event.message for event in run.events if event.kind == "not equal"]
+    assert steps > 1 or any("is not the same in all of them" in message for message in told)
 
 
 @pytest.mark.parametrize("use", [distance_of, look_of])

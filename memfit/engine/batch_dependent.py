@@ -1,0 +1,65 @@
+"""Whether what micro-batches leave or return alike is the same in all of them. A proof's samples may not have shown that it
+depends on them (a statistic that is 0 for few)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from memfit._errors import Refused
+from memfit.engine.device_values import few_of
+
+ENTRIES = 4096
+"""Entries up to which all are compared; of larger tensors, a few are."""
+APART = {torch.bfloat16: 6e-2, torch.float16: 2e-2}
+"""Relative L2 difference above which tensors are not the same, by dtype; 1e-3 for others. Kernels with atomic additions do not
+repeat to the bit."""
+CLOSE = 1e-3
+
+
+class BatchDependent(Refused):
+    """Raised if something is not the same in all micro-batches, as it was where it was proven."""
+
+    @classmethod
+    def of(cls, name: str) -> BatchDependent:
+        """Return the error for something of this name."""
+        return cls(
+            "running a call of the model in micro-batches",
+            found=f"{name} is not the same in all of them, as it was where it was proven: it depends on the samples, or is "
+            "drawn",
+            next_move="return it with one entry per sample, or compute it outside the model",
+        )
+
+
+def is_one(first: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same memory: a parameter or a buffer."""
+    if first is other:
+        return True
+    same = first.layout is other.layout is torch.strided and first.shape == other.shape and first.stride() == other.stride()
+    return same and other.numel() > 0 and first.data_ptr() == other.data_ptr()
+
+
+def differ(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return whether two tensors differ, on their device."""
+    if first.shape != other.shape or first.dtype != other.dtype:
+        return torch.ones((), dtype=torch.bool, device=other.device)
+    if other.numel() > ENTRIES and other.layout is torch.strided:
+        first, other = few_of(first), few_of(other)
+    if not (other.is_floating_point() or other.is_complex()):
+        return (first != other).any()
+    same = (first == other) | (first.isnan() & other.isnan())
+    gap = torch.where(same, 0.0, (first - other).abs()).norm()
+    return ~(gap <= APART.get(other.dtype, CLOSE) * torch.where(first.isfinite(), first, 0.0).norm())
+
+
+def values_differ(first: Any, other: Any) -> bool:
+    """Whether two values differ: numbers, texts, and tensors on the host. Others count as equal."""
+    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+        host = first.device.type == other.device.type == "cpu" and not is_one(first, other)
+        return host and bool(differ(first.detach(), other.detach()))
+    if isinstance(first, float) and isinstance(other, float):
+        return not (first == other or math.isclose(first, other, rel_tol=CLOSE) or (math.isnan(first) and math.isnan(other)))
+    simple = (bool, int, str, type(None))
+    return isinstance(first, simple) and isinstance(other, simple) and first != other
