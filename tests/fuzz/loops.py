@@ -320,6 +320,23 @@ BETWEEN = {
         setup="model.gain = 1.0\nmodel.head.register_forward_hook(lambda module, args, out: out * model.gain)",
         before="model.gain = 0.5 + 0.1 * step", metrics="model.gain = 1.0",
     ),
+    "maps_replaced": piece(
+        setup="model.maps = []\nmodel.body.register_forward_hook(lambda module, args, h: model.maps.append(h.detach().mean().item()))",
+        before="if step == 2:\n    model.maps = []", end='print("maps", len(model.maps), sum(model.maps))',
+    ),
+    "entries_replaced": piece(
+        setup="seen = {}\nmodel.body.register_forward_hook(lambda module, args, h: seen.setdefault('h', []).append(h.detach().mean().item()))",
+        before="if step == 2:\n    seen = {}", end='print("seen", len(seen["h"]), sum(seen["h"]))',
+    ),
+    "cast_to_and_fro": piece(before="if step == 2:\n    model.float().double()"),
+    "share_kept": piece(
+        setup="model.share = 0.0\nmodel.body.register_forward_hook(lambda module, args, h: setattr(model, 'share', (h.detach() > 0.9).double().mean().item()))",
+        stepped='print("share", model.share)',
+    ),
+    "share_used": piece(
+        setup="model.share = 0.0\nmodel.body.register_forward_hook(lambda module, args, h: setattr(model, 'share', (h.detach() > 0.9).double().mean()))",
+        metrics="out.detach().sum().item()", between="loss = loss * (1 + model.share)",
+    ),
     "stage_set": piece(
         setup="model.stage = 0\nmodel.body.register_forward_hook(lambda module, args, h: h * 2.0 if model.stage == 1 else h.sin())",
         before="model.stage = step % 2",
