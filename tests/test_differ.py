@@ -269,6 +269,7 @@ POORER = Setting(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["step", "script"])
 def test_a_rank_with_less_memory_has_its_share_in_micro_batches_that_fit(mode: str, two: Processes) -> None:
     """The other one may have as many, where these are faster."""

@@ -200,7 +200,6 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 # The order
 
 
-QUICK = ("a data set that draws",)
 DRAWS = {
     "nothing drawn": {},
     "dropout": {"dropout": 0.2},
@@ -210,8 +209,9 @@ DRAWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["step", "script"])
-@pytest.mark.parametrize("draws", [*QUICK, *(pytest.param(d, marks=pytest.mark.slow) for d in DRAWS if d not in QUICK)])
+@pytest.mark.parametrize("draws", DRAWS)
 def test_one_order_whatever_is_drawn_by_any_plan_on_any_number_of_processes(
     mode: str, draws: str, two: Processes, three: Processes
 ) -> None:

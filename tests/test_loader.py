@@ -834,6 +834,7 @@ def small_shared_memory(tmp_path):
     return command
 
 
+@pytest.mark.slow
 def test_an_effective_batch_larger_than_shared_memory(small_shared_memory):
     ours = """
     for collated in (True, False):
@@ -872,6 +873,7 @@ MANY = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_NOFILE"), reason="needs a limit on open files")
 def test_many_samples_with_few_file_descriptors():
     ours = """
@@ -885,6 +887,7 @@ def test_many_samples_with_few_file_descriptors():
     assert child(MANY + ours) == "all there"
 
 
+@pytest.mark.slow
 def test_the_same_samples_sent_as_they_are_do_not_get_through():
     theirs = """
     import torch.multiprocessing

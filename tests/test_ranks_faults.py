@@ -24,7 +24,6 @@ from torch import nn
 
 import memfit
 
-FAST = 1
 SLOW = 120
 
 
@@ -35,14 +34,9 @@ def checked(trial: Trial, prompt: float = math.inf) -> list[Outcome]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(FAST))
-def test_random_faults(seed: int) -> None:
-    checked(drawn(seed))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(FAST, SLOW))
-def test_more_random_faults(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(SLOW))
+def test_random_faults(seed: int) -> None:
     checked(drawn(seed), faults.PROMPT)
 
 

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from memfit.capture.outputs import Outputs, name_in
-from memfit.engine.batch_dependent import BatchDependent, differ, is_one
-from memfit.engine.device_values import read_later
-from memfit.hardware.clock import has_events
+from memfit.engine.batch_dependent import check_same
 
 
 class SharedOutputs:
@@ -28,12 +26,4 @@ class SharedOutputs:
         host sees."""
         for i in self._outputs.shared:
             leaf = found[i].detach()
-            first = self._first.setdefault(i, leaf)
-            if is_one(first, leaf):
-                continue
-            error, differs = partial(BatchDependent.of, name_in(self._outputs.leaves[i].path)), differ(first, leaf)
-            if leaf.device.type == "cpu":
-                if differs:
-                    raise error()
-            elif has_events(leaf.device):
-                read_later(error, differs)
+            check_same(self._first.setdefault(i, leaf), leaf, partial(name_in, self._outputs.leaves[i].path))

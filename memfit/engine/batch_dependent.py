@@ -4,12 +4,14 @@ depends on them (a statistic that is 0 for few)."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memfit._errors import Refused
-from memfit.engine.device_values import few_of
+from memfit.engine.device_values import few_of, read_later
+from memfit.hardware.clock import has_events
 
 ENTRIES = 4096
 """Entries up to which all are compared; of larger tensors, a few are."""
@@ -33,6 +35,26 @@ class BatchDependent(Refused):
         )
 
 
+def check_same(first: Any, other: Any, name: Callable[[], str]) -> None:
+    """Raise BatchDependent if two values differ: numbers, texts, tensors. Others count as the same. What lies on an accelerator
+    is compared there, and the error is raised where its result has arrived (`device_values.found_different`)."""
+    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+        _check_tensors(first.detach(), other.detach(), name)
+    elif _numbers_differ(first, other):
+        raise BatchDependent.of(name())
+
+
+def _check_tensors(first: torch.Tensor, other: torch.Tensor, name: Callable[[], str]) -> None:
+    if is_one(first, other):
+        return
+    differs, device = differ(first, other), other.device
+    if device.type == "cpu":
+        if differs:
+            raise BatchDependent.of(name())
+    elif has_events(device):
+        read_later(lambda: BatchDependent.of(name()), differs)
+
+
 def is_one(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are the same memory: a parameter or a buffer."""
     if first is other:
@@ -43,7 +65,7 @@ def is_one(first: torch.Tensor, other: torch.Tensor) -> bool:
 
 def differ(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return whether two tensors differ, on their device."""
-    if first.shape != other.shape or first.dtype != other.dtype:
+    if first.shape != other.shape or first.dtype != other.dtype or first.device != other.device:
         return torch.ones((), dtype=torch.bool, device=other.device)
     if other.numel() > ENTRIES and other.layout is torch.strided:
         first, other = few_of(first), few_of(other)
@@ -54,11 +76,7 @@ def differ(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return ~(gap <= APART.get(other.dtype, CLOSE) * torch.where(first.isfinite(), first, 0.0).norm())
 
 
-def values_differ(first: Any, other: Any) -> bool:
-    """Whether two values differ: numbers, texts, and tensors on the host. Others count as equal."""
-    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
-        host = first.device.type == other.device.type == "cpu" and not is_one(first, other)
-        return host and bool(differ(first.detach(), other.detach()))
+def _numbers_differ(first: Any, other: Any) -> bool:
     if isinstance(first, float) and isinstance(other, float):
         return not (first == other or math.isclose(first, other, rel_tol=CLOSE) or (math.isnan(first) and math.isnan(other)))
     simple = (bool, int, str, type(None))

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from memfit.engine.batch_dependent import BatchDependent, values_differ
+from memfit.engine.batch_dependent import check_same
 from memfit.engine.places import MISSING, Place, TensorPlace
 from memfit.engine.undo_state import is_installed
 
@@ -209,8 +209,8 @@ class Composition:
     def _joined(self) -> list[Any]:
         values = list(zip(*self._after))
         for slot, (first, *others) in zip(self.slots, values):
-            if not self.draws and isinstance(slot.rule, Last) and any(values_differ(first, other) for other in others):
-                raise BatchDependent.of(slot.place.label)
+            for other in others if isinstance(slot.rule, Last) and not self.draws else ():
+                check_same(first, other, lambda place=slot.place: place.label)
         return [slot.rule.joined(before, its, self._sizes) for slot, before, its in zip(self.slots, self._before, values)]
 
     def before_micro_batch(self) -> None:

@@ -33,7 +33,7 @@ from memfit.equivalence.host_reads import Reads, Replaced, decided
 from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.proofs import comparable
-from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, repeated, same
+from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
 from memfit.equivalence.tolerances import (
     MOST,
     TOLERANCE,
@@ -95,12 +95,11 @@ def _inferred(
     by_operations: bool,
 ) -> tuple[Weighting | None, Deviation, Moves, Sequence[weakref.ref[torch.Tensor]]] | None:
     """Return (weighting, deviation, changed state, other leaves reached), or None if draws could not be sliced."""
-    samples, draws = sum(sizes), Draws(by_operations=by_operations)
+    samples, draws, reads = sum(sizes), Draws(by_operations=by_operations), Reads()
     with comparable(model, work.device) as traces, staging.swapped():
         staged, counts = staging.parameters(), candidate_counts(work, samples)
         # A stand-in would make compiled code recompile.
         look = _Look(work, model, probes_of(staged), counts, not is_compiled(model), model if decides else None)
-        reads = Reads()
         with draws.recording():
             whole, reached = look.at(0, samples, reads)
         if draws.unsliced and not by_operations:
@@ -140,18 +139,18 @@ def _inferred(
             parts = in_parts(looks)
             moved = bool(traces.moved())  # the whole changes nothing if state kept by size already has its size
     if moved:
-        trials = Trial(run, sizes), *_twice(double, staging, aside)
-        moves, looks = composition_of(trials, aside, graphs=decides, draws=draws.drew), []
+        trials, looks = (Trial(run, sizes), *_twice(double, staging, aside)), []
+        moves = composition_of(trials, aside, graphs=decides, draws=draws.drew)
         with aside():
             parts = in_parts(looks)
-            again = repeated(partial(in_parts, [])) if moves.composition.slots else []
+            moves, again = moves.repeated(partial(in_parts, []))
         moves = moves.unless(lambda: _same(parts[-1], measured(samples - sizes[-1], samples, Reads())), aside)
     if again:
         with aside():
             run(0, samples)
             later = measured(0, samples, Reads())
-        twice = decides and moves.deviation is None and _calls_twice(moves, model, partial(run, 0, samples), aside)
-        if twice or _choose(later, again, counts, arithmetic, floor)[0] is None:
+        calls = partial(_calls_twice, moves, model, partial(run, 0, samples), aside)
+        if (decides and moves.deviation is None and calls()) or _choose(later, again, counts, arithmetic, floor)[0] is None:
             moves = replace(moves, deviation=moves.misread())
     chosen, deviation = _choose(whole, parts, counts, arithmetic, floor)
     moves = replace(moves, decides=decided(reads, looks, once_more, partial(_same, whole)))

@@ -27,7 +27,7 @@ from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
 from memfit.engine.random_slices import Draws
 from memfit.equivalence.host_reads import Reads, Replaced, decided
-from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, repeated, same
+from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
 from memfit.equivalence.tolerances import (
     MOST,
     Arithmetic,
@@ -307,7 +307,7 @@ def _parts_of(
         moves, looks = composition_of((Trial(run, sizes), *_twice(call, sizes, aside)), aside, draws=draws.drew), []
         with aside():
             parts = in_parts(looks)
-            again = repeated(partial(in_parts, [])) if moves.composition.slots else []
+            moves, again = moves.repeated(partial(in_parts, []))
     if again:
         with aside():
             run(0, samples)

@@ -21,7 +21,7 @@ from torch import nn
 from memfit.batches.pieces import bounds
 from memfit.batches.tree import tensors
 from memfit.capture.size_dependence import Positions, decides_by_position
-from memfit.engine.batch_dependent import ENTRIES
+from memfit.engine.batch_dependent import ENTRIES, BatchDependent
 from memfit.engine.compose_state import (
     Added,
     Appended,
@@ -73,6 +73,16 @@ class Moves:
             return self
         with aside():
             return self if same_alone() else replace(self, deviation=self.misread())
+
+    def repeated(self, in_parts: Callable[[], list[T]]) -> tuple[Moves, list[T]]:
+        """Returns (these moves, what parts give once more, now that the state has changed). Nothing, if no state is composed or
+        it has another structure now, for which the next call is proven."""
+        try:
+            return self, in_parts() if self.composition.slots else []
+        except (IndexError, KeyError):
+            return self, []
+        except BatchDependent:
+            return replace(self, deviation=self.deviation or self.misread()), []
 
     def misread(self) -> Deviation:
         """Returns the deviation for state that a later forward, or a later part, reads differently in parts than as a whole."""
@@ -159,15 +169,6 @@ def composition_of(
     if named is None and any(each.by_position for each in seen):
         named = next((Deviation(p.label, 1.0, 0.0, by="moving") for p in moved.values() if p.label not in allowed), None)
     return Moves(Composition(slots, list(moved.values()), draws=draws), named)
-
-
-def repeated(in_parts: Callable[[], list[T]]) -> list[T]:
-    """Returns what parts give once more, now that the state has changed; nothing if it has another structure now, for which
-    the next call is proven."""
-    try:
-        return in_parts()
-    except (IndexError, KeyError):
-        return []
 
 
 def with_written(composition: Composition, earlier: Composition, model: nn.Module) -> Composition:

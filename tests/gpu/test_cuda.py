@@ -256,30 +256,36 @@ def test_what_is_written_through_data_in_the_last_step_is_told_by_undo_and_by_no
     run.undo()
 
 
-class ReturnsShare(torch.nn.Module):
-    def __init__(self) -> None:
+class Share(torch.nn.Module):
+    """Returns or keeps a share of the samples."""
+
+    def __init__(self, *, kept: bool) -> None:
         super().__init__()
-        self.net = nn.Linear(6, 3)
+        self.net, self.kept, self.share = nn.Linear(6, 3), kept, torch.zeros((), device=DEVICE)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.net(x), (x[:, 0] > 0).float().mean()
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        share = (x[:, 0] > 0).float().mean()
+        if self.kept:
+            self.share = share
+        return (self.net(x),) if self.kept else (self.net(x), share)
 
 
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_statistic_that_the_proof_did_not_show_is_told_of_the_next_steps(
-    monkeypatch: pytest.MonkeyPatch, steps: int
+    monkeypatch: pytest.MonkeyPatch, steps: int, kept: bool
 ) -> None:
     """As an error; by undo, if there are none any more."""
     if steps == 1:
         monkeypatch.setattr(Clock, "reached", lambda self, moment: False)  # a device that is far behind the host
     x = -torch.rand(12, 6, device=DEVICE) - 0.1
     x[6] *= -1
-    model = ReturnsShare().to(DEVICE)
+    model = Share(kept=kept).to(DEVICE)
     run = memfit.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=4)
     with nullcontext() if steps == 1 else pytest.raises(RuntimeError, match="is not the same in all of them"):
         for _ in range(steps):
-            logits, share = model(x)
-            (logits.square().mean() * (1 + share)).backward()
+            logits, *share = model(x)
+            (logits.square().mean() * (1 + sum(share))).backward()
             torch.cuda.synchronize()
     monkeypatch.undo()
     run.undo()
