@@ -168,6 +168,30 @@ def test_blocks_are_computed_again_on_the_state_that_they_began_with(kind: str, 
     assert all(torch.allclose(g, w, rtol=1e-12, atol=1e-14) for g, w in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["a buffer", "a list", "an array"])
+@pytest.mark.parametrize("calls", [1, 3])
+def test_blocks_are_computed_again_on_state_that_the_script_has_replaced(kind: str, calls: int) -> None:
+    def trained(wrap: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Moving(kind), nn.Linear(7, 7).double())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrap(model, optimizer)
+        for step in range(6):
+            if step == 2:
+                block = model[0]
+                block.list, block.array = list(block.list), block.array.copy()
+                model.float().double()  # replaces buffers, as model.cpu() and model.cuda() do
+            optimizer.zero_grad()
+            sum(model(X + i).square().mean() for i in range(calls)).backward()
+            optimizer.step()
+        state = [*model[0].centre, *model[0].list, *model[0].array]
+        return [*(p.detach() for p in model.parameters()), torch.tensor(state)]
+
+    want = trained(lambda *_: None)
+    got = trained(lambda *objects: memfit.wrap(*objects, checkpoint=("0",), micro_batch="off"))
+    assert all(torch.allclose(g, w, rtol=1e-12, atol=1e-14) for g, w in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("write", ["assigned", "copied", "in place"])
 @pytest.mark.parametrize("micro_batch", ["off", 4])
 def test_blocks_are_computed_again_with_the_parameters_that_they_ran_with(micro_batch: Any, write: str) -> None:

@@ -45,9 +45,9 @@ def check_same(first: Any, other: Any, name: Callable[[], str]) -> None:
 
 
 def _check_tensors(first: torch.Tensor, other: torch.Tensor, name: Callable[[], str]) -> None:
-    if is_one(first, other):
+    if not (_is_plain(first) and _is_plain(other)) or _is_one(first, other):
         return
-    differs, device = differ(first, other), other.device
+    differs, device = _differ(first, other), other.device
     if device.type == "cpu":
         if differs:
             raise BatchDependent.of(name())
@@ -55,19 +55,26 @@ def _check_tensors(first: torch.Tensor, other: torch.Tensor, name: Callable[[], 
         read_later(lambda: BatchDependent.of(name()), differs)
 
 
-def is_one(first: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its values can be read: not those of a sharded parameter, which are freed after a forward."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not plain or tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta" or not tensor.numel():
+        return False
+    return tensor.untyped_storage().nbytes() > 0
+
+
+def _is_one(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are the same memory: a parameter or a buffer."""
     if first is other:
         return True
-    same = first.layout is other.layout is torch.strided and first.shape == other.shape and first.stride() == other.stride()
-    return same and other.numel() > 0 and first.data_ptr() == other.data_ptr()
+    return first.shape == other.shape and first.stride() == other.stride() and first.data_ptr() == other.data_ptr()
 
 
-def differ(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _differ(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return whether two tensors differ, on their device."""
     if first.shape != other.shape or first.dtype != other.dtype or first.device != other.device:
         return torch.ones((), dtype=torch.bool, device=other.device)
-    if other.numel() > ENTRIES and other.layout is torch.strided:
+    if other.numel() > ENTRIES:
         first, other = few_of(first), few_of(other)
     if not (other.is_floating_point() or other.is_complex()):
         return (first != other).any()

@@ -37,13 +37,14 @@ class Moving:
         self._forwards: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._copies: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._versions: dict[int, int | None] = {}
+        self._held: weakref.WeakKeyDictionary[nn.Module, set[int] | None] = weakref.WeakKeyDictionary()
 
     def begun(self, block: nn.Module) -> Callable[[], list[tuple[Place, Any]]]:
         """Save the state before a block's forward. Returns a function that later lists changed places and saved values."""
         if is_faking():
             return list
         number = self._forwards[block] = self._forwards.get(block, 0) + 1
-        if self._places is not None and number & (number - 1):
+        if self._places is not None and number & (number - 1) and not self._is_elsewhere(block, self._places):
             values = [(place, place.value()) for place in self._places.values()]
             return lambda: values
         snapshot = StateSnapshot([block], self._copy)
@@ -53,9 +54,20 @@ class Moving:
             if not seen:  # the first recomputation shows it; later ones see restored state
                 seen.append(snapshot.moved())
                 self._places = (self._places or {}) | {place.key: place for place, _ in seen[0]}
+                self._held[block] = _holders_in(block, self._places)
             return seen[0]
 
         return moved
+
+    def _is_elsewhere(self, block: nn.Module, places: Iterable[tuple[Any, ...]]) -> bool:
+        """Whether the script has replaced a tensor or container of the block that its forward writes into."""
+        there = _holders_in(block, places)
+        known = self._held.setdefault(block, set())
+        if known is None or not known <= there:
+            self._held[block] = None  # until a recomputation has shown what moves now
+            return True
+        known |= there
+        return False
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a host copy, shared by all blocks while the values stay the same. None: nobody wrote the tensor since its
@@ -69,6 +81,19 @@ class Moving:
             # On the host, because plans use the device's memory to the last byte, and most of these tensors never change.
             copy = self._copies[id(tensor)] = tensor.detach().to("cpu", copy=True)
         return copy
+
+
+def _holders_in(block: nn.Module, places: Iterable[tuple[Any, ...]]) -> set[int]:
+    """Return which of the tensors and containers that hold these places are attributes or buffers of a block."""
+    holders = {part for key in places for part in key if type(part) is int}
+    tables = (table for module in block.modules() for table in (module.__dict__, module._buffers))
+    return holders.intersection(_identity(value) for table in tables for value in table.values())
+
+
+def _identity(value: Any) -> int:
+    """Return what the key of a place in a tensor or a container has."""
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
+    return value.untyped_storage()._cdata if plain else id(value)
 
 
 def moving_of(blocks: Iterable[nn.Module]) -> Moving:
