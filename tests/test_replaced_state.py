@@ -196,3 +196,13 @@ def test_what_a_proofs_samples_do_not_show_is_that_of_the_batch(name: str, mode:
     assert kept(model) == kept(plain)
     gradients = [{name: p.grad for name, p in each.named_parameters()} for each in (model, plain)]
     assert relative_error(*gradients) <= EXACT
+
+
+def test_lists_that_a_forward_makes_are_filled_by_the_next_one_before_a_step() -> None:
+    model = Keeping(dict, lambda m, x, out: m.kept.setdefault("mean", []).append(out.mean().item()))
+    plain = copy.deepcopy(model)
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=4)
+    for each in (model, plain):
+        for i in range(3):
+            loss_fn(each, points(11, seed=i)).backward()
+    assert same(kept(model), kept(plain))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -140,6 +141,9 @@ class ComposedPlace:
     rule: Rule
 
 
+_FILLED = (list, dict, deque)
+
+
 class Composition:
     """State over the micro-batches of one pass: `slots` are composed, `moved` are all places that a forward changes. `draws`:
     whether it draws random numbers, so that what parts leave alike in a proof may differ."""
@@ -176,8 +180,8 @@ class Composition:
         return self.keys == other.keys and mine == its
 
     def is_elsewhere(self, held: Set[Hashable]) -> bool:
-        """Whether something that held places before (a list, a dictionary, a tensor) is not there any more: the script has
-        replaced it. `held`: where they were found at a call."""
+        """Whether something that held places before (a list, a dictionary, a tensor) is not there any more, as the script has
+        replaced it, or was made by the forward before. `held`: where they were found at a call."""
         if self._held <= held:
             self._held |= held
             return False
@@ -185,7 +189,9 @@ class Composition:
 
     def afresh(self) -> Composition:
         """A copy for another call, without the values of this one."""
-        return Composition(self.slots, self.moved, draws=self.draws)
+        made = Composition(self.slots, self.moved, draws=self.draws)
+        made._held = self._held
+        return made
 
     @contextmanager
     def over_pass(self) -> Iterator[None]:
@@ -204,6 +210,8 @@ class Composition:
             raise
         if joined is not None:
             _put([slot.place for slot in self.slots], joined)
+        if any(before is MISSING and isinstance(slot.place.value(), _FILLED) for slot, before in zip(self.slots, self._before)):
+            self._held.add(_FILLED)  # the next forward fills what this one has made
         self._after = []
 
     def _joined(self) -> list[Any]:

@@ -37,7 +37,17 @@ from memfit.engine.compose_state import (
     is_number,
     items_of,
 )
-from memfit.engine.places import MISSING, ContentsPlace, Place, TensorPlace, WithoutGraph, without_graph
+from memfit.engine.places import (
+    MISSING,
+    AttributePlace,
+    ContentsPlace,
+    ItemPlace,
+    Place,
+    TensorPlace,
+    VariablePlace,
+    WithoutGraph,
+    without_graph,
+)
 from memfit.engine.rewindable import IteratorPosition
 from memfit.equivalence.tolerances import Deviation, relative_difference, tolerance
 from memfit.tracing.sandbox import Traces
@@ -155,7 +165,8 @@ def composition_of(
         flag = any(isinstance(each.before(key), (bool, str)) for each in seen)
         if all(same(*each.ends(key), EXACT) for each in seen) and not flag:
             # (A flag may mark what only the first forward does, which only the first micro-batch would do.)
-            if all(_is_compared(each.ends(key)[0]) and each.obeys(key, Last(), EXACT) for each in seen):
+            assigned = isinstance(place, (ItemPlace, AttributePlace, VariablePlace))  # what is written in place is so in turn
+            if assigned and all(_is_compared(each.ends(key)[0]) and each.obeys(key, Last(), EXACT) for each in seen):
                 slots.append(ComposedPlace(place, Last()))
             continue
         nearly = all(same(*each.ends(key)) for each in seen)
