@@ -168,6 +168,35 @@ def test_blocks_are_computed_again_on_the_state_that_they_began_with(kind: str, 
     assert all(torch.allclose(g, w, rtol=1e-12, atol=1e-14) for g, w in zip(got, want, strict=True))
 
 
+class KeepsFeatures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7).double()
+        self.features: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = self.linear(x)
+        return torch.tanh(self.features)
+
+
+def test_a_checkpointed_block_may_keep_its_features() -> None:
+    def trained(wrap: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(KeepsFeatures(), nn.Linear(7, 7).double())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrap(model, optimizer)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(X).square().mean().backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    want = trained(lambda *_: None)
+    for micro_batch in ("off", 4):
+        got = trained(lambda *objects, n=micro_batch: memfit.wrap(*objects, checkpoint=("0",), micro_batch=n))
+        assert all(torch.allclose(g, w, rtol=1e-12, atol=1e-14) for g, w in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("kind", ["a buffer", "a list", "an array"])
 @pytest.mark.parametrize("calls", [1, 3])
 def test_blocks_are_computed_again_on_state_that_the_script_has_replaced(kind: str, calls: int) -> None:

@@ -38,14 +38,14 @@ class BatchDependent(Refused):
 def check_same(first: Any, other: Any, name: Callable[[], str]) -> None:
     """Raise BatchDependent if two values differ: numbers, texts, tensors. Others count as the same. What lies on an accelerator
     is compared there, and the error is raised where its result has arrived (`device_values.found_different`)."""
-    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+    if _is_plain(first) and _is_plain(other):
         _check_tensors(first.detach(), other.detach(), name)
     elif _numbers_differ(first, other):
         raise BatchDependent.of(name())
 
 
 def _check_tensors(first: torch.Tensor, other: torch.Tensor, name: Callable[[], str]) -> None:
-    if not (_is_plain(first) and _is_plain(other)) or _is_one(first, other):
+    if _is_one(first, other):
         return
     differs, device = _differ(first, other), other.device
     if device.type == "cpu":
@@ -55,12 +55,13 @@ def _check_tensors(first: torch.Tensor, other: torch.Tensor, name: Callable[[], 
         read_later(lambda: BatchDependent.of(name()), differs)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its values can be read: not those of a sharded parameter, which are freed after a forward."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not plain or tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta" or not tensor.numel():
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor whose values can be read: not a sharded parameter, which is freed after a forward."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
         return False
-    return tensor.untyped_storage().nbytes() > 0
+    if value.is_nested or value.is_quantized or value.device.type == "meta" or not value.numel():
+        return False
+    return value.untyped_storage().nbytes() > 0
 
 
 def _is_one(first: torch.Tensor, other: torch.Tensor) -> bool:

@@ -91,8 +91,8 @@ def _holders_in(block: nn.Module, places: Iterable[tuple[Any, ...]]) -> set[int]
 
 
 def _identity(value: Any) -> int:
-    """Return what the key of a place in a tensor or a container has."""
-    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
+    """Return what the key of a place in a tensor or a container has. (A stand-in for an output is not looked into.)"""
+    plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested
     return value.untyped_storage()._cdata if plain else id(value)
 
 
