@@ -129,6 +129,41 @@ def test_what_a_hook_of_the_first_forward_fills_is_there(kind: type) -> None:
     assert losses[3:] == pytest.approx(losses[:3], rel=1e-12)
 
 
+class Recurrent(nn.Module):
+    """Its first forward registers a hook beside a recurrent layer, which keeps a list of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.second, self.ready = nn.GRU(6, 4, batch_first=True), nn.Linear(4, 3), False
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.ready = True
+            self.second.register_forward_pre_hook(lambda module, args: (args[0].tanh(),))
+        return self.second(self.recurrent(x[:, None])[0][:, -1])
+
+
+def test_a_list_of_parameters_that_a_layer_keeps_stays() -> None:
+    losses = []
+    for line in (False, True):
+        torch.manual_seed(0)
+        model = Recurrent()
+        optimizer = SGD(model.parameters(), 0.1)
+        if line:
+            memfit.wrap(model, optimizer, micro_batch=3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double()
+            with torch.no_grad():
+                model.eval()(x)
+            loss = loss_of(model.train(), x)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-12)
+
+
 class Adds(nn.Module):
     """A tensor that its first forward makes tells that a hook is there."""
 

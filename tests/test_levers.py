@@ -197,6 +197,31 @@ def test_a_checkpointed_block_may_keep_its_features() -> None:
         assert all(torch.allclose(g, w, rtol=1e-12, atol=1e-14) for g, w in zip(got, want, strict=True))
 
 
+class FillsByHook(nn.Module):
+    """A forward hook of its own fills a dictionary that the script reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.found = nn.Linear(7, 7).double(), {"features": None}
+        self.linear.register_forward_hook(lambda module, args, out: self.found.update(features=out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def test_what_a_checkpointed_block_leaves_is_that_of_the_whole_batch_after_backward() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(FillsByHook(), nn.Linear(7, 7).double())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    memfit.wrap(model, optimizer, checkpoint=("0",), micro_batch=4)
+    for _ in range(9):  # more are looked at than the second, fourth and eighth
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        want = F.linear(X, *model[0].linear.parameters())
+        assert torch.allclose(model[0].found["features"], want, rtol=1e-12, atol=1e-14)
+        optimizer.step()
+
+
 @pytest.mark.parametrize("kind", ["a buffer", "a list", "an array"])
 @pytest.mark.parametrize("calls", [1, 3])
 def test_blocks_are_computed_again_on_state_that_the_script_has_replaced(kind: str, calls: int) -> None:

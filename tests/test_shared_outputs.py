@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.optim import SGD
 from zoo.plain import gradients_of, relative_error
 
 import memfit
+from memfit.engine.batch_dependent import BatchDependent, check_same
 
 EXACT = 1e-12
 
@@ -101,6 +103,13 @@ def test_a_number_that_is_drawn_for_the_batch_is_one_number() -> None:
     logits, drawn = model(x)
     assert torch.allclose(logits * drawn, model.net(x) * drawn.item())
     assert any("is not the same in all of them" in event.message for event in run.events)
+
+
+@pytest.mark.parametrize(("first", "other", "differ"), [(0, 0.5, True), (1, 1.0, False), (0, False, False), (2, 3, True), (None, 1.0, False)])
+def test_numbers_of_several_types_are_compared(first: Any, other: Any, differ: bool) -> None:
+    for pair in ((first, other), (other, first)):
+        with pytest.raises(BatchDependent) if differ else nullcontext():
+            check_same(*pair, lambda: "a number")
 
 
 class OfParameters(nn.Module):

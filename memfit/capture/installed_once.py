@@ -9,6 +9,7 @@ or parameters that are made in a forward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from operator import is_
 from typing import Any
@@ -70,6 +71,8 @@ class InstalledOnce:
         are, their name, what it left, and what they held after the second."""
         for attributes, old, now, then in zip(self._attributes, *looks):
             for name, made in now.items():
+                if name in old and _are_parameters(old[name][1]):
+                    continue  # which a recurrent layer collects anew when they are replaced, as they are while planning
                 if not _are_same(old.get(name), made) and name in then and then[name][0] is made[0]:
                     if name not in old or old[name][0] is not made[0] or _are_same(then[name], made):
                         yield attributes, name, made, then[name][1]
@@ -109,6 +112,10 @@ def _are_same(one: tuple[Any, Any] | None, other: tuple[Any, Any]) -> bool:
         return True
     values = [list(each.values()) if isinstance(each, dict) else list(each) for each in (one[1], other[1])]
     return len(values[0]) == len(values[1]) and all(map(is_, *values))
+
+
+def _are_parameters(items: Any) -> bool:
+    return isinstance(items, list) and bool(items) and all(isinstance(item, (nn.Parameter, weakref.ref)) for item in items)
 
 
 def _lasting(name: str, items: Any, then: Any) -> Any:

@@ -85,7 +85,9 @@ def _differ(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers_differ(first: Any, other: Any) -> bool:
-    if isinstance(first, float) and isinstance(other, float):
+    if isinstance(first, float) or isinstance(other, float):
+        if not (isinstance(first, (int, float)) and isinstance(other, (int, float))):
+            return False
         return not (first == other or math.isclose(first, other, rel_tol=CLOSE) or (math.isnan(first) and math.isnan(other)))
     simple = (bool, int, str, type(None))
     return isinstance(first, simple) and isinstance(other, simple) and first != other

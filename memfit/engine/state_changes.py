@@ -110,7 +110,8 @@ def moved_global(known: dict[str, Any], name: str, before: Any) -> list[tuple[Pl
 
 
 def _is_ours(value: Any) -> bool:
-    return type(value).__module__.startswith("memfit")
+    # (stand-ins of outputs are what the script holds)
+    return type(value).__module__.startswith("memfit") and not isinstance(value, torch.Tensor)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:

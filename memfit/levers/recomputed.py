@@ -9,8 +9,8 @@ Not covered: tensors that are not parameters and larger than `kept.LARGE`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,25 +39,35 @@ class Moving:
         self._versions: dict[int, int | None] = {}
         self._held: weakref.WeakKeyDictionary[nn.Module, set[int] | None] = weakref.WeakKeyDictionary()
 
-    def begun(self, block: nn.Module) -> Callable[[], list[tuple[Place, Any]]]:
-        """Save the state before a block's forward. Returns a function that later lists changed places and saved values."""
+    def begun(self, block: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+        """Save the state before a block's forward. Returns a function that makes the context of its recomputation: the state is
+        as it was before that forward, and afterwards as it was before the recomputation."""
         if is_faking():
-            return list
+            return nullcontext
         number = self._forwards[block] = self._forwards.get(block, 0) + 1
         if self._places is not None and number & (number - 1) and not self._is_elsewhere(block, self._places):
             values = [(place, place.value()) for place in self._places.values()]
-            return lambda: values
+            return lambda: _put_for_a_while(values)
         snapshot = StateSnapshot([block], self._copy)
         seen: list[list[tuple[Place, Any]]] = []
 
-        def moved() -> list[tuple[Place, Any]]:
+        @contextmanager
+        def looking() -> Iterator[None]:
             if not seen:  # the first recomputation shows it; later ones see restored state
                 seen.append(snapshot.moved())
-                self._places = (self._places or {}) | {place.key: place for place, _ in seen[0]}
+            there = StateSnapshot([block], self._copy)
+            try:
+                with _put_for_a_while(seen[0]):
+                    yield
+            finally:
+                # What was put back after the forward (outputs that it leaves in attributes) moves in the recomputation alone.
+                again = there.moved()
+                for place, value in again:
+                    place.put(value)
+                self._places = (self._places or {}) | {place.key: place for place, _ in (*seen[0], *again)}
                 self._held[block] = _holders_in(block, self._places)
-            return seen[0]
 
-        return moved
+        return looking
 
     def _is_elsewhere(self, block: nn.Module, places: Iterable[tuple[Any, ...]]) -> bool:
         """Whether the script has replaced a tensor or container of the block that its forward writes into."""
@@ -83,6 +93,15 @@ class Moving:
         return copy
 
 
+@contextmanager
+def _put_for_a_while(values: Iterable[tuple[Place, Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for place, value in values:
+            stack.callback(place.put, place.value())
+            place.put(value)
+        yield
+
+
 def _holders_in(block: nn.Module, places: Iterable[tuple[Any, ...]]) -> set[int]:
     """Return which of the tensors and containers that hold these places are attributes or buffers of a block."""
     holders = {part for key in places for part in key if type(part) is int}
@@ -105,9 +124,10 @@ def moving_of(blocks: Iterable[nn.Module]) -> Moving:
 
 
 class RecomputeContext:
-    """The context in which a block is recomputed, once per backward. `begun` returns the state that its forward began with."""
+    """The context in which a block is recomputed, once per backward. `begun` makes the context of the state that its
+    forward began with."""
 
-    def __init__(self, begun: Callable[[], list[tuple[Place, Any]]], between: Callable[[], None]) -> None:
+    def __init__(self, begun: Callable[[], AbstractContextManager[None]], between: Callable[[], None]) -> None:
         self._begun, self._between, self._host = begun, between, HostRandom.capture()
         self._parameters: Unchanged | None = None
 
@@ -124,9 +144,7 @@ class RecomputeContext:
                 self._parameters.compare(_AGAIN)
             stack.callback(HostRandom.capture().restore)
             self._host.restore()
-            for place, before in self._begun():
-                stack.callback(place.put, place.value())
-                place.put(before)
+            stack.enter_context(self._begun())
             self._left = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:

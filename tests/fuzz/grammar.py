@@ -242,7 +242,7 @@ RULES: tuple[tuple[str, Callable[[Choices], bool]], ...] = (
     # single samples are not tried again in smaller pieces; nor is what runs whole, once it has come to its backward
     _loses("fault", lambda c: c["micro"] in ("off", "1") or (_runs_whole(c) and c["fault"].startswith("backward"))),
     # rows whose number is the sign of what a norm makes zero
-    _loses("state", lambda c: c["state"] == "max_norm" and c["twist"] in ("layernorm", "groupnorm")),
+    _loses("state", lambda c: c["state"] == "max_norm" and (c["twist"] in ("layernorm", "groupnorm") or c["body"] == "encoder")),
     # a reentrant checkpoint's backward calls hooks of parameters by itself, and the penalty's once more
     _loses("gradients", lambda c: c["twist"] == "reentrant" and c["gradients"] in ("hooks", "hook_counts") and _penalises(c)),
     # a block has no head, and what leaves it by a door is not its output
