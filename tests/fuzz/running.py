@@ -121,19 +121,30 @@ def _halve(model: nn.Module) -> None:
     forward = model.forward
 
     def halved(*args: Any, **kwargs: Any) -> Any:
-        size = max((len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()), default=0)
+        given = (*args, *kwargs.values())
+        size = max((len(value) for each in given for value in _tensors(each) if value.dim()), default=0)
         if size < 2 or not model.training:
             return forward(*args, **kwargs)
-        parts = []
+        parts, entries = [], []
+        weights = [size // 2 / size, 1 - size // 2 / size]
         for part in (slice(None, size // 2), slice(size // 2, None)):
             own, named = ([_cut(v, part, size) for v in args], {k: _cut(v, part, size) for k, v in kwargs.items()})
             parts.append(forward(*own, **named))
-        return _joined(parts, [size // 2 / size, 1 - size // 2 / size])
+            entries.append((*own, *named.values()))
+        for each, *cut in zip(given, *entries):  # what the forward leaves in its arguments
+            each.update(_joined(cut, weights)) if isinstance(each, dict) else None
+        return _joined(parts, weights)
 
     model.forward = halved
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    yield from (each for each in (value.values() if isinstance(value, dict) else [value]) if isinstance(each, Tensor))
+
+
 def _cut(value: Any, part: slice, size: int) -> Any:
+    if isinstance(value, dict):
+        return {key: _cut(each, part, size) for key, each in value.items()}
     return value[part] if isinstance(value, Tensor) and value.dim() and len(value) == size else value
 
 
