@@ -119,6 +119,9 @@ class Moving(nn.Module):
         elif self.kind == "data of a buffer":
             h = h * (1 + self.centre)
             self.centre.data.mul_(0.9).add_(mean, alpha=0.1)
+        elif self.kind == "new data of a buffer":
+            h = h * (1 + self.centre)
+            self.centre.data = 0.9 * self.centre.data + 0.1 * mean
         elif self.kind == "an attribute":
             h = h * (1 + self.mean)
             self.mean = 0.9 * self.mean + 0.1 * mean
@@ -139,7 +142,8 @@ class Moving(nn.Module):
         return torch.tanh(h)
 
 
-STATES = ["a buffer", "data of a buffer", "an attribute", "a list", "an array", "a class", "what blocks share", "an iterator"]
+IN_BUFFERS = ["a buffer", "data of a buffer", "new data of a buffer"]
+STATES = [*IN_BUFFERS, "an attribute", "a list", "an array", "a class", "what blocks share", "an iterator"]
 
 
 CASES = [("off", True), (5, True), (5, False), ("off", "several calls"), (5, "several calls")]

@@ -105,7 +105,10 @@ def test_a_number_that_is_drawn_for_the_batch_is_one_number() -> None:
     assert any("is not the same in all of them" in event.message for event in run.events)
 
 
-@pytest.mark.parametrize(("first", "other", "differ"), [(0, 0.5, True), (1, 1.0, False), (0, False, False), (2, 3, True), (None, 1.0, False)])
+NUMBERS = [(0, 0.5, True), (1, 1.0, False), (0, False, False), (2, 3, True), (None, 1.0, False)]
+
+
+@pytest.mark.parametrize(("first", "other", "differ"), NUMBERS)
 def test_numbers_of_several_types_are_compared(first: Any, other: Any, differ: bool) -> None:
     for pair in ((first, other), (other, first)):
         with pytest.raises(BatchDependent) if differ else nullcontext():

@@ -20,6 +20,7 @@ from memfit.engine.call_context import without_autocast
 from memfit.engine.compose_state import Composition
 from memfit.engine.divisors import Divided, read
 from memfit.engine.handover import Factor, Total
+from memfit.engine.idle_sums import IdleSums
 from memfit.engine.known_means import KnownMean, Terms, is_only_term, standing_in
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import BY_SAMPLES, CountOf, Weighting, WeightsChanged
@@ -145,7 +146,7 @@ class Pass:
         self.rivals: list[tuple[Count, ...]] = []
         self.chosen: list[Count | None] = []
         self._ahead: list[Count] = []
-        self._divided = Divided(weighting.divided)
+        self._divided, self._idle = Divided(weighting.divided), IdleSums(weighting.idle)
 
     def micro_batch(
         self, start: int, stop: int, shares: Sequence[float] | None = None, around: AroundLast | None = None
@@ -157,9 +158,10 @@ class Pass:
         if isinstance(count, (int, float)) and count == 0:
             self._run_nothing(inputs, stop - start)
             return  # nothing valid to count: the mean would be 0/0, and 0 * NaN is NaN
-        outputs = self._work.forward(inputs)
-        del inputs
-        loss, weight = self._loss(outputs, stop - start, count, shares)
+        with self._idle.watching():
+            outputs = self._work.forward(inputs)
+            del inputs
+            loss, weight = self._loss(outputs, stop - start, count, shares)
         del outputs
         self._dtype = self._dtype or loss.dtype
         self._losses.append(_value(loss))
@@ -177,7 +179,8 @@ class Pass:
         count = None if counting is None else counting(inputs)
         if isinstance(count, (int, float)) and count == 0:
             return
-        loss, weight = self._loss(self._work.forward(inputs), samples, count, None)
+        with self._idle.watching():
+            loss, weight = self._loss(self._work.forward(inputs), samples, count, None)
         if isinstance(count, torch.Tensor):
             loss = torch.where(count == 0, torch.zeros_like(loss), loss)  # not NaN, of which zero times were NaN
         self._dtype = self._dtype or loss.dtype
@@ -208,6 +211,7 @@ class Pass:
     def run_all(self, pieces: Sequence[int]) -> None:
         """Run micro-batches that all have nothing to count. They give zeros or NaN, as the full batch does."""
         self._weighting, self.rivals, self.chosen, self._divided = BY_SAMPLES, [], [], Divided(None)
+        self._idle = IdleSums(())
         for start, stop in bounds(pieces):
             self.micro_batch(start, stop)
 
@@ -216,8 +220,8 @@ class Pass:
         _check_rivals(self.rivals, pieces if self._weighting.count is None else self.chosen)
 
     def check_divisors(self) -> None:
-        """Raise WeightsChanged if a divisor of the loss is not proportional to the weights."""
-        changed = self._divided.changed(self._work.device, wide(self._work.device))
+        """Raise WeightsChanged if a divisor of the loss is not proportional to the weights, or a sum that was 0 is not."""
+        changed = self._divided.changed(self._work.device, wide(self._work.device)) or self._idle.changed()
         if changed is not None:
             raise WeightsChanged(changed)
 

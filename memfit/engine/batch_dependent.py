@@ -22,7 +22,7 @@ CLOSE = 1e-3
 
 
 class BatchDependent(Refused):
-    """Raised if something is not the same in all micro-batches, as it was where it was proven."""
+    """Raised if something is not the same in all micro-batches, or not 0, as it was where it was proven."""
 
     @classmethod
     def of(cls, name: str) -> BatchDependent:
@@ -32,6 +32,15 @@ class BatchDependent(Refused):
             found=f"{name} is not the same in all of them, as it was where it was proven: it depends on the samples, or is "
             "drawn",
             next_move="return it with one entry per sample, or compute it outside the model",
+        )
+
+    @classmethod
+    def of_loss(cls, changed: str) -> BatchDependent:
+        """Return the error for a loss that is no longer as it was proven."""
+        return cls(
+            "running a call of the model in micro-batches",
+            found=f"its loss is not made as it was where it was proven: {changed}",
+            next_move="compute that term outside the model, or give it a budget in which the batch runs whole",
         )
 
 

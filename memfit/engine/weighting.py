@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from memfit.batches.weights import Count
 from memfit.engine.divisors import How
+from memfit.engine.idle_sums import Name
 
 CountOf = Callable[[Any], Count]
 
@@ -42,6 +43,8 @@ class Weighting:
     not checked."""
     doubt: str | None = None
     """Why it may hold for the proof's samples but not for others. None if nothing suggests that."""
+    idle: tuple[Name, ...] = ()
+    """Sums over samples that were 0 in the proof, which did not show how they add up. They must stay 0."""
 
 BY_SAMPLES = Weighting("samples", "by samples")
 BY_TERM = Weighting("term", "by its mean's denominator")

@@ -61,7 +61,8 @@ class Moving:
                     yield
             finally:
                 # What was put back after the forward (outputs that it leaves in attributes) moves in the recomputation alone.
-                again = there.moved()
+                known = {place.key for place, _ in seen[0]}
+                again = [(place, value) for place, value in there.moved() if place.key not in known]
                 for place, value in again:
                     place.put(value)
                 self._places = (self._places or {}) | {place.key: place for place, _ in (*seen[0], *again)}

@@ -26,6 +26,7 @@ from memfit.capture.noted_loss import NotedLoss
 from memfit.capture.result_shapes import ResultShapes
 from memfit.capture.workloads import ExpressionWork
 from memfit.engine.accumulate import Work
+from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_attributes import CallAttributes
 from memfit.engine.call_context import outside_transforms, without_inference_mode, without_saved_tensors_hooks
 from memfit.engine.forward_reads import ForwardReads
@@ -364,7 +365,12 @@ class ScriptPasses:
         self._gathers(call)
         try:
             with self._in_pass(call), nullcontext() if first else call.drawing_again():
-                total = self._pass(call, consumer, weighting, first)
+                try:
+                    total = self._pass(call, consumer, weighting, first)
+                except WeightsChanged as changed:
+                    if weighting.idle:  # a proof on a few samples would show as little
+                        raise BatchDependent.of_loss(str(changed)) from None
+                    raise
                 core.team.rest()
                 if core.staging.parts is not None:  # no rank is in a pass now: what comes next belongs to another loss
                     total.parts = core.staging.take_parts()

@@ -265,6 +265,16 @@ PACKS = {
     "loss_out": piece(
         "owns", returns="F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1)), out", suffix="[0]"
     ),
+    "rare_sum": piece(
+        "owns",
+        returns="F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1)) + 0.1 * (out.reshape(len(x), -1).pow(2).sum(1) * (x.reshape(len(x), -1)[:, 0] > 1.3)).sum()",
+        suffix="",
+    ),
+    "rare_mean": piece(
+        "owns",
+        returns="F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1)) + 0.1 * (out.reshape(len(x), -1).pow(2).sum(1) * (x.reshape(len(x), -1)[:, 0] > 1.3)).sum() / (x.reshape(len(x), -1)[:, 0] > 1.3).sum().clamp(min=1)",
+        suffix="",
+    ),
     "losses": piece(
         "owns",
         returns='{"ce": F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1)), "l2": out.pow(2).mean()}',

@@ -1,0 +1,120 @@
+"""Terms of a loss that are 0 on the samples of a proof, and add up otherwise than the rest once they are not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import mlp
+from test_shared_outputs import batch
+from torch import Tensor, nn
+from torch.optim import SGD
+from zoo.plain import gradients_of, relative_error
+
+import memfit
+
+EXACT = 1e-12
+Term = Callable[[Tensor, Tensor], Tensor]
+
+
+def few(x: Tensor) -> Tensor:
+    """A mask that leaves none of the samples that a proof takes."""
+    return (x[:, 0] > 0).double()
+
+
+def margin(x: Tensor, logits: Tensor) -> Tensor:
+    return (logits.square().sum(1) * few(x)).sum()
+
+
+def masked_mean(x: Tensor, logits: Tensor) -> Tensor:
+    return (logits.square().sum(1) * few(x)).sum() / few(x).sum().clamp(min=1)
+
+
+def product(x: Tensor, logits: Tensor) -> Tensor:
+    return few(x) @ logits.square().sum(1)
+
+
+def in_pairs(x: Tensor, logits: Tensor) -> Tensor:
+    each = logits.square().sum(1) * few(x)
+    return (each[:, None] * each[None]).mean()
+
+
+def of_few(x: Tensor, logits: Tensor) -> Tensor:
+    return F.mse_loss(logits * few(x)[:, None], torch.zeros_like(logits), reduction="sum")
+
+
+TERMS: dict[str, Term] = {each.__name__: each for each in (margin, masked_mean, product, in_pairs, of_few)}
+
+
+def loss_of(model: nn.Module, x: Tensor, term: Term) -> Tensor:
+    logits = model(x)
+    return (logits - 1).square().mean() + 0.1 * term(x, logits)
+
+
+class OwnLoss(nn.Module):
+    def __init__(self, term: Term) -> None:
+        super().__init__()
+        self.net, self.term = mlp(), term
+
+    def forward(self, x: Tensor) -> Tensor:
+        return loss_of(self.net, x, self.term)
+
+
+def stepped(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor]) -> list[float]:
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_term_that_few_samples_do_not_show_is_that_of_the_batch_in_step_mode(name: str) -> None:
+    x, term, model = batch(), TERMS[name], mlp()
+    plain = copy.deepcopy(model)
+    want = stepped(plain, SGD(plain.parameters(), 0.1), lambda: loss_of(plain, x, term))
+    optimizer = SGD(model.parameters(), 0.1)
+    run = memfit.wrap(model, optimizer, micro_batch=4, loss_fn=lambda model, x: loss_of(model, x, term))
+    assert [run.step(x).item() for _ in range(3)] == pytest.approx(want, rel=EXACT)
+    assert relative_error(dict(model.named_parameters()), dict(plain.named_parameters())) <= EXACT
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_term_of_the_models_own_loss_is_that_of_the_batch(name: str) -> None:
+    x, model = batch(), OwnLoss(TERMS[name])
+    plain = copy.deepcopy(model)
+    want = stepped(plain, SGD(plain.parameters(), 0.1), lambda: plain(x))
+    optimizer = SGD(model.parameters(), 0.1)
+    run = memfit.wrap(model, optimizer, micro_batch=4)
+    assert stepped(model, optimizer, lambda: model(x)) == pytest.approx(want, rel=EXACT)
+    assert relative_error(gradients_of(model), gradients_of(plain)) <= EXACT
+    assert any("a batch runs whole" in event.message for event in run.events)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_mean_that_is_zero_costs_nothing(used: bool) -> None:
+    """A mean of all samples adds up with the rest of a loss by samples, whatever its values are."""
+
+    def term(x: Tensor, logits: Tensor) -> Tensor:
+        mean = (logits.square().sum(1) * few(x)).mean()
+        return mean if used else margin(x, logits).detach() + 0 * mean
+
+    x, model = batch(), OwnLoss(term)
+    run = memfit.wrap(model, SGD(model.parameters(), 0.0), micro_batch=4)
+    stepped(model, SGD(model.parameters(), 0.0), lambda: model(x[:6]))
+    assert not any("whole" in event.message for event in run.events)
+
+
+def test_a_sum_that_stays_zero_is_cut() -> None:
+    x, model = batch()[:6], OwnLoss(margin)
+    run = memfit.wrap(model, SGD(model.parameters(), 0.0), micro_batch=4)
+    stepped(model, SGD(model.parameters(), 0.0), lambda: model(x))
+    assert run.plan is not None and run.plan.micro_batch == 4
+    assert not any("whole" in event.message for event in run.events)
