@@ -101,7 +101,7 @@ class _Writer:
         self.objective = ""
         if self.owns:
             lines = {"loss": "loss = «x»", "loss_out": "loss, out = «x»", "losses": 'losses = «x»\nloss = losses["ce"] + 0.1 * losses["l2"]'}
-            self.sections["call"] = lines[self.c["pack"]]
+            self.sections["call"] = lines.get(self.c["pack"], lines["loss"])
             self.sections["loss"] = ""
         else:
             holds = the(self.c, owner(self.c)).holds
