@@ -12,7 +12,7 @@ import argparse
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,9 +34,10 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     rows = []
     with ProcessPoolExecutor(given.workers, context, max_tasks_per_child=1) as pool:
-        for name, row in zip(names, pool.map(tried, names, [given.first] * len(names), [given.most] * len(names))):
-            rows.append(row)
-            print(name, row, flush=True)
+        for done in as_completed([pool.submit(tried, name, given.first, given.most) for name in names]):
+            rows.append(done.result())
+            print(rows[-1], flush=True)
+    rows.sort(key=lambda row: names.index(row["fault"]))
     print(table("faults put back", [*rows[0]], [[*row.values()] for row in rows]))
     if given.save:
         print(save("fuzz_worth", {"most": given.most, "rows": rows}))

@@ -65,6 +65,7 @@ def test_the_peak_stays_within_the_budget_and_near_the_prediction(name: str) -> 
         if run.stats()["peak_measured"] is not None:
             break
     assert run.plan is not None and not [event for event in run.events if event.kind == "out of memory"]
+    torch.cuda.empty_cache()  # (keeps what larger sizes took while they were tried)
     torch.cuda.reset_peak_memory_stats()
     for batch in run.loader:
         run.step(batch)
