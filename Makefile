@@ -13,7 +13,7 @@ demo: $(VENV)/ready
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: check
-	$(RUN) -m pytest $(SPREAD) -m "not slow"
+	$(RUN) -m pytest $(SPREAD) -m "not slow" --durations=40 --durations-min=3
 
 # All that `make test` leaves out.
 test-all: $(VENV)/ready
