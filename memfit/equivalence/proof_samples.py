@@ -1,12 +1,15 @@
 """Chooses the samples that a proof runs on: those on which loss weightings differ most, by labels, masks and numbers.
 
-The first samples of a batch may be of one class, or all be counted; then every weighting looks right on them.
+The first samples of a batch may be of one class, or all be counted; then every weighting looks right on them. What samples of
+one class or group compute together (pairs of a contrastive loss, attention within a group) shows if both parts have some of it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +22,23 @@ SMALL = 1 << 16
 """Elements up to which a leaf of one sample is read; labels and masks are smaller."""
 TRIES = 200
 """Random choices that are compared."""
+PAIRS = 24
+"""Pairs of samples of one class or group that are tried."""
 
+KEY = "key"
+"""The mark that says to which class or group a sample belongs."""
 Marks = dict[Hashable, float]
 """What a loss might count in one sample: valid labels, classes, mask entries, weights."""
 
 
 def spaced(samples: int) -> list[int]:
-    """Return the indices of the samples to examine, spread over the batch."""
-    looked_at = min(samples, LOOKED_AT)
-    return [i * samples // looked_at for i in range(looked_at)]
+    """Return the indices of the samples to examine, spread over the batch. Of a large batch they are neighbors, and half of it
+    apart, as two views of one sample are if all first views come first."""
+    if samples <= LOOKED_AT:
+        return list(range(samples))
+    spread, half = LOOKED_AT // 4, samples // 2
+    firsts = [i * half // spread for i in range(spread)]
+    return sorted({min(i + beside, samples - 1) for i in firsts for beside in (0, 1, half, half + 1)})
 
 
 def marks_of(sample: Any) -> Marks:
@@ -36,6 +47,8 @@ def marks_of(sample: Any) -> Marks:
     for path, leaf in leaves(sample):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and 0 < leaf.numel() <= SMALL:
             found.update({(path, name): value for name, value in _marks(leaf.detach()).items()})
+        elif isinstance(leaf, (list, tuple)) and len(leaf) == 1 and isinstance(leaf[0], (int, str)):
+            found[path, KEY] = float(zlib.crc32(str(leaf[0]).encode()))
     return found
 
 
@@ -44,41 +57,78 @@ def _marks(leaf: torch.Tensor) -> dict[str, float]:
         return {}
     entries = leaf.to("cpu", torch.float64).numpy()  # not item(): reading a scalar off a tensor looks like a device sync
     found = {"set": float((entries != 0).sum()), "valid": float((entries != -100).sum())}
-    return found | ({"value": float(entries.reshape(-1)[0])} if entries.size == 1 else {})
+    if entries.size != 1:
+        return found
+    value = float(entries.reshape(-1)[0])
+    of_kind = not leaf.is_floating_point() and leaf.dtype is not torch.bool
+    return found | {"value": value} | ({KEY: value} if of_kind else {})
 
 
 def most_telling(marks: Sequence[Marks], sizes: Sequence[int]) -> list[int]:
-    """Return indices of samples for two parts of these `sizes`, in order, chosen so that the marks of the parts differ most.
-    Both parts should keep something that counts: a part without a loss proves nothing."""
+    """Return indices of samples for two parts of these `sizes`, in order, chosen so that the marks of the parts differ most,
+    and that both have samples of one class or group. Both parts should keep something that counts: a part without a loss
+    proves nothing."""
     count, first = sum(sizes), sizes[0]
-    columns = _columns(marks)
-    if not columns or len(marks) <= count or len(sizes) < 2:
+    columns, keys = _columns(marks), _keys(marks)
+    if not (columns or keys) or len(marks) <= count or len(sizes) < 2:
         return list(range(count))
     draw = random.Random(0)
     tried = [list(range(count)), *(draw.sample(range(len(marks)), count) for _ in range(TRIES))]
     for column in columns:
         low = sorted(range(len(marks)), key=column.__getitem__)
         tried += [[*low[:first], *low[first - count :]], [*low[-first:], *low[: count - first]]]
-    return max(tried, key=lambda chosen: _score(chosen, first, columns))
+    for key in keys:
+        tried += [_with_both(pair, len(marks), sizes, draw) for pair in _pairs(key, draw)]
+    return max(tried, key=lambda chosen: _score(chosen, first, columns, keys))
 
 
 def _columns(marks: Sequence[Marks]) -> list[list[float]]:
     """Return the marks that all samples have and that differ between them, scaled to [0, 1]."""
-    names = [name for name in marks[0] if all(name in m for m in marks)] if marks else []
     found = []
-    for name in names:
+    for name in _in_all(marks):
         values = [m[name] for m in marks]
         low, high = min(values), max(values)
-        if low < high and abs(low) + abs(high) < float("inf"):
+        if low < high and abs(low) + abs(high) < float("inf") and not _is_key(name):
             found.append([(v - low) / (high - low) for v in values])
     return found
 
 
-def _score(chosen: Sequence[int], first: int, columns: Sequence[Sequence[float]]) -> float:
+def _keys(marks: Sequence[Marks]) -> list[list[float]]:
+    """Return the keys that all samples have, if some have the same one and some do not."""
+    columns = ([m[name] for m in marks] for name in _in_all(marks) if _is_key(name))
+    return [column for column in columns if 1 < len(set(column)) < len(column)]
+
+
+def _in_all(marks: Sequence[Marks]) -> list[Hashable]:
+    return [name for name in marks[0] if all(name in m for m in marks)] if marks else []
+
+
+def _is_key(name: Hashable) -> bool:
+    return isinstance(name, tuple) and name[-1] == KEY
+
+
+def _pairs(key: Sequence[float], draw: random.Random) -> Iterator[tuple[int, int]]:
+    """Yield pairs of samples with the same key."""
+    times = Counter(key)
+    several = [i for i, value in enumerate(key) if times[value] > 1]
+    for one in draw.sample(several, min(PAIRS, len(several))):
+        yield one, draw.choice([i for i in several if key[i] == key[one] and i != one])
+
+
+def _with_both(pair: tuple[int, int], samples: int, sizes: Sequence[int], draw: random.Random) -> list[int]:
+    """Return samples of which one of a pair is in the first part, and one in the other."""
+    others = draw.sample([i for i in range(samples) if i not in pair], sum(sizes) - 2)
+    return [pair[0], *others[: sizes[0] - 1], pair[1], *others[sizes[0] - 1 :]]
+
+
+def _score(chosen: Sequence[int], first: int, columns: Sequence[Sequence[float]], keys: Sequence[Sequence[float]]) -> float:
     kinds = {tuple(column[i] for column in columns) for i in chosen}
     score = len(kinds) / len(chosen)
     for column in columns:
         one, other = [column[i] for i in chosen[:first]], [column[i] for i in chosen[first:]]
         apart = abs(sum(one) / len(one) - sum(other) / len(other))
         score += (2 * min(apart, 0.5) + 0.5 * (max(one) > 0 < max(other)) + 0.25 * (min(one) < 1 > min(other))) / len(columns)
+    for key in keys:
+        shared = {key[i] for i in chosen[:first]} & {key[i] for i in chosen[first:]}
+        score += 2 * bool(shared) / len(keys)
     return score

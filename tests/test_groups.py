@@ -1,0 +1,102 @@
+"""Samples of one class or group that compute something together: proofs have some of one group in both parts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import mlp
+from torch import Tensor, nn
+from torch.optim import SGD
+from zoo.plain import relative_error
+
+import memfit
+from memfit import Refused
+from memfit.equivalence.proof_samples import spaced
+
+SAMPLES = 12
+GROUPS = {
+    "neighbors": torch.arange(SAMPLES) // 3,
+    "halves": torch.arange(SAMPLES) % 6,
+    "one pair": torch.tensor([4, 1, 7, 3, 0, 5, 11, 2, 9, 10, 6, 7]),
+    "two": torch.tensor([0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0]),
+}
+
+
+def batch(groups: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.randn(SAMPLES, 7, generator=torch.Generator().manual_seed(0)).double(), groups
+
+
+def together(groups: Tensor) -> Tensor:
+    return (groups[:, None] == groups[None]).double()
+
+
+def contrastive(logits: Tensor, groups: Tensor) -> Tensor:
+    pairs = together(groups) - torch.eye(len(groups)).double()
+    return logits.square().mean() - (pairs * (logits @ logits.T)).sum() / len(groups)
+
+
+def relative(logits: Tensor, groups: Tensor) -> Tensor:
+    """The loss of groups' advantages, as in policy gradients by groups."""
+    same = together(groups)
+    score = logits.sum(1)
+    return ((score - (same @ score) / same.sum(1)).detach() * score).mean() + logits.square().mean()
+
+
+LOSSES = {"contrastive": contrastive, "relative": relative}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_of_samples_of_one_group_is_that_of_the_batch(loss: str, groups: str) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return LOSSES[loss](model(batch[0]), batch[1])
+
+    given, model = batch(GROUPS[groups]), mlp()
+    plain = copy.deepcopy(model)
+    run = memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=4, loss_fn=loss_fn)
+    optimizer = SGD(plain.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        want = loss_fn(plain, given)
+        want.backward()
+        optimizer.step()
+        assert run.step(given).item() == pytest.approx(want.item(), rel=1e-12)
+    assert relative_error(dict(model.named_parameters()), dict(plain.named_parameters())) <= 1e-12
+
+
+class Attending(nn.Module):
+    """Samples attend to those of their group."""
+
+    def __init__(self, of: Callable[[Any], Tensor] = lambda groups: groups) -> None:
+        super().__init__()
+        self.net, self.of = mlp(), of
+
+    def forward(self, x: Tensor, groups: Any) -> Tensor:
+        h = self.net(x)
+        return (h @ h.T).masked_fill(together(self.of(groups)) == 0, -torch.inf).softmax(-1) @ h
+
+
+def numbered(names: list[str]) -> Tensor:
+    return torch.tensor([ord(name) for name in names])
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_forward_over_samples_of_one_group_is_refused(groups: str, named: bool) -> None:
+    x, given = batch(GROUPS[groups])
+    model = Attending(numbered) if named else Attending()
+    names = [chr(97 + int(group)) for group in given]
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=4)
+    with pytest.raises(Refused, match="mixes samples"):
+        model(x, names if named else given).square().mean().backward()
+
+
+@pytest.mark.parametrize("samples", [5, 48, 49, 64, 1001])
+def test_samples_to_look_at_are_of_the_batch(samples: int) -> None:
+    found = spaced(samples)
+    assert found == sorted(set(found)) and found[0] == 0 and found[-1] < samples
+    assert len(found) >= min(samples, 40)
