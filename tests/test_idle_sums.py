@@ -47,7 +47,30 @@ def of_few(x: Tensor, logits: Tensor) -> Tensor:
     return F.mse_loss(logits * few(x)[:, None], torch.zeros_like(logits), reduction="sum")
 
 
-TERMS: dict[str, Term] = {each.__name__: each for each in (margin, masked_mean, product, in_pairs, of_few)}
+def of_a_mean(x: Tensor, logits: Tensor) -> Tensor:
+    """A penalty on a mean over samples that none of few reaches."""
+    return F.relu((logits.square() * few(x)[:, None]).mean(0) - 1e-3).sum()
+
+
+def centred(x: Tensor, logits: Tensor) -> Tensor:
+    kept = logits * few(x)[:, None]
+    return (kept - kept.mean(0)).square().sum(1).mean()
+
+
+def of_rows(x: Tensor, logits: Tensor) -> Tensor:
+    kept = logits * few(x)[:, None]
+    return (kept @ kept.T).amax(1).mean()
+
+
+def after_many(x: Tensor, logits: Tensor) -> Tensor:
+    """Sums by sample come before, and have more entries for more samples."""
+    for _ in range(3):
+        logits = logits + logits.sum(1, keepdim=True).tanh()
+    return margin(x, logits)
+
+
+SUMS = (margin, masked_mean, product, in_pairs, of_few, of_a_mean, centred, of_rows, after_many)
+TERMS: dict[str, Term] = {each.__name__: each for each in SUMS}
 
 
 def loss_of(model: nn.Module, x: Tensor, term: Term) -> Tensor:

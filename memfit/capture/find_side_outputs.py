@@ -84,6 +84,7 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
         found += _outputs_kept(output, call.model)
         found += [_Place(door.name, door) for door in (ArgumentEntries(),) if entries.changed()]
         places = [place for place in found if place.name not in named]
+        _look_again([place.door for place in places if place.door is not None], looked_at, tree)
         own = {id(t) for t in (*call.model.parameters(), *(t for t, _ in given))}
         leaves_ = [] if is_sharded(call.model) else leaves_of(tensors(output))
         strangers = tuple(p for p in leaves_ if isinstance(p, nn.Parameter) and id(p) not in own)
@@ -102,6 +103,15 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
             next_move="return it from forward, or store it detached",
         )
     return entrances
+
+
+def _look_again(doors: Sequence[Door], call: Call, tree: Any) -> None:
+    """Let the doors see what a second forward makes of what the first one left: a list may be emptied, or grow."""
+    before = [door.before(tree) for door in doors]
+    if any(isinstance(there, list) for there, _ in before):
+        call.output(tree)
+        for door, was in zip(doors, before):
+            door.taken(was)
 
 
 class _Shared:

@@ -46,6 +46,8 @@ class Door:
     def __init__(self, name: str, owner: MutableMapping[str, Any], key: str) -> None:
         self.name, self._owner, self._key = name, owner, key
         self._fills = False
+        self._dropped: int | None = 0
+        """How many of the first items a forward drops from a list; None: all."""
 
     def before(self, arguments: Any) -> Any:
         """Return what is there before a forward with these arguments."""
@@ -65,8 +67,14 @@ class Door:
             found.clear()
             found.update(contents)
             return new
-        grown = len(found) > len(contents)
-        new = found[len(contents) :] if grown else [a if a is not b else None for a, b in zip(found, contents)]
+        kept = [a is b for a, b in zip(found, contents)]
+        dropped = next(n for n in range(len(contents) + 1) if _begins_with(found, contents[n:]))
+        if any(kept) and dropped and len(found) == len(contents):
+            new = [None if same else item for same, item in zip(kept, found)]
+        else:
+            new = found[len(contents) - dropped :]
+            if contents:  # (one that was empty does not tell)
+                self._dropped = dropped if dropped < len(contents) else None
         found[:] = contents
         return new
 
@@ -82,15 +90,19 @@ class Door:
             there.update(value)
         elif isinstance(there, list):
             if len(value) == len(there) and any(item is None for item in value):
-                value = [old if new is None else new for old, new in zip(there, value)]
-                there.clear()
-            there.extend(value)
+                there[:] = [old if new is None else new for old, new in zip(there, value)]
+            else:
+                there[:] = [*there[len(there) if self._dropped is None else self._dropped :], *value]
 
     def _put_back(self, old: Any) -> None:
         if old is _MISSING:
             self._owner.pop(self._key, None)
         else:
             self._owner[self._key] = old
+
+
+def _begins_with(found: list[Any], items: list[Any]) -> bool:
+    return len(items) <= len(found) and all(a is b for a, b in zip(found, items))
 
 
 class Doorway:

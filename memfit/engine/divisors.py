@@ -79,14 +79,15 @@ def divisors_of(loss: torch.Tensor, known: Sequence[Any] = ()) -> list[Number] |
     """Return the divisors of the terms that the loss is linear in, in graph order. Stops at the nodes `known`, of means that
     are weighted separately. None: the graph is too large."""
     found: list[Number] = []
-    for visited, node in enumerate(_linear_nodes(loss, known)):
+    for visited, node in enumerate(linear_nodes(loss, known)):
         if visited >= _MOST_NODES:
             return None
         found += _divisor(node)
     return found
 
 
-def _linear_nodes(loss: torch.Tensor, ends: Sequence[Any]) -> Iterator[Any]:
+def linear_nodes(loss: torch.Tensor, ends: Sequence[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of a loss's graph that it is linear in, down to the nodes `ends`, which are left out."""
     open_: list[Any] = [loss.grad_fn]
     seen = set(ends)
     while open_:

@@ -24,7 +24,7 @@ from memfit.capture.size_dependence import Positions
 from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.divisors import How, Number, divisors_of, how_divided, off_by
 from memfit.engine.gradients import gradients_of, is_sharded
-from memfit.engine.idle_sums import Name, Summed, Sums, idle_in
+from memfit.engine.idle_sums import Name, Result, Results, idle_in
 from memfit.engine.intercept import is_compiled
 from memfit.engine.known_means import Terms, is_only_term, leaves_of
 from memfit.engine.random_slices import Draws
@@ -81,7 +81,7 @@ def infer_weighting(
         weighting = replace(weighting, doubt=f"{DECIDES} ({moves.decides})")
     if weighting is not None and weighting.idle and any(map(is_compiled, model.modules())):
         name = weighting.idle[0][0]
-        weighting = replace(weighting, idle=(), doubt=weighting.doubt or f"its {name}() over the samples examined is 0")
+        weighting = replace(weighting, idle=(), doubt=weighting.doubt or f"the result of its {name}() is 0 for the samples examined")
     # Tensors that the loss function creates on each run are gone by now.
     staging.stage_also([leaf for leaf in (reference() for reference in foreign) if leaf is not None])
     return weighting, deviation, moves
@@ -233,7 +233,7 @@ class _Measured:
     divisors: list[Number] | None
     dtype: torch.dtype
     decides: Decides | None
-    sums: dict[Name, Summed]
+    results: dict[Name, Result]
     of_batch: bool
     """Whether it may depend on values of the batch."""
 
@@ -269,7 +269,7 @@ class _Look:
 
         inputs, _ = self.work.inputs(start, stop, count)
         decides = None if self.called is None else Decides(self.called)
-        with reads.of(tensors(inputs)), Sums() as sums:
+        with reads.of(tensors(inputs)), Results() as results:
             outputs = self.work.forward(inputs)
             with Terms(alone=False, by_name=None if self.by_name else False) as terms, decides or nullcontext():
                 loss = checked_loss(self.work.loss(outputs))
@@ -289,7 +289,7 @@ class _Look:
             divisors=divisors,
             dtype=terms.lowest or (loss.dtype if loss.dtype in TOLERANCE else torch.float32),
             decides=decides,
-            sums=sums.of(loss, stop - start),
+            results=results.of(loss, stop - start),
             of_batch=reads.may_tell(loss),
         )
         return measured, reached
@@ -343,7 +343,7 @@ def _choose(
     alike = not any(m.of_batch for m in (whole, *parts)) and all(_difference(whole, [p], [1.0], how) <= limit for p in parts)
     chosen = chosen if alike else _with_rivals(chosen, fitting[1:])  # all weights are right for what no batch changes
     looks = [(m.samples, m.decides) for m in (whole, *parts) if m.decides]
-    idle = idle_in(whole.sums, [part.sums for part in parts], chosen.kind)
+    idle = idle_in(whole.results, [part.results for part in parts], chosen.kind)
     return replace(chosen, doubt=_doubt(looks, chosen.kind), idle=idle), deviation
 
 
