@@ -69,7 +69,32 @@ def after_many(x: Tensor, logits: Tensor) -> Tensor:
     return margin(x, logits)
 
 
-SUMS = (margin, masked_mean, product, in_pairs, of_few, of_a_mean, centred, of_rows, after_many)
+def largest(x: Tensor, logits: Tensor) -> Tensor:
+    return (logits.square() * few(x)[:, None]).max(0)[0].sum()
+
+
+def many(x: Tensor, logits: Tensor) -> Tensor:
+    kept = logits * few(x)[:, None]
+    return (kept.repeat(1, 40).T @ kept).square().sum()
+
+
+def in_order(x: Tensor, logits: Tensor) -> Tensor:
+    return (logits.square().sum(1) * few(x)).cumsum(0).mean()
+
+
+def by_sample(x: Tensor, logits: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for each, used in zip(logits, few(x)):
+        total = total + F.relu(used * each.square().sum())
+    return total
+
+
+def stacked(x: Tensor, logits: Tensor) -> Tensor:
+    return torch.stack([used * each.square().sum() for each, used in zip(logits, few(x))]).sum()
+
+
+SUMS = [margin, masked_mean, product, in_pairs, of_few, of_a_mean, centred, of_rows, after_many]
+SUMS += [largest, many, in_order, by_sample, stacked]
 TERMS: dict[str, Term] = {each.__name__: each for each in SUMS}
 
 

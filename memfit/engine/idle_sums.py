@@ -1,17 +1,18 @@
-"""Finds what a loss makes of several samples and what was 0 in a proof, which therefore shows nothing of how it adds up: a margin
-that no sample exceeds yet, a mask that leaves none. A pass checks that it still is 0.
+"""Finds what a loss makes of several samples and what was 0 in a proof, which therefore shows nothing of how it adds up: a
+margin that no sample exceeds yet, a mask that leaves none. A pass checks that it still is 0.
 
-Not covered: compiled code, results with more than `SMALL` entries or with some that are not 0, in-place sums.
+Not covered: compiled code, custom autograd functions, results with more than `SMALL` entries or with some that are not 0, and
+in-place sums.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,81 +23,117 @@ from memfit.batches.tree import tensors
 from memfit.engine.call_context import is_faking
 from memfit.engine.divisors import linear_nodes
 
-SMALL = 64
-Name = tuple[str, int]
-"""A function and how many times it was called before."""
-Shape = tuple[int, ...]
+SMALL = 1 << 14
 FITTING = {"samples": ("mean", "nanmean"), "sum": ("sum", "nansum")}
 """Functions of entries that belong to one sample each: they add up as a weighting of this kind says, whatever their values."""
+MIXING = ("cumsum", "cumprod", "cummax", "cummin", "flip", "roll")
+"""Functions whose results have an entry per sample, made of several samples."""
+Shape = tuple[int, ...]
+
+
+class Idle(NamedTuple):
+    """What was 0 in a proof: a result of a function, the `number`-th that it returned; None: all of them of this `shape`, as a
+    loop over samples calls it."""
+
+    function: str
+    number: int | None
+    shape: Shape | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """A small result with a graph, of the loss of `samples` samples."""
+    """A small result with a graph."""
 
-    samples: int
     given: tuple[Shape, ...]
     shape: Shape
     idle: bool
     """Whether it is 0, and the loss depends on it and not on parameters alone."""
     linear: bool
     """Whether the loss is linear in what it is made of."""
+    of_zero: bool
+    """Whether what it is made of is 0."""
 
-    @property
-    def entries_per_sample(self) -> float:
-        """How many entries its first argument has for each sample."""
-        return math.prod(self.given[0]) / self.samples
 
-    @property
-    def is_of_pairs(self) -> bool:
-        """Whether it has an entry for each pair of samples."""
-        return self.shape.count(self.samples) > 1
+@dataclass(frozen=True)
+class Seen:
+    """What the loss of `samples` samples is made of: small results by function, in order."""
+
+    samples: int
+    results: dict[str, list[Result | None]]
+
+    def entries_per_sample(self, result: Result) -> float:
+        """Return how many entries the first argument has for each sample."""
+        return math.prod(result.given[0]) / self.samples
 
 
 class Results(TorchFunctionMode):
-    """Function mode that records small results with a graph. `wanted`: whether these are 0 alone, of any size."""
+    """Function mode that records small results with a graph, or whether those `wanted` are 0."""
 
-    def __init__(self, wanted: Sequence[Name] | None = None) -> None:
+    def __init__(self, wanted: Sequence[Idle] | None = None) -> None:
         super().__init__()
-        self.nonzero: dict[Name, torch.Tensor] = {}
-        self._wanted = wanted
+        self.nonzero: dict[Idle, torch.Tensor] = {}
+        self._wanted = None if wanted is None else frozenset(wanted)
         self._calls: Counter[str] = Counter()
-        self._found: dict[Name, tuple[tuple[Shape, ...], Shape, Any]] = {}
+        self._found: dict[str, list[_Recorded | None]] = {}
         self._constant = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if type(result) is torch.Tensor and result.grad_fn is not None and not _in_transform():
-            name = func.__name__, self._calls[func.__name__]
-            self._calls[func.__name__] += 1
-            if self._wanted is None:
-                self._record(name, tensors((args, kwargs or {})), result)
-            elif name in self._wanted:
-                self.nonzero[name] = result.detach().any()
+        if isinstance(result, (torch.Tensor, tuple, list)) and not _in_transform():
+            for made in tensors(result):
+                if type(made) is torch.Tensor and made.grad_fn is not None:
+                    self._look(func.__name__, made, args, kwargs)
         return result
 
-    def _record(self, name: Name, given: Sequence[torch.Tensor], result: torch.Tensor) -> None:
-        if all(isinstance(t, nn.Parameter) or t in self._constant or not (t.requires_grad or t.dim()) for t in given):
-            self._constant[result] = True  # the same in every part
-        elif result.numel() <= SMALL:
-            self._constant.pop(result, None)  # written in place
-            self.nonzero[name] = result.detach().any()
-            self._found[name] = tuple(tuple(t.shape) for t in given), tuple(result.shape), result.grad_fn
+    def _look(self, function: str, made: torch.Tensor, args: Any, kwargs: Any) -> None:
+        number = self._calls[function]
+        self._calls[function] += 1
+        if self._wanted is None:
+            self._found.setdefault(function, []).append(self._recorded(tensors((args, kwargs or {})), made))
+            return
+        for name in (Idle(function, number), Idle(function, None, tuple(made.shape))):
+            if name in self._wanted:
+                nonzero = made.detach().any()
+                self.nonzero[name] = nonzero | self.nonzero[name] if name in self.nonzero else nonzero
 
-    def of(self, loss: torch.Tensor, samples: int) -> dict[Name, Result]:
-        """Return what was recorded and is 0, after the loss of `samples` samples was computed."""
-        zero = {name for name, nonzero in self.nonzero.items() if not bool(nonzero)}
+    def _recorded(self, given: Sequence[torch.Tensor], made: torch.Tensor) -> _Recorded | None:
+        if all(isinstance(t, nn.Parameter) or t in self._constant or not (t.requires_grad or t.dim()) for t in given):
+            self._constant[made] = True  # the same in every part
+            return None
+        self._constant.pop(made, None)  # written in place
+        if made.numel() > SMALL:
+            return None
+        of = [t.detach().any() for t in given if t.requires_grad and t.numel() <= SMALL]
+        return _Recorded(tuple(tuple(t.shape) for t in given), tuple(made.shape), made.detach().any(), of, made.grad_fn)
+
+    def of(self, loss: torch.Tensor, samples: int) -> Seen:
+        """Return what was recorded, after the loss of `samples` samples was computed."""
+        zero = [each for some in self._found.values() for each in some if each is not None and not bool(each.nonzero)]
         below, linear = (_graph_of(loss), set(linear_nodes(loss))) if zero else (set[Any](), set[Any]())
-        found = ((name, each) for name, each in self._found.items() if name in zero)
-        return {
-            name: Result(samples, given, shape, node in below, node in linear) for name, (given, shape, node) in found
-        }
+
+        def result(each: _Recorded | None) -> Result | None:
+            if each is None:
+                return None
+            idle = each.node in below and not bool(each.nonzero)
+            of_zero = idle and not any(map(bool, each.of))
+            return Result(each.given, each.shape, idle, each.node in linear, of_zero)
+
+        return Seen(samples, {function: [*map(result, some)] for function, some in self._found.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded:
+    given: tuple[Shape, ...]
+    shape: Shape
+    nonzero: torch.Tensor
+    of: list[torch.Tensor]
+    node: Any
 
 
 class IdleSums:
     """Checks in each micro-batch of a pass what was 0 in the proof of its weighting."""
 
-    def __init__(self, names: Sequence[Name]) -> None:
+    def __init__(self, names: Sequence[Idle]) -> None:
         self._names, self._looks = names, list[Results]()
 
     def watching(self) -> AbstractContextManager[Any]:
@@ -107,35 +144,58 @@ class IdleSums:
         return self._looks[-1]
 
     def changed(self) -> str | None:
-        """Return what differs from the proof, or None. Synchronizes if the sums are on a device."""
-        there = [look.nonzero.get(name) for look in self._looks for name in self._names]
+        """Return what differs from the proof, or None. Synchronizes if results are on a device."""
+        there = [look.nonzero.get(name) for look in self._looks for name in self._names if name.number is not None]
+        there += [look.nonzero[name] for look in self._looks for name in self._names if name in look.nonzero]
         found = [nonzero for nonzero in there if nonzero is not None and type(nonzero) is torch.Tensor]
         if len(found) == len(there) and (not found or not bool(torch.stack(found).any())):
             return None
-        return f"{self._names[0][0]}() is no longer 0, as it was when the loss was proven"
+        return f"{self._names[0].function}() is no longer 0, as it was when the loss was proven"
 
 
-def idle_in(whole: dict[Name, Result], parts: Sequence[dict[Name, Result]], kind: str) -> tuple[Name, ...]:
+def idle_in(whole: Seen, parts: Sequence[Seen], kind: str) -> tuple[Idle, ...]:
     """Return what several samples make that is 0 in a whole and in its parts, unless any values of it fit this kind of
     weighting."""
-    there = {name: [one, *(part[name] for part in parts)] for name, one in whole.items() if all(name in p for p in parts)}
-    return tuple(name for name, found in there.items() if _is_of_several(found) and not _fits(name, found, kind))
+    looks, found = (whole, *parts), list[Idle]()
+    for function, results in whole.results.items():
+        rows = [look.results.get(function, []) for look in looks]
+        if all(len(row) == len(results) for row in rows):
+            found += [Idle(function, i) for i, same in enumerate(zip(*rows)) if _is_idle(function, looks, same, kind)]
+        else:
+            found += [Idle(function, None, shape) for shape in _idle_shapes(function, looks, rows, kind)]
+    return tuple(found)
 
 
-def _is_of_several(found: Sequence[Result]) -> bool:
-    """Whether these results are idle, and have entries that belong to no sample alone."""
-    whole, *parts = found
+def _idle_shapes(
+    function: str, looks: Sequence[Seen], rows: Sequence[Sequence[Result | None]], kind: str
+) -> Iterator[Shape]:
+    """Yield the shapes whose results are all 0, of a function that is called more often for more samples."""
+    for shape in dict.fromkeys(each.shape for each in rows[0] if each is not None):
+        groups = [[each for each in row if each is not None and each.shape == shape] for row in rows]
+        firsts = [group[0] if group else None for group in groups]
+        if all(each.idle for group in groups for each in group) and _is_idle(function, looks, firsts, kind):
+            yield shape
+
+
+def _is_idle(function: str, looks: Sequence[Seen], found: Sequence[Result | None], kind: str) -> bool:
+    """Whether a result is 0 in all looks, has entries that belong to no sample alone, and may add up otherwise."""
+    there = [each for each in found if each is not None and each.idle]
+    if len(there) < len(found):
+        return False
+    whole, *parts = there
     one_shape = all(part.shape == whole.shape for part in parts)
-    return all(each.idle for each in found) and (one_shape or all(each.is_of_pairs for each in found))
+    of_pairs = all(each.shape.count(look.samples) > 1 for look, each in zip(looks, there))
+    return (one_shape or of_pairs or function in MIXING) and not _fits(function, looks, there, kind)
 
 
-def _fits(name: Name, found: Sequence[Result], kind: str) -> bool:
+def _fits(function: str, looks: Sequence[Seen], found: Sequence[Result], kind: str) -> bool:
     whole, *parts = found
     if not all(each.linear for each in found):
         return False
     if all(part.given == whole.given for part in parts):
-        return True  # what it is made of counts
-    return name[0] in FITTING.get(kind, ()) and len({each.entries_per_sample for each in found}) == 1
+        return all(each.of_zero for each in found)  # then what it is made of counts
+    per_sample = {look.entries_per_sample(each) for look, each in zip(looks, found)}
+    return function in FITTING.get(kind, ()) and len(per_sample) == 1
 
 
 def _graph_of(loss: torch.Tensor) -> set[Any]:

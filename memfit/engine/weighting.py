@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from memfit.batches.weights import Count
 from memfit.engine.divisors import How
-from memfit.engine.idle_sums import Name
+from memfit.engine.idle_sums import Idle
 
 CountOf = Callable[[Any], Count]
 
@@ -43,7 +43,7 @@ class Weighting:
     not checked."""
     doubt: str | None = None
     """Why it may hold for the proof's samples but not for others. None if nothing suggests that."""
-    idle: tuple[Name, ...] = ()
+    idle: tuple[Idle, ...] = ()
     """Sums over samples that were 0 in the proof, which did not show how they add up. They must stay 0."""
 
 BY_SAMPLES = Weighting("samples", "by samples")

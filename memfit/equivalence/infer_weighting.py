@@ -24,7 +24,7 @@ from memfit.capture.size_dependence import Positions
 from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.divisors import How, Number, divisors_of, how_divided, off_by
 from memfit.engine.gradients import gradients_of, is_sharded
-from memfit.engine.idle_sums import Name, Result, Results, idle_in
+from memfit.engine.idle_sums import Results, Seen, idle_in
 from memfit.engine.intercept import is_compiled
 from memfit.engine.known_means import Terms, is_only_term, leaves_of
 from memfit.engine.random_slices import Draws
@@ -80,8 +80,8 @@ def infer_weighting(
     if weighting is not None and moves.decides is not None:
         weighting = replace(weighting, doubt=f"{DECIDES} ({moves.decides})")
     if weighting is not None and weighting.idle and any(map(is_compiled, model.modules())):
-        name = weighting.idle[0][0]
-        weighting = replace(weighting, idle=(), doubt=weighting.doubt or f"the result of its {name}() is 0 for the samples examined")
+        doubt = f"the result of its {weighting.idle[0].function}() is 0 for the samples examined"
+        weighting = replace(weighting, idle=(), doubt=weighting.doubt or doubt)
     # Tensors that the loss function creates on each run are gone by now.
     staging.stage_also([leaf for leaf in (reference() for reference in foreign) if leaf is not None])
     return weighting, deviation, moves
@@ -233,7 +233,7 @@ class _Measured:
     divisors: list[Number] | None
     dtype: torch.dtype
     decides: Decides | None
-    results: dict[Name, Result]
+    results: Seen
     of_batch: bool
     """Whether it may depend on values of the batch."""
 
