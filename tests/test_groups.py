@@ -95,6 +95,25 @@ def test_a_forward_over_samples_of_one_group_is_refused(groups: str, named: bool
         model(x, names if named else given).square().mean().backward()
 
 
+class Adding(nn.Module):
+    """Adds up the samples of each group. A cut of one argument alone does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor, groups: Tensor) -> Tensor:
+        h = self.net(x)
+        return torch.zeros(SAMPLES, h.shape[1]).double().index_add(0, groups, h)[groups]
+
+
+def test_what_is_said_is_why_the_likeliest_cut_is_wrong() -> None:
+    model = Adding()
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=4)
+    with pytest.raises(Refused, match="mixes samples"):
+        model(*batch(GROUPS["halves"])).square().mean().backward()
+
+
 @pytest.mark.parametrize("samples", [5, 48, 49, 64, 1001])
 def test_samples_to_look_at_are_of_the_batch(samples: int) -> None:
     found = spaced(samples)

@@ -405,8 +405,19 @@ class CallKinds:
             raise self._prover.mixes(call, deviation or Deviation("the loss", float("inf"), 0.0))
 
     def _first(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree, samples: int) -> Call | None:
+        """Return the call to be cut in the first way that is proven. Raises Refused for the closest one if none is."""
+        failed: list[tuple[Call, Deviation]] = []
+        try:
+            return self._first_proven(key, plain, tree, samples, failed)
+        except Exception as error:
+            if not failed or isinstance(error, MemfitError) or is_out_of_memory(error):
+                raise
+            raise self._prover.mixes(*failed[0]) from error  # a less likely way does not even run
+
+    def _first_proven(
+        self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree, samples: int, failed: list[tuple[Call, Deviation]]
+    ) -> Call | None:
         core = self._core
-        worst: tuple[Call, Deviation] | None = None
         for call in ways_to_cut(core.model, plain, tree, samples, core.device, self._split(tree, samples)):
             if not self._trains(call):
                 self._untrained.add(key)
@@ -432,10 +443,8 @@ class CallKinds:
                 core.tell("samples of one process's share are not independent: each process runs its share whole")
                 self._kinds[key] = kind
                 return None
-            if worst is None or deviation.relative < worst[1].relative:
-                worst = call, deviation
-        assert worst is not None  # ways_to_cut raises where there is none
-        raise self._prover.mixes(*worst)
+            failed.append((call, deviation))
+        raise self._prover.mixes(*min(failed, key=lambda each: each[1].relative))  # (ways_to_cut raises where there is none)
 
     def _single(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree) -> Call | None:
         """Return a rank's one-sample share of an unknown kind, in one piece. Its loss is weighted by its denominator, if that
