@@ -74,7 +74,7 @@ class Results(TorchFunctionMode):
         self.nonzero: dict[Idle, torch.Tensor] = {}
         self._wanted = None if wanted is None else frozenset(wanted)
         self._calls: Counter[str] = Counter()
-        self._found: dict[str, list[_Recorded | None]] = {}
+        self._found: dict[str, list[_FoundResult | None]] = {}
         self._constant = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -96,7 +96,7 @@ class Results(TorchFunctionMode):
                 nonzero = made.detach().any()
                 self.nonzero[name] = nonzero | self.nonzero[name] if name in self.nonzero else nonzero
 
-    def _recorded(self, given: Sequence[torch.Tensor], made: torch.Tensor) -> _Recorded | None:
+    def _recorded(self, given: Sequence[torch.Tensor], made: torch.Tensor) -> _FoundResult | None:
         if all(isinstance(t, nn.Parameter) or t in self._constant or not (t.requires_grad or t.dim()) for t in given):
             self._constant[made] = True  # the same in every part
             return None
@@ -104,14 +104,14 @@ class Results(TorchFunctionMode):
         if made.numel() > SMALL:
             return None
         of = [t.detach().any() for t in given if t.requires_grad and t.numel() <= SMALL]
-        return _Recorded(tuple(tuple(t.shape) for t in given), tuple(made.shape), made.detach().any(), of, made.grad_fn)
+        return _FoundResult(tuple(tuple(t.shape) for t in given), tuple(made.shape), made.detach().any(), of, made.grad_fn)
 
     def of(self, loss: torch.Tensor, samples: int) -> Seen:
         """Return what was recorded, after the loss of `samples` samples was computed."""
         zero = [each for some in self._found.values() for each in some if each is not None and not bool(each.nonzero)]
         below, linear = (_graph_of(loss), set(linear_nodes(loss))) if zero else (set[Any](), set[Any]())
 
-        def result(each: _Recorded | None) -> Result | None:
+        def result(each: _FoundResult | None) -> Result | None:
             if each is None:
                 return None
             idle = each.node in below and not bool(each.nonzero)
@@ -122,7 +122,7 @@ class Results(TorchFunctionMode):
 
 
 @dataclass(frozen=True, eq=False)
-class _Recorded:
+class _FoundResult:
     given: tuple[Shape, ...]
     shape: Shape
     nonzero: torch.Tensor
