@@ -107,6 +107,7 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
 
 def _look_again(doors: Sequence[Door], call: Call, tree: Any) -> None:
     """Let the doors see what a second forward makes of what the first one left: a list may be emptied, or grow."""
+    doors = [door for door in doors if not door.copies_arguments]
     before = [door.before(tree) for door in doors]
     if any(isinstance(there, list) for there, _ in before):
         call.output(tree)
