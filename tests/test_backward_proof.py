@@ -210,3 +210,24 @@ def test_the_default_device_does_not_matter() -> None:
     finally:
         torch.set_default_device(None)
     assert model.body.weight.grad is not None
+
+
+class Autocast(nn.Module):
+    """Computes in half precision inside, and returns float32: as accelerate makes a model's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.net(x).float()
+
+
+def test_half_precision_inside_a_forward_is_rounding() -> None:
+    for seed in range(4):
+        model = Autocast()
+        memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch=3)
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(seed))
+        model(x).logsumexp(1).mean().backward()

@@ -72,6 +72,7 @@ def kept(model: nn.Module) -> Iterator[UndoState]:
     token = _PLANNING.set(True)
     found = UndoState({id(module.__dict__): name for name, module in model.named_modules()})
     hooks = [hook for kind in KINDS for hook in getattr(nn.modules.module, "_global" + kind, {}).values()]
+    hooks = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("memfit.")]
     found.look((model, *hooks, parametrize._cache, *_REACHED.get()))
     try:
         yield found
