@@ -69,6 +69,12 @@ def after_many(x: Tensor, logits: Tensor) -> Tensor:
     return margin(x, logits)
 
 
+def far_apart(x: Tensor, logits: Tensor) -> Tensor:
+    """A margin between samples that none of few is within."""
+    near = 1e-3 * logits @ logits.T + (few(x)[:, None] * few(x)[None]) * (2 + logits.square().sum(1))
+    return F.relu(near.amax(1) - 1).mean()
+
+
 def largest(x: Tensor, logits: Tensor) -> Tensor:
     return (logits.square() * few(x)[:, None]).max(0)[0].sum()
 
@@ -94,7 +100,7 @@ def stacked(x: Tensor, logits: Tensor) -> Tensor:
 
 
 SUMS = [margin, masked_mean, product, in_pairs, of_few, of_a_mean, centred, of_rows, after_many]
-SUMS += [largest, many, in_order, by_sample, stacked]
+SUMS += [far_apart, largest, many, in_order, by_sample, stacked]
 TERMS: dict[str, Term] = {each.__name__: each for each in SUMS}
 
 

@@ -46,8 +46,10 @@ class Result:
 
     given: tuple[Shape, ...]
     shape: Shape
+    used: bool
+    """Whether the loss depends on it. (Results of parameters alone are none.)"""
     idle: bool
-    """Whether it is 0, and the loss depends on it and not on parameters alone."""
+    """Whether it is used, and 0."""
     linear: bool
     """Whether the loss is linear in what it is made of."""
     of_zero: bool
@@ -64,6 +66,16 @@ class Seen:
     def entries_per_sample(self, result: Result) -> float:
         """Return how many entries the first argument has for each sample."""
         return math.prod(result.given[0]) / self.samples
+
+    def is_of_pairs(self, result: Result) -> bool:
+        """Whether a result has an entry for each pair of samples."""
+        return result.shape.count(self.samples) > 1
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss depends on something for each pair of samples."""
+        found = (each for some in self.results.values() for each in some if each is not None)
+        return any(each.used and self.is_of_pairs(each) for each in found)
 
 
 class Results(TorchFunctionMode):
@@ -114,9 +126,10 @@ class Results(TorchFunctionMode):
         def result(each: _FoundResult | None) -> Result | None:
             if each is None:
                 return None
-            idle = each.node in below and not bool(each.nonzero)
+            used = each.node in below
+            idle = used and not bool(each.nonzero)
             of_zero = idle and not any(map(bool, each.of))
-            return Result(each.given, each.shape, idle, each.node in linear, of_zero)
+            return Result(each.given, each.shape, used, idle, each.node in linear, of_zero)
 
         return Seen(samples, {function: [*map(result, some)] for function, some in self._found.items()})
 
@@ -184,7 +197,7 @@ def _is_idle(function: str, looks: Sequence[Seen], found: Sequence[Result | None
         return False
     whole, *parts = there
     one_shape = all(part.shape == whole.shape for part in parts)
-    of_pairs = all(each.shape.count(look.samples) > 1 for look, each in zip(looks, there))
+    of_pairs = all(look.is_of_pairs(each) for look, each in zip(looks, there))
     return (one_shape or of_pairs or function in MIXING) and not _fits(function, looks, there, kind)
 
 
@@ -195,7 +208,7 @@ def _fits(function: str, looks: Sequence[Seen], found: Sequence[Result], kind: s
     if all(part.given == whole.given for part in parts):
         return all(each.of_zero for each in found)  # then what it is made of counts
     per_sample = {look.entries_per_sample(each) for look, each in zip(looks, found)}
-    return function in FITTING.get(kind, ()) and len(per_sample) == 1
+    return function in FITTING.get(kind, ()) and len(per_sample) == 1 and not all(look.compares for look in looks)
 
 
 def _graph_of(loss: torch.Tensor) -> set[Any]:
