@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import mlp
+from processes import Processes
+from stepping import Seen
 from test_shared_outputs import batch
 from torch import Tensor, nn
 from torch.optim import SGD
-from zoo.plain import gradients_of, relative_error
+from zoo.plain import Gradients, gradients_of, relative_error
 
 import memfit
 
 EXACT = 1e-12
 Term = Callable[[Tensor, Tensor], Tensor]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    found = Processes(2)
+    yield found
+    found.end()
 
 
 def few(x: Tensor) -> Tensor:
@@ -95,12 +105,21 @@ def by_sample(x: Tensor, logits: Tensor) -> Tensor:
     return total
 
 
+def twice_divided(x: Tensor, logits: Tensor) -> Tensor:
+    return (logits.square().sum(1) * few(x)).mean() / len(x)
+
+
+def by_counts(x: Tensor, logits: Tensor) -> Tensor:
+    kept = logits * few(x)[:, None]
+    return (kept.mean(0) / (logits.detach() > 0).sum(0).clamp(min=1)).sum()
+
+
 def stacked(x: Tensor, logits: Tensor) -> Tensor:
     return torch.stack([used * each.square().sum() for each, used in zip(logits, few(x))]).sum()
 
 
 SUMS = [margin, masked_mean, product, in_pairs, of_few, of_a_mean, centred, of_rows, after_many]
-SUMS += [far_apart, largest, many, in_order, by_sample, stacked]
+SUMS += [twice_divided, by_counts, far_apart, largest, many, in_order, by_sample, stacked]
 TERMS: dict[str, Term] = {each.__name__: each for each in SUMS}
 
 
@@ -152,17 +171,36 @@ def test_a_term_of_the_models_own_loss_is_that_of_the_batch(name: str) -> None:
     assert any("a batch runs whole" in event.message for event in run.events)
 
 
-@pytest.mark.parametrize("used", [False, True])
-def test_a_mean_that_is_zero_costs_nothing(used: bool) -> None:
+def mean(x: Tensor, logits: Tensor) -> Tensor:
+    return (logits.square().sum(1) * few(x)).mean()
+
+
+def mean_of_columns(x: Tensor, logits: Tensor) -> Tensor:
+    return (logits.square() * few(x)[:, None]).mean(0)[:1].sum() * 0.5
+
+
+def sum_by_samples(x: Tensor, logits: Tensor) -> Tensor:
+    return 0.5 * margin(x, logits) / len(x)
+
+
+def sum_by_entries(x: Tensor, logits: Tensor) -> Tensor:
+    return (logits.square() * few(x)[:, None]).sum().div(logits.numel())
+
+
+FITTING: dict[str, Term] = {each.__name__: each for each in (mean, mean_of_columns, sum_by_samples, sum_by_entries)}
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_a_mean_that_is_zero_costs_nothing(name: str) -> None:
     """A mean of all samples adds up with the rest of a loss by samples, whatever its values are."""
-
-    def term(x: Tensor, logits: Tensor) -> Tensor:
-        mean = (logits.square().sum(1) * few(x)).mean()
-        return mean if used else margin(x, logits).detach() + 0 * mean
-
-    x, model = batch(), OwnLoss(term)
+    x, model = batch(), OwnLoss(FITTING[name])
+    plain = copy.deepcopy(model)
     run = memfit.wrap(model, SGD(model.parameters(), 0.0), micro_batch=4)
-    stepped(model, SGD(model.parameters(), 0.0), lambda: model(x[:6]))
+    for samples in (x[:6], x):
+        for each in (model, plain):
+            each.zero_grad()
+            each(samples).backward()
+        assert relative_error(gradients_of(model), gradients_of(plain)) <= EXACT
     assert not any("whole" in event.message for event in run.events)
 
 
@@ -172,3 +210,31 @@ def test_a_sum_that_stays_zero_is_cut() -> None:
     stepped(model, SGD(model.parameters(), 0.0), lambda: model(x))
     assert run.plan is not None and run.plan.micro_batch == 4
     assert not any("whole" in event.message for event in run.events)
+
+
+def on_one_of_two(name: str) -> Gradients:
+    """The gradients of a second step in step mode, where only the first process meets the term."""
+    model = mlp()
+    seen = Seen(model)
+    run = memfit.wrap(model, SGD(model.parameters(), 0.0), micro_batch=4, loss_fn=loss_fn_of(name), before_step=seen)
+    for _ in range(2):
+        run.step(shares()[int(os.environ["RANK"])])
+    return seen.gradients[-1]
+
+
+def shares() -> tuple[Tensor, Tensor]:
+    x = batch()
+    return x, torch.cat([-x[:, :1].abs(), x[:, 1:] + 0.1], 1)
+
+
+def loss_fn_of(name: str) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda model, x: loss_of(model, x, (FITTING | TERMS)[name])
+
+
+@pytest.mark.parametrize("name", [*FITTING, "of_a_mean", "centred", "far_apart", "largest", "in_order"])
+def test_a_term_that_one_process_meets_weighs_as_under_ddp(name: str, two: Processes) -> None:
+    model = mlp()
+    for share in shares():
+        (loss_fn_of(name)(model, share) / 2).backward()
+    for found in two.run(on_one_of_two, name):
+        assert relative_error(found, gradients_of(model)) <= EXACT

@@ -221,7 +221,8 @@ class Pass:
 
     def check_divisors(self) -> None:
         """Raise WeightsChanged if a divisor of the loss is not proportional to the weights, or a sum that was 0 is not."""
-        changed = self._divided.changed(self._work.device, wide(self._work.device)) or self._idle.changed()
+        there = (self._work.device, wide(self._work.device))
+        changed = self._divided.changed(*there) or self._idle.changed(*there)
         if changed is not None:
             raise WeightsChanged(changed)
 

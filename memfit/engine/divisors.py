@@ -8,6 +8,7 @@ recompute).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -92,14 +93,46 @@ def linear_nodes(loss: torch.Tensor, ends: Sequence[Any] = ()) -> Iterator[Any]:
     seen = set(ends)
     while open_:
         node = open_.pop()
-        if node is None or node in seen or (name := node.name().partition("Backward")[0]) not in _LINEAR:
+        if node is None or node in seen:
             continue
-        following = [each for each, _ in node.next_functions if each is not None]
-        if len(following) > 1 and name in ("Mul", "Div"):
-            continue  # linear in neither alone
+        following = _linear_in(node)
+        if following is None:
+            continue
         seen.add(node)
         yield node
         open_ += following
+
+
+def denominators(loss: torch.Tensor) -> dict[Any, float]:
+    """Return, for each node that the loss is linear in, the product of the divisors between the two, those of the node
+    included. NaN: one of them has several entries, or there are several ways from the node to the loss."""
+    open_ = Counter(each for node in linear_nodes(loss) for each in _linear_in(node) or ())
+    above, found, ready = {loss.grad_fn: 1.0}, dict[Any, float](), [loss.grad_fn]
+    while ready:
+        node = ready.pop()
+        following = _linear_in(node)
+        if following is None:
+            continue
+        found[node] = above[node] * _divisors_product(node)
+        for each in following:
+            open_[each] -= 1
+            above[each] = found[node] if above.get(each, found[node]) == found[node] else math.nan
+            ready += [] if open_[each] else [each]
+    return found
+
+
+def _linear_in(node: Any) -> list[Any] | None:
+    """The nodes below a node that it is linear in, or None."""
+    name = node.name().partition("Backward")[0]
+    following = [each for each, _ in node.next_functions if each is not None]
+    is_product = len(following) > 1 and name in ("Mul", "Div")  # linear in neither alone
+    return None if name not in _LINEAR or is_product else following
+
+
+def _divisors_product(node: Any) -> float:
+    by = [float(number) for number in _divisor(node)]
+    has_several = not by and node.name().startswith(("Mul", "Div"))
+    return math.nan if has_several else math.prod(by)
 
 
 def how_divided(whole: Sequence[Number] | None, parts: Sequence[Sequence[Number] | None]) -> tuple[How, ...] | None:

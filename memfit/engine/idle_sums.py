@@ -21,11 +21,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.batches.tree import tensors
 from memfit.engine.call_context import is_faking
-from memfit.engine.divisors import linear_nodes
+from memfit.engine.divisors import CLOSE, denominators, read
 
 SMALL = 1 << 14
-FITTING = {"samples": ("mean", "nanmean"), "sum": ("sum", "nansum")}
-"""Functions of entries that belong to one sample each: they add up as a weighting of this kind says, whatever their values."""
+SUMS = ("sum", "nansum", "mean", "nanmean")
+"""Functions that add up entries of one sample each, divided by what the graph says."""
 MIXING = ("cumsum", "cumprod", "cummax", "cummin", "flip", "roll")
 """Functions whose results have an entry per sample, made of several samples."""
 Shape = tuple[int, ...]
@@ -50,8 +50,8 @@ class Result:
     """Whether the loss depends on it. (Results of parameters alone are none.)"""
     idle: bool
     """Whether it is used, and 0."""
-    linear: bool
-    """Whether the loss is linear in what it is made of."""
+    denominator: float | None
+    """What the loss divides it by, if it is linear in what it is made of. NaN: unknown."""
     of_zero: bool
     """Whether what it is made of is 0."""
 
@@ -121,7 +121,7 @@ class Results(TorchFunctionMode):
     def of(self, loss: torch.Tensor, samples: int) -> Seen:
         """Return what was recorded, after the loss of `samples` samples was computed."""
         zero = [each for some in self._found.values() for each in some if each is not None and not bool(each.nonzero)]
-        below, linear = (_graph_of(loss), set(linear_nodes(loss))) if zero else (set[Any](), set[Any]())
+        below, divided = (_graph_of(loss), denominators(loss)) if zero else (set[Any](), dict[Any, float]())
 
         def result(each: _FoundResult | None) -> Result | None:
             if each is None:
@@ -129,7 +129,7 @@ class Results(TorchFunctionMode):
             used = each.node in below
             idle = used and not bool(each.nonzero)
             of_zero = idle and not any(map(bool, each.of))
-            return Result(each.given, each.shape, used, idle, each.node in linear, of_zero)
+            return Result(each.given, each.shape, used, idle, divided.get(each.node), of_zero)
 
         return Seen(samples, {function: [*map(result, some)] for function, some in self._found.items()})
 
@@ -156,12 +156,12 @@ class IdleSums:
         self._looks.append(Results(self._names))
         return self._looks[-1]
 
-    def changed(self) -> str | None:
-        """Return what differs from the proof, or None. Synchronizes if results are on a device."""
+    def changed(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return what differs from the proof, or None. Synchronizes once if results are on the device."""
         there = [look.nonzero.get(name) for look in self._looks for name in self._names if name.number is not None]
         there += [look.nonzero[name] for look in self._looks for name in self._names if name in look.nonzero]
         found = [nonzero for nonzero in there if nonzero is not None and type(nonzero) is torch.Tensor]
-        if len(found) == len(there) and (not found or not bool(torch.stack(found).any())):
+        if len(found) == len(there) and not any(read(found, device, dtype)):
             return None
         return f"{self._names[0].function}() is no longer 0, as it was when the loss was proven"
 
@@ -202,13 +202,23 @@ def _is_idle(function: str, looks: Sequence[Seen], found: Sequence[Result | None
 
 
 def _fits(function: str, looks: Sequence[Seen], found: Sequence[Result], kind: str) -> bool:
+    """Whether a result adds up as a weighting of this kind says, whatever its values."""
     whole, *parts = found
-    if not all(each.linear for each in found):
+    divided = [each.denominator for each in found if each.denominator is not None]
+    if len(divided) < len(found):
         return False
     if all(part.given == whole.given for part in parts):
         return all(each.of_zero for each in found)  # then what it is made of counts
     per_sample = {look.entries_per_sample(each) for look, each in zip(looks, found)}
-    return function in FITTING.get(kind, ()) and len(per_sample) == 1 and not all(look.compares for look in looks)
+    if function not in SUMS or len(per_sample) > 1 or all(look.compares for look in looks):
+        return False
+    weights = {"samples": [float(look.samples) for look in looks], "sum": [1.0] * len(looks)}.get(kind)
+    return weights is not None and _are_proportional(divided, weights)
+
+
+def _are_proportional(numbers: Sequence[float], weights: Sequence[float]) -> bool:
+    each = [number / weight for number, weight in zip(numbers, weights)]
+    return max(each) - min(each) <= CLOSE * max(map(abs, each)) < math.inf
 
 
 def _graph_of(loss: torch.Tensor) -> set[Any]:

@@ -273,7 +273,7 @@ class _Look:
             outputs = self.work.forward(inputs)
             with Terms(alone=False, by_name=None if self.by_name else False) as terms, decides or nullcontext():
                 loss = checked_loss(self.work.loss(outputs))
-        divisors = divisors_of(loss, terms.given)
+        divisors, made = divisors_of(loss, terms.given), results.of(loss, stop - start)
         given = {id(tensor) for tensor in (*tensors(inputs), *self.work.extra_receivers())}
         reached = [weakref.ref(leaf) for leaf in self._leaves(loss) if id(leaf) not in given]
         gradients = gradients_of(loss, self.probes, self.model)
@@ -289,7 +289,7 @@ class _Look:
             divisors=divisors,
             dtype=terms.lowest or (loss.dtype if loss.dtype in TOLERANCE else torch.float32),
             decides=decides,
-            results=results.of(loss, stop - start),
+            results=made,
             of_batch=reads.may_tell(loss),
         )
         return measured, reached
