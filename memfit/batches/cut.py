@@ -184,6 +184,12 @@ def candidate_layouts(tree: Any, samples: int, limit: int = 16) -> Iterator[Layo
             yield Layout(axes, samples)
 
 
+def shares_samples(tree: Any, layout: Layout) -> bool:
+    """Return whether every micro-batch gets all of a tensor that could be cut."""
+    found = zip(flat(tree), layout.axes)
+    return any(axis is None and _dims_of_size(leaf, layout.samples) != [None] for leaf, axis in found)
+
+
 def shared_samples(tree: Any) -> int | None:
     """Return the size of the first dimension if all tensors with more than one element share it, else None."""
     found = [leaf for leaf in flat(tree) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.numel() > 1]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memfit._errors import MemfitError, first_line
-from memfit.batches.cut import Layout, candidate_layouts, like_first, shared_samples, uncuttable
+from memfit.batches.cut import Layout, candidate_layouts, like_first, shared_samples, shares_samples, uncuttable
 from memfit.batches.lists import cut_lists, look_of_lists
 from memfit.batches.split import Split
 from memfit.batches.tree import AttributeKey, Path, first_same, flat, is_column, leaves, map_leaves, map_tensors, tensors
@@ -92,6 +92,8 @@ def ways_to_cut(
         except Exception as error:
             first_error = first_error or error
             continue
+        if shares_samples(tree, layout) and not call.outputs.has_samples:
+            continue  # nothing of what is cut may reach the outputs: every micro-batch would run all samples
         found = True
         yield call
     if found:

@@ -212,6 +212,11 @@ class Outputs:
         found = [i for i, leaf in enumerate(self.leaves) if leaf.kind == "loss" and not leaf.is_beside]
         return found[0] if len(found) == 1 else None
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether an output is cut, or a loss."""
+        return any(leaf.kind in ("batch", "loss") for leaf in self.leaves)
+
     def with_alike_loss(self) -> Outputs:
         """Returns these outputs where the model's own loss is the same (0) for all samples that it was seen for."""
         leaves = [replace(leaf, alike=True) if i == self.loss else leaf for i, leaf in enumerate(self.leaves)]

@@ -18,10 +18,10 @@ from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
 from memfit.engine.call_context import without_autocast
 from memfit.engine.compose_state import Composition
-from memfit.engine.divisors import Divided, read
+from memfit.engine.divisors import CLOSE, Divided, read
 from memfit.engine.handover import Factor, Total
 from memfit.engine.idle_sums import IdleSums
-from memfit.engine.known_means import KnownMean, Terms, is_only_term, standing_in
+from memfit.engine.known_means import KnownMean, Slopes, Terms, is_only_term, standing_in
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import BY_SAMPLES, CountOf, Weighting, WeightsChanged
 
@@ -146,7 +146,8 @@ class Pass:
         self.rivals: list[tuple[Count, ...]] = []
         self.chosen: list[Count | None] = []
         self._ahead: list[Count] = []
-        self._divided, self._idle = Divided(weighting.divided), IdleSums(weighting.idle)
+        self._corrected: list[tuple[Slopes, Factor]] = []
+        self._divided, self._idle = Divided(weighting.divided), IdleSums(weighting.idle, weighting.limits)
 
     def micro_batch(
         self, start: int, stop: int, shares: Sequence[float] | None = None, around: AroundLast | None = None
@@ -211,7 +212,7 @@ class Pass:
     def run_all(self, pieces: Sequence[int]) -> None:
         """Run micro-batches that all have nothing to count. They give zeros or NaN, as the full batch does."""
         self._weighting, self.rivals, self.chosen, self._divided = BY_SAMPLES, [], [], Divided(None)
-        self._idle = IdleSums(())
+        self._idle = IdleSums()
         for start, stop in bounds(pieces):
             self.micro_batch(start, stop)
 
@@ -220,9 +221,11 @@ class Pass:
         _check_rivals(self.rivals, pieces if self._weighting.count is None else self.chosen)
 
     def check_divisors(self) -> None:
-        """Raise WeightsChanged if a divisor of the loss is not proportional to the weights, or a sum that was 0 is not."""
+        """Raise WeightsChanged if a divisor of the loss is not proportional to the weights, a sum that was 0 is not, or the
+        loss is not linear in the means whose shares were corrected."""
         there = (self._work.device, wide(self._work.device))
         changed = self._divided.changed(*there) or self._idle.changed(*there)
+        changed = changed or _bent(self._corrected, *there)
         if changed is not None:
             raise WeightsChanged(changed)
 
@@ -303,7 +306,10 @@ class Pass:
                 loss = checked_loss(self._work.loss(outputs))
             self.terms.append([KnownMean(term.mean.detach(), term.entries, term.count) for term in terms.found])
             self._divided.add(loss, samples, terms.given)
-            return loss, self._by_samples(samples, part)
+            weight = self._by_samples(samples, part)
+            if shares is not None:
+                self._corrected.append((terms.slopes, weight * self._scale))
+            return loss, weight
         loss = checked_loss(self._work.loss(outputs))
         self._divided.add(loss, samples if count is None or self._weighting.kind != "count" else count)
         if self._weighting.kind == "count" and count is not None:
@@ -421,6 +427,17 @@ def _check_rivals(rivals: list[tuple[Count, ...]], chosen: Sequence[Count | None
         known = [c for c in counts if isinstance(c, int)]
         if len(known) == len(own) == len(chosen) and any(c * sum(own) != sum(known) * n for c, n in zip(known, own)):
             raise WeightsChanged("a count that was proportional to the weights no longer is")
+
+
+def _bent(corrected: Sequence[tuple[Slopes, Factor]], device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return what is wrong if the derivative of the loss by a corrected mean differs between micro-batches, or None."""
+    found = [(number, slope / factor) for slopes, factor in corrected for number, slope in slopes]
+    largest = max((4 * torch.finfo(slope.dtype).eps for _, slope in found), default=0.0)
+    by_mean: dict[int, list[float]] = {}
+    for (number, _), slope in zip(found, read([slope for _, slope in found], device, dtype)):
+        by_mean.setdefault(number, []).append(slope)
+    is_bent = any(max(each) - min(each) > max(largest, CLOSE) * max(map(abs, each)) for each in by_mean.values())
+    return "the loss is not linear in a mean whose denominator is not proportional to the weights" if is_bent else None
 
 
 def _check_shares(terms: list[list[KnownMean]], pieces: Sequence[int], device: torch.device) -> None:

@@ -1,5 +1,7 @@
-"""Finds what a loss makes of several samples and what was 0 in a proof, which therefore shows nothing of how it adds up: a
-margin that no sample exceeds yet, a mask that leaves none. A pass checks that it still is 0.
+"""Finds what a loss makes of several samples and what a proof shows nothing of: results that were 0 (a margin that no sample
+exceeds yet, a mask that leaves none), and limits of what was added up (`relu(mean - c)`), which few samples are on one side of.
+A pass checks that the results still are 0, and that all micro-batches are on the same side of a limit. A mean of what is on one
+side of a limit is on that side, too.
 
 Not covered: compiled code, custom autograd functions, results with more than `SMALL` entries or with some that are not 0, and
 in-place sums.
@@ -28,7 +30,26 @@ SUMS = ("sum", "nansum", "mean", "nanmean")
 """Functions that add up entries of one sample each, divided by what the graph says."""
 MIXING = ("cumsum", "cumprod", "cummax", "cummin", "flip", "roll")
 """Functions whose results have an entry per sample, made of several samples."""
+LIMITS = frozenset(
+    "relu relu6 clamp clamp_min clamp_max clip minimum maximum max min where hardtanh threshold abs absolute fabs fmax fmin "
+    "leaky_relu prelu hardshrink".split()
+)
+"""Functions of single entries, of which they return some unchanged."""
+DISTANCES = ("l1_loss", "smooth_l1_loss", "huber_loss", "margin_ranking_loss")
+"""Functions of the absolute value of a difference."""
 Shape = tuple[int, ...]
+
+
+class LimitedCall(NamedTuple):
+    """The `number`-th call of a function with a limit, for something made of several samples."""
+
+    function: str
+    number: int
+    sides: tuple[bool, ...] | None
+    """The sides that all micro-batches must be on. None: on the same as the others."""
+
+    def __str__(self) -> str:
+        return f"{self.function}() limits what samples add up to, and micro-batches are on different sides of the limit"
 
 
 class Idle(NamedTuple):
@@ -38,6 +59,9 @@ class Idle(NamedTuple):
     function: str
     number: int | None
     shape: Shape | None = None
+
+    def __str__(self) -> str:
+        return f"{self.function}() is no longer 0, as it was when the loss was proven"
 
 
 @dataclass(frozen=True)
@@ -54,6 +78,8 @@ class Result:
     """What the loss divides it by, if it is linear in what it is made of. NaN: unknown."""
     of_zero: bool
     """Whether what it is made of is 0."""
+    sides: tuple[bool, ...] | None
+    """Which sides of a limit it is made of; None: there is no limit."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +105,15 @@ class Seen:
 
 
 class Results(TorchFunctionMode):
-    """Function mode that records small results with a graph, or whether those `wanted` are 0."""
+    """Function mode that records small results with a graph, or of those `wanted` whether they are 0, and the sides of
+    `limits`."""
 
-    def __init__(self, wanted: Sequence[Idle] | None = None) -> None:
+    def __init__(self, wanted: Sequence[Idle] | None = None, limits: Sequence[LimitedCall] = ()) -> None:
         super().__init__()
         self.nonzero: dict[Idle, torch.Tensor] = {}
+        self.sides: dict[tuple[str, int], torch.Tensor] = {}
         self._wanted = None if wanted is None else frozenset(wanted)
+        self._limits = frozenset((limit.function, limit.number) for limit in limits)
         self._calls: Counter[str] = Counter()
         self._found: dict[str, list[_FoundResult | None]] = {}
         self._constant = WeakTensorKeyDictionary()
@@ -101,14 +130,16 @@ class Results(TorchFunctionMode):
         number = self._calls[function]
         self._calls[function] += 1
         if self._wanted is None:
-            self._found.setdefault(function, []).append(self._recorded(tensors((args, kwargs or {})), made))
+            self._found.setdefault(function, []).append(self._recorded(function, tensors((args, kwargs or {})), made))
             return
+        if (function, number) in self._limits:
+            self.sides[function, number] = _sides(function, tensors((args, kwargs or {})), made)
         for name in (Idle(function, number), Idle(function, None, tuple(made.shape))):
             if name in self._wanted:
                 nonzero = made.detach().any()
                 self.nonzero[name] = nonzero | self.nonzero[name] if name in self.nonzero else nonzero
 
-    def _recorded(self, given: Sequence[torch.Tensor], made: torch.Tensor) -> _FoundResult | None:
+    def _recorded(self, function: str, given: Sequence[torch.Tensor], made: torch.Tensor) -> _FoundResult | None:
         if all(isinstance(t, nn.Parameter) or t in self._constant or not (t.requires_grad or t.dim()) for t in given):
             self._constant[made] = True  # the same in every part
             return None
@@ -116,12 +147,13 @@ class Results(TorchFunctionMode):
         if made.numel() > SMALL:
             return None
         of = [t.detach().any() for t in given if t.requires_grad and t.numel() <= SMALL]
-        return _FoundResult(tuple(tuple(t.shape) for t in given), tuple(made.shape), made.detach().any(), of, made.grad_fn)
+        sides = _sides(function, given, made) if _has_limit(function) else None
+        shapes = tuple(tuple(t.shape) for t in given)
+        return _FoundResult(shapes, tuple(made.shape), made.detach().any(), of, made.grad_fn, sides)
 
     def of(self, loss: torch.Tensor, samples: int) -> Seen:
         """Return what was recorded, after the loss of `samples` samples was computed."""
-        zero = [each for some in self._found.values() for each in some if each is not None and not bool(each.nonzero)]
-        below, divided = (_graph_of(loss), denominators(loss)) if zero else (set[Any](), dict[Any, float]())
+        below, divided = _graph_of(loss), denominators(loss)
 
         def result(each: _FoundResult | None) -> Result | None:
             if each is None:
@@ -129,7 +161,8 @@ class Results(TorchFunctionMode):
             used = each.node in below
             idle = used and not bool(each.nonzero)
             of_zero = idle and not any(map(bool, each.of))
-            return Result(each.given, each.shape, used, idle, divided.get(each.node), of_zero)
+            sides = None if each.sides is None or not used else tuple(each.sides.tolist())
+            return Result(each.given, each.shape, used, idle, divided.get(each.node), of_zero, sides)
 
         return Seen(samples, {function: [*map(result, some)] for function, some in self._found.items()})
 
@@ -141,29 +174,41 @@ class _FoundResult:
     nonzero: torch.Tensor
     of: list[torch.Tensor]
     node: Any
+    sides: torch.Tensor | None
 
 
 class IdleSums:
-    """Checks in each micro-batch of a pass what was 0 in the proof of its weighting."""
+    """Checks in each micro-batch of a pass what the proof of its weighting did not show."""
 
-    def __init__(self, names: Sequence[Idle]) -> None:
-        self._names, self._looks = names, list[Results]()
+    def __init__(self, names: Sequence[Idle] = (), limits: Sequence[LimitedCall] = ()) -> None:
+        self._names, self._limits, self._looks = names, limits, list[Results]()
 
     def watching(self) -> AbstractContextManager[Any]:
         """The context of a micro-batch's forward and loss."""
-        if not self._names or is_faking():
+        if not (self._names or self._limits) or is_faking():
             return nullcontext()
-        self._looks.append(Results(self._names))
+        self._looks.append(Results(self._names, self._limits))
         return self._looks[-1]
 
     def changed(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return what differs from the proof, or None. Synchronizes once if results are on the device."""
-        there = [look.nonzero.get(name) for look in self._looks for name in self._names if name.number is not None]
-        there += [look.nonzero[name] for look in self._looks for name in self._names if name in look.nonzero]
-        found = [nonzero for nonzero in there if nonzero is not None and type(nonzero) is torch.Tensor]
-        if len(found) == len(there) and not any(read(found, device, dtype)):
-            return None
-        return f"{self._names[0].function}() is no longer 0, as it was when the loss was proven"
+        idle = [name for name in self._names if name.number is not None]
+        flags = [(name, look.nonzero.get(name)) for look in self._looks for name in idle]
+        flags += [(name, look.nonzero[name]) for look in self._looks for name in self._names if name in look.nonzero]
+        flags += [(limit, crossed) for limit in self._limits for crossed in self._crossed(limit)]
+        known = [type(flag) is torch.Tensor for _, flag in flags]
+        there = [flag for (_, flag), is_known in zip(flags, known) if is_known and flag is not None]
+        numbers = iter(read(there, device, dtype))
+        changed = (name for (name, _), is_known in zip(flags, known) if not is_known or next(numbers))
+        return next(map(str, changed), None)
+
+    def _crossed(self, limit: LimitedCall) -> Iterator[torch.Tensor | None]:
+        """Yield for each micro-batch whether it is on another side of a limit than it should be; None: it does not have it."""
+        looks = [look.sides.get((limit.function, limit.number)) for look in self._looks]
+        there = [sides for sides in looks if sides is not None]
+        expected = torch.tensor(limit.sides) if limit.sides is not None else there[0] if there else None
+        for sides in looks:
+            yield None if sides is None or expected is None else (sides != expected.to(sides.device)).any()
 
 
 def idle_in(whole: Seen, parts: Sequence[Seen], kind: str) -> tuple[Idle, ...]:
@@ -177,6 +222,31 @@ def idle_in(whole: Seen, parts: Sequence[Seen], kind: str) -> tuple[Idle, ...]:
         else:
             found += [Idle(function, None, shape) for shape in _idle_shapes(function, looks, rows, kind)]
     return tuple(found)
+
+
+def limits_in(whole: Seen, parts: Sequence[Seen], kind: str) -> tuple[LimitedCall, ...]:
+    """Return the limits of what several samples make, unless it has an entry for each of them."""
+    found = list[LimitedCall]()
+    for function, results in whole.results.items():
+        rows = [look.results.get(function, []) for look in (whole, *parts)]
+        if _has_limit(function) and all(len(row) == len(results) for row in rows):
+            for number, same in enumerate(zip(*rows)):
+                there = [each for each in same if each is not None and each.sides is not None]
+                if len(there) == len(rows) and all(each.given == there[0].given for each in there):
+                    found.append(LimitedCall(function, number, there[0].sides if kind == "sum" else None))
+    return tuple(found)
+
+
+def _has_limit(function: str) -> bool:
+    return function.strip("_") in LIMITS or function in DISTANCES
+
+
+def _sides(function: str, given: Sequence[torch.Tensor], made: torch.Tensor) -> torch.Tensor:
+    """Return which entries a function with a limit leaves as they are, or which of two is larger."""
+    if function in DISTANCES:
+        return (given[0] >= given[1]).flatten()
+    whole = [each for each in given if each.dtype is made.dtype and each.shape == made.shape]
+    return torch.stack([made == each for each in whole]).flatten() if whole else made.new_zeros(0, dtype=torch.bool)
 
 
 def _idle_shapes(

@@ -22,9 +22,8 @@ from memfit.batches.weights import KNOWN_LOSSES, Bound, Count, all_arguments, en
 
 # Operations after a mean that keep the loss proportional to it.
 _LINEAR = ("Mul", "Div", "Neg", "ToCopy", "Clone", "Alias", "Squeeze", "Unsqueeze", "View", "Mean", "Sum")
-
-
 HALF = (torch.bfloat16, torch.float16)
+Slopes = list[tuple[int, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,8 @@ class Terms:
         """Whether all means so far were called as attributes of torch.nn.functional."""
         self.lowest: torch.dtype | None = None
         """The half precision dtype of any result, if every call is intercepted."""
+        self.slopes: Slopes = []
+        """With `shares`, the gradients of the means by their number, after backward."""
         self._alone, self._shares, self._by_name = alone, shares, by_name
         self._modes = ExitStack() if not by_name else None
         self._outer: Terms | None = None
@@ -92,9 +93,16 @@ class Terms:
         finally:
             self._answering = False
         self.found.append(term)
-        mean = term.mean if self._shares is None else term.mean * self._shares[len(self.found) - 1]
+        mean = term.mean if self._shares is None else self._corrected(term.mean, self._shares)
         self.given.append(mean.grad_fn)
         return mean
+
+    def _corrected(self, mean: torch.Tensor, shares: Sequence[float]) -> torch.Tensor:
+        number = len(self.found) - 1
+        corrected = mean * shares[number]
+        if corrected.requires_grad:
+            corrected.register_hook(lambda gradient: self.slopes.append((number, gradient.detach())))
+        return corrected
 
     def _term(self, function: Any, bound: Bound) -> KnownMean:
         if self._alone:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from memfit.batches.weights import Count
 from memfit.engine.divisors import How
-from memfit.engine.idle_sums import Idle
+from memfit.engine.idle_sums import Idle, LimitedCall
 
 CountOf = Callable[[Any], Count]
 
@@ -45,6 +45,10 @@ class Weighting:
     """Why it may hold for the proof's samples but not for others. None if nothing suggests that."""
     idle: tuple[Idle, ...] = ()
     """Sums over samples that were 0 in the proof, which did not show how they add up. They must stay 0."""
+    limits: tuple[LimitedCall, ...] = ()
+    """Limits of sums over samples. All micro-batches must be on the same side."""
+    alike: bool = False
+    """Whether all parts of the proof gave the loss and the gradients of the whole."""
 
 BY_SAMPLES = Weighting("samples", "by samples")
 BY_TERM = Weighting("term", "by its mean's denominator")

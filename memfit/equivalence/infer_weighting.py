@@ -24,7 +24,7 @@ from memfit.capture.size_dependence import Positions
 from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.divisors import How, Number, divisors_of, how_divided, off_by
 from memfit.engine.gradients import gradients_of, is_sharded
-from memfit.engine.idle_sums import Results, Seen, idle_in
+from memfit.engine.idle_sums import Results, Seen, idle_in, limits_in
 from memfit.engine.intercept import is_compiled
 from memfit.engine.known_means import Terms, is_only_term, leaves_of
 from memfit.engine.random_slices import Draws
@@ -340,11 +340,13 @@ def _choose(
     chosen = replace(fitting[0][0], divided=how)
     if not tells_sums:
         chosen = replace(chosen, sums=_difference(whole, parts, [], how) <= limit)
-    alike = not any(m.of_batch for m in (whole, *parts)) and all(_difference(whole, [p], [1.0], how) <= limit for p in parts)
-    chosen = chosen if alike else _with_rivals(chosen, fitting[1:])  # all weights are right for what no batch changes
+    alike = all(_difference(whole, [part], [1.0], how) <= limit for part in parts)
+    if not alike or any(m.of_batch for m in (whole, *parts)):  # all weights are right for what no batch changes
+        chosen = _with_rivals(chosen, fitting[1:])
     looks = [(m.samples, m.decides) for m in (whole, *parts) if m.decides]
-    idle = idle_in(whole.results, [part.results for part in parts], chosen.kind)
-    return replace(chosen, doubt=_doubt(looks, chosen.kind), idle=idle), deviation
+    results = (whole.results, [part.results for part in parts], chosen.kind)
+    doubt = _doubt(looks, chosen.kind)
+    return replace(chosen, doubt=doubt, idle=idle_in(*results), limits=limits_in(*results), alike=alike), deviation
 
 
 def _doubt(looks: Sequence[tuple[int, Decides]], kind: str) -> str | None:

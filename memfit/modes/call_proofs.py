@@ -13,7 +13,7 @@ from torch import nn
 
 from memfit._errors import Refused
 from memfit._units import format_bytes
-from memfit.batches.cut import cut
+from memfit.batches.cut import cut, shares_samples
 from memfit.batches.shapes import Shapes
 from memfit.capture.call import Call
 from memfit.capture.find_side_outputs import look_for_side_doors
@@ -64,7 +64,7 @@ class Prover:
         """Infers the weighting of the call's own loss again. Returns the deviation of its parts if no weighting holds."""
         few, blocks = self._provable(kind, call)
         with checkpointed(self._core.model, blocks), self._core.memory.sparing_kernels():
-            return self._on_fewer(lambda n: self._infer(kind, self._chosen(call, n)), few)
+            return self._on_fewer(lambda n: self._infer(kind, self._chosen(call, n), call), few)
 
     def mixes(self, call: Call, deviation: Deviation) -> Refused:
         """Returns the error for a call whose parts differ from the whole."""
@@ -201,7 +201,7 @@ class Prover:
         kind.prove_at, kind.mute = core.steps + 1, False
         limit = max((each.limit for each in deviations), default=0.0)
         staging, accepted = core.staging, [each.where for each in apart]
-        found = self._infer(kind, proof)
+        found = self._infer(kind, proof, call)
         if found is None:
             found = backward_deviation(proof, sizes, staging, kind.composition.afresh(), limit, accepted)
         if found is not None:
@@ -213,7 +213,7 @@ class Prover:
         kind.proven = outputs
         return None
 
-    def _infer(self, kind: CallKind, proof: Call) -> Deviation | None:
+    def _infer(self, kind: CallKind, proof: Call, call: Call) -> Deviation | None:
         """Infers the weighting of the call's own loss, if it has one."""
         if proof.outputs.loss is None:
             return None
@@ -223,6 +223,8 @@ class Prover:
             kind.prove_at, kind.mute = self._core.steps, True  # the next call is proven again
             return moves.deviation
         kind.weighting = weighting or BY_SAMPLES
+        if kind.weighting.alike and shares_samples(call.tree, call.layout):  # every micro-batch would run all samples
+            return Deviation("the loss", math.inf, deviation.limit)
         if kind.proven is None and deviation.agrees:
             note_loose(deviation.limit, self._core.note)
         return deviation if weighting is None else moves.deviation

@@ -368,7 +368,7 @@ class ScriptPasses:
                 try:
                     total = self._pass(call, consumer, weighting, first)
                 except WeightsChanged as changed:
-                    if weighting.idle:  # a proof on a few samples would show as little
+                    if weighting.idle or weighting.limits:  # a proof on a few samples would show as little
                         raise BatchDependent.of_loss(str(changed)) from None
                     raise
                 core.team.rest()
