@@ -230,7 +230,8 @@ class Call:
             return False
         for each in (self, *self.several):
             each.pieces, each.random = tuple(pieces), []
-        self.shared = SharedOutputs(self.outputs) if len(pieces) > 1 and self.outputs.shared else None
+        has_any = self.outputs.shared or self.outputs.limits
+        self.shared = SharedOutputs(self.outputs) if len(pieces) > 1 and has_any else None
         return True
 
     def note(self, node: Any, value: torch.Tensor) -> None:
@@ -306,7 +307,8 @@ class Call:
     def checked(self, tree: Tree) -> list[Any]:
         """Return the leaves of `output`. Raises Otherwise if they do not match what is known of the call's output."""
         entries = Entries(tree) if self.attributes is not None and not _are_tensors(tree) else None
-        output = self.output(tree)
+        with nullcontext() if self.shared is None else self.shared.watching():
+            output = self.output(tree)
         if entries is not None and entries.changed():
             raise otherwise("new entries in the containers that it is given")
         found = flat(output)

@@ -16,6 +16,7 @@ from memfit._errors import Refused
 from memfit.batches.cut import Axis
 from memfit.batches.pieces import bounds
 from memfit.batches.tree import AttributeKey, Path, flat, leaves, path_name, rebuild
+from memfit.engine.batch_limits import LimitedCall
 
 _NUMBERS = ("int", "float", "bool", "complex", "str", "NoneType")
 
@@ -165,6 +166,8 @@ class Outputs:
     """The leaves, in order."""
     same: tuple[tuple[int, int], ...] = ()
     """Pairs of leaves that are one tensor: the later one, the first one."""
+    limits: tuple[LimitedCall, ...] = ()
+    """Limits of what several samples make that they depend on."""
 
     def check(self, output: Any, found: Sequence[Any]) -> None:
         """Raises Otherwise if an output with the leaves `found` differs from this structure or its values."""

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memfit._errors import UsageError
 from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
+from memfit.engine.batch_limits import LimitChecks
 from memfit.engine.call_context import without_autocast
 from memfit.engine.compose_state import Composition
 from memfit.engine.divisors import CLOSE, Divided, read
@@ -147,7 +148,8 @@ class Pass:
         self.chosen: list[Count | None] = []
         self._ahead: list[Count] = []
         self._corrected: list[tuple[Slopes, Factor]] = []
-        self._divided, self._idle = Divided(weighting.divided), IdleSums(weighting.idle, weighting.limits)
+        self._divided, self._idle = Divided(weighting.divided), IdleSums(weighting.idle)
+        self._limits = LimitChecks(weighting.limits, sums=weighting.kind == "sum")
 
     def micro_batch(
         self, start: int, stop: int, shares: Sequence[float] | None = None, around: AroundLast | None = None
@@ -159,7 +161,7 @@ class Pass:
         if isinstance(count, (int, float)) and count == 0:
             self._run_nothing(inputs, stop - start)
             return  # nothing valid to count: the mean would be 0/0, and 0 * NaN is NaN
-        with self._idle.watching():
+        with self._limits.watching(), self._idle.watching():
             outputs = self._work.forward(inputs)
             del inputs
             loss, weight = self._loss(outputs, stop - start, count, shares)
@@ -180,7 +182,7 @@ class Pass:
         count = None if counting is None else counting(inputs)
         if isinstance(count, (int, float)) and count == 0:
             return
-        with self._idle.watching():
+        with self._limits.watching(), self._idle.watching():
             loss, weight = self._loss(self._work.forward(inputs), samples, count, None)
         if isinstance(count, torch.Tensor):
             loss = torch.where(count == 0, torch.zeros_like(loss), loss)  # not NaN, of which zero times were NaN
@@ -212,7 +214,7 @@ class Pass:
     def run_all(self, pieces: Sequence[int]) -> None:
         """Run micro-batches that all have nothing to count. They give zeros or NaN, as the full batch does."""
         self._weighting, self.rivals, self.chosen, self._divided = BY_SAMPLES, [], [], Divided(None)
-        self._idle = IdleSums()
+        self._idle, self._limits = IdleSums(()), LimitChecks()
         for start, stop in bounds(pieces):
             self.micro_batch(start, stop)
 
@@ -224,7 +226,7 @@ class Pass:
         """Raise WeightsChanged if a divisor of the loss is not proportional to the weights, a sum that was 0 is not, or the
         loss is not linear in the means whose shares were corrected."""
         there = (self._work.device, wide(self._work.device))
-        changed = self._divided.changed(*there) or self._idle.changed(*there)
+        changed = self._divided.changed(*there) or self._idle.changed(*there) or self._limits.changed(*there)
         changed = changed or _bent(self._corrected, *there)
         if changed is not None:
             raise WeightsChanged(changed)

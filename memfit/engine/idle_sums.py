@@ -1,7 +1,5 @@
-"""Finds what a loss makes of several samples and what a proof shows nothing of: results that were 0 (a margin that no sample
-exceeds yet, a mask that leaves none), and limits of what was added up (`relu(mean - c)`), which few samples are on one side of.
-A pass checks that the results still are 0, and that all micro-batches are on the same side of a limit. A mean of what is on one
-side of a limit is on that side, too.
+"""Finds what a loss makes of several samples and what was 0 in a proof, which therefore shows nothing of how it adds up: a
+margin that no sample exceeds yet, a mask that leaves none. A pass checks that it still is 0.
 
 Not covered: compiled code, custom autograd functions, results with more than `SMALL` entries or with some that are not 0, and
 in-place sums.
@@ -24,32 +22,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memfit.batches.tree import tensors
 from memfit.engine.call_context import is_faking
 from memfit.engine.divisors import CLOSE, denominators, read
+from memfit.engine.known_means import nodes_of
 
 SMALL = 1 << 14
 SUMS = ("sum", "nansum", "mean", "nanmean")
 """Functions that add up entries of one sample each, divided by what the graph says."""
 MIXING = ("cumsum", "cumprod", "cummax", "cummin", "flip", "roll")
 """Functions whose results have an entry per sample, made of several samples."""
-LIMITS = frozenset(
-    "relu relu6 clamp clamp_min clamp_max clip minimum maximum max min where hardtanh threshold abs absolute fabs fmax fmin "
-    "leaky_relu prelu hardshrink".split()
-)
-"""Functions of single entries, of which they return some unchanged."""
-DISTANCES = ("l1_loss", "smooth_l1_loss", "huber_loss", "margin_ranking_loss")
-"""Functions of the absolute value of a difference."""
 Shape = tuple[int, ...]
-
-
-class LimitedCall(NamedTuple):
-    """The `number`-th call of a function with a limit, for something made of several samples."""
-
-    function: str
-    number: int
-    sides: tuple[bool, ...] | None
-    """The sides that all micro-batches must be on. None: on the same as the others."""
-
-    def __str__(self) -> str:
-        return f"{self.function}() limits what samples add up to, and micro-batches are on different sides of the limit"
 
 
 class Idle(NamedTuple):
@@ -78,8 +58,6 @@ class Result:
     """What the loss divides it by, if it is linear in what it is made of. NaN: unknown."""
     of_zero: bool
     """Whether what it is made of is 0."""
-    sides: tuple[bool, ...] | None
-    """Which sides of a limit it is made of; None: there is no limit."""
 
 
 @dataclass(frozen=True)
@@ -105,22 +83,19 @@ class Seen:
 
 
 class Results(TorchFunctionMode):
-    """Function mode that records small results with a graph, or of those `wanted` whether they are 0, and the sides of
-    `limits`."""
+    """Function mode that records small results with a graph, or whether those `wanted` are 0."""
 
-    def __init__(self, wanted: Sequence[Idle] | None = None, limits: Sequence[LimitedCall] = ()) -> None:
+    def __init__(self, wanted: Sequence[Idle] | None = None) -> None:
         super().__init__()
         self.nonzero: dict[Idle, torch.Tensor] = {}
-        self.sides: dict[tuple[str, int], torch.Tensor] = {}
         self._wanted = None if wanted is None else frozenset(wanted)
-        self._limits = frozenset((limit.function, limit.number) for limit in limits)
         self._calls: Counter[str] = Counter()
         self._found: dict[str, list[_FoundResult | None]] = {}
         self._constant = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, (torch.Tensor, tuple, list)) and not _in_transform():
+        if isinstance(result, (torch.Tensor, tuple, list)) and not in_transform():
             for made in tensors(result):
                 if type(made) is torch.Tensor and made.grad_fn is not None:
                     self._look(func.__name__, made, args, kwargs)
@@ -130,30 +105,27 @@ class Results(TorchFunctionMode):
         number = self._calls[function]
         self._calls[function] += 1
         if self._wanted is None:
-            self._found.setdefault(function, []).append(self._recorded(function, tensors((args, kwargs or {})), made))
+            self._found.setdefault(function, []).append(self._recorded(tensors((args, kwargs or {})), made))
             return
-        if (function, number) in self._limits:
-            self.sides[function, number] = _sides(function, tensors((args, kwargs or {})), made)
         for name in (Idle(function, number), Idle(function, None, tuple(made.shape))):
             if name in self._wanted:
                 nonzero = made.detach().any()
                 self.nonzero[name] = nonzero | self.nonzero[name] if name in self.nonzero else nonzero
 
-    def _recorded(self, function: str, given: Sequence[torch.Tensor], made: torch.Tensor) -> _FoundResult | None:
+    def _recorded(self, given: Sequence[torch.Tensor], made: torch.Tensor) -> _FoundResult | None:
         if all(isinstance(t, nn.Parameter) or t in self._constant or not (t.requires_grad or t.dim()) for t in given):
             self._constant[made] = True  # the same in every part
             return None
         self._constant.pop(made, None)  # written in place
-        if made.numel() > SMALL:
+        if not 0 < made.numel() <= SMALL:
             return None
         of = [t.detach().any() for t in given if t.requires_grad and t.numel() <= SMALL]
-        sides = _sides(function, given, made) if _has_limit(function) else None
-        shapes = tuple(tuple(t.shape) for t in given)
-        return _FoundResult(shapes, tuple(made.shape), made.detach().any(), of, made.grad_fn, sides)
+        return _FoundResult(tuple(tuple(t.shape) for t in given), tuple(made.shape), made.detach().any(), of, made.grad_fn)
 
     def of(self, loss: torch.Tensor, samples: int) -> Seen:
         """Return what was recorded, after the loss of `samples` samples was computed."""
-        below, divided = _graph_of(loss), denominators(loss)
+        zero = [each for some in self._found.values() for each in some if each is not None and not bool(each.nonzero)]
+        below, divided = (set(nodes_of([loss])), denominators(loss)) if zero else (set[Any](), dict[Any, float]())
 
         def result(each: _FoundResult | None) -> Result | None:
             if each is None:
@@ -161,8 +133,7 @@ class Results(TorchFunctionMode):
             used = each.node in below
             idle = used and not bool(each.nonzero)
             of_zero = idle and not any(map(bool, each.of))
-            sides = None if each.sides is None or not used else tuple(each.sides.tolist())
-            return Result(each.given, each.shape, used, idle, divided.get(each.node), of_zero, sides)
+            return Result(each.given, each.shape, used, idle, divided.get(each.node), of_zero)
 
         return Seen(samples, {function: [*map(result, some)] for function, some in self._found.items()})
 
@@ -174,41 +145,34 @@ class _FoundResult:
     nonzero: torch.Tensor
     of: list[torch.Tensor]
     node: Any
-    sides: torch.Tensor | None
 
 
 class IdleSums:
-    """Checks in each micro-batch of a pass what the proof of its weighting did not show."""
+    """Checks in each micro-batch of a pass what was 0 in the proof of its weighting."""
 
-    def __init__(self, names: Sequence[Idle] = (), limits: Sequence[LimitedCall] = ()) -> None:
-        self._names, self._limits, self._looks = names, limits, list[Results]()
+    def __init__(self, names: Sequence[Idle]) -> None:
+        self._names, self._looks = names, list[Results]()
 
     def watching(self) -> AbstractContextManager[Any]:
         """The context of a micro-batch's forward and loss."""
-        if not (self._names or self._limits) or is_faking():
+        if not self._names or is_faking():
             return nullcontext()
-        self._looks.append(Results(self._names, self._limits))
+        self._looks.append(Results(self._names))
         return self._looks[-1]
 
     def changed(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return what differs from the proof, or None. Synchronizes once if results are on the device."""
-        idle = [name for name in self._names if name.number is not None]
-        flags = [(name, look.nonzero.get(name)) for look in self._looks for name in idle]
+        names = [name for name in self._names if name.number is not None]
+        flags = [(name, look.nonzero.get(name)) for look in self._looks for name in names]
         flags += [(name, look.nonzero[name]) for look in self._looks for name in self._names if name in look.nonzero]
-        flags += [(limit, crossed) for limit in self._limits for crossed in self._crossed(limit)]
-        known = [type(flag) is torch.Tensor for _, flag in flags]
-        there = [flag for (_, flag), is_known in zip(flags, known) if is_known and flag is not None]
-        numbers = iter(read(there, device, dtype))
-        changed = (name for (name, _), is_known in zip(flags, known) if not is_known or next(numbers))
-        return next(map(str, changed), None)
+        return first_set(flags, device, dtype)
 
-    def _crossed(self, limit: LimitedCall) -> Iterator[torch.Tensor | None]:
-        """Yield for each micro-batch whether it is on another side of a limit than it should be; None: it does not have it."""
-        looks = [look.sides.get((limit.function, limit.number)) for look in self._looks]
-        there = [sides for sides in looks if sides is not None]
-        expected = torch.tensor(limit.sides) if limit.sides is not None else there[0] if there else None
-        for sides in looks:
-            yield None if sides is None or expected is None else (sides != expected.to(sides.device)).any()
+
+def first_set(flags: Sequence[tuple[Any, torch.Tensor | None]], device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return the text of the first one whose flag is set or missing, or None. Synchronizes once if flags are on the device."""
+    known = [flag for _, flag in flags if type(flag) is torch.Tensor]
+    numbers = iter(read(known, device, dtype))
+    return next((str(name) for name, flag in flags if type(flag) is not torch.Tensor or next(numbers)), None)
 
 
 def idle_in(whole: Seen, parts: Sequence[Seen], kind: str) -> tuple[Idle, ...]:
@@ -222,31 +186,6 @@ def idle_in(whole: Seen, parts: Sequence[Seen], kind: str) -> tuple[Idle, ...]:
         else:
             found += [Idle(function, None, shape) for shape in _idle_shapes(function, looks, rows, kind)]
     return tuple(found)
-
-
-def limits_in(whole: Seen, parts: Sequence[Seen], kind: str) -> tuple[LimitedCall, ...]:
-    """Return the limits of what several samples make, unless it has an entry for each of them."""
-    found = list[LimitedCall]()
-    for function, results in whole.results.items():
-        rows = [look.results.get(function, []) for look in (whole, *parts)]
-        if _has_limit(function) and all(len(row) == len(results) for row in rows):
-            for number, same in enumerate(zip(*rows)):
-                there = [each for each in same if each is not None and each.sides is not None]
-                if len(there) == len(rows) and all(each.given == there[0].given for each in there):
-                    found.append(LimitedCall(function, number, there[0].sides if kind == "sum" else None))
-    return tuple(found)
-
-
-def _has_limit(function: str) -> bool:
-    return function.strip("_") in LIMITS or function in DISTANCES
-
-
-def _sides(function: str, given: Sequence[torch.Tensor], made: torch.Tensor) -> torch.Tensor:
-    """Return which entries a function with a limit leaves as they are, or which of two is larger."""
-    if function in DISTANCES:
-        return (given[0] >= given[1]).flatten()
-    whole = [each for each in given if each.dtype is made.dtype and each.shape == made.shape]
-    return torch.stack([made == each for each in whole]).flatten() if whole else made.new_zeros(0, dtype=torch.bool)
 
 
 def _idle_shapes(
@@ -280,7 +219,7 @@ def _fits(function: str, looks: Sequence[Seen], found: Sequence[Result], kind: s
     if all(part.given == whole.given for part in parts):
         return all(each.of_zero for each in found)  # then what it is made of counts
     per_sample = {look.entries_per_sample(each) for look, each in zip(looks, found)}
-    if function not in SUMS or len(per_sample) > 1 or all(look.compares for look in looks):
+    if function not in SUMS or len(per_sample) > 1 or per_sample == {0.0} or all(look.compares for look in looks):
         return False
     weights = {"samples": [float(look.samples) for look in looks], "sum": [1.0] * len(looks)}.get(kind)
     return weights is not None and _are_proportional(divided, weights)
@@ -291,15 +230,6 @@ def _are_proportional(numbers: Sequence[float], weights: Sequence[float]) -> boo
     return max(each) - min(each) <= CLOSE * max(map(abs, each)) < math.inf
 
 
-def _graph_of(loss: torch.Tensor) -> set[Any]:
-    open_, seen = [loss.grad_fn], set[Any]()
-    while open_:
-        node = open_.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            open_ += [following for following, _ in node.next_functions]
-    return seen
-
-
-def _in_transform() -> bool:
+def in_transform() -> bool:
+    """Return whether a transform of torch.func is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memfit.batches.weights import Count
+from memfit.engine.batch_limits import LimitedCall
 from memfit.engine.divisors import How
-from memfit.engine.idle_sums import Idle, LimitedCall
+from memfit.engine.idle_sums import Idle
 
 CountOf = Callable[[Any], Count]
 

@@ -22,9 +22,10 @@ from memfit.batches.tree import tensors
 from memfit.batches.weights import Count
 from memfit.capture.size_dependence import Positions
 from memfit.engine.accumulate import Work, checked_loss
+from memfit.engine.batch_limits import Limits, SeenLimits, limits_in, unreachable_in
 from memfit.engine.divisors import How, Number, divisors_of, how_divided, off_by
 from memfit.engine.gradients import gradients_of, is_sharded
-from memfit.engine.idle_sums import Results, Seen, idle_in, limits_in
+from memfit.engine.idle_sums import Results, Seen, idle_in
 from memfit.engine.intercept import is_compiled
 from memfit.engine.known_means import Terms, is_only_term, leaves_of
 from memfit.engine.random_slices import Draws
@@ -234,6 +235,7 @@ class _Measured:
     dtype: torch.dtype
     decides: Decides | None
     results: Seen
+    limits: SeenLimits
     of_batch: bool
     """Whether it may depend on values of the batch."""
 
@@ -269,7 +271,8 @@ class _Look:
 
         inputs, _ = self.work.inputs(start, stop, count)
         decides = None if self.called is None else Decides(self.called)
-        with reads.of(tensors(inputs)), Results() as results:
+        limits = Limits(stop - start, tensors(inputs))
+        with reads.of(tensors(inputs)), limits, Results() as results:
             outputs = self.work.forward(inputs)
             with Terms(alone=False, by_name=None if self.by_name else False) as terms, decides or nullcontext():
                 loss = checked_loss(self.work.loss(outputs))
@@ -290,6 +293,7 @@ class _Look:
             dtype=terms.lowest or (loss.dtype if loss.dtype in TOLERANCE else torch.float32),
             decides=decides,
             results=made,
+            limits=limits.of([loss]),
             of_batch=reads.may_tell(loss),
         )
         return measured, reached
@@ -315,7 +319,7 @@ def _choose(
     if all(m.only_term for m in (whole, *parts)):
         ways = [(Weighting("term", "by its mean's denominator", by_name=by_name), [p.term_count for p in parts])]
     else:
-        watch = whole.terms > 0
+        watch = whole.terms > 0 and all(part.terms == whole.terms for part in parts)  # else they are means of one sample
         ways = [(Weighting("samples", "by samples", watch=watch, by_name=by_name), [float(p.samples) for p in parts])]
     if not whole.terms:
         ways += [
@@ -344,9 +348,10 @@ def _choose(
     if not alike or any(m.of_batch for m in (whole, *parts)):  # all weights are right for what no batch changes
         chosen = _with_rivals(chosen, fitting[1:])
     looks = [(m.samples, m.decides) for m in (whole, *parts) if m.decides]
-    results = (whole.results, [part.results for part in parts], chosen.kind)
-    doubt = _doubt(looks, chosen.kind)
-    return replace(chosen, doubt=doubt, idle=idle_in(*results), limits=limits_in(*results), alike=alike), deviation
+    idle = idle_in(whole.results, [part.results for part in parts], chosen.kind)
+    limits = (whole.limits, [part.limits for part in parts])
+    doubt = _doubt(looks, chosen.kind) or unreachable_in(*limits)
+    return replace(chosen, doubt=doubt, idle=idle, limits=limits_in(*limits), alike=alike), deviation
 
 
 def _doubt(looks: Sequence[tuple[int, Decides]], kind: str) -> str | None:

@@ -65,9 +65,9 @@ def _marks(leaf: torch.Tensor) -> dict[str, float]:
 
 
 def most_telling(marks: Sequence[Marks], sizes: Sequence[int]) -> list[int]:
-    """Return indices of samples for two parts of these `sizes`, in order, chosen so that the marks of the parts differ most,
-    and that both have samples of one class or group. Both parts should keep something that counts: a part without a loss
-    proves nothing."""
+    """Return indices of samples for two parts of these `sizes`, chosen so that the marks of the parts differ most, and that
+    both have samples of one class or group. Both parts should keep something that counts: a part without a loss proves nothing.
+    The samples stay in the order of the batch (`pack_padded_sequence` takes the longest first)."""
     count, first = sum(sizes), sizes[0]
     columns, keys = _columns(marks), _keys(marks)
     if not (columns or keys) or len(marks) <= count or len(sizes) < 2:
@@ -79,7 +79,7 @@ def most_telling(marks: Sequence[Marks], sizes: Sequence[int]) -> list[int]:
         tried += [[*low[:first], *low[first - count :]], [*low[-first:], *low[: count - first]]]
     for key in keys:
         tried += [_with_both(pair, len(marks), sizes, draw) for pair in _pairs(key, draw)]
-    return max(tried, key=lambda chosen: _score(chosen, first, columns, keys))
+    return max(map(sorted, tried), key=lambda chosen: _score(chosen, first, columns, keys))
 
 
 def _columns(marks: Sequence[Marks]) -> list[list[float]]:

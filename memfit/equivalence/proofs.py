@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import compress
@@ -22,6 +22,8 @@ from memfit.batches.pieces import bounds
 from memfit.batches.tree import leaves, tensors
 from memfit.capture.call import Call
 from memfit.capture.outputs import Leaf, Outputs, name_in, turned
+from memfit.capture.size_dependence import SIZE
+from memfit.engine.batch_limits import Limits, SeenLimits, limits_in, unreachable_in
 from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
@@ -39,6 +41,8 @@ from memfit.equivalence.tolerances import (
 )
 from memfit.tracing.sandbox import Traces, leave_no_trace
 
+BothLimits = tuple[SeenLimits, list[SeenLimits]]
+"""Those of the whole, and of the parts."""
 PROOF_SAMPLES = 5
 """Number of samples that proofs run on."""
 FLIPPED = 0.2
@@ -94,9 +98,10 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     A leaf without gradient that cannot be joined is marked opaque: using it is refused, training is not.
     """
     with full_precision(call.device) as arithmetic:
-        whole, parts, moves, line, nearby = _whole_and_parts(frozen_norms(call), sizes)
+        whole, parts, moves, line, nearby, limits = _whole_and_parts(frozen_norms(call), sizes)
     deviations = [] if moves.deviation is None else [moves.deviation]
     deviations += [] if line is None else [Deviation(line, 1.0, 0.0, by="reading")]
+    deviations += [] if unreachable_in(*limits) is None else [Deviation(SIZE, 1.0, 0.0, by="counting")]
     outputs = call.outputs
     outputs.check_count(whole)
     if any(len(found) != len(outputs.leaves) for found in parts):
@@ -119,7 +124,7 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     if moves.again is not None and _differs_again(settled, outputs.loss, moves.again, sizes, arithmetic, floor):
         deviations.append(moves.misread())
     deviations.sort(key=lambda each: each.relative / each.limit if each.limit else each.relative, reverse=True)
-    return replace(outputs, leaves=tuple(settled)), deviations, moves.composition
+    return replace(outputs, leaves=tuple(settled), limits=limits_in(*limits)), deviations, moves.composition
 
 
 def _twice(call: Call, sizes: Sequence[int], aside: Callable[[], AbstractContextManager[Traces]]) -> tuple[Trial, ...]:
@@ -252,16 +257,17 @@ def _module_difference(
 
 def _whole_and_parts(
     call: Call, sizes: Sequence[int]
-) -> tuple[list[Any], list[list[Any]], Moves, str | None, Callable[[], list[Any]]]:
+) -> tuple[list[Any], list[list[Any]], Moves, str | None, Callable[[], list[Any]], BothLimits]:
     """Run the call on the whole and on its parts. Return both outputs, how changed state is composed, the line whose control
-    flow depends on batch values, and a function: the whole's outputs from parameters that differ in their last bits."""
+    flow depends on batch values, a function: the whole's outputs from parameters that differ in their last bits, and the limits
+    of both."""
     for by_operations in (False, True):
         draws, reads = Draws(by_operations=by_operations), Reads()
         # With grad enabled as in training, because models check for it and may register hooks.
         with comparable(call.model, call.device) as traces, torch.enable_grad():
             given = call.arguments(0, sum(sizes))
-            with draws.recording(), reads.of(tensors(given)):
-                whole = _detached(call.run(given))
+            with draws.recording():
+                whole = _detached(_read(call, given, sum(sizes), reads))
             moved = bool(traces.moved())
         if not draws.unsliced or by_operations:
             return whole, *_parts_of(call, sizes, draws, reads, whole, moved)
@@ -270,15 +276,14 @@ def _whole_and_parts(
 
 def _parts_of(
     call: Call, sizes: Sequence[int], draws: Draws, reads: Reads, whole: list[Any], moved: bool
-) -> tuple[list[list[Any]], Moves, str | None, Callable[[], list[Any]]]:
+) -> tuple[list[list[Any]], Moves, str | None, Callable[[], list[Any]], BothLimits]:
     """Do `_whole_and_parts` for the parts, after the whole has run."""
     samples, aside = sum(sizes), partial(comparable, call.model, call.device)
 
     def run(start: int, stop: int, reads: Reads | None = None) -> list[Any]:
         given = call.arguments(start, stop)
-        looking = nullcontext() if reads is None else reads.of(tensors(given))
-        with torch.enable_grad(), draws.sliced(start, stop, samples), looking:
-            return _detached(call.run(given))
+        with torch.enable_grad(), draws.sliced(start, stop, samples):
+            return _detached(call.run(given) if reads is None else _read(call, given, stop - start, reads))
 
     def put(read: Replaced) -> list[Any]:
         with aside():
@@ -323,7 +328,17 @@ def _parts_of(
     def same_as_whole(made: list[Any]) -> bool:
         return equal(whole, made)
 
-    return parts, moves, decided(reads, looks, put, same_as_whole), nearby
+    limits = (reads.limits, [look.limits for look in looks])
+    return parts, moves, decided(reads, looks, put, same_as_whole), nearby, limits
+
+
+def _read(call: Call, given: Any, samples: int, reads: Reads) -> list[Any]:
+    """Run a call and note what it reads and limits."""
+    limits = Limits(samples, tensors(given))
+    with reads.of(tensors(given)), limits:
+        found = call.run(given)
+    reads.limits = limits.of([leaf for leaf in found if isinstance(leaf, torch.Tensor)])
+    return found
 
 
 def _detached(found: list[Any]) -> list[Any]:
