@@ -170,6 +170,19 @@ def test_a_limit_of_a_statistic_is_that_of_the_batch_or_refused(name: str, befor
         assert any(said in str(error) for said in ("mixes samples", "number of samples", "is not the same in all of them"))
 
 
+def test_a_limit_is_watched_in_batches_of_other_lengths() -> None:
+    model = Scaled(STATISTICS["largest"], True)
+    plain = copy.deepcopy(model)
+    memfit.wrap(model, SGD(model.parameters(), 0.0), micro_batch=4)
+    torch.manual_seed(6)
+    for scale, length in ((0.3, 5), (4.0, 3)):
+        x = scale * torch.randn(12, length, 7).double()
+        for each in (model, plain):
+            each.zero_grad()
+            loss_of(each(x)).backward()
+        assert relative_error(gradients_of(model), gradients_of(plain)) <= EXACT
+
+
 def loss_of(outputs: Tensor) -> Tensor:
     return (outputs - 1).square().mean()
 

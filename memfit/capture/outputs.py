@@ -257,7 +257,9 @@ class Outputs:
         if [leaf.path for leaf in self.leaves] != [leaf.path for leaf in proven.leaves]:
             return None
         made = [_settled_like(mine, its) for mine, its in zip(self.leaves, proven.leaves)]
-        return None if None in made else replace(self, leaves=tuple(leaf for leaf in made if leaf is not None))
+        if None in made:
+            return None
+        return replace(self, leaves=tuple(leaf for leaf in made if leaf is not None), limits=proven.limits)
 
     def looks_like(self, other: Outputs) -> bool:
         """Whether both have the same leaves, of the same shapes per sample, joined alike, and the same values."""
