@@ -183,6 +183,23 @@ def test_a_limit_is_watched_in_batches_of_other_lengths() -> None:
         assert relative_error(gradients_of(model), gradients_of(plain)) <= EXACT
 
 
+@pytest.mark.parametrize("name", ["largest", "detached"])
+def test_a_limit_in_calls_that_share_a_loss_is_that_of_the_batch_or_refused(name: str) -> None:
+    model = Scaled(STATISTICS[name], True)
+    plain = copy.deepcopy(model)
+    memfit.wrap(model, SGD(model.parameters(), 0.0), micro_batch=4)
+    torch.manual_seed(6)
+    for scale in (0.3, 4.0):
+        x = scale * torch.randn(12, 7).double()
+        F.mse_loss(plain(x), plain(x + 0.1).detach()).backward()
+        try:
+            F.mse_loss(model(x), model(x + 0.1).detach()).backward()
+        except MemfitError as error:
+            assert scale > 1 and "is not the same in all of them" in str(error)
+            return
+        assert relative_error(gradients_of(model), gradients_of(plain)) <= EXACT
+
+
 def loss_of(outputs: Tensor) -> Tensor:
     return (outputs - 1).square().mean()
 

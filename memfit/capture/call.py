@@ -230,8 +230,8 @@ class Call:
             return False
         for each in (self, *self.several):
             each.pieces, each.random = tuple(pieces), []
-        has_any = self.outputs.shared or self.outputs.limits
-        self.shared = SharedOutputs(self.outputs) if len(pieces) > 1 and has_any else None
+            has_any = each.outputs.shared or each.outputs.limits
+            each.shared = SharedOutputs(each.outputs) if len(pieces) > 1 and has_any else None
         return True
 
     def note(self, node: Any, value: torch.Tensor) -> None:
@@ -243,8 +243,7 @@ class Call:
         """Undo `begin`: the pass failed and another one takes its place."""
         for each in (self, *self.several):
             each.pieces, each.random, each.kept, each.begins, each.values = (), [], {}, None, None
-            each.noted, each.summed, each.noted_loss = {}, {}, None
-        self.shared = None
+            each.noted, each.summed, each.noted_loss, each.shared = {}, {}, None, None
 
     @contextmanager
     def as_called(self) -> Iterator[None]:
@@ -300,6 +299,11 @@ class Call:
         with nullcontext() if self._as_called else modes_as(self.modes), autocasting(self.autocast), since:
             return self.plain(*args, **kwargs)
 
+    def watched(self, tree: Tree) -> Any:
+        """Return `output`. Raises BatchDependent if limits of what samples make are not as in other micro-batches."""
+        with nullcontext() if self.shared is None else self.shared.watching():
+            return self.output(tree)
+
     def run(self, tree: Tree) -> list[Any]:
         """Return the leaves of `output`."""
         return flat(self.output(tree))
@@ -307,8 +311,7 @@ class Call:
     def checked(self, tree: Tree) -> list[Any]:
         """Return the leaves of `output`. Raises Otherwise if they do not match what is known of the call's output."""
         entries = Entries(tree) if self.attributes is not None and not _are_tensors(tree) else None
-        with nullcontext() if self.shared is None else self.shared.watching():
-            output = self.output(tree)
+        output = self.watched(tree)
         if entries is not None and entries.changed():
             raise otherwise("new entries in the containers that it is given")
         found = flat(output)

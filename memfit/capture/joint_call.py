@@ -21,7 +21,7 @@ def joint(calls: Sequence[Call]) -> Call:
         found = []
         for call, given in zip(calls, trees):
             call.begun()
-            found.append(call.output(given))
+            found.append(call.watched(given))
         return tuple(found)
 
     first = calls[0]

@@ -5,7 +5,8 @@ The host compares at once; on an accelerator the result is there a step later, b
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,25 +25,25 @@ class SharedOutputs:
         self._outputs = outputs
         self._first: dict[int, torch.Tensor] = {}
         self._limits: dict[LimitedCall, torch.Tensor] = {}
-        self._look: Limits | None = None
 
-    def watching(self) -> AbstractContextManager[Any]:
-        """The context of one micro-batch's forward."""
-        self._look = None if not self._outputs.limits or is_faking() else Limits(wanted=wanted(self._outputs.limits))
-        return self._look or nullcontext()
-
-    def check(self, found: list[Any]) -> None:
-        """Compare the leaves and limits of one micro-batch with those of the first. Raises BatchDependent if one differs, as
-        far as the host sees."""
-        for i in self._outputs.shared:
-            leaf = found[i].detach()
-            check_same(self._first.setdefault(i, leaf), leaf, partial(name_in, self._outputs.leaves[i].path))
-        if self._look is not None:
-            self._check_limits(self._look)
-
-    def _check_limits(self, look: Limits) -> None:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The context of one micro-batch's forward, whose limits are compared with those of the first. Raises BatchDependent
+        as `check` does."""
+        if not self._outputs.limits or is_faking():
+            yield
+            return
+        with Limits(wanted=wanted(self._outputs.limits)) as look:
+            yield
         for call in self._outputs.limits:
             side, name = look.at(call), f"the side of the limit of {call.function}()"
             if side is None:
                 raise BatchDependent.of(name)
             check_same(self._limits.setdefault(call, side), side, partial(str, name))
+
+    def check(self, found: list[Any]) -> None:
+        """Compare the leaves of one micro-batch with those of the first. Raises BatchDependent if one differs, as far as the
+        host sees."""
+        for i in self._outputs.shared:
+            leaf = found[i].detach()
+            check_same(self._first.setdefault(i, leaf), leaf, partial(name_in, self._outputs.leaves[i].path))
