@@ -80,9 +80,9 @@ def infer_weighting(
     weighting, deviation, moves, foreign = found
     if weighting is not None and moves.decides is not None:
         weighting = replace(weighting, doubt=f"{DECIDES} ({moves.decides})")
-    if weighting is not None and weighting.idle and any(map(is_compiled, model.modules())):
-        doubt = f"the result of its {weighting.idle[0].function}() is 0 for the samples examined"
-        weighting = replace(weighting, idle=(), doubt=weighting.doubt or doubt)
+    if weighting is not None and any(map(is_compiled, model.modules())):  # no function mode sees what it computes
+        doubt = f"the result of its {weighting.idle[0].function}() is 0 for the samples examined" if weighting.idle else None
+        weighting = replace(weighting, idle=(), limits=(), doubt=weighting.doubt or doubt)
     # Tensors that the loss function creates on each run are gone by now.
     staging.stage_also([leaf for leaf in (reference() for reference in foreign) if leaf is not None])
     return weighting, deviation, moves

@@ -27,6 +27,7 @@ from memfit.engine.batch_limits import Limits, SeenLimits, limits_in, unreachabl
 from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
+from memfit.engine.intercept import is_compiled
 from memfit.engine.random_slices import Draws
 from memfit.equivalence.host_reads import Reads, Replaced, decided
 from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
@@ -124,7 +125,8 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     if moves.again is not None and _differs_again(settled, outputs.loss, moves.again, sizes, arithmetic, floor):
         deviations.append(moves.misread())
     deviations.sort(key=lambda each: each.relative / each.limit if each.limit else each.relative, reverse=True)
-    return replace(outputs, leaves=tuple(settled), limits=limits_in(*limits)), deviations, moves.composition
+    watched = () if any(map(is_compiled, call.model.modules())) else limits_in(*limits)
+    return replace(outputs, leaves=tuple(settled), limits=watched), deviations, moves.composition
 
 
 def _twice(call: Call, sizes: Sequence[int], aside: Callable[[], AbstractContextManager[Traces]]) -> tuple[Trial, ...]:
