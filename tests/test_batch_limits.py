@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from zoo.plain import gradients_of, relative_error
 
 import memfit
 from memfit import MemfitError
+from memfit.engine.batch_limits import Limits
 
 EXACT = 1e-12
 Term = Callable[[Tensor, float], Tensor]
@@ -348,3 +350,29 @@ def test_a_loss_that_adds_up_one_mean_per_sample_is_cut() -> None:
             each.zero_grad()
             each(x, y).backward()
         assert relative_error(gradients_of(model), gradients_of(plain)) <= EXACT
+
+
+class Holding(torch.autograd.Function):
+    """Keeps an object until its graph goes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: Callable[[], object]) -> Tensor:
+        ctx.held = held
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def test_what_was_seen_of_limits_keeps_no_graph() -> None:
+    """A proof keeps what it saw of the whole and of all parts: their activations would be there at once."""
+    model, x = Scaled(STATISTICS["mean"], False), torch.randn(5, 7).double()
+    held = lambda: None  # noqa: E731
+    kept = weakref.ref(held)
+    with Limits(5, [x]) as limits:
+        outputs = F.relu(model.scaled(Holding.apply(model.net(x), held)).mean(0))
+    seen = limits.of([outputs])
+    assert any(each is not None for each in seen.calls["relu"])
+    del held, outputs, limits
+    assert kept() is None

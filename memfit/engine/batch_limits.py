@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -66,9 +66,11 @@ class _Found:
     given: tuple[Shape, ...]
     value: torch.Tensor
     sides: torch.Tensor
-    node: Any
+    has_graph: bool
     of: frozenset[Name]
     """The limits and statistics without a graph that it is made of."""
+    node: Any = None
+    """The end of its graph, while a forward is recorded: what is kept longer would keep the activations alive."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,13 @@ class Limits(TorchFunctionMode):
         used = frozenset(name for node, names in self._users if node in below for name in names)
 
         def is_used(function: str, number: int, found: _Found) -> bool:
-            return (function, number) in used if found.node is None else found.node in below
+            return found.node in below if found.has_graph else (function, number) in used
 
         calls = {
-            function: [each if each is not None and is_used(function, i, each) else None for i, each in enumerate(some)]
+            function: [
+                replace(each, node=None) if each is not None and is_used(function, i, each) else None
+                for i, each in enumerate(some)
+            ]
             for function, some in self._found.items()
         }
         reached = [bool(each.any()) and not bool(each.all()) for each in self._compared]
@@ -156,7 +161,8 @@ class Limits(TorchFunctionMode):
         names = frozenset[Name]().union(*(self._of[t] for t in given if t in self._of))
         if number >= 0:
             is_small = 0 < made[0].numel() <= SMALL
-            self._found.setdefault(function, []).append(_found(function, given, made[0], names) if is_small else None)
+            found = replace(_found(function, given, made[0], names), node=made[0].grad_fn) if is_small else None
+            self._found.setdefault(function, []).append(found)
         names |= self._also(function, number, given, made[0], names)
         for tensor in made:
             self._constant.pop(tensor, None)
@@ -195,8 +201,7 @@ def _found(function: str, given: Sequence[torch.Tensor], made: torch.Tensor, nam
     else:
         whole = [each for each in given if each.dtype is made.dtype and each.shape == made.shape]
         sides = torch.stack([made == each for each in whole]).flatten() if whole else made.new_zeros(0, dtype=torch.bool)
-    node = made.grad_fn
-    return _Found(tuple(tuple(t.shape) for t in given), made.detach().clone(), sides, node, names)
+    return _Found(tuple(tuple(t.shape) for t in given), made.detach().clone(), sides, made.grad_fn is not None, names)
 
 
 def limits_in(whole: SeenLimits, parts: Sequence[SeenLimits]) -> tuple[LimitedCall, ...]:
@@ -204,7 +209,7 @@ def limits_in(whole: SeenLimits, parts: Sequence[SeenLimits]) -> tuple[LimitedCa
     return tuple(
         LimitedCall(function, number, alike, tuple(found[0].sides.tolist()))
         for function, number, found, alike in _limited(whole, parts)
-        if alike or found[0].node is not None
+        if alike or found[0].has_graph
     )
 
 
