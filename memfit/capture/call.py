@@ -304,6 +304,12 @@ class Call:
         with nullcontext() if self.shared is None else self.shared.watching():
             return self.output(tree)
 
+    def check_limits(self) -> None:
+        """Read what `watched` compared on an accelerator since the pass began. Raises BatchDependent as it does."""
+        for each in (self, *self.several):
+            if each.shared is not None:
+                each.shared.check_limits()
+
     def run(self, tree: Tree) -> list[Any]:
         """Return the leaves of `output`."""
         return flat(self.output(tree))

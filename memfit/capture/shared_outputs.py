@@ -1,6 +1,7 @@
 """Compares outputs that a proof found to be the same for any samples: they have to be the same in all micro-batches of a pass.
 
-The host compares at once; on an accelerator the result is there a step later, because the device is not waited for.
+The host compares at once; on an accelerator the result is there a step later, because the device is not waited for. For limits
+of what samples make together it is waited for once at the end of a pass: the batch can still run whole then.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 
 from memfit.capture.outputs import Outputs, name_in
-from memfit.engine.batch_dependent import BatchDependent, check_same
+from memfit.engine.batch_dependent import BatchDependent, check_same, differ
 from memfit.engine.batch_limits import LimitedCall, Limits, wanted
 from memfit.engine.call_context import is_faking
+from memfit.engine.idle_sums import first_set
 
 
 class SharedOutputs:
@@ -25,11 +27,12 @@ class SharedOutputs:
         self._outputs = outputs
         self._first: dict[int, torch.Tensor] = {}
         self._limits: dict[LimitedCall, torch.Tensor] = {}
+        self._unread: list[tuple[str, torch.Tensor]] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The context of one micro-batch's forward, whose limits are compared with those of the first. Raises BatchDependent
-        as `check` does."""
+        """The context of one micro-batch's forward, whose limits are compared with those of the first. Raises BatchDependent if
+        one differs, as far as the host sees."""
         if not self._outputs.limits or is_faking():
             yield
             return
@@ -39,7 +42,22 @@ class SharedOutputs:
             side, name = look.at(call), f"the side of the limit of {call.function}()"
             if side is None:
                 raise BatchDependent.of(name)
-            check_same(self._limits.setdefault(call, side), side, partial(str, name))
+            self._compare(self._limits.setdefault(call, side), side, name)
+
+    def _compare(self, first: torch.Tensor, side: torch.Tensor, name: str) -> None:
+        differs = differ(first, side)
+        if differs.device.type != "cpu":
+            self._unread.append((name, differs))
+        elif differs:
+            raise BatchDependent.of(name)
+
+    def check_limits(self) -> None:
+        """Read the comparisons of limits on an accelerator, with one synchronization if there are any. Raises BatchDependent if
+        one differs."""
+        unread, self._unread = self._unread, []
+        name = first_set(unread, unread[0][1].device, torch.float32) if unread else None
+        if name is not None:
+            raise BatchDependent.of(name)
 
     def check(self, found: list[Any]) -> None:
         """Compare the leaves of one micro-batch with those of the first. Raises BatchDependent if one differs, as far as the

@@ -56,7 +56,7 @@ def check_same(first: Any, other: Any, name: Callable[[], str]) -> None:
 def _check_tensors(first: torch.Tensor, other: torch.Tensor, name: Callable[[], str]) -> None:
     if _is_one(first, other):
         return
-    differs, device = _differ(first, other), other.device
+    differs, device = differ(first, other), other.device
     if device.type == "cpu":
         if differs:
             raise BatchDependent.of(name())
@@ -80,7 +80,7 @@ def _is_one(first: torch.Tensor, other: torch.Tensor) -> bool:
     return first.shape == other.shape and first.stride() == other.stride() and first.data_ptr() == other.data_ptr()
 
 
-def _differ(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def differ(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return whether two tensors differ, on their device."""
     if first.shape != other.shape or first.dtype != other.dtype or first.device != other.device:
         return torch.ones((), dtype=torch.bool, device=other.device)

@@ -284,6 +284,7 @@ class ScriptPasses:
         try:
             with core.team.computing():
                 core.accumulator.recovery.run(attempt, core.in_force.limit(planned.plan))
+            call.check_limits()
             core.accumulator.apply_norms()
         except BaseException as error:
             begun, ran = call.random[:1], call.values is not None
@@ -371,6 +372,7 @@ class ScriptPasses:
                     if weighting.idle or weighting.limits:  # a proof on a few samples would show as little
                         raise BatchDependent.of_loss(str(changed)) from None
                     raise
+                call.check_limits()
                 core.team.rest()
                 if core.staging.parts is not None:  # no rank is in a pass now: what comes next belongs to another loss
                     total.parts = core.staging.take_parts()

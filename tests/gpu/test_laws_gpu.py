@@ -9,12 +9,15 @@ import copy
 
 import pytest
 import torch
-from helpers import wrapped
+from helpers import mlp, wrapped
+from torch import Tensor, nn
 from torch.optim import SGD
 from zoo import FAMILIES, Family
 from zoo.losses import Variant, variants_for
 from zoo.plain import relative_error
 from zoo.sides import Loss, batches, built, of_logits, script_gradients, step_gradients, tolerance
+
+import memfit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 DEVICES = [torch.device("cuda", index) for index in range(min(torch.cuda.device_count(), 2))]
@@ -71,3 +74,32 @@ EVERY = [(family, variant) for family in FAMILIES.values() for variant in varian
 )
 def test_every_loss(family: Family, variant: Variant, mode: str) -> None:
     assert error(family, of_logits(family, variant, mode), mode, DEVICES[0]) <= tolerance(family)
+
+
+class Flooded(nn.Module):
+    """Its output, or its own loss, has a limit of what the samples make together."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.net, self.own = mlp(), own
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.net(x)
+        return h.square().mean().clamp(min=0.2) + h.sum(1).mean() if self.own else h / h.abs().max().clamp(min=0.6)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_batch_across_a_limit_runs_whole(own: bool) -> None:
+    torch.manual_seed(5)
+    model = Flooded(own).to(DEVICES[0])
+    plain = copy.deepcopy(model)
+    run = memfit.wrap(model, SGD(model.parameters(), lr=0.0), micro_batch=4)
+    for large in (1, 400):
+        x = 0.1 * torch.randn(12, 7, device=DEVICES[0]).double()
+        x[8:] *= large
+        for each in (plain, model):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        got, want = ({name: p.grad for name, p in each.named_parameters()} for each in (model, plain))
+        assert relative_error(got, want) <= 1e-12
+    assert sum("a batch runs whole" in event.message for event in run.events) == 1
