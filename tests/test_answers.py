@@ -3,6 +3,7 @@ what the first one shows (that several losses are computed from one output) chan
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -211,6 +212,38 @@ def test_what_is_written_through_data_before_the_loss_is_an_error(what: str) -> 
         (x if what == "input" else model[0].weight).data.mul_(1.5)
     with pytest.raises(Modified, match=r"through \.data"):
         F.cross_entropy(out, Y).backward()
+
+
+LABELLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "known": F.cross_entropy,
+    "mean": lambda out, y: F.cross_entropy(out, y, reduction="none").mean(),
+    "weighted": lambda out, y: (F.cross_entropy(out, y, reduction="none") * (1 + out.detach().softmax(1)[:, 0])).mean(),
+    "gathered": lambda out, y: -out.log_softmax(1).gather(1, y[:, None]).mean(),
+}
+
+
+@pytest.mark.parametrize("writes", [lambda y: y.data.fill_(0), lambda y: y.fill_(0)], ids=["data", "in place"])
+@pytest.mark.parametrize("loss", LABELLED)
+def test_labels_written_between_a_loss_of_known_outputs_and_its_backward_count_as_in_plain(loss: str, writes: Any) -> None:
+    model = mlp()
+    found: list[Any] = []
+    for each in (copy.deepcopy(model), model):
+        seen, y = {"forwards": 0}, Y.clone()
+        each[0].register_forward_hook(lambda *_, seen=seen: seen.update(forwards=seen["forwards"] + 1))
+        if each is model:  # what its hook leaves is outside of it, so that its outputs are known at the call
+            wrapped(model, 5)
+        value = LABELLED[loss](each(X), y)
+        writes(y)
+        try:
+            value.backward()
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            found.append(None)
+        else:
+            found.append(gradients_of(each))
+    plain, cut = found
+    assert (plain is None) is (cut is None)
+    assert plain is None or relative_error(cut, plain) <= 1e-12
 
 
 class Normed(nn.Module):

@@ -6,6 +6,7 @@ import copy
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,9 @@ def trained(kind: str, held: bool, how: str) -> list[float]:
     run: Any = None
     if how == "step":
         run = memfit.wrap(model, optimizer, loss_fn=lambda m, x: loss_of(m, x), micro_batch=3)
+    elif how == "checkpointed":
+        block = nn.Sequential(model)
+        run = memfit.wrap(block, optimizer, loss_fn=lambda m, x: loss_of(m, x), micro_batch=3, checkpoint=["0"])
     elif how != "plain":
         memfit.wrap(model, optimizer, micro_batch=3)
     if how == "evaluated":
@@ -81,6 +85,16 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", ["script", "step"])
 def test_hooks_of_a_first_forward_are_there_once(kind: str, held: bool, how: str) -> None:
     assert trained(kind, held, how) == pytest.approx(trained(kind, held, "plain"), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_hooks_are_there_once_if_the_loss_leaves_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def through_numpy(model: nn.Module, x: Tensor) -> Tensor:
+        losses = F.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.long), reduction="none")
+        return (losses * torch.from_numpy(np.cos(x.sum(1).numpy()))).mean()
+
+    monkeypatch.setitem(globals(), "loss_of", through_numpy)
+    assert trained(kind, True, "checkpointed") == pytest.approx(trained(kind, True, "plain"), rel=1e-12)
 
 
 def test_hooks_that_an_evaluation_installs_are_there_once() -> None:

@@ -110,4 +110,4 @@ class Expression:
 
     def of_whole(self, call: Call) -> torch.Tensor:
         leaves = {(c.number, i): leaf for c in call.calls if c.whole is not None for i, leaf in enumerate(c.whole)}
-        return SampleRange(leaves, 0, call.samples).value(self.node)
+        return SampleRange(leaves, 0, call.samples, in_script=True).value(self.node)

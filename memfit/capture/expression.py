@@ -28,10 +28,13 @@ Leaf = tuple[int, int]
 
 
 class SampleRange:
-    """Some samples on their way to the loss: the model's outputs for them, by output leaf, and what was computed from those."""
+    """Some samples on their way to the loss: the model's outputs for them, by output leaf, and what was computed from those.
+    `in_script`: all of them, in a graph that the script keeps and that saves the script's own tensors."""
 
-    def __init__(self, outputs: Mapping[Leaf, Any], start: int, stop: int, shared: Collection[int] = ()) -> None:
-        self.outputs, self.start, self.stop, self._shared = outputs, start, stop, shared
+    def __init__(
+        self, outputs: Mapping[Leaf, Any], start: int, stop: int, shared: Collection[int] = (), *, in_script: bool = False
+    ) -> None:
+        self.outputs, self.start, self.stop, self._shared, self.in_script = outputs, start, stop, shared, in_script
         self._values: dict[int, Any] = {}
 
     @property
@@ -114,6 +117,8 @@ class BatchTensor:
         if part.start == 0:
             self.unchanged.check(_LATER)
             self.unchanged.compare(_LATER)
+        if part.in_script and self.unchanged.copied and self.unchanged.tensors and not self.unchanged.written:
+            return self.unchanged.tensors[0]
         return self.tensor if self.axis is None else self.axis.narrow(self.tensor, part.start, part.stop)
 
     def parts(self) -> Iterator[Node]:

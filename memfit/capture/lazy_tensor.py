@@ -308,7 +308,7 @@ def last_operation(
     node: Node, parents: Mapping[LazyTensor, Node], values: Sequence[torch.Tensor], samples: int
 ) -> torch.Tensor:
     """Apply the last operation of a route to the full batch, given its parents' values."""
-    part = SampleRange({}, 0, samples)
+    part = SampleRange({}, 0, samples, in_script=True)
     for place, value in zip(parents.values(), values):
         part.put(place, value)
     with torch._C.DisableTorchFunctionSubclass():

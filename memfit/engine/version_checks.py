@@ -101,15 +101,15 @@ class Unchanged:
     """The state of tensors at a call. If they were `copied`, writes that increment versions are harmless."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, copied: bool = False) -> None:
-        self._tensors, self.copied = [t for t in tensors if not t.is_inference()], copied
+        self.tensors, self.copied = [t for t in tensors if not t.is_inference()], copied
         self._note()
 
     def _note(self) -> None:
-        self._held = [_Held.of(t) for t in self._tensors]
+        self._held = [_Held.of(t) for t in self.tensors]
         self._accepted: set[int] = set()
         on_host = {i: held.data for i, held in enumerate(self._held) if self._is_on_host(i)}
         self._on_host = [_HostValues(on_host)]
-        on_device = {i: t for i, t in enumerate(self._tensors) if t.device.type not in ("cpu", "meta") and _is_readable(t)}
+        on_device = {i: t for i, t in enumerate(self.tensors) if t.device.type not in ("cpu", "meta") and _is_readable(t)}
         self._on_device = DeviceValues.of(on_device)
 
     @property

@@ -19,6 +19,7 @@ from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.accumulate import Work, loss_of, wide
+from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition
 from memfit.engine.known_means import Terms, is_only_term
 from memfit.engine.random_state import random_state_kept
@@ -41,6 +42,7 @@ from memfit.runtime.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.tracing.failures import TraceFailed, is_ours
 from memfit.tracing.fake import ZeroArrays
 from memfit.tracing.fake_twins import on_twins
+from memfit.tracing.sandbox import leave_no_trace
 
 PROVE_AGAIN = 4
 """An inferred weighting is proven again at the next batch, then whenever the number of steps has grown by this factor."""
@@ -145,17 +147,19 @@ class Weigher:
 
     def _keep_installed(self, batch: Ordered) -> None:
         """Install what the first forward installs for good, such as hooks. Most install nothing: then it runs once."""
-        samples, installs = min(FEW, batch.samples), InstalledOnce(self._core.model)
+        samples, model, before = min(FEW, batch.samples), self._core.model, RemovableHandle.next_id
         try:
-            with self._on_twins(batch, samples) as work:
-                before = RemovableHandle.next_id
-                installs.ran(loss_of(work, samples))
+            installs = InstalledOnce(model)
+            try:
+                with self._on_twins(batch, samples) as work:
+                    _look(installs, work, samples)
+            except TraceFailed:
                 if RemovableHandle.next_id == before:
                     return
-                installs.ran(loss_of(work, samples))
+                installs, work = InstalledOnce(model), self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
+                with leave_no_trace(model, self._core.device), uncompiled():
+                    _look(installs, work, samples)
             installs.keep()
-        except TraceFailed:
-            return
         except Refused as refused:
             self.run_together(refused.found)
 
@@ -406,3 +410,11 @@ def _by_hand(weight: Callable[[Any], float], device: torch.device) -> CountOf:
         return value
 
     return count
+
+
+def _look(installs: InstalledOnce, work: Work, samples: int) -> None:
+    """Look at what the forward over `samples` samples installs. It runs again only if it registers hooks."""
+    before = RemovableHandle.next_id
+    installs.ran(loss_of(work, samples))
+    if RemovableHandle.next_id != before:
+        installs.ran(loss_of(work, samples))
