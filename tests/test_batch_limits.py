@@ -116,6 +116,47 @@ def test_a_batch_across_a_limit_runs_whole() -> None:
     assert sum("a batch runs whole: the side of the limit of clamp()" in event.message for event in run.events) == 1
 
 
+class OfFew(nn.Module):
+    """A mean over those samples that are marked, by at least `least` of them, beside a mean over all."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.net, self.least = mlp(), least
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, marked = self.net(x), (x[:, 0] > 0).double()
+        return h.square().mean() + (marked * h.sum(1).square()).sum() / marked.sum().clamp(min=self.least)
+
+
+@pytest.mark.parametrize("stepping", [False, True])
+@pytest.mark.parametrize(("size", "least"), [(1, 1), (2, 1), (3, 2)])
+def test_a_count_below_its_limit_is_that_of_the_batch_or_refused(size: int, least: int, stepping: bool) -> None:
+    """Where micro-batches have as many samples as the limit, a count of fewer looks like one of all of them."""
+    model = OfFew(least)
+    plain = copy.deepcopy(model)
+    loss_fn: Any = (lambda model, x: model(x)) if stepping else None
+    optimizer, other = (SGD(each.parameters(), 0.01) for each in (model, plain))
+    run = memfit.wrap(model, optimizer, micro_batch=size, loss_fn=loss_fn)
+    torch.manual_seed(7)
+    try:
+        for unmarked in (0, 1, 3, 6):
+            x = torch.randn(12, 7).double()
+            x[:, 0] = x[:, 0].abs() + 0.1
+            x[:unmarked, 0] *= -1
+            other.zero_grad()
+            plain(x).backward()
+            other.step()
+            if stepping:
+                run.step(x)
+            else:
+                optimizer.zero_grad()
+                model(x).backward()
+                optimizer.step()
+            assert relative_error(dict(model.named_parameters()), dict(plain.named_parameters())) <= EXACT
+    except MemfitError as error:
+        assert any(said in str(error) for said in ("mixes samples", "number of samples", "is not made as it was"))
+
+
 Statistic = Callable[[Tensor], Tensor]
 STATISTICS: dict[str, Statistic] = {
     "largest": lambda h: h / h.abs().max().clamp(min=2.5),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
+from memfit._errors import MemfitError
 from memfit.batches.weights import all_arguments, known_loss
 from memfit.capture.call import Call
 from memfit.capture.expression import Node, Sized, Step, Sum, Term
@@ -37,8 +39,12 @@ class StandIn(LazyTensor):
     ) -> Any:
         # Called only from C++ (custom autograd functions, scripted functions). Autograd has already recorded the edge to the
         # stand-in. Its values are computed from here, where C++ has autograd disabled, too.
-        with torch.overrides.enable_reentrant_dispatch():
-            given, named = map_standins(LazyTensor.detached, args), map_standins(LazyTensor.detached, kwargs or {})
+        try:
+            with torch.overrides.enable_reentrant_dispatch():
+                given, named = map_standins(LazyTensor.detached, args), map_standins(LazyTensor.detached, kwargs or {})
+        except MemfitError as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # TorchScript raises a RuntimeError without any text
+            raise
         return func(*given, **named)
 
 

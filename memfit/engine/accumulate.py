@@ -226,10 +226,12 @@ class Pass:
         """Raise WeightsChanged if a divisor of the loss is not proportional to the weights, a sum that was 0 is not, or the
         loss is not linear in the means whose shares were corrected."""
         there = (self._work.device, wide(self._work.device))
-        changed = self._divided.changed(*there) or self._idle.changed(*there) or self._limits.changed(*there)
-        changed = changed or _bent(self._corrected, *there)
+        changed = self._divided.changed(*there) or _bent(self._corrected, *there)
         if changed is not None:
             raise WeightsChanged(changed)
+        unshown = self._idle.changed(*there) or self._limits.changed(*there)
+        if unshown is not None:
+            raise WeightsChanged(unshown, unshown=True)
 
     @staticmethod
     def _beginning(loss: torch.Tensor, factor: Count | float) -> torch.Tensor:

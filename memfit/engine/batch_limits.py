@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memfit.batches.tree import tensors
 from memfit.engine.call_context import is_faking
 from memfit.engine.idle_sums import Shape, first_set, in_transform
-from memfit.engine.known_means import nodes_of
+from memfit.engine.known_means import answering, nodes_of
 
 SMALL = 1 << 12
 LIMITS = frozenset(
@@ -116,7 +116,7 @@ class Limits(TorchFunctionMode):
         made = [t for t in made if type(t) is torch.Tensor]
         if made and self.wanted is None:
             self._follow(name, given, made)
-        elif made and has_limit(name):
+        elif made and _is_limited(name):
             number = self._number(name)
             if self.wanted is not None and (name, number) in self.wanted:
                 self.seen[name, number] = _found(name, given, made[0], frozenset())
@@ -150,7 +150,7 @@ class Limits(TorchFunctionMode):
         return self._calls[function] - 1
 
     def _follow(self, function: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        number = self._number(function) if has_limit(function) else -1
+        number = self._number(function) if _is_limited(function) else -1
         if not any(t in self._of or self._is_computed(t) for t in given):
             for tensor in made:
                 self._constant[tensor] = True
@@ -190,9 +190,8 @@ class Limits(TorchFunctionMode):
         return frozenset()
 
 
-def has_limit(function: str) -> bool:
-    """Return whether a function of this name has a limit."""
-    return function in LIMITS or function in DISTANCES
+def _is_limited(function: str) -> bool:
+    return (function in LIMITS or function in DISTANCES) and not answering()
 
 
 def _found(function: str, given: Sequence[torch.Tensor], made: torch.Tensor, names: frozenset[Name]) -> _Found:
@@ -209,7 +208,6 @@ def limits_in(whole: SeenLimits, parts: Sequence[SeenLimits]) -> tuple[LimitedCa
     return tuple(
         LimitedCall(function, number, alike, tuple(found[0].sides.tolist()))
         for function, number, found, alike in _limited(whole, parts)
-        if alike or found[0].has_graph
     )
 
 

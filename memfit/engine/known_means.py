@@ -64,7 +64,7 @@ class Terms:
         self._alone, self._shares, self._by_name = alone, shares, by_name
         self._modes = ExitStack() if not by_name else None
         self._outer: Terms | None = None
-        self._answering = False
+        self.is_answering = False
 
     def __enter__(self) -> Terms:
         if self._by_name is not False:
@@ -83,15 +83,15 @@ class Terms:
 
     def answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a function of torch.nn.functional."""
-        known = None if self._answering else known_loss(function)
+        known = None if self.is_answering else known_loss(function)
         bound = None if known is None else known.bind(args, kwargs)
         if bound is None or bound["reduction"] != "mean":
             return function(*args, **kwargs)
-        self._answering = True  # the mode sees the calls of a replaced function, too
+        self.is_answering = True  # the mode sees the calls of a replaced function, too
         try:
             term = self._term(function, bound)
         finally:
-            self._answering = False
+            self.is_answering = False
         self.found.append(term)
         mean = term.mean if self._shares is None else self._corrected(term.mean, self._shares)
         self.given.append(mean.grad_fn)
@@ -115,6 +115,12 @@ def told(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """Call a function of torch.nn.functional through the active `Terms`, if any."""
     terms: Terms | None = getattr(_ACTIVE, "terms", None)
     return function(*args, **kwargs) if terms is None else terms.answer(function, args, kwargs)
+
+
+def answering() -> bool:
+    """Return whether the active `Terms` computes a known mean: the calls are not the script's."""
+    terms: Terms | None = getattr(_ACTIVE, "terms", None)
+    return terms is not None and terms.is_answering
 
 
 class _SeenCalls(TorchFunctionMode):

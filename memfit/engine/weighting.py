@@ -57,4 +57,9 @@ BY_TOLD_TERM = Weighting("term", "by its mean's denominator", told=True)
 
 
 class WeightsChanged(Exception):
-    """The loss no longer has the form its weighting was proven for. No gradients were handed over."""
+    """The loss no longer has the form its weighting was proven for. No gradients were handed over. `unshown`: a few samples
+    would not show it."""
+
+    def __init__(self, what: str, *, unshown: bool = False) -> None:
+        super().__init__(what)
+        self.unshown = unshown

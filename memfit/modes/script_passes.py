@@ -369,7 +369,7 @@ class ScriptPasses:
                 try:
                     total = self._pass(call, consumer, weighting, first)
                 except WeightsChanged as changed:
-                    if weighting.idle or weighting.limits:  # a proof on a few samples would show as little
+                    if changed.unshown or weighting.idle:
                         raise BatchDependent.of_loss(str(changed)) from None
                     raise
                 call.check_limits()

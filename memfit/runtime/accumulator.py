@@ -80,16 +80,16 @@ class Accumulator:
         precision = plan.precision if plan is not None else "off"
         parameters = self._staging.parameters()
         told, looks = computes_in_half(parameters, self._core.device.type, precision, autocast), self.half_graphs.looks()
-        exact: tuple[tuple[int, ...], list[list[float]]] | None = None
+        exact: tuple[int, tuple[int, ...], list[list[float]]] | None = None
 
         def attempt(limit: int) -> Total:
             nonlocal exact
-            if exact is not None and max(exact[0]) > limit:
+            if exact is not None and exact[0] != limit:
                 exact = None  # memory ran out since: cut again
             tuner = self._in_force.tuner if limit == largest and exact is None else None
             if tuner is not None:
                 tuner.begin()
-            pieces, known = (tuple(pieces_for(limit, tuner)), None) if exact is None else exact
+            pieces, known = (tuple(pieces_for(limit, tuner)), None) if exact is None else exact[1:]
             begin(pieces)
             if tuner is not None and tuner.changes_before(0):
                 self._memory.give_back_cache()
@@ -108,7 +108,7 @@ class Accumulator:
             except SharesDiffer as difference:
                 if not repeats:
                     raise
-                exact = pieces, difference.shares  # (valid for these micro-batches only)
+                exact = limit, pieces, difference.shares  # (valid for these micro-batches only)
                 raise RestartBatch from None
             if self._core.team.overlap is not None:
                 self._core.team.overlap.attempted(total)

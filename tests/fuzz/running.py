@@ -114,7 +114,7 @@ def _jitter(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_((1 + 2e-16 * torch.randint(-1, 2, p.shape, generator=generator)).to(p.device))
+            p.mul_((1 + 2.3e-16 * torch.randint(-1, 2, p.shape, generator=generator).double()).to(p.device, p.dtype))
 
 
 def _halve(model: nn.Module) -> None:
