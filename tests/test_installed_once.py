@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import Notes
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -95,6 +96,24 @@ def test_hooks_are_there_once_if_the_loss_leaves_torch(kind: str, monkeypatch: p
 
     monkeypatch.setitem(globals(), "loss_of", through_numpy)
     assert trained(kind, True, "checkpointed") == pytest.approx(trained(kind, True, "plain"), rel=1e-12)
+
+
+def test_memory_that_runs_out_while_looking_for_hooks_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Notes([1])
+
+    def runs_out(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        if left and type(out) is Tensor:
+            left.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        scale = torch.from_numpy(np.cos(out.detach().numpy()[:, :1]))  # fails on fake tensors
+        return (scale * out).square().mean()
+
+    plain = Installs(KINDS[0], True)
+    run = memfit.wrap(plain, SGD(plain.parameters(), 0.1), loss_fn=runs_out, micro_batch=3)
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double()
+    assert run.step(x).isfinite()
+    assert not left
 
 
 def test_hooks_that_an_evaluation_installs_are_there_once() -> None:

@@ -45,9 +45,9 @@ class InstalledOnce:
     def keep(self) -> None:
         """Install for good what the first forward did and the second did not, after both were undone. Raises Refused if each of
         them installs hooks, and if the second one read a graph of the first."""
-        before, first, *others = self._looks
-        if not others:
+        if len(self._looks) < 3:
             return
+        before, first, *others = self._looks
         once = list(self._made_once(before[1], first[1], others[0][1]))
         for name in (name for _, name, (_, items), then in once if _has_graph(items) and _are_same((0, items), (0, then))):
             raise _refused(f"its first forward computes {name}, and those after it go on with the graph of that", _EACH)

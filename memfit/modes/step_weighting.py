@@ -158,7 +158,7 @@ class Weigher:
                     return
                 installs, work = InstalledOnce(model), self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
                 with leave_no_trace(model, self._core.device), uncompiled():
-                    _look(installs, work, samples)
+                    surviving(partial(_look, installs, work, samples), self._core.device, lambda text: None)
             installs.keep()
         except Refused as refused:
             self.run_together(refused.found)
