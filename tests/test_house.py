@@ -239,7 +239,6 @@ READS = re.compile(
 MAY_READ = {
     "faults.py": "deadlines after which processes are taken to hang; when they ended is for slow tests to compare",
     "test_hardware_device.py::test_photograph_follows_a_real_allocation": "needs a GPU of its own",
-    "test_step_mode.py::test_what_runs_beside_training_is_not_measured_as_its_peak": "by a meter that tells what it is told",
 }
 """What may all the same: a test, or a helper, and why."""
 
