@@ -226,9 +226,10 @@ def test_what_a_checkpointed_block_leaves_is_that_of_the_whole_batch_after_backw
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["a buffer", "a list", "an array"])
+@pytest.mark.parametrize("kind", [*IN_BUFFERS, "a list", "an array"])
 @pytest.mark.parametrize("calls", [1, 3])
-def test_blocks_are_computed_again_on_state_that_the_script_has_replaced(kind: str, calls: int) -> None:
+@pytest.mark.parametrize("looks", [False, True])
+def test_blocks_are_computed_again_on_state_that_the_script_has_replaced(kind: str, calls: int, looks: bool) -> None:
     def trained(wrap: Any) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(Moving(kind), nn.Linear(7, 7).double())
@@ -242,6 +243,8 @@ def test_blocks_are_computed_again_on_state_that_the_script_has_replaced(kind: s
             optimizer.zero_grad()
             sum(model(X + i).square().mean() for i in range(calls)).backward()
             optimizer.step()
+            if looks:
+                model(X).mean().item()  # its graph is never used
         state = [*model[0].centre, *model[0].list, *model[0].array]
         return [*(p.detach() for p in model.parameters()), torch.tensor(state)]
 

@@ -969,7 +969,24 @@ def test_parameters_that_grow_until_a_forward_writes_them(norm: float) -> None:
         assert same(wanted, found, 1e-10)
 
 
-READS: dict[str, Callable[[Shortened, Tensor, Tensor], Tensor]] = {
+class Clipped(nn.Module):
+    """Writes its weights at every forward. Few writes change them."""
+
+    def __init__(self, norm: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.layer, self.norm = nn.Embedding(6, 5), nn.Linear(5, 3), norm
+        with torch.no_grad():
+            self.rows.weight.mul_(0.01)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.rows.weight.clamp_(-self.norm, self.norm)
+        return self.layer(self.rows(x))
+
+
+READS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "a penalty before the loss": lambda m, out, y: m.rows.weight.pow(2).sum() + F.cross_entropy(out, y),
     "a penalty after the loss": lambda m, out, y: F.cross_entropy(out, y) + m.rows.weight.pow(2).sum(),
     "tied weights": lambda m, out, y: F.cross_entropy(out @ m.layer.weight @ m.rows.weight.T, y),
@@ -979,9 +996,10 @@ READS: dict[str, Callable[[Shortened, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize("in_steps", [False, True])
 @pytest.mark.parametrize("norm", [0.02, 0.2], ids=["from the beginning", "later"])
-def test_a_loss_reads_parameters_that_all_samples_have_written(norm: float, in_steps: bool, reads: str) -> None:
+@pytest.mark.parametrize("made", [Shortened, Clipped])
+def test_a_loss_reads_parameters_that_all_samples_have_written(made: Any, norm: float, in_steps: bool, reads: str) -> None:
     def script(wrap: Wrap) -> list[Any]:
-        model, draw = Shortened(norm), torch.Generator().manual_seed(1)
+        model, draw = made(norm), torch.Generator().manual_seed(1)
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
 
         def loss(model: Any, batch: Any) -> Tensor:

@@ -183,16 +183,10 @@ def composition_of(
 
 
 def with_written(composition: Composition, earlier: Composition, model: nn.Module) -> Composition:
-    """Adds the parameters that forwards write on some batches only: those that `earlier` proofs saw change, and the weights of
-    embeddings with `max_norm`, which shortens rows that have grown."""
+    """Adds the parameters that forwards write on some batches only: those that `earlier` proofs saw written."""
     there = {p.untyped_storage()._cdata for p in model.parameters() if p.layout is torch.strided}
-    shortened = [
-        TensorPlace(module.weight, f"{name}.weight")
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-    ]
     known = composition.keys
-    tensors = [place for place in (*shortened, *earlier.moved) if isinstance(place, TensorPlace)]
+    tensors = [place for place in earlier.moved if isinstance(place, TensorPlace)]
     more = {place.key: place for place in tensors if place.key not in known and place.key[0] in there}
     slots = [slot for slot in earlier.slots if slot.place.key in more]
     return Composition((*composition.slots, *slots), (*composition.moved, *more.values()), draws=composition.draws)

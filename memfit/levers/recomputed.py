@@ -45,17 +45,19 @@ class Moving:
         if is_faking():
             return nullcontext
         number = self._forwards[block] = self._forwards.get(block, 0) + 1
-        if self._places is not None and number & (number - 1) and not self._is_elsewhere(block, self._places):
+        elsewhere = self._places is not None and self._is_elsewhere(block, self._places)
+        if self._places is not None and number & (number - 1) and not elsewhere:
             values = [(place, place.value()) for place in self._places.values()]
             return lambda: _put_for_a_while(values)
-        snapshot = StateSnapshot([block], self._copy)
+        copy = self._copy if elsewhere else self._copy_of_written
+        snapshot = StateSnapshot([block], copy)
         seen: list[list[tuple[Place, Any]]] = []
 
         @contextmanager
         def looking() -> Iterator[None]:
             if not seen:  # the first recomputation shows it; later ones see restored state
                 seen.append(snapshot.moved())
-            there = StateSnapshot([block], self._copy)
+            there = StateSnapshot([block], copy)
             try:
                 with _put_for_a_while(seen[0]):
                     yield
@@ -80,13 +82,17 @@ class Moving:
         known |= there
         return False
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a host copy, shared by all blocks while the values stay the same. None: nobody wrote the tensor since its
-        first copy. (Writes through `.data` do not bump the version, so they are detected at first only.)"""
+    def _copy_of_written(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy, or None if nobody wrote the tensor since its first copy. (Writes through `.data` do not bump the
+        version, so they are detected at first only.)"""
         version = None if tensor.is_inference() else tensor._version
         before, self._versions[id(tensor)] = self._versions.get(id(tensor)), version
         if self._places is not None and version == before is not None and TensorPlace(tensor, "").key not in self._places:
             return None
+        return self._copy(tensor)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a host copy, shared by all blocks while the values stay the same."""
         copy = self._copies.get(id(tensor))
         if copy is None or not holds(tensor, copy):
             # On the host, because plans use the device's memory to the last byte, and most of these tensors never change.
@@ -107,13 +113,14 @@ def _holders_in(block: nn.Module, places: Iterable[tuple[Any, ...]]) -> set[int]
     """Return which of the tensors and containers that hold these places are attributes or buffers of a block."""
     holders = {part for key in places for part in key if type(part) is int}
     tables = (table for module in block.modules() for table in (module.__dict__, module._buffers))
-    return holders.intersection(_identity(value) for table in tables for value in table.values())
+    return holders.intersection(_identity(value, holders) for table in tables for value in table.values())
 
 
-def _identity(value: Any) -> int:
-    """Return what the key of a place in a tensor or a container has. (A stand-in for an output is not looked into.)"""
+def _identity(value: Any, holders: set[int]) -> int:
+    """Return what the key of a place in a tensor or a container has. A tensor whose data is assigned gets another storage in
+    every forward. (A stand-in for an output is not looked into.)"""
     plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested
-    return value.untyped_storage()._cdata if plain else id(value)
+    return value.untyped_storage()._cdata if plain and id(value) not in holders else id(value)
 
 
 def moving_of(blocks: Iterable[nn.Module]) -> Moving:

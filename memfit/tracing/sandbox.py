@@ -38,9 +38,10 @@ class Traces:
     """Tensors with copies of their values, where there is no log."""
 
     def moved(self) -> dict[tuple[Any, ...], tuple[Place, Any]]:
-        """Returns what differs from before: places by their keys, with their previous values."""
+        """Returns what differs from before, and trained parameters that were written: places by their keys, with their previous
+        values."""
         changed = [(tensor, copy) for tensor, copy in self.copies if not holds(tensor, copy)]
-        written = self.log.moved() if self.log else changed
+        written = self.log.moved(self.kept.trained) if self.log else changed
         tensors = [(TensorPlace(self.kept.holder_of(tensor), self.kept.name_of(tensor)), before) for tensor, before in written]
         found = [*self.kept.moved(), *tensors]
         return {place.key: (place, before) for place, before in found}

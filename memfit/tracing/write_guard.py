@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -54,16 +54,17 @@ class UndoLog:
         if id(counted) not in self._versions and not counted.is_inference():
             self._versions[id(counted)] = counted, counted._version
 
-    def moved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (tensor, previous contents) for whatever was written and changed. Storages that nobody else holds are left
-        out: they were created after the log began, past the dispatcher (`copy.deepcopy`)."""
+    def moved(self, trained: Set[int] = frozenset()) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns (tensor, previous contents) for whatever was written and changed. Storages in `trained` (by `_cdata`) count
+        even if the same values were written (a clamp), because a graph that has saved them sees a newer version. Storages that
+        nobody else holds are left out: they were created after the log began, past the dispatcher (`copy.deepcopy`)."""
         held = Counter(tensor.untyped_storage()._cdata for tensor, _ in self._versions.values())
         return [
             (_tensor_on(storage, geometry), _tensor_on(copy, geometry))
             for storage, copy, geometry in self._copies.values()
             if storage.nbytes() == copy.nbytes()
             and torch._C._storage_Use_Count(storage._cdata) > 1 + held[storage._cdata]
-            and not torch.equal(_bytes_of(storage), _bytes_of(copy))
+            and (storage._cdata in trained or not torch.equal(_bytes_of(storage), _bytes_of(copy)))
         ]
 
     def undo(self) -> None:

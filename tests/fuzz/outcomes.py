@@ -51,12 +51,11 @@ def outcome(choices: Choices, *, step: bool) -> Outcome:
         return Outcome(INVALID, words(want.error), want.trace[-1500:])
     if got.error is not None:
         return _of_error(choices, got, source, want)
-    drift: dict[str, float] = {}
     far = {path: value for path, value in apart(want.left, got.left).items() if value > TOLERANCE}
     if step:  # its step leaves no gradients; the script keeps what they were before
         far = {path: value for path, value in far.items() if not path.endswith(".grad")}
     if far:
-        drift = apart(want.left, running.jittered(source).left)
+        drift = running.drift(source, want)
         far = {path: value for path, value in far.items() if not value <= 10 * drift.get(path, 0.0) <= ROUNDING}
         if far and all(value <= 10 * drift.get(path, 0.0) for path, value in far.items()):
             return Outcome(UNSTEADY)

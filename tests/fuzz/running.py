@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import linecache
 import os
@@ -22,9 +23,10 @@ from torch import Tensor, nn
 
 from fuzz.faulty import runs_out_of_memory
 from fuzz.script import MARK
-from fuzz.snapshot import Snapshot, snapshot
+from fuzz.snapshot import Snapshot, apart, snapshot
 
 NAME = "fuzz_script"
+JITTERS = 4
 
 
 @dataclass
@@ -51,9 +53,15 @@ def with_memfit(source: str, **given: Any) -> Ran:
     return _run(re.sub(r"^( *)#: ", r"\1", "\n".join(lines) + "\n", flags=re.MULTILINE), None, given)
 
 
-def jittered(source: str) -> Ran:
-    """The script from parameters that differ by their last digit: what rounding alone makes of it."""
-    return _run(source, _jitter)
+def drift(source: str, ran: Ran, chosen: Callable[[Snapshot], Snapshot] = dict) -> dict[str, float]:
+    """What rounding alone makes of each value that a script leaves behind: the most in some scripts whose parameters differ by
+    their last digit, of which one may happen to round alike."""
+    most: dict[str, float] = {}
+    for seed in range(JITTERS):
+        other = _run(source, functools.partial(_jitter, seed=seed))
+        for path, value in apart(chosen(ran.left), chosen(other.left)).items():
+            most[path] = max(most.get(path, 0.0), value)
+    return most
 
 
 def cut_by_hand(source: str) -> Ran:
@@ -110,8 +118,8 @@ def _look_at(run: Any, ran: Ran) -> None:
         ran.mode = run.plan.mode if run.plan is not None else ""
 
 
-def _jitter(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(3)
+def _jitter(model: nn.Module, *, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_((1 + 2.3e-16 * torch.randint(-1, 2, p.shape, generator=generator).double()).to(p.device, p.dtype))

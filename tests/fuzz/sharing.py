@@ -118,7 +118,7 @@ def outcome_of_shares(processes: Processes, choices: Choices, *, step: bool, sha
         return Outcome(TWICE if any("two passes" in said for said in found[0]["said"]) else FREE)
     if all(any(some in said for said in each["said"] for some in SAID) for each in found):
         return Outcome(INEXACT, "said")
-    drift = apart(mine, _kept(running.jittered(source).left))
+    drift = running.drift(source, want, _kept)
     if all(value <= 10 * drift.get(path, 0.0) for path, value in far.items()):
         return Outcome(UNSTEADY)
     listed = sorted(far.items())[:12]
