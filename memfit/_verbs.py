@@ -28,7 +28,7 @@ from memfit.autotune.task import Task
 from memfit.batches.tree import tensors
 from memfit.capture.workloads import LossFn
 from memfit.engine.intercept import is_compiled
-from memfit.engine.undo_state import reaching
+from memfit.engine.planning_scope import reaching
 from memfit.hardware.budget import Budget, card_named, probe
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.modes.call_kinds import CallKinds

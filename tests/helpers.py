@@ -17,7 +17,7 @@ from zoo.plain import Gradients, gradients_of, relative_error
 
 import memfit
 from memfit import Plan, Run
-from memfit.engine.undo_state import is_planning
+from memfit.engine.planning_scope import is_planning
 from memfit.planning.plan import Cost
 from memfit.tracing.build_profile import model_facts
 

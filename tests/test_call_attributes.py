@@ -21,7 +21,7 @@ from zoo.plain import gradients_of, relative_error
 import memfit
 from memfit.engine.call_attributes import CallAttributes
 from memfit.engine.forward_reads import ForwardReads
-from memfit.engine.undo_state import is_planning
+from memfit.engine.planning_scope import is_planning
 
 X, Y = points()
 

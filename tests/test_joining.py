@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.batches.cut import Axis
-from memfit.capture.outputs import Joining, Leaf
+from memfit.capture.joining import Joining
+from memfit.capture.output_leaf import Leaf
 from memfit.equivalence.proofs import relative_difference
 
 SIZES = (2, 3, 1)

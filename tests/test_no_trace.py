@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo import FAMILIES, Family, first_batch
 
 import memfit
-from memfit.engine.undo_state import kept
+from memfit.engine.planning_scope import kept
 
 
 class Ticks:

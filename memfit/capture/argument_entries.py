@@ -10,7 +10,7 @@ from typing import Any
 
 from memfit.batches.entries import REMOVED, Entries, put_entries
 from memfit.batches.tree import Path, path_name, with_new_containers
-from memfit.capture.outputs import Named
+from memfit.capture.output_leaf import Named
 from memfit.capture.side_outputs import Door
 
 

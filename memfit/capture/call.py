@@ -15,14 +15,12 @@ from torch import nn
 from memfit._errors import Refused
 from memfit.batches.cut import Axis, Layout, cut_samples, cutter
 from memfit.batches.entries import Entries
-from memfit.batches.pieces import bounds
 from memfit.batches.shapes import Shapes, shapes_per_sample
 from memfit.batches.split import Split, part_of_split
 from memfit.batches.tree import copied_tensors, flat, leaves, rebuild, tensors, with_new_containers
 from memfit.capture.input_gradients import InputGradients
-from memfit.capture.outputs import Joining, Outputs, otherwise
+from memfit.capture.outputs import Outputs, otherwise
 from memfit.capture.shared_outputs import SharedOutputs
-from memfit.engine.buffers import WrittenBuffers
 from memfit.engine.call_attributes import CallAttributes, Since
 from memfit.engine.call_context import (
     Autocast,
@@ -33,18 +31,14 @@ from memfit.engine.call_context import (
     requires_of,
     requiring_as,
     restore_tensors,
-    without_autocast,
 )
 from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
 from memfit.engine.modules import modules_of, parameters_in
 from memfit.engine.random_state import HostDraws, RandomState, are_generators_known, remember_generators
-from memfit.engine.staged import Staging
 from memfit.engine.version_checks import Keys, Unchanged, key_of
 
 Tree = tuple[tuple[Any, ...], dict[str, Any]]
-Pieces = Callable[[int], Sequence[int]]
-"""Maps a number of samples to the sizes it is cut into."""
 _NUMBERS = itertools.count()
 _CUTS = "running a call in micro-batches when its loss is computed"
 
@@ -373,45 +367,6 @@ class Call:
                     each.whole = each.run(each.tree)
                 each.values = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in each.whole]
 
-    def compute_values(
-        self,
-        pieces: Sequence[int],
-        keep: int,
-        staging: Staging,
-        buffers: WrittenBuffers,
-        cut: Pieces,
-        before_each: Callable[[], None],
-    ) -> None:
-        """Run the first pass of replay: compute the whole output and keep the activations of the last `keep` micro-batches
-        only. If another pass came before, its micro-batches run again, and `cut` may cut them further."""
-        self.check_unchanged()
-        self.compare()
-        first = self.begin(pieces)
-        self.inputs.forget()
-        ran = [tuple(cut(size)) for size in self.pieces]
-        joins = [Joining(leaf, tuple(itertools.chain.from_iterable(ran))) for leaf in self.outputs.leaves]
-        moving = self.composition.over_pass() if first else self.composition.kept()
-        written = staging.versions
-        with moving, buffers.kept(not first), nullcontext() if first else self.drawing_again():
-            for index, (start, _) in enumerate(bounds(self.pieces)):
-                self.draw_from(index)
-                kept = index >= len(self.pieces) - keep and len(ran[index]) == 1
-                for low, high in bounds(ran[index]):
-                    before_each()
-                    self.composition.before_micro_batch()
-                    with torch.set_grad_enabled(kept):
-                        found = self._forward_of(start + low, start + high, staging)
-                    self.composition.after_micro_batch(high - low)
-                    if kept and staging.versions != written:  # the next forward would invalidate the graph
-                        keep, kept = 0, False
-                        self.kept.clear()
-                    if kept:
-                        self.kept[index] = found, self.inputs.at(start)
-                    for i, join in enumerate(joins):
-                        join.add(found[i].detach() if isinstance(found[i], torch.Tensor) else found[i])
-                    del found
-        self.values = [join.whole() for join in joins]
-
     def joined(self, parts: Sequence[dict[int, torch.Tensor]]) -> list[torch.Tensor | None]:
         """Return the leaves of the whole output, joined from what the micro-batches kept; None for other leaves."""
         whole: list[torch.Tensor | None] = [None] * len(self.outputs.leaves)
@@ -439,77 +394,6 @@ class Call:
     def drawing_again(self) -> AbstractContextManager[None]:
         """Return the context manager for a repeated pass: it restores the current random state on exit."""
         return self.host_draws.repeated(self.device, self.random)
-
-    def replay(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        staging: Staging,
-        buffers: WrittenBuffers,
-        cut: Pieces,
-        before_each: Callable[[], None],
-    ) -> None:
-        """Run the second pass of replay: rerun each micro-batch and backpropagate the gradients of its outputs.
-
-        `cut` may cut the first pass's micro-batches further; draws then continue from the start of each. `before_each` is
-        called before each of them.
-        """
-        self.check_unchanged()
-        self.compare()
-        self.inputs.forget()
-        kept = sorted(self.kept)
-        # (backward recomputes checkpointed blocks)
-        with buffers.kept(True), self.drawing_again(), staging.swapped():
-            # Kept micro-batches go first: that frees their memory before anything reruns, and their graphs may hold state that
-            # must stay where their forward left it.
-            with self.composition.kept(from_call=False):
-                for index in kept:
-                    before_each()
-                    start = sum(self.pieces[:index])
-                    self._backward_of(index, start, start + self.pieces[index], gradients, staging)
-            with self.composition.kept():
-                for index in sorted(set(range(len(self.pieces))).difference(kept)):
-                    start = sum(self.pieces[:index])
-                    self.random[index].restore(self.device)
-                    for low, high in bounds(cut(self.pieces[index])):
-                        before_each()
-                        self.composition.before_micro_batch()
-                        self._backward_of(index, start + low, start + high, gradients, staging)
-
-    def _forward_of(self, start: int, stop: int, staging: Staging) -> list[Any]:
-        if not torch.is_grad_enabled():
-            return self.checked(self.arguments(start, stop))
-        with staging.swapped():
-            return self.checked(self.arguments(start, stop))
-
-    def _backward_of(
-        self, index: int, start: int, stop: int, gradients: Sequence[torch.Tensor | None], staging: Staging
-    ) -> None:
-        if index in self.kept:
-            found, own = self.kept.pop(index)
-            self.inputs.put_back(own, start)
-        else:
-            with torch.enable_grad():
-                found = self._forward_of(start, stop, staging)
-        roots, incoming = [], []
-        for i, gradient in enumerate(gradients):
-            part = self.gradient_part(i, gradient, start, stop)
-            if part is not None and found[i].requires_grad:
-                roots.append(found[i])
-                incoming.append(part)
-        del found
-        with without_autocast(self.device):
-            torch.autograd.backward(roots, incoming)
-
-    def gradient_part(self, leaf: int, gradient: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
-        """Return the part of an output leaf's gradient that belongs to the samples `start:stop`."""
-        about = self.outputs.leaves[leaf]
-        if gradient is None:
-            return None
-        if about.axis is not None:
-            return about.axis.narrow(gradient, start, stop)
-        if about.joined == "first":
-            return gradient if start == 0 else None
-        return gradient if about.joined == "sum" else gradient * ((stop - start) / self.samples)
 
 
 def _copied(leaf: Any, axis: Axis | None, backwards: bool) -> Any:

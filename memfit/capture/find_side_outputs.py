@@ -32,7 +32,8 @@ from memfit.engine.call_context import uncompiled
 from memfit.engine.gradients import is_sharded
 from memfit.engine.known_means import leaves_of
 from memfit.engine.places import MISSING, Place
-from memfit.engine.undo_state import StateSnapshot, reached_from, reaching
+from memfit.engine.planning_scope import reaching
+from memfit.engine.state_snapshot import StateSnapshot, reached_from
 from memfit.tracing.sandbox import leave_no_trace
 
 

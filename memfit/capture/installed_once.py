@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from memfit._errors import Refused
 from memfit.batches.tree import tensors
 from memfit.engine.modules import modules_of
+from memfit.engine.places import refilled
 from memfit.engine.state_changes import KINDS, OF_MODULES
-from memfit.engine.undo_state import MADE_LATER, refilled
+from memfit.engine.undo_state import MADE_LATER
 
 _TABLES = (*KINDS, *(f"{kind}_{kinds}" for kind in KINDS[:2] for kinds in ("with_kwargs", "always_called")))
 Table = dict[Any, Any]

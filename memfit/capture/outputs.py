@@ -8,152 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from memfit._errors import Refused
 from memfit.batches.cut import Axis
-from memfit.batches.pieces import bounds
-from memfit.batches.tree import AttributeKey, Path, flat, leaves, path_name, rebuild
+from memfit.batches.tree import AttributeKey, Path, leaves, rebuild
+from memfit.capture.not_joined import NUMBERS
+from memfit.capture.output_leaf import Leaf, Named, name_in, turned
 from memfit.engine.batch_limits import LimitedCall
-
-_NUMBERS = ("int", "float", "bool", "complex", "str", "NoneType")
 
 
 class Otherwise(Refused):
     """Raised if a model returns another structure, or another non-tensor value, than it did for calls like this one."""
-
-
-class Named(str):
-    """The name of a value that leaves the forward as a side effect, not in its output."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """Describes one leaf of an output."""
-
-    kind: Literal["batch", "constant", "loss", "value", "size", "opaque"]
-    """batch: has one entry per sample. constant: a tensor that does not. loss: a differentiable scalar. value: a non-tensor
-    that is the same for every batch. size: a number in a distribution's shape that grows with the batch. opaque: cannot be
-    joined (a cache, a number read from a tensor)."""
-    path: Path
-    """Path to the leaf in the output."""
-    shape: tuple[int, ...] = ()
-    """Shape for `few` samples."""
-    dtype: torch.dtype = torch.float32
-    """Data type."""
-    device: torch.device | str = "cpu"
-    """Device."""
-    differentiable: bool = False
-    """Whether gradients flow through it."""
-    axis: Axis | None = None
-    """For "batch": the dimension of the samples."""
-    joined: Literal["first", "mean", "sum"] = "first"
-    """For "constant" and "loss": how micro-batches are reduced to the whole's value. "mean" is weighted by samples."""
-    alike: bool = False
-    """For "constant" and "loss": whether whole and parts were the same where it was proven, so that they have to be."""
-    value: Any = None
-    """For "value": the value. For "size": the value per sample. For "opaque": its type."""
-
-    @property
-    def is_beside(self) -> bool:
-        """Whether it left the forward as a side effect instead of in its output."""
-        return bool(self.path) and isinstance(self.path[0], Named)
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether it is a tensor that is joined from micro-batches."""
-        return self.kind in ("batch", "constant", "loss")
-
-    def without_tensor(self, samples: int) -> Any:
-        """Returns the value of a non-tensor leaf in an output of `samples` samples."""
-        if self.kind == "opaque":
-            return NotJoined(name_in(self.path), self.value)
-        return self.value * samples if self.kind == "size" else self.value
-
-    def shape_for(self, samples: int) -> tuple[int, ...]:
-        """Returns the shape for `samples` samples."""
-        if self.axis is None:
-            return self.shape
-        dim = self.axis.dim
-        return (*self.shape[:dim], self.axis.size(samples), *self.shape[dim + 1 :])
-
-    def check(self, parts: Sequence[Any], sizes: Sequence[int]) -> None:
-        """Raises Refused if the parts' shapes differ from what the batch dimension predicts for these micro-batches."""
-        wanted = [self.shape_for(size) for size in sizes]
-        found = [tuple(part.shape) for part in parts if isinstance(part, torch.Tensor)]
-        if self.axis is not None and found != wanted:
-            raise self.of_other_size(wanted, found)
-
-    def of_other_size(self, wanted: Sequence[tuple[int, ...]], found: Sequence[tuple[int, ...]]) -> Refused:
-        """Returns the refusal of an output whose size depends on the values in its batch."""
-        return Refused(
-            "joining the outputs of micro-batches",
-            found=f"{name_in(self.path)} has the shape {_listed(found)} where {_listed(wanted)} was expected: its "
-            "size depends on the batch's content (such as its longest sample)",
-            next_move="pass loss_fn= and call run.step(batch), where each micro-batch has a loss of its own; or pad all "
-            "batches to the same length",
-        )
-
-    def join(self, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """Joins the parts of micro-batches of these sizes into the leaf of all samples."""
-        if self.axis is not None:
-            return self.axis.join(parts)
-        if self.joined == "first":
-            return parts[0]
-        weights = [1 if self.joined == "sum" else size / sum(sizes) for size in sizes]
-        return torch.stack([part * weight for part, weight in zip(parts, weights)]).sum(0)
-
-    def bytes_for(self, samples: int) -> int:
-        """Returns its bytes for `samples` samples."""
-        count = 1
-        for size in self.shape_for(samples):
-            count *= size
-        return count * self.dtype.itemsize
-
-
-class Joining:
-    """Joins one leaf of the output micro-batch by micro-batch, without holding both the parts and the whole."""
-
-    def __init__(self, leaf: Leaf, sizes: Sequence[int]) -> None:
-        self._leaf, self._sizes = leaf, sizes
-        self._whole: torch.Tensor | None = None
-        self._parts: list[Any] = []
-        self._filled = 0
-
-    def add(self, part: Any) -> None:
-        """Adds the leaf of the next micro-batch. Raises Refused if its size does not match its samples."""
-        size = self._sizes[len(self._parts)]
-        self._leaf.check([part], [size])
-        axis, stop = self._leaf.axis, self._filled + size
-        if not self._parts and axis is not None and axis.outer == 1 and _is_ordinary(part):
-            self._whole = part.new_empty(
-                (*part.shape[: axis.dim], axis.size(sum(self._sizes)), *part.shape[axis.dim + 1 :])
-            )
-        if self._whole is not None and axis is not None:
-            place = axis.narrow(self._whole, self._filled, stop)
-            if not _is_ordinary(part) or place.shape != part.shape or place.dtype != part.dtype:
-                self._parts = [axis.narrow(self._whole, a, b) for a, b in self._bounds()]
-                self._whole = None  # torch joins mixed parts by its own rules, and raises its own errors
-            else:
-                place.copy_(part)
-                part = None
-        self._parts.append(part)
-        self._filled = stop
-
-    def whole(self) -> Any:
-        """Returns the leaf of all samples."""
-        return self._leaf.join(self._parts, self._sizes) if self._whole is None else self._whole
-
-    def _bounds(self) -> list[tuple[int, int]]:
-        return list(bounds(self._sizes))[: len(self._parts)]
-
-
-def _is_ordinary(part: Any) -> bool:
-    return isinstance(part, torch.Tensor) and part.layout is torch.strided and part.is_contiguous()
 
 
 @dataclass(frozen=True)
@@ -230,7 +98,7 @@ class Outputs:
         """Whether gradients can flow through any leaf. Raises Refused if an opaque leaf may hide tensors."""
         if any(leaf.differentiable for leaf in self.leaves):
             return True
-        hidden = next((leaf for leaf in self.leaves if leaf.kind == "opaque" and leaf.value not in _NUMBERS), None)
+        hidden = next((leaf for leaf in self.leaves if leaf.kind == "opaque" and leaf.value not in NUMBERS), None)
         if hidden is not None:
             raise Refused(
                 "joining the outputs of micro-batches",
@@ -244,6 +112,16 @@ class Outputs:
     def tensors(self) -> tuple[int, ...]:
         """The indices of tensor leaves."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_tensor)
+
+    def parts_of_gradients(
+        self, found: Sequence[Any], gradients: Sequence[torch.Tensor | None], start: int, stop: int, samples: int
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns what backward starts from for the samples `start:stop` of so many: the leaves `found` that require gradients,
+        and their parts of the whole's `gradients`."""
+        parts = [leaf.gradient_part(g, start, stop, samples) for leaf, g in zip(self.leaves, gradients)]
+        pairs = [(leaf, part) for leaf, part in zip(found, parts) if part is not None]
+        trained = [(leaf, part) for leaf, part in pairs if getattr(leaf, "requires_grad", False)]
+        return [leaf for leaf, _ in trained], [part for _, part in trained]
 
     def filled(self, values: Sequence[Any]) -> Any:
         """Returns an output with these leaves."""
@@ -285,13 +163,6 @@ def _has_names_of(value: Any, other: Any) -> bool:
     return not isinstance(value, dict) or (isinstance(other, dict) and list(value) == list(other))
 
 
-def name_in(path: Path) -> str:
-    """Returns a leaf's name in the output, as it would be typed."""
-    if len(path) > 1 and isinstance(path[1], Named):
-        path = path[1:]
-    return path_name(path[1:], str(path[0])) if path and isinstance(path[0], Named) else path_name(path, "output")
-
-
 def _paths(output: Any) -> Iterator[tuple[Path, Any]]:
     """Yield an output's leaves with their paths."""
     if not isinstance(output, SideOutput):
@@ -300,36 +171,6 @@ def _paths(output: Any) -> Iterator[tuple[Path, Any]]:
     yield from leaves(output.output)
     for name, value in output.beside.items():
         yield from leaves(value, (Named(name),))
-
-
-class NotJoined:
-    """Placeholder for an output object that memfit cannot join from micro-batches. Using it raises `error`."""
-
-    def __init__(self, name: str, kind: str, error: Refused | None = None) -> None:
-        self.__dict__.update(_memfit_name=name, _memfit_kind=kind, _memfit_error=error or _not_joined(name, kind))
-
-    def __repr__(self) -> str:
-        return f"<{self._memfit_name}: a {self._memfit_kind}, not joined from micro-batches>"
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(attribute)
-        raise self._memfit_error
-
-    def _refuse(self, *args: Any) -> Any:
-        raise self._memfit_error
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise next(leaf._memfit_error for leaf in flat((args, kwargs or {})) if isinstance(leaf, cls))
-
-    __getitem__ = __iter__ = __len__ = __float__ = __int__ = __index__ = __bool__ = __format__ = __call__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _refuse
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __divmod__ = __round__ = __abs__ = _refuse
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __matmul__ = __rmatmul__ = __array__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __contains__ = __str__ = __complex__ = __trunc__ = _refuse
-    __hash__ = object.__hash__
-    __array_ufunc__ = None  # operators of arrays come to the ones above
 
 
 def learn_outputs(small: Any, few: int, large: Any, many: int) -> Outputs:
@@ -421,22 +262,3 @@ def _settled_like(mine: Leaf, its: Leaf) -> Leaf | None:
     if its.axis.outer > 1:
         return replace(mine, axis=turned(mine.axis))
     return mine if its.axis.inner > 1 else None
-
-
-def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
-    return " and ".join(str(shape) for shape in dict.fromkeys(shapes))
-
-
-def turned(axis: Axis) -> Axis:
-    """Returns the axis with samples varying fastest instead of slowest (time before batch)."""
-    return Axis(axis.dim, outer=axis.inner, inner=axis.outer)
-
-
-def _not_joined(name: str, kind: str) -> Refused:
-    if kind in (*_NUMBERS, "Tensor"):
-        found = f"it is a {kind} computed from all samples together, and those of the micro-batches do not add up to it"
-        next_move = "return it with one entry per sample, or compute it outside the model"
-    else:
-        found = f"it is a {kind}, and memfit joins tensors only"
-        next_move = "switch it off in the model (for example use_cache=False), or read it under torch.no_grad()"
-    return Refused(f"using {name} of a batch that ran in micro-batches", found=found, next_move=next_move)

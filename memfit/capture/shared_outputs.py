@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from memfit.capture.outputs import Outputs, name_in
+from memfit.capture.output_leaf import name_in
+from memfit.capture.outputs import Outputs
 from memfit.engine.batch_dependent import BatchDependent, check_same, differ
 from memfit.engine.batch_limits import LimitedCall, Limits, wanted
 from memfit.engine.call_context import is_faking

@@ -17,9 +17,8 @@ from torch import nn
 
 from memfit.engine.call_contents import CallContents, without_graph
 from memfit.engine.forward_reads import ForwardReads
-from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place
+from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place, refilled
 from memfit.engine.read_numbers import Numbers, token_of, token_of_list
-from memfit.engine.undo_state import refilled
 from memfit.engine.version_checks import Keys, keys_of_values
 
 _TABLES = (

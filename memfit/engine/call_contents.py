@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from memfit.engine.forward_reads import CodeWalk, ForwardReads
-from memfit.engine.state_changes import LONG, OF_MODULES
+from memfit.engine.places import LONG
+from memfit.engine.state_changes import OF_MODULES
 from memfit.engine.version_checks import Keys, Modified, keys_of_values, named
 
 DEPTH = 3

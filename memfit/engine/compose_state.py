@@ -22,7 +22,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from memfit.engine.batch_dependent import check_same
 from memfit.engine.places import MISSING, Place, TensorPlace
-from memfit.engine.undo_state import is_installed
+from memfit.engine.user_code import is_installed
 
 
 class Rule(Protocol):

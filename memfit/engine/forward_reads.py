@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memfit.engine.places import AttributePlace, ItemPlace, Place, VariablePlace
-from memfit.engine.state_changes import LONG, SHARED, SIMPLE
-from memfit.engine.undo_state import is_installed
+from memfit.engine.places import LONG, SIMPLE, AttributePlace, ItemPlace, Place, VariablePlace
+from memfit.engine.state_changes import SHARED
+from memfit.engine.user_code import is_installed
 
 _PLAIN = (*SHARED, nn.Parameter, str, bytes)
 _NOT_CALLED = frozenset(("__init__", "__new__", "__repr__", "__str__", "__del__", "__init_subclass__", "__setstate__"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +16,10 @@ from memfit.engine.version_checks import key_of
 
 MISSING: Any = object()
 """The value of an absent entry."""
+LONG = 10_000
+"""Maximum number of entries of a container that is visited."""
+SIMPLE = frozenset((type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice))
+"""Types of values that hold no state."""
 
 
 class Place(Protocol):
@@ -120,6 +124,28 @@ def refill(container: list[Any] | deque[Any], items: Sequence[Any]) -> None:
     else:
         kind.clear(container)
         kind.extend(container, items)
+
+
+def refilled(container: Any, items: Any) -> None:
+    """Restore the contents of a container if they changed."""
+    if isinstance(container, (list, deque)):
+        if len(container) != len(items) or any(a is not b for a, b in zip(container, items)):
+            refill(container, items)
+    elif isinstance(container, dict):
+        if list(container) != list(items) or any(container[key] is not items[key] for key in items):
+            kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # it keeps its own order
+            kind.clear(container)
+            kind.update(container, items)
+    elif container != items:
+        container.clear()
+        container.update(items)
+
+
+def put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    """Restore the attributes of an object. None of them is missing at any moment."""
+    for name in attributes.keys() - before.keys():
+        del attributes[name]
+    attributes.update(before)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memfit.engine.undo_state import is_installed
+from memfit.engine.user_code import is_installed
 
 MOST = 8
 """Values of one place after which, if the forward did the same under all of them, the place is no longer watched."""

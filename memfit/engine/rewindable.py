@@ -7,14 +7,19 @@ iterators, iterators also held by a local variable of the loop, and `send` and `
 
 from __future__ import annotations
 
+import io
+import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.engine.places import LONG, SIMPLE
+from memfit.engine.user_code import is_installed
 
 
 @dataclass(eq=True)
@@ -112,3 +117,32 @@ class Drawn:
 
     def put(self, value: IteratorPosition) -> None:
         go_back(self.rewound, value)
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether it is an iterator of Python or of a library, whose future items cannot be inspected."""
+    kind = type(value)
+    draws = hasattr(kind, "__next__") and hasattr(kind, "__iter__") and not isinstance(value, (Rewound, io.IOBase))
+    return draws and is_installed(kind.__module__)
+
+
+def rewinding(value: Any, found: list[Rewound]) -> Any:
+    """Make the iterators in a value rewindable and add them to `found`. Tuples are rebuilt."""
+    if _is_iterator(value):
+        found.append(rewound_of(value))
+        return found[-1]
+    if isinstance(value, types.MethodWrapperType) and value.__name__ == "__next__" and _is_iterator(value.__self__):
+        found.append(rewound_of(cast("Iterator[Any]", value.__self__)))
+        return found[-1].__next__
+    if isinstance(value, tuple) and len(value) <= LONG:
+        before = len(found)
+        items = [item if type(item) in SIMPLE else rewinding(item, found) for item in value]
+        if len(found) > before:
+            return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)  # type: ignore[attr-defined]
+    return value
+
+
+def only_draws(value: Any) -> bool:
+    """Whether it has `__next__` and is not an iterator of the script, whose state is in its attributes."""
+    kind = type(value)
+    return hasattr(kind, "__next__") and (not hasattr(kind, "__iter__") or is_installed(kind.__module__))

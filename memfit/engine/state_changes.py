@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from memfit.engine.places import (
+    LONG,
     MISSING,
+    SIMPLE,
     ArrayPlace,
     AssignedPlace,
     AttributePlace,
@@ -30,9 +32,6 @@ from memfit.engine.rewindable import Drawn, IteratorPosition, Rewound, position_
 
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Where modules keep their hooks. Prefixed with "_global": where torch keeps the hooks of all modules."""
-LONG = 10_000
-"""Maximum number of entries of a container that is visited."""
-SIMPLE = frozenset((type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented), range, slice))
 SHARED: tuple[type, ...] = (
     type, types.CodeType, types.GeneratorType, types.CoroutineType, types.FrameType, torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.Size, torch.jit.ScriptModule, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler,

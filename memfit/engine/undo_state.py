@@ -11,33 +11,34 @@ from __future__ import annotations
 import array
 import enum
 import functools
-import io
 import queue
-import sys
-import sysconfig
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
-from memfit.engine.places import MISSING, ArrayPlace, AttributePlace, BytesPlace, Place, TensorPlace, VariablePlace, refill
+from memfit.engine.places import (
+    LONG,
+    MISSING,
+    SIMPLE,
+    ArrayPlace,
+    AttributePlace,
+    BytesPlace,
+    Place,
+    VariablePlace,
+    put_back,
+    refilled,
+)
 from memfit.engine.random_state import is_generator, read_generator, remember_generators, write_generator
-from memfit.engine.rewindable import Rewound, go_back, position_of, rewound_of, untouched
+from memfit.engine.rewindable import Rewound, go_back, only_draws, position_of, rewinding, untouched
 from memfit.engine.state_changes import (
     CONTAINERS,
-    KINDS,
-    LONG,
     OF_MODULES,
     SHARED,
-    SIMPLE,
     added_to,
-    holds,
     holds_data,
     is_data,
     moved_array,
@@ -51,10 +52,8 @@ from memfit.engine.state_changes import (
     moved_variable,
     place_of,
 )
+from memfit.engine.user_code import is_installed, names_in, slots_of
 
-_PLANNING: ContextVar[bool] = ContextVar("planning", default=False)
-_REACHED: ContextVar[tuple[Any, ...]] = ContextVar("reached", default=())
-"""What planning calls besides the model: the loss function, and functions that cut and weight batches."""
 MOST = 200_000
 """Maximum number of objects visited."""
 MADE_LATER = ("_parameters", "_buffers", "_modules")
@@ -62,87 +61,7 @@ MADE_LATER = ("_parameters", "_buffers", "_modules")
 LARGE = 64 << 20
 """Maximum bytes of a NumPy array that is copied."""
 MEMO: type = type(functools.lru_cache(id))
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 Undo = Callable[[], object]
-
-
-@contextmanager
-def kept(model: nn.Module) -> Iterator[UndoState]:
-    """Undo afterwards all changes to what the model and the `reaching` roots reach."""
-    token = _PLANNING.set(True)
-    found = UndoState({id(module.__dict__): name for name, module in model.named_modules()})
-    hooks = [hook for kind in KINDS for hook in getattr(nn.modules.module, "_global" + kind, {}).values()]
-    hooks = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("memfit.")]
-    found.look((model, *hooks, parametrize._cache, *_REACHED.get()))
-    try:
-        yield found
-    finally:
-        found.undo()
-        _PLANNING.reset(token)
-
-
-def is_planning() -> bool:
-    """Whether side effects of the running code are undone afterwards."""
-    return _PLANNING.get()
-
-
-@contextmanager
-def reaching(*roots: Any) -> Iterator[None]:
-    """Declare that planning calls these besides the model."""
-    token = _REACHED.set((*_REACHED.get(), *roots))
-    try:
-        yield
-    finally:
-        _REACHED.reset(token)
-
-
-def reached_from(roots: Iterable[Any]) -> set[int]:
-    """Return the ids of all objects that planning would visit from these roots, and of their attribute dictionaries."""
-    found = UndoState({})
-    found.look(roots)
-    objects = [alive.args[0] for alive in found._alive]
-    found.undo()
-    return {*map(id, objects), *(id(each.__dict__) for each in objects if hasattr(each, "__dict__"))}
-
-
-def refilled(container: Any, items: Any) -> None:
-    """Restore the contents of a container if they changed."""
-    if isinstance(container, (list, deque)):
-        if len(container) != len(items) or any(a is not b for a, b in zip(container, items)):
-            refill(container, items)
-    elif isinstance(container, dict):
-        if list(container) != list(items) or any(container[key] is not items[key] for key in items):
-            kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict  # it keeps its own order
-            kind.clear(container)
-            kind.update(container, items)
-    elif container != items:
-        container.clear()
-        container.update(items)
-
-
-def put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    """Restore the attributes of an object. None of them is missing at any moment."""
-    for name in attributes.keys() - before.keys():
-        del attributes[name]
-    attributes.update(before)
-
-
-class StateSnapshot:
-    """A snapshot of all that `roots` reach. `copy_of` returns a copy of a tensor, or None to leave it out, as for parameters.
-    Iterators become rewindable for good."""
-
-    def __init__(self, roots: Iterable[Any], copy_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        found = UndoState({})
-        found.look(roots)
-        self._watches = found._watches
-        self._tensors = [(tensor, copy) for tensor in found.small_tensors() if (copy := copy_of(tensor)) is not None]
-        found.undo(iterators=False)
-
-    def moved(self) -> list[tuple[Place, Any]]:
-        """Return (place, old value) of all that changed."""
-        # compares values, as writes to `.data` do not change the version
-        written = [(TensorPlace(tensor, "a tensor"), copy) for tensor, copy in self._tensors if not holds(tensor, copy)]
-        return [*(move for watch in self._watches for move in watch()), *written]
 
 
 class UndoState:
@@ -204,6 +123,14 @@ class UndoState:
         """Return the visited tensors of at most `LARGE` bytes that require no gradient."""
         return [t for t in self._held if not t.requires_grad and t.untyped_storage().nbytes() <= LARGE]
 
+    def visited(self) -> list[Any]:
+        """Return the visited objects."""
+        return [alive.args[0] for alive in self._alive]
+
+    def watches(self) -> list[Callable[[], list[tuple[Place, Any]]]]:
+        """Return functions that tell (place, old value) of what changed since the visit. They outlive `undo`."""
+        return list(self._watches)
+
     def moved(self) -> list[tuple[Place, Any]]:
         """Return (place, old value) of all that changed."""
         return [move for watch in self._watches for move in watch()]
@@ -252,7 +179,7 @@ class UndoState:
             self._open.append(value.queue)
         elif is_generator(value) or type(value).__module__.startswith("numpy"):
             self._state(value)
-        elif not isinstance(value, (*SHARED, types.ModuleType)) and not _only_draws(value):
+        elif not isinstance(value, (*SHARED, types.ModuleType)) and not only_draws(value):
             self._object(value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
@@ -289,7 +216,7 @@ class UndoState:
         """Make the iterators in a value rewindable and store the result with `put`. Iterators that were never drawn from are
         unwrapped at the end."""
         found: list[Rewound] = []
-        made = _rewinding(value, found)
+        made = rewinding(value, found)
         if not found:
             return value
         put(made)
@@ -391,7 +318,7 @@ class UndoState:
             if isinstance(value, nn.Module):
                 empty = [table for name in OF_MODULES if isinstance(table := items.get(name), dict) and not table]
                 self._undo.append(lambda: [table.clear() for table in empty if table])
-        for name in _slots(type(value)):
+        for name in slots_of(type(value)):
             self._attribute(AttributePlace(value, name, f"{type(value).__name__}.{name}"))
 
     def _attribute(self, place: AttributePlace) -> None:
@@ -433,56 +360,8 @@ class UndoState:
             self._watch(moved_array, array, copy)
 
 
-def is_installed(module: str | None) -> bool:
-    """Whether a module is not the user's: built-in, of the standard library, of an installed package, or of memfit."""
-    found = sys.modules.get(module or "")
-    if module in (None, "__main__") or found is None:  # code run by exec() has no module
-        return False
-    file = getattr(found, "__file__", None)
-    if file is None:
-        return getattr(getattr(found, "__spec__", None), "origin", None) in ("built-in", "frozen")
-    return file.startswith(_INSTALLED) or module.partition(".")[0] in ("memfit", "torch")
-
-
-def _is_iterator(value: Any) -> bool:
-    """Whether it is an iterator of Python or of a library, whose future items cannot be inspected."""
-    kind = type(value)
-    draws = hasattr(kind, "__next__") and hasattr(kind, "__iter__") and not isinstance(value, (Rewound, io.IOBase))
-    return draws and is_installed(kind.__module__)
-
-
-def _rewinding(value: Any, found: list[Rewound]) -> Any:
-    """Make the iterators in a value rewindable and add them to `found`. Tuples are rebuilt."""
-    if _is_iterator(value):
-        found.append(rewound_of(value))
-        return found[-1]
-    if isinstance(value, types.MethodWrapperType) and value.__name__ == "__next__" and _is_iterator(value.__self__):
-        found.append(rewound_of(cast("Iterator[Any]", value.__self__)))
-        return found[-1].__next__
-    if isinstance(value, tuple) and len(value) <= LONG:
-        before = len(found)
-        items = [item if type(item) in SIMPLE else _rewinding(item, found) for item in value]
-        if len(found) > before:
-            return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)  # type: ignore[attr-defined]
-    return value
-
-
 def _set_arguments(partial: functools.partial[Any], arguments: tuple[Any, ...]) -> None:
     partial.__setstate__((partial.func, arguments, partial.keywords, partial.__dict__))  # type: ignore[attr-defined]
-
-
-def _only_draws(value: Any) -> bool:
-    """Whether it has `__next__` and is not an iterator of the script, whose state is in its attributes."""
-    kind = type(value)
-    return hasattr(kind, "__next__") and (not hasattr(kind, "__iter__") or is_installed(kind.__module__))
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that code and its inner functions look up, globals and attributes alike."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from names_in(constant)
 
 
 def _rebound(known: dict[str, Any], name: str, value: Any) -> None:
@@ -493,11 +372,3 @@ def _rebound(known: dict[str, Any], name: str, value: Any) -> None:
 def _set_again(place: AttributePlace, item: Any) -> None:
     if place.value() is not item:
         place.put(item)
-
-
-def _slots(kind: type) -> Iterator[str]:
-    for base in kind.__mro__:
-        names = base.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__"):
-                yield f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name

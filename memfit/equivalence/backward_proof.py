@@ -16,7 +16,7 @@ import torch
 
 from memfit.batches.pieces import bounds
 from memfit.capture.call import Call
-from memfit.capture.outputs import name_in
+from memfit.capture.output_leaf import name_in
 from memfit.engine.call_context import without_autocast
 from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
@@ -126,11 +126,10 @@ class _Compared:
                 taken = zip(self.names, self._staging.take(self._probes))
                 raise _InnerBackward(next((name for name, grad in taken if grad is not None), "a parameter"))
             self._incoming = [None if i in self._left_out else _fixed_like(leaf, i) for i, leaf in enumerate(found)]
-        pairs = [(leaf, call.gradient_part(i, self._incoming[i], start, stop)) for i, leaf in enumerate(found)]
-        trained = [(leaf, part) for leaf, part in pairs if part is not None and getattr(leaf, "requires_grad", False)]
-        if trained:
+        roots, incoming = call.outputs.parts_of_gradients(found, self._incoming, start, stop, call.samples)
+        if roots:
             with without_autocast(call.device):
-                torch.autograd.backward([leaf for leaf, _ in trained], [part for _, part in trained])
+                torch.autograd.backward(roots, incoming)
 
 
 def _fixed_like(leaf: object, seed: int) -> torch.Tensor | None:

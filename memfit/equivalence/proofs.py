@@ -21,7 +21,8 @@ from torch import nn
 from memfit.batches.pieces import bounds
 from memfit.batches.tree import leaves, tensors
 from memfit.capture.call import Call
-from memfit.capture.outputs import Leaf, Outputs, name_in, turned
+from memfit.capture.output_leaf import Leaf, name_in, turned
+from memfit.capture.outputs import Outputs
 from memfit.capture.size_dependence import SIZE
 from memfit.engine.batch_limits import Limits, SeenLimits, limits_in, unreachable_in
 from memfit.engine.call_context import uncompiled

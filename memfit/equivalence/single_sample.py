@@ -20,7 +20,7 @@ from memfit._errors import RankFailed, first_line
 from memfit.batches.tree import flat
 from memfit.capture.call import Call
 from memfit.capture.infer_layout import fake_outputs
-from memfit.capture.outputs import Leaf, name_in
+from memfit.capture.output_leaf import Leaf, name_in
 from memfit.engine.accumulate import Work, loss_of
 from memfit.engine.call_context import uncompiled
 from memfit.engine.gradients import is_sharded

@@ -26,7 +26,7 @@ from memfit.batches.tree import map_leaves, tensors
 from memfit.engine.aside import aside
 from memfit.engine.gradients import AS_GIVEN, RESHARD, bytes_here
 from memfit.engine.modules import modules_of
-from memfit.engine.undo_state import StateSnapshot
+from memfit.engine.state_snapshot import StateSnapshot
 from memfit.levers.fsdp_guards import forget_gradients, refuse_numbers_of_shards
 from memfit.levers.fsdp_state import full_tensor, is_shard, load_as_shards, shard_like
 from memfit.levers.fsdp_units import ShardLayout, check_shardable, is_torchs, shard_units, unshard

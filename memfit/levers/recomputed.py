@@ -21,7 +21,7 @@ from memfit.engine.gradients import is_sharded
 from memfit.engine.places import Place, TensorPlace
 from memfit.engine.random_state import HostRandom
 from memfit.engine.state_changes import holds
-from memfit.engine.undo_state import StateSnapshot
+from memfit.engine.state_snapshot import StateSnapshot
 from memfit.engine.version_checks import Unchanged
 
 _AGAIN = "recomputing a block of the model in backward"

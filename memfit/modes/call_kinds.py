@@ -25,9 +25,9 @@ from memfit.capture.side_outputs import Door, Doorway
 from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.call_context import without_saved_tensors_hooks
+from memfit.engine.planning_scope import reaching
 from memfit.engine.read_numbers import Variants
 from memfit.engine.recovery import surviving
-from memfit.engine.undo_state import reaching
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting, WeightsChanged
 from memfit.equivalence.tolerances import Deviation
 from memfit.hardware.exhausted import is_out_of_memory, said_by

@@ -27,12 +27,14 @@ from memfit.batches.tree import tensors
 from memfit.capture.call import Call, Tree
 from memfit.capture.find_side_outputs import FoundDoors, look_for_side_doors
 from memfit.capture.infer_layout import fake_outputs, twin_call, ways_to_cut
-from memfit.capture.outputs import Joining, Leaf, Outputs, learn_outputs
+from memfit.capture.joining import Joining
+from memfit.capture.output_leaf import Leaf
+from memfit.capture.outputs import Outputs, learn_outputs
 from memfit.capture.side_outputs import Doorway, through
 from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_context import uncompiled
+from memfit.engine.planning_scope import reaching
 from memfit.engine.recovery import surviving
-from memfit.engine.undo_state import reaching
 from memfit.equivalence.proofs import joined_outputs, parts_of
 from memfit.profiling.timeline import Timeline, fit
 from memfit.runtime.core import Core

@@ -20,7 +20,7 @@ from memfit.capture.bypassed import OutsideForward
 from memfit.capture.call import Call, Tree
 from memfit.capture.lazy_functions import stand_ins
 from memfit.capture.lazy_tensor import LazyTensor
-from memfit.capture.outputs import NotJoined
+from memfit.capture.not_joined import NotJoined
 from memfit.capture.side_outputs import through
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.call_context import transforming

@@ -23,6 +23,7 @@ from memfit.capture.joint_call import joint
 from memfit.capture.lazy_tensor import LazyTensor, settle_looks
 from memfit.capture.masked_mean import count_of
 from memfit.capture.noted_loss import NotedLoss
+from memfit.capture.replay import Replay
 from memfit.capture.result_shapes import ResultShapes
 from memfit.capture.workloads import ExpressionWork
 from memfit.engine.accumulate import Work
@@ -277,9 +278,8 @@ class ScriptPasses:
             repeats = core.staging.parts is not None or call.composition.moved or call.writing
             keep = 0 if repeats else planned.plan.keep
             pieces = core.accumulator.pieces(call.samples, largest)
-            cut = partial(sizes, largest=largest, least=core.least)
             with nullcontext() if repeated else core.accumulator.norms_of(len(pieces)):
-                call.compute_values(pieces, keep, core.staging, core.buffers, cut, core.in_force.heap.check)
+                self._replay(call, largest).compute_values(pieces, keep)
 
         try:
             with core.team.computing():
@@ -317,8 +317,7 @@ class ScriptPasses:
             factor = core.staging.relative_to(weight)
             incoming = gradients if factor == 1.0 else tuple(None if g is None else g * weight for g in gradients)
             with core.staging.counting():
-                cut = partial(sizes, largest=largest, least=core.least)
-                call.replay(incoming, core.staging, core.buffers, cut, core.in_force.heap.check)
+                self._replay(call, largest).backward(incoming)
                 parameters = len(receivers) - len(call.inputs.wanted)
                 staged = [*core.staging.take(receivers[:parameters]), *call.inputs.take()]
             value = torch.zeros((), device=core.device)
@@ -474,6 +473,11 @@ class ScriptPasses:
                 each.values = whole[offset : offset + len(each.outputs.leaves)]
             settle_looks(call.calls)
         return total
+
+    def _replay(self, call: Call, largest: int) -> Replay:
+        core = self._core
+        cut = partial(sizes, largest=largest, least=core.least)
+        return Replay(call, core.staging, core.buffers, cut, core.in_force.heap.check)
 
     def _replay_plan(self, call: Call) -> Planned:
         standing = (1 + LOSS_BOUND) * call.outputs.bytes_per_sample

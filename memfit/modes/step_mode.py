@@ -30,9 +30,9 @@ from memfit.engine.call_attributes import Attributes
 from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.handover import Total, hand_over
 from memfit.engine.modules import modules_of
+from memfit.engine.planning_scope import reaching
 from memfit.engine.read_numbers import Numbers, Variants
 from memfit.engine.recovery import surviving
-from memfit.engine.undo_state import reaching
 from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
 from memfit.equivalence.infer_weighting import without_idle_rivals
 from memfit.equivalence.weighting_codes import way_of

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from torch import nn
 
 from memfit.engine.modules import modules_of
-from memfit.engine.undo_state import is_installed
+from memfit.engine.user_code import is_installed
 
 MOST = 16
 """Variants that are told apart; if a model has more, flags of that kind are no longer watched."""

@@ -20,10 +20,11 @@ from memfit.engine.call_context import autocast_kept, modes_as, modes_of, restor
 from memfit.engine.gradients import is_sharded, reshard_model
 from memfit.engine.modules import modules_of
 from memfit.engine.places import Place, TensorPlace
+from memfit.engine.planning_scope import kept, reaching
 from memfit.engine.random_state import random_state_kept
 from memfit.engine.shadow_optimizer import stepped_by
 from memfit.engine.state_changes import holds
-from memfit.engine.undo_state import UndoState, kept, reaching
+from memfit.engine.undo_state import UndoState
 from memfit.tracing.write_guard import UndoLog, writes_undone
 
 

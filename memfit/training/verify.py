@@ -18,8 +18,8 @@ from memfit.batches.pieces import sizes
 from memfit.batches.weights import Count
 from memfit.engine.accumulate import Work, accumulate, checked_loss
 from memfit.engine.call_context import without_autocast
+from memfit.engine.planning_scope import reaching
 from memfit.engine.random_slices import Draws
-from memfit.engine.undo_state import reaching
 from memfit.engine.weighting import CountOf
 from memfit.equivalence.proofs import comparable
 from memfit.equivalence.tolerances import FLOORS, full_precision, last_bits_flipped

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memfit.engine.undo_state import is_planning
+from memfit.engine.planning_scope import is_planning
 
 
 def runs_out_of_memory(model: nn.Module, place: str, number: int) -> None:
