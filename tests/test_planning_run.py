@@ -33,7 +33,7 @@ from memfit.autotune.memory import Memory
 from memfit.autotune.task import Task
 from memfit.batches.samples import SampleBatch
 from memfit.batches.tree import tensors
-from memfit.engine.accumulate import Work
+from memfit.engine.work import Work
 from memfit.hardware.heap import give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.kernels.onednn import stages

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.call_context import without_autocast
 from memfit.engine.gradients import gradients_of
 from memfit.engine.random_slices import Draws
 from memfit.engine.staged import Staging
+from memfit.engine.work import Work, checked_loss
 from memfit.equivalence.infer_weighting import probes_of
 from memfit.equivalence.proofs import comparable
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.engine.accumulate import Work
 from memfit.engine.weighting import Weighting
+from memfit.engine.work import Work
 from memfit.planning.search import Demand
 from memfit.tracing.trace import MakeWork
 

@@ -21,7 +21,6 @@ from memfit.batches.pieces import bounds
 from memfit.batches.tree import tensors
 from memfit.batches.weights import Count
 from memfit.capture.size_dependence import Positions
-from memfit.engine.accumulate import Work, checked_loss
 from memfit.engine.batch_limits import Limits, SeenLimits, limits_in, unreachable_in
 from memfit.engine.divisors import How, Number, divisors_of, how_divided, off_by
 from memfit.engine.gradients import gradients_of, is_sharded
@@ -31,6 +30,7 @@ from memfit.engine.known_means import Terms, is_only_term, leaves_of
 from memfit.engine.random_slices import Draws
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import Weighting, WeightsChanged
+from memfit.engine.work import Work, checked_loss
 from memfit.equivalence.host_reads import Reads, Replaced, decided
 from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by

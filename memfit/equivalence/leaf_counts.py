@@ -10,7 +10,8 @@ import torch
 
 from memfit.batches.tree import Path, leaf_at, leaves, path_name
 from memfit.batches.weights import Count, entries_other_than
-from memfit.engine.accumulate import WeightsChanged, Work
+from memfit.engine.accumulate import WeightsChanged
+from memfit.engine.work import Work
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from memfit.batches.tree import flat
 from memfit.capture.call import Call
 from memfit.capture.infer_layout import fake_outputs
 from memfit.capture.output_leaf import Leaf, name_in
-from memfit.engine.accumulate import Work, loss_of
 from memfit.engine.call_context import uncompiled
 from memfit.engine.gradients import is_sharded
+from memfit.engine.work import Work, loss_of
 from memfit.hardware.exhausted import is_out_of_memory, retry_on_oom
 from memfit.tracing.sandbox import leave_no_trace
 

@@ -21,10 +21,10 @@ from memfit.batches.tree import tensors
 from memfit.capture.call import Call
 from memfit.capture.consumers import Consumer, OwnLoss, Twin
 from memfit.capture.infer_layout import twin_call
-from memfit.engine.accumulate import Work
 from memfit.engine.buffers import beside_statistics
 from memfit.engine.call_context import without_saved_tensors_hooks
 from memfit.engine.weighting import BY_SAMPLES, Weighting
+from memfit.engine.work import Work
 from memfit.modes.call_kind import CallKind, PlannedCall
 from memfit.modes.pending_calls import UNDERWAY
 from memfit.planning.plan import Plan

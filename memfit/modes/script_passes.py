@@ -26,7 +26,6 @@ from memfit.capture.noted_loss import NotedLoss
 from memfit.capture.replay import Replay
 from memfit.capture.result_shapes import ResultShapes
 from memfit.capture.workloads import ExpressionWork
-from memfit.engine.accumulate import Work
 from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_attributes import CallAttributes
 from memfit.engine.call_context import outside_transforms, without_inference_mode, without_saved_tensors_hooks
@@ -36,6 +35,7 @@ from memfit.engine.modules import modules_of
 from memfit.engine.random_state import RandomState
 from memfit.engine.user_line import line_of_script
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weighting, WeightsChanged
+from memfit.engine.work import Work
 from memfit.modes.awaited_state import AwaitedState
 from memfit.modes.call_kinds import CallKinds
 from memfit.modes.call_plans import OWN_LOSS

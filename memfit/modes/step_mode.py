@@ -24,7 +24,7 @@ from memfit.batches.shapes import Shapes, no_larger, shapes_per_sample
 from memfit.batches.tree import copied_tensors, first_same, flat, tensors
 from memfit.capture.workloads import LossFn, moved
 from memfit.distributed.reduction import WholeShares
-from memfit.engine.accumulate import SharesDiffer, checked_loss
+from memfit.engine.accumulate import SharesDiffer
 from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.forward_reads import ForwardReads
@@ -34,6 +34,7 @@ from memfit.engine.planning_scope import reaching
 from memfit.engine.read_numbers import Numbers, Variants
 from memfit.engine.recovery import surviving
 from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
+from memfit.engine.work import checked_loss
 from memfit.equivalence.infer_weighting import without_idle_rivals
 from memfit.equivalence.weighting_codes import way_of
 from memfit.modes.ordered_batch import Ordered

@@ -18,13 +18,14 @@ from memfit.capture.infer_layout import comparable_sizes, twins_of
 from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
 from memfit.distributed.reduction import OF_SHARES
-from memfit.engine.accumulate import Work, loss_of, wide
+from memfit.engine.accumulate import wide
 from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition
 from memfit.engine.known_means import Terms, is_only_term
 from memfit.engine.random_state import random_state_kept
 from memfit.engine.recovery import on_fewer, surviving
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, CountOf, Weighting
+from memfit.engine.work import Work, loss_of
 from memfit.equivalence.infer_weighting import DECIDES, PROBED, infer_weighting
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of

@@ -10,8 +10,8 @@ import torch
 
 from memfit.autotune.task import Task
 from memfit.capture.workloads import LossFn, StepWork
-from memfit.engine.accumulate import Work
 from memfit.engine.weighting import BY_SAMPLES, Weighting
+from memfit.engine.work import Work
 from memfit.modes.ordered_batch import Ordered
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search, with_blocks

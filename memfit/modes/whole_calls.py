@@ -21,8 +21,8 @@ from memfit.capture.call import Call, Tree
 from memfit.capture.infer_layout import fake_outputs, twins_of
 from memfit.capture.outputs import Outputs
 from memfit.capture.workloads import CallWork
-from memfit.engine.accumulate import Work
 from memfit.engine.weighting import BY_SAMPLES
+from memfit.engine.work import Work
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.planning.plan import Plan
 from memfit.planning.search import Demand, search

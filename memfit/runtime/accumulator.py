@@ -13,7 +13,7 @@ import torch
 from memfit.autotune.tuner import Tuner
 from memfit.batches.pieces import equal_sizes, next_size, sizes
 from memfit.distributed.overlap import Load
-from memfit.engine.accumulate import AroundLast, SharesDiffer, Work, accumulate
+from memfit.engine.accumulate import AroundLast, SharesDiffer, accumulate
 from memfit.engine.call_context import Autocast
 from memfit.engine.compose_state import Composition
 from memfit.engine.handover import Total
@@ -21,6 +21,7 @@ from memfit.engine.random_state import HostDraws
 from memfit.engine.recovery import Recovery, RestartBatch
 from memfit.engine.staged import check_nothing_escaped
 from memfit.engine.weighting import Weighting
+from memfit.engine.work import Work
 from memfit.runtime.batchnorm import WholeNorms
 from memfit.runtime.loss_scale import HalfGraphs, LossScale, computes_in_half
 

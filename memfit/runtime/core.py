@@ -15,7 +15,6 @@ from memfit.autotune.absent_device import CardMemory
 from memfit.autotune.memory import Memory
 from memfit.autotune.planner import Planner
 from memfit.autotune.settings import Settings
-from memfit.engine.accumulate import Work
 from memfit.engine.buffers import WrittenBuffers
 from memfit.engine.call_context import in_functional_call
 from memfit.engine.gradients import bytes_here
@@ -23,6 +22,7 @@ from memfit.engine.inference_caches import Caches
 from memfit.engine.modules import normalises_batches
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import Weighting
+from memfit.engine.work import Work
 from memfit.hardware.budget import Budget
 from memfit.levers.fsdp import FullySharded
 from memfit.planning.plan import Plan

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memfit.engine.accumulate import Work
 from memfit.engine.gradients import sparse_parameters
 from memfit.engine.shadow_optimizer import shadow_optimizer, step
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import Weighting
+from memfit.engine.work import Work
 from memfit.hardware.exhausted import is_out_of_memory, retry_on_oom
 from memfit.kernels.target import Target
 from memfit.profiling.loop import MEMFITS, Loop

@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from memfit._units import MiB
 from memfit.batches.weights import Count
-from memfit.engine.accumulate import Pass, Work, gathering
+from memfit.engine.accumulate import Pass, gathering
 from memfit.engine.shadow_optimizer import shadow_optimizer, step
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import CountOf, Weighting
+from memfit.engine.work import Work
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter

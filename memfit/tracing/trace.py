@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memfit.batches.tree import tensors
-from memfit.engine.accumulate import Work, accumulate
+from memfit.engine.accumulate import accumulate
 from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition
 from memfit.engine.handover import Total, hand_over
@@ -26,6 +26,7 @@ from memfit.engine.random_state import HostRandom
 from memfit.engine.shadow_optimizer import STEPPED_BY_LISTS, shadow_optimizer, states, step, step_by_lists
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import Weighting
+from memfit.engine.work import Work
 from memfit.kernels.onednn import stages
 from memfit.kernels.scratch import is_unknown, scratch
 from memfit.kernels.substitute import cuda_kernels

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from memfit.batches.tree import tensors
-from memfit.engine.accumulate import Work
 from memfit.engine.call_context import uncompiled
+from memfit.engine.work import Work
 from memfit.kernels.onednn import stages
 from memfit.kernels.scratch import scratch
 from memfit.profiling.timeline import Timeline

@@ -16,11 +16,12 @@ import torch
 from memfit._errors import UsageError
 from memfit.batches.pieces import sizes
 from memfit.batches.weights import Count
-from memfit.engine.accumulate import Work, accumulate, checked_loss
+from memfit.engine.accumulate import accumulate
 from memfit.engine.call_context import without_autocast
 from memfit.engine.planning_scope import reaching
 from memfit.engine.random_slices import Draws
 from memfit.engine.weighting import CountOf
+from memfit.engine.work import Work, checked_loss
 from memfit.equivalence.proofs import comparable
 from memfit.equivalence.tolerances import FLOORS, full_precision, last_bits_flipped
 from memfit.reporting.verification import Verification
