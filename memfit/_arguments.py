@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # pyright: ignore[repor
 from torch.utils.data import DataLoader, IterableDataset
 
 from memfit._errors import Refused, UsageError
+from memfit._hooks import check_backward_hooks
 from memfit._values import (
     check_count,
     check_functions,
@@ -91,7 +91,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             found="the optimizer holds none of the model's parameters",
             next_move="build it from this model's parameters(), after moving or converting the model",
         )
-    _check_backward_hooks(model)
+    check_backward_hooks(model)
 
 
 def check_data(loader: Any, sample: Any, target_batch: int | None, loss_fn: Any) -> None:
@@ -257,51 +257,6 @@ def _one_device(model: nn.Module, parameters: Sequence[torch.Tensor]) -> torch.d
             next_move="move the whole model to one device with model.to(...)",
         )
     return parameters[0].device
-
-
-def _check_backward_hooks(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
-        if hasattr(p, "_in_backward_optimizers") or any(_holds_optimizer(hook) for hook in hooks.values()):
-            raise Refused(
-                "an optimizer that steps inside backward",
-                found=f"{name} has a hook that updates it as soon as its gradient is ready",
-                next_move="remove those hooks and step the optimizer in the loop; memfit delivers the total gradient once",
-            )
-
-
-def _holds_optimizer(hook: Any) -> bool:
-    """Whether a hook can reach an optimizer: as one of its own values, or by a lookup in code that calls some `step`."""
-    given, looked_up = _reach(hook)
-    return any(map(_is_optimizer, given)) or any(map(_is_optimizer, looked_up))
-
-
-def _reach(hook: Any) -> tuple[list[Any], list[Any]]:
-    """Return (the values a hook was created with, the values it can look up if its code calls a method `step`)."""
-    if isinstance(hook, partial):
-        given, looked_up = _reach(hook.func)
-        return [*given, *hook.args, *hook.keywords.values()], looked_up
-    owner = getattr(hook, "__self__", None if hasattr(hook, "__code__") else hook)
-    function = getattr(hook, "__func__", hook) if hasattr(hook, "__code__") else type(hook).__call__
-    code = getattr(function, "__code__", None)
-    given = [owner, *_cells(function), *(getattr(function, "__defaults__", None) or ())]
-    if code is None or "step" not in code.co_names:
-        return given, []
-    known = getattr(function, "__globals__", {})
-    return given, [*getattr(owner, "__dict__", {}).values(), *(known[name] for name in code.co_names if name in known)]
-
-
-def _cells(function: Any) -> Iterator[Any]:
-    for cell in getattr(function, "__closure__", None) or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-
-
-def _is_optimizer(value: Any) -> bool:
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-    return any(isinstance(v, torch.optim.Optimizer) for v in values)
 
 
 def _check_length(loader: DataLoader[Any], target_batch: int | None) -> None:

@@ -22,7 +22,7 @@ DRAWN = [re.findall(r"`(\w+)(?:/|\.py)`", row) for row in re.findall(r"^\| (`\w+
 ROOMS = (
     ("_errors", "_reading", "_units", "_tested"),
     *[tuple(names) for names in DRAWN if "cli" not in names],
-    ("_asked", "_values"),
+    ("_asked", "_hooks", "_values"),
     ("_arguments", "_several"),
     ("_wrap",),
     ("_verbs",),

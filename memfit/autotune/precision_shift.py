@@ -18,7 +18,7 @@ from memfit.engine.gradients import gradients_of
 from memfit.engine.random_slices import Draws
 from memfit.engine.staged import Staging
 from memfit.engine.work import Work, checked_loss
-from memfit.equivalence.infer_weighting import probes_of
+from memfit.equivalence.measured_loss import probes_of
 from memfit.equivalence.proofs import comparable
 
 

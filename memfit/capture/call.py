@@ -367,15 +367,6 @@ class Call:
                     each.whole = each.run(each.tree)
                 each.values = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in each.whole]
 
-    def joined(self, parts: Sequence[dict[int, torch.Tensor]]) -> list[torch.Tensor | None]:
-        """Return the leaves of the whole output, joined from what the micro-batches kept; None for other leaves."""
-        whole: list[torch.Tensor | None] = [None] * len(self.outputs.leaves)
-        for i in parts[0]:
-            leaf, found = self.outputs.leaves[i], [part[i] for part in parts]
-            leaf.check(found, self.pieces)
-            whole[i] = leaf.join(found, self.pieces)
-        return whole
-
     def draw_from(self, index: int) -> None:
         """Restore the random state at the start of micro-batch `index`, or record it on the first pass."""
         if index < len(self.random):

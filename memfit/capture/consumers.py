@@ -10,8 +10,9 @@ import torch
 
 from memfit.batches.cut import Axis
 from memfit.capture.call import Call
-from memfit.capture.expression import BatchTensor, Node, SampleRange, all_nodes, narrow_firsts, twinned
+from memfit.capture.expression import BatchTensor, Node, all_nodes, narrow_firsts, twinned
 from memfit.capture.infer_layout import twin_of_part
+from memfit.capture.sample_range import SampleRange
 from memfit.capture.workloads import CallWork, ExpressionWork, OutputsWork
 from memfit.engine.version_checks import Unchanged
 

@@ -5,7 +5,7 @@ Every operation knows the sample dimension of its result, so that its other inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from memfit.batches.cut import Axis
+from memfit.capture.sample_range import Leaf, SampleRange
 from memfit.engine.call_context import Autocast, autocasting
 from memfit.engine.handover import ALMOST, Factor
 from memfit.engine.known_means import told
@@ -23,37 +24,6 @@ Divisor = int | float | torch.Tensor | None
 """Denominator of a sum over the batch; None: the sum is not divided."""
 NOTHING, EITHER = -2.0, -1.0
 """Codes for a sum's divisor: none; or, for one sample, none or the number of samples."""
-Leaf = tuple[int, int]
-"""A call's number, and the index of a leaf of its output."""
-
-
-class SampleRange:
-    """Some samples on their way to the loss: the model's outputs for them, by output leaf, and what was computed from those.
-    `in_script`: all of them, in a graph that the script keeps and that saves the script's own tensors."""
-
-    def __init__(
-        self, outputs: Mapping[Leaf, Any], start: int, stop: int, shared: Collection[int] = (), *, in_script: bool = False
-    ) -> None:
-        self.outputs, self.start, self.stop, self._shared, self.in_script = outputs, start, stop, shared, in_script
-        self._values: dict[int, Any] = {}
-
-    @property
-    def samples(self) -> int:
-        """The number of samples."""
-        return self.stop - self.start
-
-    def value(self, node: Node) -> Any:
-        """Return the value of a node for these samples. Nodes whose ids are in `shared` are computed once and kept."""
-        found = self._values.get(id(node))
-        if found is None:
-            found = node.of(self)
-            if id(node) in self._shared:
-                self._values[id(node)] = found
-        return found
-
-    def put(self, node: Node, value: Any) -> None:
-        """Set the value of `node`."""
-        self._values[id(node)] = value
 
 
 class Node(Protocol):

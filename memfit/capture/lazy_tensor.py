@@ -17,8 +17,9 @@ import torch
 
 from memfit.batches.cut import Axis
 from memfit.capture.call import Call
-from memfit.capture.expression import Leaf, Node, Output, SampleRange, Step, Sum, Term, leaves_in
+from memfit.capture.expression import Node, Output, Step, Sum, Term, leaves_in
 from memfit.capture.lazy_scalar import Scalar
+from memfit.capture.sample_range import Leaf, SampleRange
 from memfit.engine.call_context import without_inference_mode
 
 _NUMBERS = itertools.count()

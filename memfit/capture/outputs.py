@@ -113,6 +113,15 @@ class Outputs:
         """The indices of tensor leaves."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_tensor)
 
+    def joined(self, parts: Sequence[dict[int, torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor | None]:
+        """Returns the leaves of the whole output, joined from what micro-batches of these sizes kept; None for other leaves."""
+        whole: list[torch.Tensor | None] = [None] * len(self.leaves)
+        for i in parts[0]:
+            leaf, found = self.leaves[i], [part[i] for part in parts]
+            leaf.check(found, sizes)
+            whole[i] = leaf.join(found, sizes)
+        return whole
+
     def parts_of_gradients(
         self, found: Sequence[Any], gradients: Sequence[torch.Tensor | None], start: int, stop: int, samples: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

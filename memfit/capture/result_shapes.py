@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from memfit.capture.expression import BatchTensor, Node, SampleRange, all_nodes, look_of
+from memfit.capture.expression import BatchTensor, Node, all_nodes, look_of
 from memfit.capture.lazy_tensor import LazyTensor
+from memfit.capture.sample_range import SampleRange
 
 LOOKS = 512
 """Maximum number of operations whose result is cached."""

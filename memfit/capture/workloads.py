@@ -11,8 +11,9 @@ from torch import nn
 from memfit.batches.tree import copied_tensors, map_tensors, tensors
 from memfit.batches.weights import Count, known_loss
 from memfit.capture.call import Call
-from memfit.capture.expression import Node, SampleRange, Step, leaves_in, used_again
+from memfit.capture.expression import Node, Step, leaves_in, used_again
 from memfit.capture.noted_loss import NotedLoss
+from memfit.capture.sample_range import SampleRange
 from memfit.engine.accumulate import wide
 from memfit.engine.compose_state import Composition
 from memfit.engine.weighting import CountOf

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from memfit.engine.batch_dependent import check_same
@@ -277,6 +278,16 @@ class _Repeated(Composition):
 
     def after_micro_batch(self, samples: int) -> None:
         pass
+
+
+def with_written(composition: Composition, earlier: Composition, model: nn.Module) -> Composition:
+    """Adds the parameters that forwards write on some batches only: those that `earlier` proofs saw written."""
+    there = {p.untyped_storage()._cdata for p in model.parameters() if p.layout is torch.strided}
+    known = composition.keys
+    tensors = [place for place in earlier.moved if isinstance(place, TensorPlace)]
+    more = {place.key: place for place in tensors if place.key not in known and place.key[0] in there}
+    slots = [slot for slot in earlier.slots if slot.place.key in more]
+    return Composition((*composition.slots, *slots), (*composition.moved, *more.values()), draws=composition.draws)
 
 
 def is_number(value: Any) -> bool:

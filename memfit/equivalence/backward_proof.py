@@ -22,7 +22,7 @@ from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
 from memfit.engine.random_slices import Draws
 from memfit.engine.staged import Staging
-from memfit.equivalence.infer_weighting import probes_of
+from memfit.equivalence.measured_loss import probes_of
 from memfit.equivalence.proofs import comparable, frozen_norms
 from memfit.equivalence.tolerances import (
     FLOORS,

@@ -5,40 +5,36 @@ It runs like the proofs of `prove.py`, and keeps gradients of a bounded choice o
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from memfit._units import MiB
 from memfit.batches.pieces import bounds
 from memfit.batches.tree import tensors
-from memfit.batches.weights import Count
 from memfit.capture.size_dependence import Positions
-from memfit.engine.batch_limits import Limits, SeenLimits, limits_in, unreachable_in
-from memfit.engine.divisors import How, Number, divisors_of, how_divided, off_by
-from memfit.engine.gradients import gradients_of, is_sharded
-from memfit.engine.idle_sums import Results, Seen, idle_in
+from memfit.engine.batch_limits import limits_in, unreachable_in
+from memfit.engine.divisors import How, how_divided, off_by
+from memfit.engine.gradients import is_sharded
+from memfit.engine.idle_sums import idle_in
 from memfit.engine.intercept import is_compiled
-from memfit.engine.known_means import Terms, is_only_term, leaves_of
 from memfit.engine.random_slices import Draws
 from memfit.engine.staged import Staging
-from memfit.engine.weighting import Weighting, WeightsChanged
-from memfit.engine.work import Work, checked_loss
+from memfit.engine.weighting import Weighting
+from memfit.engine.work import Work
 from memfit.equivalence.host_reads import Reads, Replaced, decided
 from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
+from memfit.equivalence.measured_loss import MeasuredLoss, MeasureLoss, probes_of
 from memfit.equivalence.proofs import comparable
 from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
 from memfit.equivalence.tolerances import (
     MOST,
-    TOLERANCE,
     Arithmetic,
     Deviation,
     floor_from,
@@ -47,10 +43,6 @@ from memfit.equivalence.tolerances import (
     last_bits_flipped,
     tolerance,
 )
-
-PROBED = 32 * MiB
-"""Bytes of parameters whose gradients a proof compares."""
-
 
 CLOSE = 2.0
 """Weightings up to this many times as far away as the closest are not told from it where rounding decides: they are rivals."""
@@ -104,7 +96,7 @@ def _inferred(
     with comparable(model, work.device) as traces, staging.swapped():
         staged, counts = staging.parameters(), candidate_counts(work, samples)
         # A stand-in would make compiled code recompile.
-        look = _Look(work, model, probes_of(staged), counts, not is_compiled(model), model if decides else None)
+        look = MeasureLoss(work, model, probes_of(staged), counts, not is_compiled(model), model if decides else None)
         with draws.recording():
             whole, reached = look.at(0, samples, reads)
         if draws.unsliced and not by_operations:
@@ -119,15 +111,15 @@ def _inferred(
 
     aside = partial(comparable, model, work.device)
 
-    def measured(start: int, stop: int, reads: Reads) -> _Measured:
+    def measured(start: int, stop: int, reads: Reads) -> MeasuredLoss:
         with staging.swapped(), draws.sliced(start, stop, samples):
             return look.at(start, stop, reads)[0]
 
-    def once_more(read: Replaced | None = None) -> _Measured:
+    def once_more(read: Replaced | None = None) -> MeasuredLoss:
         with aside():
             return measured(0, samples, Reads(read))
 
-    def in_parts(looks: list[Reads]) -> list[_Measured]:
+    def in_parts(looks: list[Reads]) -> list[MeasuredLoss]:
         parts = []
         with staging.swapped(), moves.composition.over_pass():
             for start, stop in bounds(sizes):
@@ -138,7 +130,7 @@ def _inferred(
         return parts
 
     floor = _floor_of(whole, once_more, model, staged)
-    moves, looks, parts, again = STILL, list[Reads](), list[_Measured](), list[_Measured]()
+    moves, looks, parts, again = STILL, list[Reads](), list[MeasuredLoss](), list[MeasuredLoss]()
     if not moved:
         with aside() as traces:
             parts = in_parts(looks)
@@ -163,7 +155,7 @@ def _inferred(
 
 
 def _floor_of(
-    whole: _Measured, once_more: Callable[[], _Measured], model: nn.Module, parameters: Sequence[torch.Tensor]
+    whole: MeasuredLoss, once_more: Callable[[], MeasuredLoss], model: nn.Module, parameters: Sequence[torch.Tensor]
 ) -> Callable[[], float]:
     """Return a function that measures the tolerance that follows from the last bits of the parameters, once."""
 
@@ -184,7 +176,7 @@ def _others(
     return [leaf for leaf in leaves if id(leaf()) not in there]
 
 
-def _same(one: _Measured, other: _Measured) -> bool:
+def _same(one: MeasuredLoss, other: MeasuredLoss) -> bool:
     return same((one.loss, one.gradients), (other.loss, other.gradients))
 
 
@@ -219,93 +211,9 @@ def _twice(double: Work | None, staging: Staging, aside: Callable[[], AbstractCo
     return () if draws.unsliced else (Trial(sliced, (samples // 2, samples // 2)),)
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """The loss of some samples and what may weight it."""
-
-    samples: int
-    loss: float
-    gradients: list[torch.Tensor | None]
-    terms: int
-    only_term: bool
-    by_name: bool
-    term_count: float
-    counts: tuple[float, ...]
-    divisors: list[Number] | None
-    dtype: torch.dtype
-    decides: Decides | None
-    results: Seen
-    limits: SeenLimits
-    of_batch: bool
-    """Whether it may depend on values of the batch."""
-
-    @property
-    def says_something(self) -> bool:
-        """Whether it has a loss or a gradient. If not, the rest equals the whole under any weighting."""
-        return self.loss != 0 or any(g is not None and bool(g.any()) for g in self.gradients)
-
-
-@dataclass(frozen=True)
-class _Look:
-    """Measures the losses of some samples."""
-
-    work: Work
-    model: nn.Module
-    probes: Sequence[torch.Tensor]
-    counts: Sequence[LeafCount]
-    by_name: bool
-    called: nn.Module | None
-    """The model, to detect a loss that decides by what it computed; None: not checked."""
-
-    def at(self, start: int, stop: int, reads: Reads) -> tuple[_Measured, list[weakref.ref[torch.Tensor]]]:
-        """Return (the loss of the samples `start:stop` with what may weight it, the leaves that receive gradients)."""
-        found: list[Count | float] = []
-
-        def count(inputs: Any) -> Count:
-            for candidate in self.counts:
-                try:
-                    found.append(candidate(inputs))
-                except WeightsChanged:
-                    found.append(math.nan)  # this part has no such tensor, so it weights nothing
-            return 0
-
-        inputs, _ = self.work.inputs(start, stop, count)
-        decides = None if self.called is None else Decides(self.called)
-        limits = Limits(stop - start, tensors(inputs))
-        with reads.of(tensors(inputs)), limits, Results() as results:
-            outputs = self.work.forward(inputs)
-            with Terms(alone=False, by_name=None if self.by_name else False) as terms, decides or nullcontext():
-                loss = checked_loss(self.work.loss(outputs))
-        divisors, made = divisors_of(loss, terms.given), results.of(loss, stop - start)
-        given = {id(tensor) for tensor in (*tensors(inputs), *self.work.extra_receivers())}
-        reached = [weakref.ref(leaf) for leaf in self._leaves(loss) if id(leaf) not in given]
-        gradients = gradients_of(loss, self.probes, self.model)
-        measured = _Measured(
-            samples=stop - start,
-            loss=float(loss.detach()),
-            gradients=[None if g is None else g.detach().to_dense() if g.is_sparse else g.detach() for g in gradients],
-            terms=len(terms.found),
-            only_term=len(terms.found) == 1 and is_only_term(loss, terms.found[0]),
-            by_name=self.by_name and terms.only_by_name,
-            term_count=float(terms.found[0].count) if terms.found else 0.0,
-            counts=tuple(float(c) for c in found),
-            divisors=divisors,
-            dtype=terms.lowest or (loss.dtype if loss.dtype in TOLERANCE else torch.float32),
-            decides=decides,
-            results=made,
-            limits=limits.of([loss]),
-            of_batch=reads.may_tell(loss),
-        )
-        return measured, reached
-
-    def _leaves(self, loss: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the leaves that receive gradients. Sharded parameters are other tensors while they are gathered."""
-        return () if is_sharded(self.model) else leaves_of([loss])
-
-
 def _choose(
-    whole: _Measured,
-    parts: Sequence[_Measured],
+    whole: MeasuredLoss,
+    parts: Sequence[MeasuredLoss],
     counts: Sequence[LeafCount],
     arithmetic: Arithmetic,
     floor: Callable[[], float],
@@ -378,7 +286,7 @@ def without_idle_rivals(weighting: Weighting, whole: Callable[[], Any]) -> Weigh
 
 
 def _difference(
-    whole: _Measured, parts: Sequence[_Measured], weights: list[float], how: Sequence[How] | None
+    whole: MeasuredLoss, parts: Sequence[MeasuredLoss], weights: list[float], how: Sequence[How] | None
 ) -> float:
     """Return the relative difference between the whole's and the weighted parts' ([]: summed) loss and gradients, and between
     these weights and the loss's denominators."""
@@ -400,17 +308,3 @@ def _difference(
             squares += float(torch.as_tensor(off).square().sum())
     columns = list(zip(*(map(float, part.divisors or ()) for part in parts)))
     return max(error, (squares / max(norm, 1e-30)) ** 0.5, off_by(how or (), columns, weights))
-
-
-def probes_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns a bounded choice of parameters from the whole model, the smallest first."""
-    total = sum(p.numel() * p.element_size() for p in parameters)
-    if total <= PROBED:
-        return list(parameters)
-    chosen, size = [], 0
-    for p in sorted(parameters, key=lambda p: p.numel()):
-        size += p.numel() * p.element_size()
-        if chosen and size > PROBED:
-            break
-        chosen.append(p)
-    return chosen

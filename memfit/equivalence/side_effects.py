@@ -16,7 +16,6 @@ from numbers import Rational
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from memfit.batches.pieces import bounds
 from memfit.batches.tree import tensors
@@ -43,7 +42,6 @@ from memfit.engine.places import (
     ContentsPlace,
     ItemPlace,
     Place,
-    TensorPlace,
     VariablePlace,
     WithoutGraph,
     without_graph,
@@ -180,16 +178,6 @@ def composition_of(
     if named is None and any(each.by_position for each in seen):
         named = next((Deviation(p.label, 1.0, 0.0, by="moving") for p in moved.values() if p.label not in allowed), None)
     return Moves(Composition(slots, list(moved.values()), draws=draws), named)
-
-
-def with_written(composition: Composition, earlier: Composition, model: nn.Module) -> Composition:
-    """Adds the parameters that forwards write on some batches only: those that `earlier` proofs saw written."""
-    there = {p.untyped_storage()._cdata for p in model.parameters() if p.layout is torch.strided}
-    known = composition.keys
-    tensors = [place for place in earlier.moved if isinstance(place, TensorPlace)]
-    more = {place.key: place for place in tensors if place.key not in known and place.key[0] in there}
-    slots = [slot for slot in earlier.slots if slot.place.key in more]
-    return Composition((*composition.slots, *slots), (*composition.moved, *more.values()), draws=composition.draws)
 
 
 def _is_compared(value: Any) -> bool:

@@ -21,13 +21,14 @@ from memfit.capture.infer_layout import size_that_decides
 from memfit.capture.size_dependence import SIZE
 from memfit.capture.workloads import CallWork
 from memfit.distributed.reduction import OF_SHARES
+from memfit.engine.compose_state import with_written
 from memfit.engine.recovery import on_fewer, surviving
 from memfit.engine.weighting import BY_SAMPLES
 from memfit.equivalence.backward_proof import backward_deviation
-from memfit.equivalence.infer_weighting import PROBED, infer_weighting
+from memfit.equivalence.infer_weighting import infer_weighting
+from memfit.equivalence.measured_loss import PROBED
 from memfit.equivalence.proof_samples import marks_of, most_telling, spaced
 from memfit.equivalence.proofs import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
-from memfit.equivalence.side_effects import with_written
 from memfit.equivalence.single_sample import call_alone
 from memfit.equivalence.tolerances import Deviation, note_loose
 from memfit.levers.checkpoint import checkpointed

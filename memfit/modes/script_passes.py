@@ -467,7 +467,7 @@ class ScriptPasses:
         for node, value in work.noted.values() if isinstance(work, ExpressionWork) else ():
             call.note(node, value)
         if work.values:
-            whole = call.joined(work.values)
+            whole = call.outputs.joined(work.values, call.pieces)
             for each in call.calls:
                 offset = call.offsets[each.number]
                 each.values = whole[offset : offset + len(each.outputs.leaves)]

@@ -13,23 +13,21 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit._errors import MemfitError, Refused, UsageError, first_line
 from memfit.batches.cut import layout_from_two, like_first
-from memfit.batches.weights import Count
 from memfit.capture.infer_layout import comparable_sizes, twins_of
 from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
 from memfit.distributed.reduction import OF_SHARES
-from memfit.engine.accumulate import wide
 from memfit.engine.call_context import uncompiled
-from memfit.engine.compose_state import Composition
+from memfit.engine.compose_state import Composition, with_written
 from memfit.engine.known_means import Terms, is_only_term
 from memfit.engine.random_state import random_state_kept
 from memfit.engine.recovery import on_fewer, surviving
-from memfit.engine.weighting import BY_SAMPLES, BY_TERM, CountOf, Weighting
+from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting
 from memfit.engine.work import Work, loss_of
-from memfit.equivalence.infer_weighting import DECIDES, PROBED, infer_weighting
+from memfit.equivalence.infer_weighting import DECIDES, infer_weighting
 from memfit.equivalence.loss_branches import Decides, told_by
+from memfit.equivalence.measured_loss import PROBED
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
-from memfit.equivalence.side_effects import with_written
 from memfit.equivalence.single_sample import loss_alone
 from memfit.equivalence.tolerances import Deviation, note_loose
 from memfit.equivalence.weighting_codes import agree
@@ -37,6 +35,7 @@ from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
 from memfit.modes.ordered_batch import Ordered
 from memfit.modes.step_workload import Tasks
+from memfit.modes.user_weight import counted_by
 from memfit.planning.search import Demand, with_blocks
 from memfit.profiling.profile import Profile
 from memfit.runtime.core import KEPT_SAMPLES, Core, MadeReference
@@ -63,7 +62,7 @@ class Weigher:
         self.composition = Composition()
         self._core, self._tasks = core, tasks
         by_hand = core.settings.weight
-        self._stated = by_hand and Weighting("count", "by weight=", count=_by_hand(by_hand, core.device))
+        self._stated = by_hand and Weighting("count", "by weight=", count=counted_by(by_hand, core.device))
         self._alone: Weighting | None = None
         self._proven_ragged = self.mute = False
         self._prove_at = 0
@@ -391,26 +390,6 @@ def _say_on_few(error: BaseException) -> None:
 
 def _given(tree: Any) -> Callable[[int, int], Any]:
     return lambda start, stop: tree
-
-
-def _by_hand(weight: Callable[[Any], float], device: torch.device) -> CountOf:
-    """The user's `weight=` as a count."""
-
-    def count(piece: Any) -> Count:
-        value = weight(piece)
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            if value.device.type != "cpu" or type(value) is not torch.Tensor:
-                return value.detach().reshape(()).to(device, wide(device))
-            value = value.item()
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise UsageError(
-                "weighting micro-batches by weight=",
-                found=f"it returned {value!r}",
-                next_move="return a number of at least 0: the weight of this part's loss, such as its valid labels",
-            )
-        return value
-
-    return count
 
 
 def _look(installs: InstalledOnce, work: Work, samples: int) -> None:
