@@ -37,6 +37,7 @@ PROMPT = 15.0
 MODES = ("step", "script", "replay", "own")
 """run.step; a known loss in the script; one that the script computes by hand; one that the model returns."""
 IN_MICRO_BATCHES = ("forward", "backward", "hook")
+IN_BATCHES = (*IN_MICRO_BATCHES, "collate", "loss")
 PLACES = (
     *IN_MICRO_BATCHES, "collate", "loss", "reduce", "exchange", "optimizer", "half optimizer", "before_step", "gradient hook",
     "dataset", "validate",
@@ -251,7 +252,8 @@ def train(trial: Trial, rank: int, found: Outcome, tell: Callable[[Any], None]) 
     model = Network(injector, own_loss=trial.mode == "own", norm=trial.norm).double()
     optimizer = _optimizer(model, injector)
     model.body[0].register_forward_hook(lambda m, x, out: injector.at("hook") if _real(out) and m.training else None)
-    model.head.weight.register_post_accumulate_grad_hook(lambda p: injector.at("gradient hook"))
+    if trial.shard in ("off", "optimizer"):  # others take no hooks on parameters
+        model.head.weight.register_post_accumulate_grad_hook(lambda p: injector.at("gradient hook"))
 
     def collate(samples: list[Any]) -> Any:
         injector.at("collate")
@@ -449,8 +451,8 @@ def wrong(trial: Trial, found: Sequence[Outcome], want: Outcome, prompt: float =
     said = _wrong_parameters(trial, found, want, fired)
     if expected_to_survive(trial, fired):
         return said + _not_survived(trial, found)
-    if all(fault.place in IN_MICRO_BATCHES for fault in fired) and not _not_survived(trial, found):
-        return said  # all failed in pieces, ran whole and did not fail again
+    if all(fault.place in IN_BATCHES for fault in fired) and not _not_survived(trial, found):
+        return said  # all failed in pieces, ran again or whole, and did not fail again
     return said + _not_ended(trial, found, fired, prompt)
 
 

@@ -62,7 +62,8 @@ def test_faults_in_the_last_micro_batch_of_a_step_that_reduces_beside_it(kind: s
     nth = 2 if place == "backward" else 1
     found = checked(Trial(2, "step", (Fault(1, place, 4, nth, kind=kind),), overlap=True))
     left = found[:1] if kind == "kill" else found
-    assert all(len(outcome.states) == (faults.STEPS if kind == "memory" else 4) for outcome in left)
+    survives = kind == "memory" or (kind, place) == ("error", "backward")  # the share runs again
+    assert all(len(outcome.states) == (faults.STEPS if survives else 4) for outcome in left)
     assert all(outcome.overlapped >= 3 for outcome in left)
 
 
