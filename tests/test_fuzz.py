@@ -21,7 +21,7 @@ SLICE = range(16)
 
 
 def test_scripts_out_of_the_grammar_train_as_without_memfit() -> None:
-    found = offenders(SLICE, modes=1)
+    found = offenders(SLICE)
     assert not found, told(found)
 
 

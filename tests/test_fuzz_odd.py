@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fuzz.offenders import offenders, told
+from fuzz.offenders import offenders_apart, told
 
 
 @pytest.mark.slow
 def test_scripts_of_odd_seeds_train_as_without_memfit() -> None:
-    found = offenders(range(1001, 6000, 2), modes=1)
+    found = offenders_apart(range(1001, 6000, 2))
     assert not found, told(found)

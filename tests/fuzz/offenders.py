@@ -5,22 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fuzz.grammar import drawn
-from fuzz.pool import Found, modes_of, outcomes_of
+from fuzz.outcomes import BAD
+from fuzz.pool import Found, found_in, modes_of, outcomes_of
 from fuzz.reporting import small
 
 SHRUNK = 3
 """Offenders that are told as small scripts."""
 
 
-def offenders(seeds: Iterable[int], *, modes: int = 2) -> list[Found]:
-    """What differed, crashed or was refused without need; in all modes of a script, or in one by turns."""
+def offenders(seeds: Iterable[int]) -> list[Found]:
+    """What differed, crashed or was refused without need, each script in one of its modes by turns."""
     found = []
     for seed in seeds:
         choices = drawn(seed)
         possible = modes_of(choices)
-        chosen = possible if modes > 1 else (possible[seed % len(possible)],)
+        chosen = (possible[seed % len(possible)],)
         found += [Found(seed, mode, one.kind, one.what, one.detail) for mode, one in outcomes_of(choices, chosen) if one.bad]
     return found
+
+
+def offenders_apart(seeds: Iterable[int]) -> list[Found]:
+    """The same of many scripts, in all their modes. Processes of their own run them: one alone becomes slower and slower."""
+    return [one for one in found_in(seeds) if one.kind in BAD]
 
 
 def told(found: list[Found]) -> str:
