@@ -19,7 +19,7 @@ from memfit._errors import Refused
 from memfit.engine.device_values import INTEGERS, DeviceValues, bits_of, few_of
 
 Keys = Set[tuple[Any, ...]]
-"""Keys of places with state (`composed.Place`)."""
+"""Keys of places with state (`places.Place`)."""
 _GATHERED = "handing over gradients that were computed with the loss"
 _THROUGH_DATA = "was written through .data, which bumps no version"
 

@@ -1,6 +1,6 @@
 """Infers how the losses of micro-batches are weighted from a few samples, and proves it on losses and gradients.
 
-It runs like the proofs of `prove.py`, and keeps gradients of a bounded choice of parameters only.
+It runs like the proofs of `proofs.py`, and keeps gradients of a bounded choice of parameters only.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def composition_of(
 ) -> Moves:
     """Finds how parts compose the state that a whole batch changes. `aside` gives contexts that leave no trace.
     `allowed` names state that may stay uncomposed. One trial should repeat the same samples twice, where a rule that holds by
-    chance on some samples fails. `graphs`: tensors with a graph are state too; else they join like outputs (`sidedoors.py`).
+    chance on some samples fails. `graphs`: tensors with a graph are state too; else they join like outputs (`side_outputs.py`).
     `draws`: whether the whole drew random numbers."""
     seen = [_seen(trial, aside, graphs) for trial in trials]
     moved = {key: found[0] for each in reversed(seen) for key, found in {**each.in_turn, **each.whole}.items()}

@@ -3,7 +3,7 @@
 torch's checkpoint restores only torch's own RNG state. A block may read state that a forward writes, anywhere (a running
 center, a counter). Without this, it would compute something else the second time, and write that state twice. The first
 recomputation shows which places change, and occasional later ones check again. Forwards in between save these places alone.
-Not covered: tensors that are not parameters and larger than `kept.LARGE`.
+Not covered: tensors that are not parameters and larger than `undo_state.LARGE`.
 """
 
 from __future__ import annotations

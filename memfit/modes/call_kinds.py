@@ -41,6 +41,8 @@ from memfit.runtime.faults import is_fault, report_fault, strict
 
 PROVE_AGAIN = 4
 """A proof is repeated at the next batch, and then whenever the optimizer step count has grown by this factor."""
+
+
 class CallKinds:
     """All kinds of training calls of a model."""
 
