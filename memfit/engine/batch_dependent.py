@@ -35,6 +35,15 @@ class BatchDependent(Refused):
         )
 
     @classmethod
+    def of_number(cls, name: str) -> BatchDependent:
+        """Return the error for a number that other calls moved while this one waited, so that it does something else now."""
+        return cls(
+            "running a call of the model in micro-batches",
+            found=f"an earlier call moves {name}, which decides what this one does",
+            next_move="update it outside the forward, or give it a budget in which the batch runs whole",
+        )
+
+    @classmethod
     def of_loss(cls, changed: str) -> BatchDependent:
         """Return the error for a loss that is no longer as it was proven."""
         return cls(

@@ -18,7 +18,7 @@ from torch import nn
 from memfit.engine.call_contents import CallContents, without_graph
 from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place, refilled
-from memfit.engine.read_numbers import Numbers, token_of, token_of_list
+from memfit.engine.read_numbers import Numbers, token_of, token_of_filling, token_of_list
 from memfit.engine.version_checks import Keys, keys_of_values
 
 _TABLES = (
@@ -64,15 +64,17 @@ class CallAttributes:
 
     def numbers(self, moved: Keys) -> Numbers:
         """Return what the forward may branch on, and what of it the forward moves itself."""
-        found, holders = Numbers({}, set(), set()), {key[0] for key in moved}
-        inside = ((table, 0) for table in chain(self.contents.objects, self.contents.tables))
-        for number, (table, base) in enumerate(chain(self._held, self._buffers, inside)):
+        found, holders = Numbers({}, {}, {}, set()), {key[0] for key in moved}
+        for number, (table, base) in enumerate(self._all_held()):
             entries = islice(table.items(), base, None) if base else table.items()
             found.add_all(number, entries, partial(_is_moved, table, moved, found.held, number) if moved else None)
             if id(table) in holders:
                 found.held.add(number)
         for number, items in enumerate(self.contents.lists):
-            found.add(("list", number), token_of_list(items), moved=(id(items),) in moved)
+            is_moved = (id(items),) in moved
+            found.add(("list", number), token_of_list(items), moved=is_moved)
+            if is_moved:
+                found.add(("filled", number), token_of_filling(items), moved=False)
             if id(items) in holders:
                 found.held.add(("list", number))
         for number, value in enumerate(self._given):
@@ -82,9 +84,24 @@ class CallAttributes:
             hooks = tuple(token_of(hook) for hook in table.values() if not _is_of_sharding(hook))
             found.add(("hooks", number), hooks, moved=False)
         for number, (place, value) in enumerate(self.contents.places.values()):
-            found.add(number, token_of(value), moved=place.key in moved or _is_written(value, moved))
+            found.add(number, token_of(value), moved=place.key in moved or _is_written(value, moved), value=value)
         found.add("modes", tuple(each.get("training") for each, _ in self._held), moved=False)
         return found
+
+    def places(self, wanted: Iterable[Hashable]) -> dict[Hashable, Place]:
+        """Return where these numbers are. (Numbers of lists are not told one by one.)"""
+        tables = [table for table, _ in self._all_held()]
+        given, places = set(wanted), dict(enumerate(place for place, _ in self.contents.places.values()))
+        found: dict[Hashable, Place] = {key: place for key, place in places.items() if key in given}
+        for key in given - found.keys():
+            if isinstance(key, tuple) and isinstance(key[0], int):
+                found[key] = ItemPlace(tables[key[0]], key[1], str(key[1]))
+        return found
+
+    def _all_held(self) -> Iterator[tuple[Table, int]]:
+        """The dictionaries in which numbers are looked for, each with how many entries to skip."""
+        inside = ((table, 0) for table in chain(self.contents.objects, self.contents.tables))
+        return chain(self._held, self._buffers, inside)
 
     def let_go(self) -> None:
         """Let go of graphs that the script has left in attributes and globals, as no gradient reaches them any more. (The call
@@ -167,6 +184,11 @@ class Attributes:
         if self._numbers is None or self._numbers[0] != moved:
             self._numbers = moved, self._found.numbers(moved)
         return self._numbers[1]
+
+    def places(self, wanted: Iterable[Hashable]) -> dict[Hashable, Place]:
+        """Return where these numbers are: `CallAttributes.places`."""
+        self._found = self._found or self._record()
+        return self._found.places(wanted)
 
     def at_call(self) -> CallAttributes:
         """Return the record."""

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from memfit.engine.batch_dependent import check_same
+from memfit.engine.asked_numbers import Expected
+from memfit.engine.batch_dependent import BatchDependent, check_same
 from memfit.engine.places import MISSING, Place, TensorPlace
 from memfit.engine.user_code import is_installed
 
@@ -151,6 +152,7 @@ class Composition:
 
     def __init__(self, slots: Sequence[ComposedPlace] = (), moved: Sequence[Place] = (), *, draws: bool = False) -> None:
         self.slots, self.moved, self.draws = tuple(slots), tuple(moved), draws
+        self.expected: Expected | None = None
         self._there: list[Any] | None = None
         self._held: set[Hashable] = set()
         self._before: list[Any] = []
@@ -200,6 +202,8 @@ class Composition:
         if not self.moved:
             yield
             return
+        if self.expected is not None and (name := self.expected.changed()) is not None:
+            raise BatchDependent.of_number(name)
         self._there = there = [place.value() for place in self.moved]
         at = {place.key: value for place, value in zip(self.moved, there)}
         self._before, self._after, self._sizes = [at[slot.place.key] for slot in self.slots], [], []

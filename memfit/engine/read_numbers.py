@@ -2,7 +2,8 @@
 attributes of the script's own modules and objects, in dictionaries there, in objects among the arguments, in globals and in
 variables of closures; and which hooks there are. Calls under others may do something else: a model in stages, a task's number.
 
-Not covered: values that change at nearly every call without the forward ever doing something else (counters); tensors and
+Of numbers that the forward moves itself, or that change at nearly every call without the forward ever doing something else
+(counters), only the answers to what the forward asks of them are compared (`asked_numbers.py`). Not covered: tensors and
 arrays, but for single numbers on the host; slots.
 """
 
@@ -14,11 +15,12 @@ import math
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 
+from memfit.engine.asked_numbers import Notes, Questions, answers_of, is_asked_of, questions_of
 from memfit.engine.user_code import is_installed
 
 MOST = 8
@@ -113,6 +115,11 @@ def token_of_list(items: Sequence[Any]) -> Hashable:
     return _of_items(list(items))
 
 
+def token_of_filling(items: Sequence[Any]) -> Hashable:
+    """Return what tells a list that the forward fills from what it is at other calls: whether it is empty, or full."""
+    return bool(items), len(items) == getattr(items, "maxlen", None)
+
+
 IsMoved = Callable[[str, Any], bool]
 
 
@@ -121,8 +128,10 @@ class Numbers(NamedTuple):
 
     values: dict[Hashable, Any]
     """By where they were found: the number of a container and a name in it, or the number of a place that code names."""
-    moved: set[Hashable]
-    """Where the forward itself moves them."""
+    moved: dict[Hashable, Any]
+    """Those that the forward itself moves, as they are."""
+    floats: dict[Hashable, float]
+    """Floats among `values`, as they are."""
     held: set[Hashable]
     """Where containers and tensors are that the forward moves something in."""
 
@@ -135,32 +144,64 @@ class Numbers(NamedTuple):
             if token is None or type(name) is not str:
                 continue
             if is_moved is not None and is_moved(name, value):
-                self.moved.add((number, name))
+                self.moved[number, name] = value
             elif (found := token(value)) is not Nothing:
                 values[number, name] = found
+                if type(value) is float:
+                    self.floats[number, name] = value
 
-    def add(self, place: Hashable, token: Hashable, *, moved: bool) -> None:
+    def add(self, place: Hashable, token: Hashable, *, moved: bool, value: Any = None) -> None:
         """Add what tells one value from others."""
         if moved:
-            self.moved.add(place)
+            self.moved[place] = value
         elif token is not Nothing:
             self.values[place] = token
+            if type(value) is float:
+                self.floats[place] = value
+
+    def number_at(self, place: Hashable) -> Any:
+        """Return what was found at a place."""
+        return next((found[place] for found in (self.moved, self.floats, self.values) if place in found), None)
 
 
 class Variants:
     """Tells calls of one signature apart by the numbers that they were made with, where those change what the model does."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[dict[Hashable, Any], int]] = []
+        self._known: list[tuple[Numbers, int]] = []
+        self._watches: list[dict[Hashable, Any]] = []
         self._values: defaultdict[Hashable, set[Any]] = defaultdict(set)
+        self._floats: dict[Hashable, float] = {}
         self._left_out: set[Hashable] = set()
+        self._questions: dict[Hashable, Questions] = {}
+        self._unasked: set[Hashable] = set()
 
     def of(self, numbers: Numbers) -> int | None:
         """Return the variant of calls with these numbers, or None if they are new."""
-        if not numbers.moved <= self._left_out:
-            self._leave_out(numbers.moved)
-        watched = self._watched(numbers.values)
-        return next((variant for known, variant in reversed(self._known) if known == watched), None)
+        self._look_for_counters(numbers)
+        watched = self._watched(numbers)
+        for watches, (_, variant) in zip(reversed(self._watches), reversed(self._known)):
+            if watches == watched:
+                return variant
+        return None
+
+    def unasked(self, numbers: Numbers) -> list[Hashable]:
+        """Return the places whose questions are to be learned: those of counters, once more under other answers."""
+        self._look_for_counters(numbers)
+        found = [place for place in self._unasked if is_asked_of(numbers.number_at(place))]
+        self._unasked.clear()
+        return found
+
+    def learn(self, notes: Mapping[Hashable, Notes]) -> None:
+        """Add what the forward asks of numbers."""
+        for place, asked in notes.items():
+            self._questions[place] = questions_of(dict.fromkeys(self._questions.get(place, ())) | asked)
+        self._watch_again()
+
+    @property
+    def questions(self) -> dict[Hashable, Questions]:
+        """What the forward asks of counters, by place."""
+        return {place: questions for place, questions in self._questions.items() if questions}
 
     def choose(self, numbers: Numbers, does_the_same: Callable[[int], bool | None]) -> int:
         """Return the variant for new numbers: the latest under which the model `does_the_same`, else another one. If it returns
@@ -174,7 +215,9 @@ class Variants:
             if same:
                 found = variant
                 break
-        self._known.append((self._watched(numbers.values), len(variants) if found is None else found))
+        self._known.append((numbers, len(variants) if found is None else found))
+        self._watches.append(self._watched(numbers))
+        self._unasked.update(self._left_out, self._questions)
         if found is None:
             return len(variants)
         for place, value in numbers.values.items():
@@ -182,11 +225,29 @@ class Variants:
         self._leave_out({place for place, values in self._values.items() if len(values) > MOST})
         return found
 
-    def _leave_out(self, places: Set[Hashable]) -> None:
-        self._left_out |= places
-        self._known = [(self._watched(known), variant) for known, variant in self._known]
+    def _look_for_counters(self, numbers: Numbers) -> None:
+        """Leave out what the forward moves, and ask about floats that have changed."""
+        self._leave_out(numbers.moved)
+        if numbers.floats != self._floats:
+            before, self._floats = self._floats, numbers.floats
+            changed = {place for place, value in numbers.floats.items() if before.get(place, value) != value}
+            self._unasked |= changed - self._questions.keys()
 
-    def _watched(self, values: dict[Hashable, Any]) -> dict[Hashable, Any]:
-        if not self._left_out:
-            return values
-        return {place: value for place, value in values.items() if place not in self._left_out}
+    def _leave_out(self, places: Iterable[Hashable]) -> None:
+        new = [place for place in places if place not in self._left_out]
+        if new:
+            self._left_out.update(new)
+            self._unasked.update(new)
+            self._watch_again()
+
+    def _watch_again(self) -> None:
+        self._watches = [self._watched(numbers) for numbers, _ in self._known]
+
+    def _watched(self, numbers: Numbers) -> dict[Hashable, Any]:
+        """Return what tells numbers from others: values, and answers of counters."""
+        if not self._left_out and not self._questions:
+            return numbers.values
+        found = {place: value for place, value in numbers.values.items() if place not in self._left_out}
+        for place, questions in self.questions.items():
+            found["answers", place] = answers_of(numbers.number_at(place), questions)
+        return found

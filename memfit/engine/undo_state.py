@@ -114,11 +114,6 @@ class UndoState:
         place = place_of(tensor)
         return next((held for held in self._held if place_of(held) == place), tensor)
 
-    @property
-    def trained(self) -> set[int]:
-        """The storages of visited tensors that require gradients, by `_cdata`."""
-        return {t.untyped_storage()._cdata for t in self._held if t.requires_grad}
-
     def small_tensors(self) -> list[torch.Tensor]:
         """Return the visited tensors of at most `LARGE` bytes that require no gradient."""
         return [t for t in self._held if not t.requires_grad and t.untyped_storage().nbytes() <= LARGE]

@@ -32,7 +32,9 @@ from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import MeasuredLoss, MeasureLoss, probes_of
 from memfit.equivalence.proofs import comparable
-from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
+from memfit.equivalence.same_values import same
+from memfit.equivalence.seen_effects import Trial
+from memfit.equivalence.side_effects import STILL, Moves, composition_of
 from memfit.equivalence.tolerances import (
     MOST,
     Arithmetic,

@@ -31,7 +31,9 @@ from memfit.engine.gradients import is_sharded
 from memfit.engine.intercept import is_compiled
 from memfit.engine.random_slices import Draws
 from memfit.equivalence.host_reads import Reads, Replaced, decided
-from memfit.equivalence.side_effects import STILL, Moves, Trial, composition_of, same
+from memfit.equivalence.same_values import same
+from memfit.equivalence.seen_effects import Trial
+from memfit.equivalence.side_effects import STILL, Moves, composition_of
 from memfit.equivalence.tolerances import (
     MOST,
     Arithmetic,

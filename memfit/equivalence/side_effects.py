@@ -7,8 +7,6 @@ State that is right when parts run in turn (a queue of samples) needs no rule. S
 
 from __future__ import annotations
 
-import array
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -17,9 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from memfit.batches.pieces import bounds
-from memfit.batches.tree import tensors
-from memfit.capture.size_dependence import Positions, decides_by_position
 from memfit.engine.batch_dependent import ENTRIES, BatchDependent
 from memfit.engine.compose_state import (
     Added,
@@ -42,19 +37,15 @@ from memfit.engine.places import (
     ContentsPlace,
     ItemPlace,
     Place,
+    TensorPlace,
     VariablePlace,
-    WithoutGraph,
-    without_graph,
 )
-from memfit.engine.rewindable import IteratorPosition
-from memfit.equivalence.tolerances import Deviation, relative_difference, tolerance
+from memfit.equivalence.same_values import as_tensor, difference_of, same
+from memfit.equivalence.seen_effects import SeenEffects, Trial, after, from_other_values, is_trained, places_of, seen_of
+from memfit.equivalence.tolerances import Deviation
 from memfit.tracing.sandbox import Traces
 
 T = TypeVar("T")
-Run = Callable[[int, int], object]
-"""Runs the samples `start:stop` with the whole batch's random draws."""
-Values = dict[tuple[Any, ...], tuple[Place, Any, Any]]
-"""Maps a place's key to (place, value before, value after)."""
 
 
 @dataclass(frozen=True)
@@ -106,44 +97,6 @@ SOME = 3
 """A number that a forward is tried on to see whether it adds to what was there."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Samples to find rules on."""
-
-    run: Run
-    sizes: Sequence[int]
-    """Number of samples in each part."""
-
-
-@dataclass(frozen=True)
-class _SeenEffects:
-    """What one trial changed: by the whole, by its parts in turn, and by each part alone."""
-
-    whole: Values
-    in_turn: Values
-    apart: list[Values]
-    sizes: Sequence[int]
-    by_position: bool
-
-    def before(self, key: tuple[Any, ...]) -> Any:
-        found = self.whole.get(key) or self.in_turn.get(key)
-        return MISSING if found is None else found[1]
-
-    def ends(self, key: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Return what the whole leaves, and what the parts leave when they run in turn."""
-        return _after(self.whole, key, self.before(key)), _after(self.in_turn, key, self.before(key))
-
-    def obeys(self, key: tuple[Any, ...], rule: Rule, closely: float) -> bool:
-        """Whether this rule makes the whole's value from the parts' values."""
-        wanted, before = self.ends(key)[0], self.before(key)
-        parts = [_after(part, key, before) for part in self.apart]
-        try:
-            made = parts if isinstance(rule, Last) else [rule.joined(before, parts, self.sizes)]
-            return all(same(wanted, value, closely) for value in made)
-        except (RuntimeError, TypeError, ValueError, KeyError, IndexError):
-            return False
-
-
 def composition_of(
     trials: Sequence[Trial],
     aside: Callable[[], AbstractContextManager[Traces]],
@@ -156,16 +109,19 @@ def composition_of(
     `allowed` names state that may stay uncomposed. One trial should repeat the same samples twice, where a rule that holds by
     chance on some samples fails. `graphs`: tensors with a graph are state too; else they join like outputs (`side_outputs.py`).
     `draws`: whether the whole drew random numbers."""
-    seen = [_seen(trial, aside, graphs) for trial in trials]
-    moved = {key: found[0] for each in reversed(seen) for key, found in {**each.in_turn, **each.whole}.items()}
+    shown = seen = [seen_of(trial, aside, graphs) for trial in trials]
+    moved = places_of(shown)
+    still = [place for key, place in moved.items() if all(same(*each.ends(key), EXACT) for each in seen)]
+    elsewhere = from_other_values(still, list(shown[0].whole.values()), trials[0], aside, graphs)
+    if elsewhere is not None:
+        seen, moved = [*seen, elsewhere], {**places_of([elsewhere]), **moved}
     slots, named = [], None
     for key, place in moved.items():
         flag = any(isinstance(each.before(key), (bool, str)) for each in seen)
         if all(same(*each.ends(key), EXACT) for each in seen) and not flag:
             # (A flag may mark what only the first forward does, which only the first micro-batch would do.)
-            assigned = isinstance(place, (ItemPlace, AttributePlace, VariablePlace))  # what is written in place is so in turn
-            if assigned and all(_is_compared(each.ends(key)[0]) and each.obeys(key, Last(), EXACT) for each in seen):
-                slots.append(ComposedPlace(place, Last()))
+            if _is_same_in_all(place, seen) or (elsewhere is not None and _may_matter(key, shown, elsewhere)):
+                slots.append(ComposedPlace(place, Last()))  # (checked in every pass)
             continue
         nearly = all(same(*each.ends(key)) for each in seen)
         rule = next(_rules(place, key, seen, EXACT), None) or (None if nearly else next(_rules(place, key, seen), None))
@@ -174,10 +130,30 @@ def composition_of(
         if rule is not None:
             slots.append(ComposedPlace(place, rule))
         elif not nearly and place.label not in allowed and named is None:
-            named = Deviation(place.label, max(_difference(*each.ends(key)) for each in seen), 0.0, by="moving")
-    if named is None and any(each.by_position for each in seen):
-        named = next((Deviation(p.label, 1.0, 0.0, by="moving") for p in moved.values() if p.label not in allowed), None)
-    return Moves(Composition(slots, list(moved.values()), draws=draws), named)
+            named = Deviation(place.label, max(difference_of(*each.ends(key)) for each in seen), 0.0, by="moving")
+    kept = [place for place in moved.values() if not _is_idle(place, shown, elsewhere)]
+    slots += _decided(slots, kept, seen)
+    if named is None and any(each.by_position for each in shown):
+        named = next((Deviation(p.label, 1.0, 0.0, by="moving") for p in kept if p.label not in allowed), None)
+    return Moves(Composition(slots, kept, draws=draws), named)
+
+
+def _is_same_in_all(place: Place, seen: Sequence[SeenEffects]) -> bool:
+    """Whether all parts leave the whole's value. What is written in place is right where parts run in turn."""
+    if not isinstance(place, (ItemPlace, AttributePlace, VariablePlace)):
+        return False
+    return all(_is_compared(each.ends(place.key)[0]) and each.obeys(place.key, Last(), EXACT) for each in seen)
+
+
+def _decided(slots: Sequence[ComposedPlace], kept: Sequence[Place], seen: Sequence[SeenEffects]) -> list[ComposedPlace]:
+    """Return slots for tensors that all parts leave alike: a counter decides when they are written, and is put back for each
+    micro-batch."""
+    if not any(isinstance(slot.rule, Last) for slot in slots):
+        return []
+    known = {slot.place.key for slot in slots}
+    more = [place for place in kept if isinstance(place, TensorPlace) and place.key not in known and not is_trained(place)]
+    alike = [place for place in more if all(each.leaves(place.key, each.ends(place.key)[0]) for each in seen)]
+    return [ComposedPlace(place, Last()) for place in alike]
 
 
 def _is_compared(value: Any) -> bool:
@@ -185,24 +161,26 @@ def _is_compared(value: Any) -> bool:
     return isinstance(value, (float, int, str)) or (isinstance(value, torch.Tensor) and value.numel() <= ENTRIES)
 
 
-def _seen(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], graphs: bool) -> _SeenEffects:
-    looks: list[tuple[int, Positions]] = []
+def _may_matter(key: tuple[Any, ...], shown: Sequence[SeenEffects], elsewhere: SeenEffects) -> bool:
+    """Whether state that samples did not move would be moved by others, for later micro-batches to read: a largest value."""
+    if any(not each.leaves(key, each.before(key)) for each in shown):
+        return False
+    return not elsewhere.leaves(key, elsewhere.ends(key)[0]) and not same(*elsewhere.returns, EXACT)
 
-    def watched(start: int, stop: int) -> None:
-        looks.append((stop - start, Positions()))
-        with looks[-1][1].watching():
-            trial.run(start, stop)
 
-    pieces = list(bounds(trial.sizes))
-    whole = _values(watched, [(0, sum(trial.sizes))], aside, graphs)
-    in_turn = _values(trial.run, pieces, aside, graphs)
-    apart = [_values(watched, [piece], aside, graphs) for piece in pieces]
-    return _SeenEffects(whole, in_turn, apart, trial.sizes, decides_by_position(looks))
+def _is_idle(place: Place, shown: Sequence[SeenEffects], elsewhere: SeenEffects | None) -> bool:
+    """Whether a tensor is written without effect: neither its values nor the samples matter to what is left (a mask that every
+    forward fills)."""
+    if not isinstance(place, TensorPlace) or is_trained(place):
+        return False
+    key = place.key
+    found = elsewhere is None or elsewhere.leaves(key, elsewhere.ends(key)[0])
+    return found and all(each.leaves(key, each.before(key)) for each in shown)
 
 
 def _is_nothing(before: Any) -> bool:
     """Whether what is added to the value before and what replaces it come to the same."""
-    before = _as_tensor(before)
+    before = as_tensor(before)
     if isinstance(before, torch.Tensor):
         return not before.is_meta and not bool(before.any())
     return not before if is_number(before) else before in (None, MISSING)
@@ -213,7 +191,7 @@ def _told_apart(
     key: tuple[Any, ...],
     rule: Rule,
     trial: Trial,
-    seen: _SeenEffects,
+    seen: SeenEffects,
     aside: Callable[[], AbstractContextManager[Traces]],
 ) -> Rule:
     """Return `Added` or `SumOfParts`: what a whole batch leaves where a number was before tells them apart."""
@@ -229,36 +207,14 @@ def _told_apart(
     return SumOfParts() if same(found, whole) else Added() if same(found, whole + some) else rule
 
 
-def _rules(place: Place, key: tuple[Any, ...], seen: Sequence[_SeenEffects], closely: float = 1.0) -> Iterator[Rule]:
+def _rules(place: Place, key: tuple[Any, ...], seen: Sequence[SeenEffects], closely: float = 1.0) -> Iterator[Rule]:
     """Yield the rules that hold in all trials."""
     first = seen[0]
     wanted, before = first.ends(key)[0], first.before(key)
-    parts = [_after(part, key, before) for part in first.apart]
+    parts = [after(part, key, before) for part in first.apart]
     for rule in _candidates_for(place, before, wanted, parts, first.sizes, closely):
         if all(each.obeys(key, rule, closely) for each in seen):
             yield rule
-
-
-def _after(values: Values, key: tuple[Any, ...], before: Any) -> Any:
-    """Return a place's value after the run, or its old value if it did not change."""
-    return values[key][2] if key in values else before
-
-
-def _values(
-    run: Run, pieces: Sequence[tuple[int, int]], aside: Callable[[], AbstractContextManager[Traces]], graphs: bool
-) -> Values:
-    """Return what runs over these pieces, in turn, change."""
-    found: Values = {}
-    with aside() as traces:
-        for start, stop in pieces:
-            run(start, stop)
-        for key, (place, before) in traces.moved().items():
-            after = place.value()
-            if not any(tensor.requires_grad for tensor in tensors(after)):
-                found[key] = place, before, after
-            elif graphs:
-                found[key] = WithoutGraph(place), without_graph(before), without_graph(after)
-    return found
 
 
 def _candidates_for(
@@ -300,7 +256,7 @@ def rule_of(
 
 def _candidates(before: Any, whole: Any, parts: Sequence[Any]) -> Iterator[Rule]:
     yield Last()
-    before, whole, *parts = map(_as_tensor, (before, whole, *parts))
+    before, whole, *parts = map(as_tensor, (before, whole, *parts))
     if isinstance(whole, torch.Tensor):
         alike = all(isinstance(part, torch.Tensor) and part.shape == whole.shape for part in parts)
         if alike and whole.is_floating_point():
@@ -329,62 +285,3 @@ def _inside(whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: flo
     except (KeyError, RecursionError):
         return None
     return None if None in rules.values() else Inside({key: rule for key, rule in rules.items() if rule is not None})
-
-
-def _rounding(number: Any) -> float:
-    """Return the rounding tolerance for such numbers: double precision for Python's, their own dtype for NumPy's."""
-    return tolerance(getattr(torch, str(getattr(number, "dtype", "float64")), torch.float32))
-
-
-def _as_tensor(value: Any) -> Any:
-    """Return a tensor over a NumPy array's memory; return anything else unchanged."""
-    return torch.from_numpy(value) if type(value).__name__ == "ndarray" and value.dtype.kind in "fciub" else value
-
-
-def same(a: Any, b: Any, closely: float = 1.0) -> bool:
-    """Whether two values are equal up to rounding. Objects of one type that cannot be compared count as equal."""
-    if a is b:
-        return True
-    a, b = _as_tensor(a), _as_tensor(b)
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return _same_tensors(a, b, closely)
-    if is_number(a) and is_number(b):
-        return bool(a == b) or (not isinstance(a, Rational) and abs(a - b) <= closely * _rounding(a) * max(abs(a), abs(b)))
-    if isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)):
-        return len(a) == len(b) and all(same(x, y, closely) for x, y in zip(a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key], closely) for key in a)
-    held = items_of(a), items_of(b)
-    if type(a) is type(b) and None not in held:
-        try:
-            return same(*held, closely)
-        except RecursionError:  # it holds itself
-            return True
-    if type(a).__name__ == type(b).__name__ == "ndarray":
-        return _same_arrays(a, b)
-    if a is MISSING or b is MISSING or isinstance(a, _COMPARED) or isinstance(b, _COMPARED):
-        return type(a) is type(b) and bool(a == b)
-    return type(a) is type(b)
-
-
-_COMPARED = (str, bool, bytes, bytearray, array.array, set, frozenset, torch.Tensor, IteratorPosition)
-
-
-def _same_arrays(a: Any, b: Any) -> bool:
-    """Compare NumPy arrays of kinds that torch does not have, such as records."""
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-
-
-def _same_tensors(a: torch.Tensor, b: torch.Tensor, closely: float) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.is_floating_point() or a.is_complex():
-        return relative_difference(a, b) <= closely * tolerance(a.dtype)
-    return bool(torch.equal(a, b))
-
-
-def _difference(a: Any, b: Any) -> float:
-    a, b = _as_tensor(a), _as_tensor(b)
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_floating_point():
-        return relative_difference(a, b)
-    return float(abs(a - b) / max(abs(a), abs(b))) if is_number(a) and is_number(b) and a != b else 1.0

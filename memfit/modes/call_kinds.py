@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from memfit.capture.find_side_outputs import FoundDoors
 from memfit.capture.infer_layout import outputs_of, ways_to_cut
 from memfit.capture.outputs import Otherwise, Outputs
 from memfit.capture.side_outputs import Door, Doorway
+from memfit.engine.asked_numbers import Expected, Notes
 from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.call_context import without_saved_tensors_hooks
@@ -147,6 +148,7 @@ class CallKinds:
             call.key = key if key in self._kinds else ("single", key)
             call.host_draws = self._core.accumulator.host_draws
             call.composition = self._kinds[call.key].composition.afresh()
+            call.composition.expected = self._expected(call.key, self._kinds[call.key])
         return call, samples
 
     def _drop(self, keys: Iterable[tuple[Any, ...]]) -> None:
@@ -162,7 +164,12 @@ class CallKinds:
         if kind is not None and _runs_whole(kind, found.samples or 0, found.shapes):
             return found
         variants = self._variants[found.key]
-        numbers = self._attributes.numbers(frozenset() if kind is None else kind.composition.keys)
+        moved = frozenset[tuple[Any, ...]]() if kind is None else kind.composition.keys
+        numbers = self._attributes.numbers(moved)
+        if plain is not None and found.samples and kind is not None and kind.proven is not None:
+            if wanted := variants.unasked(numbers):
+                variants.learn(self._asked(kind, plain, tree, found, wanted))
+                numbers = self._attributes.numbers(moved)
         variant = variants.of(numbers)
         if variant is None and plain is not None:
             variant = variants.choose(numbers, lambda each: self._does_the_same(_of_variant(found.key, each), plain, tree))
@@ -177,6 +184,23 @@ class CallKinds:
         """Have a kind proven again if the script has replaced what its forward moves something in."""
         if kind.composition.moved and kind.composition.is_elsewhere(self._attributes.numbers(kind.composition.keys).held):
             kind.proven = None
+
+    def _asked(
+        self, kind: CallKind, plain: Callable[..., Any], tree: Tree, found: Recognised, wanted: Iterable[Hashable]
+    ) -> Mapping[Hashable, Notes]:
+        """Return what the forward asks of the numbers at these places."""
+        assert found.samples
+        places = self._attributes.places(wanted)
+        call = self._call_of(kind, plain, tree, found.samples, found.shapes)
+        self._attributes.forget()
+        return self._prover.asks(call, places)
+
+    def _expected(self, key: tuple[Any, ...], kind: CallKind) -> Expected | None:
+        """Return what calls that wait, and move the same counters, may not have changed when this one runs."""
+        questions = self._variants[_without_variant(key)].questions
+        moved = self._attributes.numbers(kind.composition.keys).moved if questions else {}
+        questions = {place: asked for place, asked in questions.items() if place in moved}
+        return Expected(self._attributes.places(questions), questions) if questions else None
 
     def _does_the_same(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree) -> bool | None:
         """Return whether calls of this kind return the same outputs under other numbers, and may be cut alike. None: a call of
@@ -348,3 +372,7 @@ def _runs_whole(kind: CallKind, samples: int, shapes: Shapes) -> bool:
 
 def _of_variant(key: tuple[Any, ...], variant: int) -> tuple[Any, ...]:
     return (*key, "variant", variant) if variant else key
+
+
+def _without_variant(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return key[:-2] if key[-2:-1] == ("variant",) else key

@@ -6,7 +6,7 @@ Not covered: what the few samples do not show. Proofs are repeated on later batc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -18,10 +18,12 @@ from memfit.batches.shapes import Shapes
 from memfit.capture.call import Call
 from memfit.capture.find_side_outputs import look_for_side_doors
 from memfit.capture.infer_layout import size_that_decides
-from memfit.capture.size_dependence import SIZE
+from memfit.capture.size_dependence import FEW, SIZE
 from memfit.capture.workloads import CallWork
 from memfit.distributed.reduction import OF_SHARES
+from memfit.engine.asked_numbers import Notes
 from memfit.engine.compose_state import with_written
+from memfit.engine.places import Place
 from memfit.engine.recovery import on_fewer, surviving
 from memfit.engine.weighting import BY_SAMPLES
 from memfit.equivalence.backward_proof import backward_deviation
@@ -32,6 +34,7 @@ from memfit.equivalence.proofs import PROOF_SAMPLES, frozen_norms, joined_output
 from memfit.equivalence.single_sample import call_alone
 from memfit.equivalence.tolerances import Deviation, note_loose
 from memfit.levers.checkpoint import checkpointed
+from memfit.modes.ask_numbers import asked_by
 from memfit.modes.call_kind import CallKind
 from memfit.planning.search import with_blocks
 from memfit.runtime.core import Core
@@ -66,6 +69,11 @@ class Prover:
         few, blocks = self._provable(kind, call)
         with checkpointed(self._core.model, blocks), self._core.memory.sparing_kernels():
             return self._on_fewer(lambda n: self._infer(kind, self._chosen(call, n), call), few)
+
+    def asks(self, call: Call, places: Mapping[Hashable, Place]) -> Mapping[Hashable, Notes]:
+        """Returns what the forward asks of the numbers at these places, on few samples."""
+        few = frozen_norms(self._chosen(call, min(FEW, call.samples)))
+        return asked_by(lambda: few.run(few.arguments(0, few.samples)), places, few.model, few.device)
 
     def mixes(self, call: Call, deviation: Deviation) -> Refused:
         """Returns the error for a call whose parts differ from the whole."""

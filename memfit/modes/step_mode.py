@@ -31,7 +31,7 @@ from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.handover import Total, hand_over
 from memfit.engine.modules import modules_of
 from memfit.engine.planning_scope import reaching
-from memfit.engine.read_numbers import Numbers, Variants
+from memfit.engine.read_numbers import Variants
 from memfit.engine.recovery import surviving
 from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
 from memfit.engine.work import checked_loss
@@ -128,7 +128,10 @@ class Stepper:
         core, flags = self._core, self._core.flags.now()
         if self._weights.together:
             return
-        variants, numbers = self._variants[flags], self._numbers()
+        variants, attributes, moved = self._variants[flags], self._attributes(), self._weights.composition.keys
+        numbers = attributes.numbers(moved)
+        if self._weights.known and (wanted := variants.unasked(numbers)):
+            variants.learn(self._weights.asks(batch, attributes.places(wanted)))
         variant = variants.of(numbers)
         if variant is None:
             fresh = Weigher(core, self._tasks)
@@ -142,11 +145,11 @@ class Stepper:
     def _is_state_elsewhere(self) -> bool:
         """Whether the script has replaced what the loss moves something in."""
         composition = self._weights.composition
-        return bool(composition.moved) and composition.is_elsewhere(self._numbers().held)
+        return bool(composition.moved) and composition.is_elsewhere(self._attributes().numbers(composition.keys).held)
 
-    def _numbers(self) -> Numbers:
+    def _attributes(self) -> Attributes:
         """What the loss may branch on, and where what it moves is."""
-        return Attributes(modules_of(self._core.model), self._reads, self._code).numbers(self._weights.composition.keys)
+        return Attributes(modules_of(self._core.model), self._reads, self._code)
 
     def _weighs_the_same(self, fresh: Weigher, key: Hashable, batch: Ordered) -> bool | None:
         known, core = self._kinds[key][0], self._core

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,9 +18,11 @@ from memfit.capture.infer_layout import comparable_sizes, twins_of
 from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
 from memfit.distributed.reduction import OF_SHARES
+from memfit.engine.asked_numbers import Notes
 from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition, with_written
 from memfit.engine.known_means import Terms, is_only_term
+from memfit.engine.places import Place
 from memfit.engine.random_state import random_state_kept
 from memfit.engine.recovery import on_fewer, surviving
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting
@@ -33,6 +36,7 @@ from memfit.equivalence.tolerances import Deviation, note_loose
 from memfit.equivalence.weighting_codes import agree
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
+from memfit.modes.ask_numbers import asked_by
 from memfit.modes.ordered_batch import Ordered
 from memfit.modes.step_workload import Tasks
 from memfit.modes.user_weight import counted_by
@@ -45,10 +49,10 @@ from memfit.tracing.fake_twins import on_twins
 from memfit.tracing.sandbox import leave_no_trace
 
 PROVE_AGAIN = 4
-"""An inferred weighting is proven again at the next batch, then whenever the number of steps has grown by this factor."""
+"""A proof is repeated at the next batch, then whenever the number of steps has grown by this factor."""
 IN_TWO = "the model runs in two passes, or in one where the loss is made of sums and means that memfit follows"
 PROVE_WITHIN = 256
-"""Maximum number of steps between proofs, each of which costs a step or two of computation."""
+"""Maximum number of steps between proofs of an inferred weighting, each of which costs a step or two of computation."""
 
 
 class Weigher:
@@ -83,14 +87,14 @@ class Weigher:
         with random_state_kept(self._core.device):  # a collate function may draw, from NumPy's generator too
             if self.weighting is None or (batch.ragged and not self._proven_ragged):
                 return self._weigh_or_whole(batch, share)  # only samples of different sizes get different padding in parts
-            if self._core.steps >= self._prove_at and self._inferred:
+            if self._core.steps >= self._prove_at:
                 self._prove_again(batch)
         return None
 
     @property
-    def _inferred(self) -> bool:
-        """Whether the weighting rests on a proof alone. That of one known mean is checked in every micro-batch."""
-        return self._stated is None and self.weighting is not None and self.weighting.kind != "term"
+    def _within(self) -> int:
+        """Maximum number of steps to the next proof. Whether a loss is one known mean is checked in every micro-batch."""
+        return sys.maxsize if self._stated or (self.weighting and self.weighting.kind == "term") else PROVE_WITHIN
 
     def _weigh_or_whole(self, batch: Ordered, share: int) -> Profile | None:
         """Like `_weigh`. A loss that fails on a few samples but not on all needs them together."""
@@ -175,6 +179,13 @@ class Weigher:
         if why is not None:
             core.forbid_single_samples(why)
 
+    def asks(self, batch: Ordered, places: Mapping[Hashable, Place]) -> Mapping[Hashable, Notes]:
+        """Return what the loss asks of the numbers at these places, on few samples."""
+        core, few = self._core, min(FEW, batch.samples)
+        work = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
+        with core.staging.swapped(), random_state_kept(core.device):
+            return asked_by(partial(loss_of, work, few), places, core.model, core.device)
+
     def agrees_with(self, known: Weigher, batch: Ordered) -> bool | None:
         """Infer the weighting on a few samples of a batch, and return whether it is that of `known`. None: too few to tell."""
         few = self._few(batch)
@@ -227,7 +238,7 @@ class Weigher:
         parts = parts_of(few, core.least)
         pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
         work = self._tasks.work(pieces, few, "off", on_copies=True)
-        self._prove_at = core.steps + (1 if again is None else max(1, min((PROVE_AGAIN - 1) * core.steps, PROVE_WITHIN)))
+        self._prove_at = core.steps + (1 if again is None else max(1, min((PROVE_AGAIN - 1) * core.steps, self._within)))
         double = self._tasks.work(batch.twice(max(parts)), 2 * max(parts), "off", on_copies=True)
         self.mute = False
         self.weighting, deviation, moves = infer_weighting(

@@ -39,13 +39,21 @@ class Traces:
     """Tensors with copies of their values, where there is no log."""
 
     def moved(self) -> dict[tuple[Any, ...], tuple[Place, Any]]:
-        """Returns what differs from before, and trained parameters that were written: places by their keys, with their previous
-        values."""
+        """Returns what differs from before, and tensors that were written: places by their keys, with their previous values."""
         changed = [(tensor, copy) for tensor, copy in self.copies if not holds(tensor, copy)]
-        written = self.log.moved(self.kept.trained) if self.log else changed
+        written = self.log.written() if self.log else changed
         tensors = [(TensorPlace(self.kept.holder_of(tensor), self.kept.name_of(tensor)), before) for tensor, before in written]
         found = [*self.kept.moved(), *tensors]
         return {place.key: (place, before) for place, before in found}
+
+
+    def rewind(self) -> None:
+        """Puts back what changed since, so that what runs again does what it did at first: a counter may make it write other
+        tensors, which no log has seen."""
+        for place, before in self.kept.moved():
+            place.put(before)
+        if self.log is not None:
+            self.log.rewind()
 
 
 @contextmanager

@@ -29,8 +29,8 @@ from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.profiling.allocator import thresholds_pinned
 from memfit.profiling.seconds import Timing, timing_at
-from memfit.tracing.sandbox import leave_no_trace, steps_undone
-from memfit.tracing.write_guard import UndoLog, watched
+from memfit.tracing.sandbox import Traces, leave_no_trace, steps_undone
+from memfit.tracing.write_guard import watched
 
 CLONE_LIMIT = 64 * MiB
 """Bytes of parameters whose optimizer step is timed; the rest is assumed to cost the same per byte."""
@@ -57,6 +57,7 @@ class Stopwatch:
         self._blocks = {modules[name]: name for name in blocks}
         self._model, self._staging, self._weighting, self._device = model, staging, weighting, device
         self._meter: Meter | None = None
+        self._rewind: Callable[[], None] = _nothing
         self._reserved, self._trimmed, self._make_room = reserved, trimmed, make_room
         # Free pages of the heap may or may not be resident: what remains is only known where that does not matter.
         self._tells_kept = device.type == "cpu" and (reserved or thresholds_pinned())
@@ -71,17 +72,18 @@ class Stopwatch:
         ):
             try:
                 # Kernels are selected and libraries initialized once per process: the first micro-batch is not representative.
-                self._first(work, first, traces.log)
+                self._first(work, first, traces)
                 self._staging.fill()
                 self._meter = Meter(self._device, reserved=self._reserved)
                 yield
             finally:
                 self._staging.discard()
-                self._meter = None
+                self._meter, self._rewind = None, _nothing
 
-    def _first(self, work: Work, samples: int, log: UndoLog | None) -> None:
+    def _first(self, work: Work, samples: int, traces: Traces) -> None:
         """Runs a warm-up micro-batch, and records what it writes. Nothing compiles while writes are watched, and some tensor
         subclasses (CausalBias) cannot be created there: then one runs unwatched."""
+        log = traces.log
         watches = log is not None
         if log is not None:
             try:
@@ -94,12 +96,16 @@ class Stopwatch:
                 self._staging.discard()
                 for buffer in self._model.buffers():
                     log.about_to_write(buffer)
+        if traces.moved():
+            self._rewind = traces.rewind
         if not watches or "torch._dynamo" in sys.modules:
+            self._rewind()
             Pass(work, self._staging, self._weighting, 1.0).micro_batch(0, samples)
 
     def run(self, work: Work, samples: int) -> Timing:
         """Times forward and backward of one micro-batch of `samples`, inside a session."""
         assert self._meter is not None
+        self._rewind()
         marks: list[float] = []
         found: dict[str, float] = {}
         timed = _Timed(work, self._now, marks)
@@ -155,6 +161,10 @@ class Stopwatch:
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Timed:
@@ -246,6 +256,8 @@ def optimizer_seconds(optimizer: Optimizer, device: torch.device, limit: int = C
         for turn in range(repeats + 1):
             for p in chosen:
                 p.grad = torch.zeros_like(p)
+            if turn and traces is not None:
+                traces.rewind()
             begun = time.perf_counter()
             with watched(traces.log) if turn == 0 and traces is not None and traces.log is not None else nullcontext():
                 step(clone)

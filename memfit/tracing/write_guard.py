@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -54,25 +54,27 @@ class UndoLog:
         if id(counted) not in self._versions and not counted.is_inference():
             self._versions[id(counted)] = counted, counted._version
 
-    def moved(self, trained: Set[int] = frozenset()) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (tensor, previous contents) for whatever was written and changed. Storages in `trained` (by `_cdata`) count
-        even if the same values were written (a clamp), because a graph that has saved them sees a newer version. Storages that
-        nobody else holds are left out: they were created after the log began, past the dispatcher (`copy.deepcopy`)."""
+    def written(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns (tensor, previous contents) for whatever was written, with other or the same values: a clamp may bite later,
+        and a graph that has saved the tensor sees a newer version. Storages that nobody else holds are left out: they were
+        created after the log began, past the dispatcher (`copy.deepcopy`)."""
         held = Counter(tensor.untyped_storage()._cdata for tensor, _ in self._versions.values())
         return [
             (_tensor_on(storage, geometry), _tensor_on(copy, geometry))
             for storage, copy, geometry in self._copies.values()
-            if storage.nbytes() == copy.nbytes()
-            and torch._C._storage_Use_Count(storage._cdata) > 1 + held[storage._cdata]
-            and (storage._cdata in trained or not torch.equal(_bytes_of(storage), _bytes_of(copy)))
+            if storage.nbytes() == copy.nbytes() and torch._C._storage_Use_Count(storage._cdata) > 1 + held[storage._cdata]
         ]
 
-    def undo(self) -> None:
-        """Restores all contents and versions: autograd graphs of the script may have saved these tensors at that version."""
+    def rewind(self) -> None:
+        """Restores all contents, and goes on."""
         for storage, copy, _ in self._copies.values():
             if storage.nbytes() != copy.nbytes():
                 storage.resize_(copy.nbytes())
             storage.copy_(copy)
+
+    def undo(self) -> None:
+        """Restores all contents and versions: autograd graphs of the script may have saved these tensors at that version."""
+        self.rewind()
         for tensor, version in reversed(self._versions.values()):
             _set_version(tensor, version)
         self._copies, self._versions = {}, {}
@@ -161,10 +163,6 @@ def _geometry(tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Geometry:
 def _tensor_on(storage: torch.UntypedStorage, geometry: _Geometry) -> torch.Tensor:
     dtype, *place = geometry
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)  # pyright: ignore
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
 
 
 def _set_version(tensor: torch.Tensor, version: int) -> None:
