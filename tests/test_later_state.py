@@ -418,3 +418,25 @@ def test_a_number_tells_what_it_is_asked() -> None:
     ]
     assert answers_of(0.5, questions["rate"]) != answers_of(0.05, questions["rate"])
     assert answers_of(True, questions["on"]) != answers_of(False, questions["on"])
+
+
+class Between(nn.Module):
+    """A block, and a layer after it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.block, self.out = make(), nn.Linear(3, 3).double()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.block, name, value) if name == "temperature" else super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.block(x))
+
+
+@pytest.mark.parametrize("step_mode", [False, True])
+@pytest.mark.parametrize("make", EQUAL)
+def test_blocks_that_are_recomputed_move_it_once_per_batch(make: Any, step_mode: bool) -> None:
+    wanted = trained(lambda: Between(make), line=False, step_mode=step_mode)
+    options: dict[str, Any] = {"micro_batch": 3, "checkpoint": ["block"]}
+    assert_equal(wanted, trained(lambda: Between(make), line=True, step_mode=step_mode, **options))

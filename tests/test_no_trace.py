@@ -224,7 +224,7 @@ KEPT_BY_PYTHON = {"values"}
 """What a forward that really ran leaves behind outside torch: its counters."""
 
 
-@pytest.mark.parametrize("after", range(3, 6))
+@pytest.mark.parametrize("after", range(4, 7))  # (it runs once to see what it asks of the counter, and three times at first)
 def test_an_interrupt_in_the_second_pass_hands_nothing_over(after: int) -> None:
     model, (x, _) = Busy(), points()
     wrapped(model, 5)

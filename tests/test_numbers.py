@@ -184,15 +184,15 @@ def test_what_changes_all_the_time_without_deciding_is_no_longer_watched() -> No
         return True
 
     for step in range(3 * MOST):
-        numbers = Numbers({"step": step, "stage": 0}, set(), set())
+        numbers = Numbers({"step": step, "stage": 0}, {}, {}, set())
         if variants.of(numbers) is None:
             assert variants.choose(numbers, does_the_same) == 0
     assert len(asked) == MOST + 1
-    other = Numbers({"step": 100, "stage": 1}, set(), set())
+    other = Numbers({"step": 100, "stage": 1}, {}, {}, set())
     assert variants.of(other) is None
     assert variants.choose(other, lambda variant: False) == 1
-    assert variants.of(Numbers({"step": 200, "stage": 1}, set(), set())) == 1
-    assert variants.of(Numbers({"step": 300, "stage": 0}, set(), set())) == 0
+    assert variants.of(Numbers({"step": 200, "stage": 1}, {}, {}, set())) == 1
+    assert variants.of(Numbers({"step": 300, "stage": 0}, {}, {}, set())) == 0
     assert variants.of(Numbers({"step": 300}, {"stage"}, set())) == 1
 
 

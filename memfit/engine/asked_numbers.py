@@ -21,7 +21,7 @@ _UNARY = ("neg", "pos", "abs", "invert")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
-class Step(NamedTuple):
+class Operation(NamedTuple):
     """An operation on a number."""
 
     function: Callable[..., Any]
@@ -34,7 +34,7 @@ class Step(NamedTuple):
         return self.function(*self.others, value) if self.right else self.function(value, *self.others)
 
 
-Question = tuple[Step, ...]
+Question = tuple[Operation, ...]
 """What leads from a number to an answer. (None: the answer is the number itself.)"""
 Questions = tuple[Question, ...]
 Notes = dict[Question, None]
@@ -111,7 +111,7 @@ def _operator(function: Callable[..., Any], *, right: bool = False, compares: bo
     """Return the method for an operator. What it returns takes notes, too, or has been noted."""
 
     def method(self: Any, *others: Any) -> Any:
-        step = Step(function, tuple(map(_plain, others)), right)
+        step = Operation(function, tuple(map(_plain, others)), right)
         found = step.of(_plain(self))
         if not all(map(is_asked_of, step.others)):
             return found

@@ -9,7 +9,7 @@ Not covered: tensors that are not parameters and larger than `undo_state.LARGE`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -34,6 +34,7 @@ class Moving:
 
     def __init__(self) -> None:
         self._places: dict[tuple[Any, ...], Place] | None = None
+        self._proven: dict[tuple[Any, ...], Place] = {}
         self._forwards: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._copies: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._versions: dict[int, int | None] = {}
@@ -47,7 +48,7 @@ class Moving:
         number = self._forwards[block] = self._forwards.get(block, 0) + 1
         elsewhere = self._places is not None and self._is_elsewhere(block, self._places)
         if self._places is not None and number & (number - 1) and not elsewhere:
-            values = [(place, place.value()) for place in self._places.values()]
+            values = [(place, place.value()) for place in (self._proven | self._places).values()]
             return lambda: _put_for_a_while(values)
         copy = self._copy if elsewhere else self._copy_of_written
         snapshot = StateSnapshot([block], copy)
@@ -72,6 +73,10 @@ class Moving:
 
         return looking
 
+    def knows(self, places: Iterable[Place]) -> None:
+        """Save these places, too: a proof has seen them move, if only later."""
+        self._proven |= {place.key: place for place in places}
+
     def _is_elsewhere(self, block: nn.Module, places: Iterable[tuple[Any, ...]]) -> bool:
         """Whether the script has replaced a tensor or container of the block that its forward writes into."""
         there = _holders_in(block, places)
@@ -87,9 +92,9 @@ class Moving:
         version, so they are detected at first only.)"""
         version = None if tensor.is_inference() else tensor._version
         before, self._versions[id(tensor)] = self._versions.get(id(tensor)), version
-        if self._places is not None and version == before is not None and TensorPlace(tensor, "").key not in self._places:
-            return None
-        return self._copy(tensor)
+        known = self._proven if self._places is None else self._proven | self._places
+        unwritten = self._places is not None and version == before is not None
+        return None if unwritten and TensorPlace(tensor, "").key not in known else self._copy(tensor)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a host copy, shared by all blocks while the values stay the same."""
@@ -129,6 +134,12 @@ def moving_of(blocks: Iterable[nn.Module]) -> Moving:
     moving = next((known for block in blocks if (known := _KNOWN.get(block)) is not None), None) or Moving()
     _KNOWN.update((block, moving) for block in blocks)
     return moving
+
+
+def moved_in_blocks(model: nn.Module, places: Sequence[Place]) -> None:
+    """Have blocks of the model save these places, once they are checkpointed."""
+    if places:
+        moving_of(model.modules()).knows(places)
 
 
 class RecomputeContext:

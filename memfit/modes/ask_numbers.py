@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from memfit.engine.asked_numbers import Notes, noting
+from memfit.engine.gradients import is_sharded
 from memfit.engine.places import Place
 from memfit.engine.recovery import surviving
 from memfit.equivalence.proofs import comparable
@@ -18,7 +19,9 @@ def asked_by(
     run: Callable[[], object], places: Mapping[Hashable, Place], model: nn.Module, device: torch.device
 ) -> Mapping[Hashable, Notes]:
     """Returns what the forward in `run` asks of the numbers at these places, without a trace. Nothing if it cannot run on
-    numbers that take notes, or memory runs out."""
+    numbers that take notes, memory runs out, or parameters are sharded: other ranks may not ask."""
+    if is_sharded(model):
+        return {}
 
     def noted() -> Mapping[Hashable, Notes]:
         with noting(places) as notes, comparable(model, device), torch.enable_grad():

@@ -34,6 +34,7 @@ from memfit.equivalence.proofs import PROOF_SAMPLES, frozen_norms, joined_output
 from memfit.equivalence.single_sample import call_alone
 from memfit.equivalence.tolerances import Deviation, note_loose
 from memfit.levers.checkpoint import checkpointed
+from memfit.levers.recomputed import moved_in_blocks
 from memfit.modes.ask_numbers import asked_by
 from memfit.modes.call_kind import CallKind
 from memfit.planning.search import with_blocks
@@ -190,6 +191,7 @@ class Prover:
         core, sizes = self._core, self._sizes(proof)
         outputs, deviations, composition = joined_outputs(proof, sizes)
         kind.composition = with_written(composition, kind.composition, core.model)  # (keeps nothing of the proof alive)
+        moved_in_blocks(core.model, composition.moved)
         deviations += self.by_size(kind, call)
         apart = [deviation for deviation in deviations if not deviation.agrees]
         refused = [deviation for deviation in apart if not self._is_allowed(deviation, proof)]

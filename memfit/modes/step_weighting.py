@@ -36,6 +36,7 @@ from memfit.equivalence.tolerances import Deviation, note_loose
 from memfit.equivalence.weighting_codes import agree
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
+from memfit.levers.recomputed import moved_in_blocks
 from memfit.modes.ask_numbers import asked_by
 from memfit.modes.ordered_batch import Ordered
 from memfit.modes.step_workload import Tasks
@@ -245,6 +246,7 @@ class Weigher:
             work, parts, core.staging, core.model, decides=True, double=None if batch.in_order else double
         )
         self.composition = with_written(moves.composition, self.composition, core.model)
+        moved_in_blocks(core.model, self.composition.moved)
         self._tasks.watch(work)
         if self._stated is not None:
             self.weighting = self._stated  # taken as given; only the composition of state is proven

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from fuzz.pieces import piece
 
 BODIES = {
@@ -162,6 +164,18 @@ h = sum(weight[..., i : i + 1] * expert(h) for i, expert in enumerate(self.exper
 }  # fmt: skip
 """What the forward does to `h` between body and head."""
 
+_FOLLOWS = """
+with torch.no_grad():
+    for slow, online in zip(self.slow.parameters(), self.online.parameters()):
+        slow.mul_(0.9).add_(online, alpha=0.1)
+h = self.online(h) + self.slow(h.detach())
+"""
+
+
+def _indented(lines: str) -> str:
+    return textwrap.indent(lines, "    ")
+
+
 STATES = {
     "none": piece(),
     "counter": piece("state", init="self.calls = 0", forward="self.calls += 1"),
@@ -198,6 +212,48 @@ with torch.no_grad():
         slow.mul_(0.9).add_(online, alpha=0.1)
 h = self.online(h) + self.slow(h.detach())
 """,
+    ),
+    "copied_encoder": piece(
+        "state",
+        init="self.online = nn.Linear(4, 4)\nself.slow = copy.deepcopy(self.online).requires_grad_(False)",
+        forward=_FOLLOWS,
+    ),
+    "later_encoder": piece(
+        "state",
+        init="self.calls, self.online = 0, nn.Linear(4, 4)\nself.slow = copy.deepcopy(self.online).requires_grad_(False)",
+        forward="self.calls += 1\nif self.calls > 2:" + _indented(_FOLLOWS),
+    ),
+    "encoder_now_and_then": piece(
+        "state",
+        init="self.calls, self.online = 0, nn.Linear(4, 4)\nself.slow = nn.Linear(4, 4).requires_grad_(False)",
+        forward="self.calls += 1\nif self.calls % 3 == 2:" + _indented(_FOLLOWS),
+    ),
+    "counted_encoder": piece(
+        "state",
+        init="""
+self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+self.online = nn.Linear(4, 4)
+self.slow = copy.deepcopy(self.online).requires_grad_(False)
+""",
+        forward="self.calls += 1\nif self.calls > 3:" + _indented(_FOLLOWS),
+    ),
+    "copied_tensors": piece(
+        "state",
+        init="self.online = nn.Linear(4, 4)\nself.slow = {name: value.double() for name, value in self.online.state_dict().items()}",
+        forward="""
+self.slow = {name: 0.5 * value + 0.5 * self.online.state_dict()[name] for name, value in self.slow.items()}
+h = self.online(h) + F.linear(h.detach(), self.slow["weight"], self.slow["bias"])
+""",
+    ),
+    "warming": piece(
+        "state",
+        init="self.calls, self.warmth = 0, 0.0",
+        forward="self.calls += 1\nif self.calls > 2:\n    self.warmth = min(self.warmth + 0.4, 1.0)\nh = h * (1.0 + self.warmth)",
+    ),
+    "largest": piece(
+        "state",
+        init='self.register_buffer("most", torch.tensor(0.5))',
+        forward="self.most.copy_(torch.maximum(self.most, h.detach().abs().max()))\nh = h / (1.0 + self.most)",
     ),
     "numpy_mean": piece(
         "state", init="self.mean = np.zeros(4)",
