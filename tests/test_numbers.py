@@ -193,7 +193,7 @@ def test_what_changes_all_the_time_without_deciding_is_no_longer_watched() -> No
     assert variants.choose(other, lambda variant: False) == 1
     assert variants.of(Numbers({"step": 200, "stage": 1}, {}, {}, set())) == 1
     assert variants.of(Numbers({"step": 300, "stage": 0}, {}, {}, set())) == 0
-    assert variants.of(Numbers({"step": 300}, {"stage"}, set())) == 1
+    assert variants.of(Numbers({"step": 300}, {"stage": None}, {}, set())) == 1
 
 
 class Keeps(nn.Module):

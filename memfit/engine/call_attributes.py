@@ -71,10 +71,8 @@ class CallAttributes:
             if id(table) in holders:
                 found.held.add(number)
         for number, items in enumerate(self.contents.lists):
-            is_moved = (id(items),) in moved
-            found.add(("list", number), token_of_list(items), moved=is_moved)
-            if is_moved:
-                found.add(("filled", number), token_of_filling(items), moved=False)
+            found.add(("list", number), token_of_list(items), moved=(id(items),) in moved)
+            found.add(("filled", number), token_of_filling(items), moved=False)
             if id(items) in holders:
                 found.held.add(("list", number))
         for number, value in enumerate(self._given):
