@@ -7,10 +7,13 @@ is computed outside of Python's operators (`math.log`).
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+
+import torch
 
 from memfit.engine.places import Place
 
@@ -19,6 +22,8 @@ MOST = 64
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
 _UNARY = ("neg", "pos", "abs", "invert")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_WHOLE = {"int": int, "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil, "round": round}
+"""What makes stages of a number (`int(step / 100)`). What it gives counts as an answer."""
 
 
 class Operation(NamedTuple):
@@ -43,11 +48,20 @@ Notes = dict[Question, None]
 
 def is_asked_of(value: Any) -> bool:
     """Whether a value is a number that can take notes, or a flag, which is its own answer."""
-    return type(value) in (int, float, bool)
+    return type(value_of(value)) in (int, float, bool)
+
+
+def value_of(value: Any) -> Any:
+    """Return the number in a scalar of NumPy, or in a tensor or an array of one entry on the host; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        plain = type(value) is torch.Tensor and value.numel() == 1 and value.device.type == "cpu" and not value.requires_grad
+        return value.item() if plain and value.layout is torch.strided else value
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1 else value
 
 
 def answers_of(value: Any, questions: Questions) -> tuple[Any, ...]:
     """Return the answers that this number gives."""
+    value = value_of(value)
     return tuple(_answer(value, question) for question in questions) if is_asked_of(value) else ()
 
 
@@ -69,10 +83,10 @@ def noting(places: Mapping[Hashable, Place]) -> Iterator[dict[Hashable, Notes]]:
             value = place.value()
             if type(value) is bool:
                 found[key] = {(): None}
-            elif is_asked_of(value):
+            elif is_asked_of(value) and getattr(value, "shape", ()) == () and not isinstance(value, torch.Tensor):
                 found[key] = {}
                 stack.callback(place.put, value)
-                place.put(_asked(value, found[key], ()))
+                place.put(_asked(value_of(value), found[key], ()))
         yield found
 
 
@@ -111,8 +125,9 @@ def _operator(function: Callable[..., Any], *, right: bool = False, compares: bo
     """Return the method for an operator. What it returns takes notes, too, or has been noted."""
 
     def method(self: Any, *others: Any) -> Any:
-        step = Operation(function, tuple(map(_plain, others)), right)
-        found = step.of(_plain(self))
+        plain = tuple(map(_plain, others))
+        found = Operation(function, plain, right).of(_plain(self))
+        step = Operation(function, tuple(map(value_of, plain)), right)
         if not all(map(is_asked_of, step.others)):
             return found
         if compares:
@@ -135,6 +150,9 @@ def _operators(kind: type) -> dict[str, Any]:
             found[f"__{name}__"] = _operator(getattr(operator, name))
     for name in _COMPARISONS:
         found[f"__{name}__"] = _operator(getattr(operator, name), compares=True)
+    if hasattr(kind, "__divmod__"):
+        found["__divmod__"] = lambda self, other: (self // other, self % other)
+    found |= {f"__{name}__": _operator(function, compares=True) for name, function in _WHOLE.items()}
     return found | {"__bool__": _operator(operator.truth, compares=True)}
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memfit.engine.asked_numbers import Notes, Questions, answers_of, is_asked_of, questions_of
+from memfit.engine.asked_numbers import Notes, Questions, answers_of, is_asked_of, questions_of, value_of
 from memfit.engine.user_code import is_installed
 
 MOST = 8
@@ -144,7 +144,7 @@ class Numbers(NamedTuple):
             if token is None or type(name) is not str:
                 continue
             if is_moved is not None and is_moved(name, value):
-                self.moved[number, name] = value
+                self.moved[number, name] = value_of(value)
             elif (found := token(value)) is not Nothing:
                 values[number, name] = found
                 if type(value) is float:
@@ -153,7 +153,7 @@ class Numbers(NamedTuple):
     def add(self, place: Hashable, token: Hashable, *, moved: bool, value: Any = None) -> None:
         """Add what tells one value from others."""
         if moved:
-            self.moved[place] = value
+            self.moved[place] = value_of(value)
         elif token is not Nothing:
             self.values[place] = token
             if type(value) is float:
@@ -192,10 +192,11 @@ class Variants:
         self._unasked.clear()
         return found
 
-    def learn(self, notes: Mapping[Hashable, Notes]) -> None:
-        """Add what the forward asks of numbers."""
-        for place, asked in notes.items():
-            self._questions[place] = questions_of(dict.fromkeys(self._questions.get(place, ())) | asked)
+    def learn(self, places: Iterable[Hashable], notes: Mapping[Hashable, Notes]) -> None:
+        """Add what the forward asks of the numbers at these places; nothing where there are no notes."""
+        for place in places:
+            asked = dict.fromkeys(self._questions.get(place, ())) | notes.get(place, {})
+            self._questions[place] = () if ("answers", place) in self._left_out else questions_of(asked)
         self._watch_again()
 
     @property
@@ -220,7 +221,7 @@ class Variants:
         self._unasked.update(self._left_out, self._questions)
         if found is None:
             return len(variants)
-        for place, value in numbers.values.items():
+        for place, value in self._watches[-1].items():
             self._values[place].add(value)
         self._leave_out({place for place, values in self._values.items() if len(values) > MOST})
         return found
@@ -247,7 +248,5 @@ class Variants:
         """Return what tells numbers from others: values, and answers of counters."""
         if not self._left_out and not self._questions:
             return numbers.values
-        found = {place: value for place, value in numbers.values.items() if place not in self._left_out}
-        for place, questions in self.questions.items():
-            found["answers", place] = answers_of(numbers.number_at(place), questions)
-        return found
+        answers = {("answers", place): answers_of(numbers.number_at(place), asked) for place, asked in self.questions.items()}
+        return {place: value for place, value in (numbers.values | answers).items() if place not in self._left_out}

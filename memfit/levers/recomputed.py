@@ -9,7 +9,7 @@ Not covered: tensors that are not parameters and larger than `undo_state.LARGE`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from memfit.engine.call_context import is_faking
+from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
 from memfit.engine.places import Place, TensorPlace
 from memfit.engine.random_state import HostRandom
@@ -34,7 +35,7 @@ class Moving:
 
     def __init__(self) -> None:
         self._places: dict[tuple[Any, ...], Place] | None = None
-        self._proven: dict[tuple[Any, ...], Place] = {}
+        self._proven = weakref.WeakSet[Composition]()
         self._forwards: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._copies: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._versions: dict[int, int | None] = {}
@@ -48,7 +49,7 @@ class Moving:
         number = self._forwards[block] = self._forwards.get(block, 0) + 1
         elsewhere = self._places is not None and self._is_elsewhere(block, self._places)
         if self._places is not None and number & (number - 1) and not elsewhere:
-            values = [(place, place.value()) for place in (self._proven | self._places).values()]
+            values = [(place, place.value()) for place in self._all_places().values()]
             return lambda: _put_for_a_while(values)
         copy = self._copy if elsewhere else self._copy_of_written
         snapshot = StateSnapshot([block], copy)
@@ -73,9 +74,12 @@ class Moving:
 
         return looking
 
-    def knows(self, places: Iterable[Place]) -> None:
-        """Save these places, too: a proof has seen them move, if only later."""
-        self._proven |= {place.key: place for place in places}
+    def knows(self, composition: Composition) -> None:
+        """Save the places, too, that a proof has seen move, if only later."""
+        self._proven.add(composition)
+
+    def _all_places(self) -> dict[tuple[Any, ...], Place]:
+        return {place.key: place for each in self._proven for place in each.moved} | (self._places or {})
 
     def _is_elsewhere(self, block: nn.Module, places: Iterable[tuple[Any, ...]]) -> bool:
         """Whether the script has replaced a tensor or container of the block that its forward writes into."""
@@ -92,9 +96,8 @@ class Moving:
         version, so they are detected at first only.)"""
         version = None if tensor.is_inference() else tensor._version
         before, self._versions[id(tensor)] = self._versions.get(id(tensor)), version
-        known = self._proven if self._places is None else self._proven | self._places
         unwritten = self._places is not None and version == before is not None
-        return None if unwritten and TensorPlace(tensor, "").key not in known else self._copy(tensor)
+        return None if unwritten and TensorPlace(tensor, "").key not in self._all_places() else self._copy(tensor)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a host copy, shared by all blocks while the values stay the same."""
@@ -136,10 +139,10 @@ def moving_of(blocks: Iterable[nn.Module]) -> Moving:
     return moving
 
 
-def moved_in_blocks(model: nn.Module, places: Sequence[Place]) -> None:
-    """Have blocks of the model save these places, once they are checkpointed."""
-    if places:
-        moving_of(model.modules()).knows(places)
+def moved_in_blocks(model: nn.Module, composition: Composition) -> None:
+    """Have blocks of the model save what this composition moves, as long as it is in use and they are checkpointed."""
+    if composition.moved:
+        moving_of(model.modules()).knows(composition)
 
 
 class RecomputeContext:

@@ -168,7 +168,7 @@ class CallKinds:
         numbers = self._attributes.numbers(moved)
         if plain is not None and found.samples and kind is not None and kind.proven is not None:
             if wanted := variants.unasked(numbers):
-                variants.learn(self._asked(kind, plain, tree, found, wanted))
+                variants.learn(wanted, self._asked(kind, plain, tree, found, wanted))
                 numbers = self._attributes.numbers(moved)
         variant = variants.of(numbers)
         if variant is None and plain is not None:

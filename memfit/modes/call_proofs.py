@@ -191,7 +191,7 @@ class Prover:
         core, sizes = self._core, self._sizes(proof)
         outputs, deviations, composition = joined_outputs(proof, sizes)
         kind.composition = with_written(composition, kind.composition, core.model)  # (keeps nothing of the proof alive)
-        moved_in_blocks(core.model, composition.moved)
+        moved_in_blocks(core.model, kind.composition)
         deviations += self.by_size(kind, call)
         apart = [deviation for deviation in deviations if not deviation.agrees]
         refused = [deviation for deviation in apart if not self._is_allowed(deviation, proof)]

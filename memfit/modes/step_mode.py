@@ -131,7 +131,7 @@ class Stepper:
         variants, attributes, moved = self._variants[flags], self._attributes(), self._weights.composition.keys
         numbers = attributes.numbers(moved)
         if self._weights.known and (wanted := variants.unasked(numbers)):
-            variants.learn(self._weights.asks(batch, attributes.places(wanted)))
+            variants.learn(wanted, self._weights.asks(batch, attributes.places(wanted)))
         variant = variants.of(numbers)
         if variant is None:
             fresh = Weigher(core, self._tasks)

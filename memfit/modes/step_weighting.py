@@ -88,14 +88,14 @@ class Weigher:
         with random_state_kept(self._core.device):  # a collate function may draw, from NumPy's generator too
             if self.weighting is None or (batch.ragged and not self._proven_ragged):
                 return self._weigh_or_whole(batch, share)  # only samples of different sizes get different padding in parts
-            if self._core.steps >= self._prove_at:
+            if self._core.steps >= self._prove_at and (self._inferred or self.composition.moved):
                 self._prove_again(batch)
         return None
 
     @property
-    def _within(self) -> int:
-        """Maximum number of steps to the next proof. Whether a loss is one known mean is checked in every micro-batch."""
-        return sys.maxsize if self._stated or (self.weighting and self.weighting.kind == "term") else PROVE_WITHIN
+    def _inferred(self) -> bool:
+        """Whether the weighting rests on a proof alone. That of one known mean is checked in every micro-batch."""
+        return self._stated is None and self.weighting is not None and self.weighting.kind != "term"
 
     def _weigh_or_whole(self, batch: Ordered, share: int) -> Profile | None:
         """Like `_weigh`. A loss that fails on a few samples but not on all needs them together."""
@@ -239,14 +239,15 @@ class Weigher:
         parts = parts_of(few, core.least)
         pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
         work = self._tasks.work(pieces, few, "off", on_copies=True)
-        self._prove_at = core.steps + (1 if again is None else max(1, min((PROVE_AGAIN - 1) * core.steps, self._within)))
+        within = PROVE_WITHIN if self._inferred else sys.maxsize
+        self._prove_at = core.steps + (1 if again is None else max(1, min((PROVE_AGAIN - 1) * core.steps, within)))
         double = self._tasks.work(batch.twice(max(parts)), 2 * max(parts), "off", on_copies=True)
         self.mute = False
         self.weighting, deviation, moves = infer_weighting(
             work, parts, core.staging, core.model, decides=True, double=None if batch.in_order else double
         )
         self.composition = with_written(moves.composition, self.composition, core.model)
-        moved_in_blocks(core.model, self.composition.moved)
+        moved_in_blocks(core.model, self.composition)
         self._tasks.watch(work)
         if self._stated is not None:
             self.weighting = self._stated  # taken as given; only the composition of state is proven

@@ -109,6 +109,8 @@ BY_HAND = {
     "if_max": _loss("loss = F.cross_entropy(out, y)\nif out.abs().max() > 0.7:\n    loss = loss * 0.5", "decides"),
     "where_any": _loss("loss = F.cross_entropy(out, y)\nloss = torch.where(loss > 1.1, loss * 0.5, loss)", "mixes"),
     "if_correct": _loss("loss = F.cross_entropy(out, y)\nif (out.argmax(1) == y).any():\n    loss = loss * 0.9", "decides"),
+    "later_sum": _loss("loss = F.cross_entropy(out, y)\nif step >= 2:\n    loss = loss + 0.01 * out.pow(2).sum()"),
+    "later_ratio": _loss("loss = F.cross_entropy(out, y)\nif step // 2:\n    loss = loss + out.pow(2).sum() / out.abs().sum()", "mixes"),
     "by_length": _loss("loss = F.cross_entropy(out, y) * (0.5 if len(y) > 6 else 1.0)", "decides"),
     "first_marked": _loss('loss = (F.cross_entropy(out, y, reduction="none") * (torch.arange(len(y)) < 5)).mean()', "decides"),
     "if_class": _loss("loss = F.cross_entropy(out, y)\nif (y == 2).sum() > 2:\n    loss = loss + out.abs().mean()", "decides"),
