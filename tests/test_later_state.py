@@ -190,6 +190,84 @@ class ByList(ByDictionary):
         return self.counts[0] > DUE
 
 
+class ByItem(ByBuffer):
+    def is_due(self) -> bool:
+        self.count += 1
+        return self.count.item() >= 10.5
+
+
+class ByTensors(ByBuffer):
+    """Compares tensors, with a threshold in a tensor; the script counts."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        self.register_buffer("first", torch.tensor(float(DUE)))
+
+    def is_due(self) -> bool:
+        self.count.fill_(STEP)
+        return bool((2 * self.count - 1) // 2 >= self.first)
+
+
+class ByScalar(Slow):
+    def set_up(self) -> None:
+        super().set_up()
+        self.count, self.first = np.int64(0), np.ceil(8.5)
+
+    def is_due(self) -> bool:
+        self.count = self.count + 1
+        return divmod(self.count - 1, self.first)[0] > 0
+
+
+class ByStage(Slow):
+    def is_due(self) -> bool:
+        return int((self.calls - 1) / DUE) == 1
+
+
+class Alternating(Slow):
+    """A running mean that moves with every second forward."""
+
+    def set_up(self) -> None:
+        self.register_buffer("mean", torch.zeros(60).double())
+
+    def is_due(self) -> bool:
+        return self.calls % 2 == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        found = self.fast(x)
+        if self.is_due():
+            self.mean.mul_(0.9).add_(found.detach().mean(0), alpha=0.1)
+        return self.head(found)
+
+
+class FromTheSecond(Alternating):
+    def is_due(self) -> bool:
+        return self.calls > 1
+
+
+class CountedMean(Alternating):
+    def set_up(self) -> None:
+        super().set_up()
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def is_due(self) -> bool:
+        self.count += 1
+        return self.count.item() > DUE
+
+
+class Scheduled(Slow):
+    """By a scheduler of the learning rate."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        optimizer = torch.optim.SGD(self.slow.parameters(), lr=0.1)
+        self.rates = [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+        optimizer.step()  # (a scheduler warns if it steps first)
+
+    def is_due(self) -> bool:
+        return self.rates[0].last_epoch >= DUE
+
+
 class Annealed(Slow):
     """By a float that the script sets."""
 
@@ -289,7 +367,8 @@ class Dropping(Slow):
 
 EQUAL = [
     Slow, ByData, Assigned, InList, InArrays, Later, LaterByRatio, NowAndThen, Nested, ByGlobal, CountsGlobally, ByBuffer,
-    ByFloatBuffer, Blended, ByDictionary, ByList, Annealed, Flagged, Warming, Twice, Converged, Unread, Masked, Full, Dropping,
+    ByFloatBuffer, Blended, ByDictionary, ByList, ByItem, ByTensors, ByScalar, ByStage, Alternating, FromTheSecond, CountedMean,
+    Scheduled, Annealed, Flagged, Warming, Twice, Converged, Unread, Masked, Full, Dropping,
 ]  # fmt: skip
 
 
@@ -298,6 +377,13 @@ class MixesLater(Slow):
         self.calls += 1
         found = self.fast(x)
         return self.head(found - found.mean(0) if self.calls > DUE else found)
+
+
+class MixesByItem(ByBuffer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        found = self.fast(x)
+        return self.head(found - found.mean(0) if self.count.item() > DUE else found)
 
 
 class MixesWhenFull(Slow):
@@ -338,6 +424,8 @@ def trained(make: Callable[[], Any], *, line: bool, step_mode: bool, loss: Any =
     for i in range(BATCHES):
         STEP += 1
         model.temperature = 0.9**i
+        for rate in getattr(model, "rates", []) if i else []:
+            rate.step()
         batch = x[i * BATCH : (i + 1) * BATCH], y[i * BATCH : (i + 1) * BATCH]
         if line and step_mode:
             run.step(batch)
@@ -360,7 +448,7 @@ def test_state_that_moves_later_moves_once_per_batch(make: Any, step_mode: bool)
 
 
 @pytest.mark.parametrize("step_mode", [False, True])
-@pytest.mark.parametrize("make", [MixesLater, MixesWhenFull, Largest])
+@pytest.mark.parametrize("make", [MixesLater, MixesByItem, MixesWhenFull, Largest])
 def test_what_mixes_samples_later_is_not_cut_then(make: Any, step_mode: bool) -> None:
     wanted = trained(make, line=False, step_mode=step_mode)
     try:
@@ -408,7 +496,7 @@ def test_a_number_tells_what_it_is_asked() -> None:
         assert torch.ones(3).mul(held["calls"]).sum() == 24 and np.zeros(held["calls"]).shape == (8,)
         assert list(range(9))[held["calls"]] == 8 and f"{held['calls']:02d}" == "08" and held["calls"] != "8"
         assert max(0.1, held["rate"] * 0.9) == 0.45
-        assert pow(held["calls"], 2, 5) == 4 and divmod(held["calls"], 3) == (2, 2)
+        assert pow(held["calls"], 2, 5) == 4
     assert held == {"calls": 7, "rate": 0.5, "on": True} and type(held["calls"]) is int
     questions = {name: questions_of(asked) for name, asked in notes.items()}
     assert [answers_of(calls, questions["calls"]) for calls in (7, 10, 12)] == [

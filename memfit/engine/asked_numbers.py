@@ -86,7 +86,7 @@ def noting(places: Mapping[Hashable, Place]) -> Iterator[dict[Hashable, Notes]]:
             elif is_asked_of(value) and getattr(value, "shape", ()) == () and not isinstance(value, torch.Tensor):
                 found[key] = {}
                 stack.callback(place.put, value)
-                place.put(_asked(value_of(value), found[key], ()))
+                place.put(asked(value_of(value), found[key], ()))
         yield found
 
 
@@ -107,7 +107,9 @@ def questions_of(notes: Notes) -> Questions:
     return tuple(notes) if len(notes) <= MOST else ()
 
 
-def _asked(value: Any, notes: Notes, question: Question) -> Any:
+def asked(value: Any, notes: Notes, question: Question) -> Any:
+    """Return a number that takes notes, if it is one. `question`: how it was computed."""
+    value = value if isinstance(value, torch.Tensor) else value_of(value)
     kind = {int: _AskedInt, float: _AskedFloat}.get(type(value))
     if kind is None:
         return value
@@ -133,7 +135,7 @@ def _operator(function: Callable[..., Any], *, right: bool = False, compares: bo
         if compares:
             self.notes[(*self.question, step)] = None
             return found
-        return _asked(found, self.notes, (*self.question, step))
+        return asked(found, self.notes, (*self.question, step))
 
     return method
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from memfit.engine.asked_numbers import Expected
+from memfit.engine.asked_numbers import Expected, value_of
 from memfit.engine.batch_dependent import BatchDependent, check_same
 from memfit.engine.places import MISSING, Place, TensorPlace
 from memfit.engine.user_code import is_installed
@@ -254,6 +254,12 @@ class Composition:
                 yield
             finally:
                 _put(self.moved, now)
+
+    def recount(self) -> None:
+        """Put counters of forwards back to where the latest pass found them."""
+        for slot, before in zip(self.slots, self._before):
+            if isinstance(slot.rule, Last) and type(value_of(before)) in (int, bool):
+                slot.place.put(before)
 
     def undone(self) -> None:
         """Restore the state before the latest pass."""

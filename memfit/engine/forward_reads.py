@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from memfit.engine.places import LONG, SIMPLE, AttributePlace, ItemPlace, Place, VariablePlace
 from memfit.engine.state_changes import SHARED
@@ -81,6 +82,8 @@ def _look_of(kind: type) -> str:
         return "" if issubclass(kind, nn.Parameter) else ours
     if issubclass(kind, (types.FunctionType, types.MethodType, functools.partial)):
         return "code"
+    if issubclass(kind, LRScheduler):
+        return "items"
     if kind in SIMPLE or issubclass(kind, _PLAIN) or kind.__module__.startswith("memfit."):
         return ""
     if issubclass(kind, (dict, list, deque, tuple, SimpleNamespace, Namespace, nn.Module)):

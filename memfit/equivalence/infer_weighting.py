@@ -147,6 +147,7 @@ def _inferred(
     if again:
         with aside():
             run(0, samples)
+            moves.composition.recount()
             later = measured(0, samples, Reads())
         calls = partial(_calls_twice, moves, model, partial(run, 0, samples), aside)
         if (decides and moves.deviation is None and calls()) or _choose(later, again, counts, arithmetic, floor)[0] is None:

@@ -40,10 +40,13 @@ def _other(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def later_count(before: Any, after: Any) -> Any:
-    """Return what a tensor or a list of one number that counts forwards holds after `LATER - 1` of them; None for anything
-    else. `before` and `after` a forward it had these values. (Other counters are asked: `engine/asked_numbers.py`.)"""
+    """Return what a tensor, an array or a list of one number that counts forwards holds after `LATER - 1` of them; None for
+    anything else. `before` and `after` a forward it had these values. (Other counters are asked: `engine/asked_numbers.py`.)"""
     if isinstance(before, torch.Tensor):
         return torch.full_like(before, LATER - 1) if _is_whole(before) and _is_whole(after) else None
+    if as_tensor(before) is not before:
+        later = later_count(as_tensor(before), as_tensor(after))
+        return None if later is None else later.numpy()
     counts = type(before) is type(after) is list and len(before) == len(after) == 1
     return [LATER - 1] if counts and type(before[0]) is type(after[0]) is int else None
 

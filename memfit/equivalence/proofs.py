@@ -321,6 +321,7 @@ def _parts_of(
     if again:
         with aside():
             run(0, samples)
+            moves.composition.recount()
             moves = replace(moves, again=(run(0, samples), again))
     used = [leaf.differentiable for leaf in call.outputs.leaves] if len(call.outputs.leaves) == len(whole) else ()
 

@@ -60,8 +60,14 @@ class SeenEffects:
         ends = [*self.ends(key), *(after(part, key, self.before(key)) for part in self.apart)]
         return all(same(value, end, 0.0) for end in ends)
 
+    def moves(self, key: tuple[Any, ...]) -> bool:
+        """Whether any run changes this place."""
+        return any(key in values for values in (self.whole, self.in_turn, *self.apart))
+
     def obeys(self, key: tuple[Any, ...], rule: Rule, closely: float) -> bool:
-        """Whether this rule makes the whole's value from the parts' values."""
+        """Whether this rule makes the whole's value from the parts' values, if they change it."""
+        if not self.moves(key):
+            return True
         wanted, before = self.ends(key)[0], self.before(key)
         parts = [after(part, key, before) for part in self.apart]
         try:

@@ -74,9 +74,11 @@ class Moves:
             return self if same_alone() else replace(self, deviation=self.misread())
 
     def repeated(self, in_parts: Callable[[], list[T]]) -> tuple[Moves, list[T]]:
-        """Returns (these moves, what parts give once more, now that the state has changed). Nothing, if no state is composed or
-        it has another structure now, for which the next call is proven."""
+        """Returns (these moves, what parts give once more, now that the state has changed, but for counters: a forward may do
+        something else at the next count). Nothing, if no state is composed or it has another structure now, for which the next
+        call is proven."""
         try:
+            self.composition.recount()
             return self, in_parts() if self.composition.slots else []
         except (IndexError, KeyError):
             return self, []
@@ -125,7 +127,7 @@ def composition_of(
             continue
         nearly = all(same(*each.ends(key)) for each in seen)
         rule = next(_rules(place, key, seen, EXACT), None) or (None if nearly else next(_rules(place, key, seen), None))
-        if isinstance(rule, (Added, SumOfParts)) and _is_nothing(seen[0].before(key)):
+        if isinstance(rule, (Added, SumOfParts)) and _is_nothing(seen[0].before(key)) and seen[0].moves(key):
             rule = _told_apart(place, key, rule, trials[0], seen[0], aside)
         if rule is not None:
             slots.append(ComposedPlace(place, rule))
@@ -209,7 +211,7 @@ def _told_apart(
 
 def _rules(place: Place, key: tuple[Any, ...], seen: Sequence[SeenEffects], closely: float = 1.0) -> Iterator[Rule]:
     """Yield the rules that hold in all trials."""
-    first = seen[0]
+    first = next(each for each in seen if each.moves(key))
     wanted, before = first.ends(key)[0], first.before(key)
     parts = [after(part, key, before) for part in first.apart]
     for rule in _candidates_for(place, before, wanted, parts, first.sizes, closely):

@@ -8,11 +8,16 @@ import torch
 from torch import nn
 
 from memfit.engine.asked_numbers import Notes, noting
+from memfit.engine.asked_tensors import TensorNotes
 from memfit.engine.gradients import is_sharded
 from memfit.engine.places import Place
 from memfit.engine.recovery import surviving
 from memfit.equivalence.proofs import comparable
 from memfit.runtime.faults import is_fault, strict
+
+
+def _in_tensors(places: Mapping[Hashable, Place]) -> dict[Hashable, Place]:
+    return {key: place for key, place in places.items() if isinstance(place.value(), torch.Tensor)}
 
 
 def asked_by(
@@ -25,7 +30,8 @@ def asked_by(
 
     def noted() -> Mapping[Hashable, Notes]:
         with noting(places) as notes, comparable(model, device), torch.enable_grad():
-            run()
+            with TensorNotes((place.value(), notes.setdefault(key, {})) for key, place in _in_tensors(places).items()):
+                run()
             return {place: dict(asked) for place, asked in notes.items()}  # (a copy: what `run` changes is undone)
 
     try:
