@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from memfit.batches.pieces import bounds
-from memfit.batches.tree import tensors
 from memfit.capture.size_dependence import Positions
 from memfit.engine.batch_limits import limits_in, unreachable_in
 from memfit.engine.divisors import How, how_divided, off_by
@@ -105,10 +104,9 @@ def _inferred(
             return None
         moved = bool(traces.moved())
 
-    def run(start: int, stop: int, reads: Reads | None = None) -> torch.Tensor:
+    def run(start: int, stop: int) -> torch.Tensor:
         given = work.inputs(start, stop, None)[0]
-        looking = nullcontext() if reads is None else reads.of(tensors(given))
-        with staging.swapped(), draws.sliced(start, stop, samples), looking:
+        with staging.swapped(), draws.sliced(start, stop, samples):
             return work.loss(work.forward(given))
 
     aside = partial(comparable, model, work.device)
