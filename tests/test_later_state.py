@@ -528,3 +528,50 @@ def test_blocks_that_are_recomputed_move_it_once_per_batch(make: Any, step_mode:
     wanted = trained(lambda: Between(make), line=False, step_mode=step_mode)
     options: dict[str, Any] = {"micro_batch": 3, "checkpoint": ["block"]}
     assert_equal(wanted, trained(lambda: Between(make), line=True, step_mode=step_mode, **options))
+
+
+def by_one_loss(make: Callable[[], Any], *, line: bool, reads: bool, **options: Any) -> list[Tensor]:
+    """Three calls in one loss, the third of which does something else at first."""
+    model = make()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    if line:
+        memfit.wrap(model, optimizer, micro_batch=3, **options)
+    draws, seen = torch.Generator().manual_seed(1), []
+    for _ in range(4):
+        x, y = torch.randn(BATCH, 5, generator=draws).double(), torch.randint(0, 3, (BATCH,), generator=draws)
+        outs = [model(x + 0.1 * i) for i in range(3)]
+        if reads:
+            seen.append(outs[1][0].detach().clone())
+        optimizer.zero_grad()
+        (sum(F.cross_entropy(out, y) for out in outs) + 0.1 * outs[0].pow(2).mean()).backward()
+        optimizer.step()
+    return [*seen, *(value.detach().clone() for value in model.state_dict().values())]
+
+
+class Third(Slow):
+    def is_due(self) -> bool:
+        return self.calls % 4 == 3
+
+
+class WarmingThird(Warming):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 2:
+            self.scale = min(self.scale + 0.3, 1.0)
+        return self.head(self.fast(x)) * (1 + self.scale)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("make", [Third, WarmingThird])
+def test_calls_of_one_loss_each_do_what_their_count_decides(make: Any, reads: bool) -> None:
+    assert_equal(by_one_loss(make, line=False, reads=reads), by_one_loss(make, line=True, reads=reads))
+    blocks: dict[str, Any] = {"checkpoint": ["block"]}
+    wanted = by_one_loss(lambda: Between(make), line=False, reads=reads)
+    assert_equal(wanted, by_one_loss(lambda: Between(make), line=True, reads=reads, **blocks))
+
+
+@pytest.mark.parametrize("make", [Later, NowAndThen, ByBuffer, Warming])
+def test_blocks_of_batches_that_run_whole_move_it_once(make: Any) -> None:
+    wanted = trained(lambda: Between(make), line=False, step_mode=False)
+    options: dict[str, Any] = {"micro_batch": "auto", "checkpoint": ["block"]}
+    assert_equal(wanted, trained(lambda: Between(make), line=True, step_mode=False, **options))

@@ -261,6 +261,13 @@ class Composition:
             if isinstance(slot.rule, Last) and type(value_of(before)) in (int, bool):
                 slot.place.put(before)
 
+    def add_later(self, later: Composition) -> None:
+        """Take over what a later call has moved, and its values before: a second pass of this call has to find them."""
+        known, before = self.keys, later._there or ()
+        added = [(place, value) for place, value in zip(later.moved, before) if place.key not in known]
+        self.moved = (*self.moved, *(place for place, _ in added))
+        self._there = [*(self._there or ()), *(value for _, value in added)]
+
     def undone(self) -> None:
         """Restore the state before the latest pass."""
         if self._there is not None:

@@ -199,6 +199,10 @@ class Variants:
             self._questions[place] = () if ("answers", place) in self._left_out else questions_of(asked)
         self._watch_again()
 
+    def has_asked(self, place: Hashable) -> bool:
+        """Whether it is known what the forward asks of the number at a place."""
+        return place in self._questions
+
     @property
     def questions(self) -> dict[Hashable, Questions]:
         """What the forward asks of counters, by place."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.engine.asked_numbers import is_asked_of
 from memfit.engine.call_context import is_faking
 from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
@@ -48,10 +49,11 @@ class Moving:
             return nullcontext
         number = self._forwards[block] = self._forwards.get(block, 0) + 1
         elsewhere = self._places is not None and self._is_elsewhere(block, self._places)
-        if self._places is not None and number & (number - 1) and not elsewhere:
+        counts = self._places is not None and any(is_asked_of(place.value()) for place in self._places.values())
+        if self._places is not None and number & (number - 1) and not (elsewhere or counts):
             values = [(place, place.value()) for place in self._all_places().values()]
             return lambda: _put_for_a_while(values)
-        copy = self._copy if elsewhere else self._copy_of_written
+        copy = self._copy if elsewhere or counts else self._copy_of_written  # (what a counter decides may begin at any time)
         snapshot = StateSnapshot([block], copy)
         seen: list[list[tuple[Place, Any]]] = []
 

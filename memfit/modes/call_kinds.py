@@ -19,7 +19,7 @@ from memfit.capture.find_side_outputs import FoundDoors
 from memfit.capture.infer_layout import outputs_of, ways_to_cut
 from memfit.capture.outputs import Otherwise, Outputs
 from memfit.capture.side_outputs import Door, Doorway
-from memfit.engine.asked_numbers import Expected, Notes
+from memfit.engine.asked_numbers import Expected, Notes, is_asked_of
 from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.call_context import without_saved_tensors_hooks
@@ -196,11 +196,14 @@ class CallKinds:
         return self._prover.asks(call, places)
 
     def _expected(self, key: tuple[Any, ...], kind: CallKind) -> Expected | None:
-        """Return what calls that wait, and move the same counters, may not have changed when this one runs."""
-        questions = self._variants[_without_variant(key)].questions
-        moved = self._attributes.numbers(kind.composition.keys).moved if questions else {}
-        questions = {place: asked for place, asked in questions.items() if place in moved}
-        return Expected(self._attributes.places(questions), questions) if questions else None
+        """Return what calls that wait, and move the same counters, may not have changed when this one runs. None if it moves no
+        counter that decides something, as far as it has been asked."""
+        if not kind.composition.moved:
+            return None
+        variants, moved = self._variants[_without_variant(key)], self._attributes.numbers(kind.composition.keys).moved
+        questions = {place: asked for place, asked in variants.questions.items() if place in moved}
+        unknown = any(is_asked_of(value) and not variants.has_asked(place) for place, value in moved.items())
+        return Expected(self._attributes.places(questions), questions) if questions or unknown else None
 
     def _does_the_same(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree) -> bool | None:
         """Return whether calls of this kind return the same outputs under other numbers, and may be cut alike. None: a call of

@@ -82,6 +82,9 @@ class Script:
         core.caches.trains()
         given = args, kwargs
         args, kwargs = _all_computed(given)  # inputs may be outputs of another call
+        if any(call.composition.expected is not None and call.waits for call in self._passes.waiting):
+            with self._passes.aside():
+                self._passes.run_earlier()  # they move counters, which may decide what this one does
         self._passes.reads.roots.add(name)
         attributes = Attributes(modules_of(core.model), self._passes.reads, (), flat((args, kwargs)))
         with self._passes.aside(), self._core.team.announcing():

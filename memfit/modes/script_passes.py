@@ -251,6 +251,10 @@ class ScriptPasses:
         if written := call.ran():
             for other in list(self.waiting):
                 other.accept(written)
+        first = min(each.number for each in call.calls)
+        for other in self.waiting if call.composition.moved else ():
+            if other.number < first and not other.waits:
+                other.composition.add_later(call.composition)
 
     def _say_where(self, call: Call, what: str = "values of an output") -> None:
         """Tell the user which line makes the forward run once more."""
