@@ -176,8 +176,7 @@ def _is_idle(place: Place, shown: Sequence[SeenEffects], elsewhere: SeenEffects 
     if not isinstance(place, TensorPlace) or is_trained(place):
         return False
     key = place.key
-    usual = shown[0].before(key)
-    found = elsewhere is None or any(elsewhere.leaves(key, value) for value in (elsewhere.before(key), usual))
+    found = elsewhere is None or elsewhere.leaves(key, elsewhere.ends(key)[0])
     return found and all(each.leaves(key, each.before(key)) for each in shown)
 
 
