@@ -548,6 +548,11 @@ def by_one_loss(make: Callable[[], Any], *, line: bool, reads: bool, **options: 
     return [*seen, *(value.detach().clone() for value in model.state_dict().values())]
 
 
+class Third(Slow):
+    def is_due(self) -> bool:
+        return self.calls % 4 == 3
+
+
 class WarmingThird(Warming):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -557,7 +562,7 @@ class WarmingThird(Warming):
 
 
 @pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("make", [WarmingThird])
+@pytest.mark.parametrize("make", [Third, WarmingThird])
 def test_calls_of_one_loss_each_do_what_their_count_decides(make: Any, reads: bool) -> None:
     assert_equal(by_one_loss(make, line=False, reads=reads), by_one_loss(make, line=True, reads=reads))
     blocks: dict[str, Any] = {"checkpoint": ["block"]}

@@ -176,7 +176,7 @@ def _is_idle(place: Place, shown: Sequence[SeenEffects], elsewhere: SeenEffects 
     if not isinstance(place, TensorPlace) or is_trained(place):
         return False
     key = place.key
-    found = elsewhere is None or elsewhere.leaves(key, elsewhere.ends(key)[0])
+    found = elsewhere is None or any(elsewhere.leaves(key, value) for value in (elsewhere.before(key), shown[0].before(key)))
     return found and all(each.leaves(key, each.before(key)) for each in shown)
 
 

@@ -49,7 +49,7 @@ class UndoLog:
             return
         if storage._cdata not in self._copies:
             # (held, so that no other storage reuses its address)
-            self._copies[storage._cdata] = storage, storage.clone(), _geometry(tensor, storage)
+            self._copies[storage._cdata] = storage, _copy_of(storage), _geometry(tensor, storage)
         counted = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         if id(counted) not in self._versions and not counted.is_inference():
             self._versions[id(counted)] = counted, counted._version
@@ -157,7 +157,17 @@ def _geometry(tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Geometry:
     for found in (tensor, tensor._base):
         if found is not None and found.numel() * found.element_size() == storage.nbytes():
             return found.dtype, int(found.storage_offset()), found.size(), found.stride()
+    return _bytes_of(storage)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> _Geometry:
     return torch.uint8, 0, (storage.nbytes(),), (1,)
+
+
+def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Returns a copy, made by an operator that creates it: for the guard around this one, `storage.clone()` is a write to a
+    storage that it has never seen, and it would undo that write."""
+    return _tensor_on(storage, _bytes_of(storage)).clone().untyped_storage()
 
 
 def _tensor_on(storage: torch.UntypedStorage, geometry: _Geometry) -> torch.Tensor:
