@@ -15,7 +15,8 @@ from zoo.plain import relative_error
 
 import memfit
 from memfit import Refused
-from memfit.equivalence.proof_samples import spaced
+from memfit.batches.cut import Axis, Layout
+from memfit.equivalence.proof_samples import pairs_of, spaced, still_apart
 
 SAMPLES = 12
 GROUPS = {
@@ -119,3 +120,69 @@ def test_samples_to_look_at_are_of_the_batch(samples: int) -> None:
     found = spaced(samples)
     assert found == sorted(set(found)) and found[0] == 0 and found[-1] < samples
     assert len(found) >= min(samples, 40)
+
+
+class Table(nn.Module):
+    """Keeps the last output of every sample, and returns it as it was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("table", torch.zeros(400, 4).double())
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        h, before = self.net(x), self.get_buffer("table")[index]
+        self.get_buffer("table")[index] = h.detach()
+        return h - before
+
+
+def sampled(samples: int, *, step: int, pairs: bool) -> tuple[Tensor, Tensor]:
+    """A batch of samples with their numbers, of which two are one from the 7th step on."""
+    draw = torch.Generator().manual_seed(step)
+    x, index = torch.randn(samples, 7, generator=draw).double(), torch.randperm(400, generator=draw)[:samples]
+    if pairs and step > 5:
+        index[samples - samples // 3] = index[1]
+    return x, index
+
+
+def loss_of(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+    return model(*given).square().mean()
+
+
+@pytest.mark.parametrize("samples", [12, 200])
+@pytest.mark.parametrize("step_mode", [False, True])
+@pytest.mark.parametrize("make", [Table, Attending])
+def test_samples_of_one_group_that_come_later_are_looked_at_then(
+    make: Callable[[], nn.Module], step_mode: bool, samples: int
+) -> None:
+    def trained(*, line: bool, pairs: bool) -> list[Tensor]:
+        model = make()
+        model.load_state_dict(state)
+        optimizer = SGD(model.parameters(), 0.1)
+        run = memfit.wrap(model, optimizer, micro_batch=5, loss_fn=loss_of if step_mode else None) if line else None
+        for step in range(9):
+            given = sampled(samples, step=step, pairs=pairs)
+            if run is not None and step_mode:
+                run.step(given)
+                continue
+            loss_of(model, given).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.state_dict().values())
+
+    state = make().state_dict()
+    for found, want in zip(trained(line=True, pairs=False), trained(line=False, pairs=False)):
+        assert torch.allclose(found, want, rtol=1e-10, atol=1e-12)
+    with pytest.raises(Refused, match="mixes samples"):
+        trained(line=True, pairs=True)
+
+
+def test_pairs_are_found_wherever_they_are() -> None:
+    layout = Layout((Axis(0), Axis(0), Axis(0), None), 100)
+    numbers = torch.arange(100)
+    numbers[83] = 4
+    names = [str(i) for i in range(100)]
+    tree = (torch.zeros(100, 2), numbers, names, torch.zeros(3, dtype=torch.long))
+    assert pairs_of(tree, layout) == {1: (4, 83), 2: None}
+    assert {4, 83} <= set(spaced(100, pairs_of(tree, layout)))
+    assert still_apart(None, pairs_of(tree, layout)) == {2} and still_apart(frozenset(), pairs_of(tree, layout)) == set()

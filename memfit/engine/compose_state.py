@@ -146,6 +146,10 @@ class ComposedPlace:
 _FILLED = (list, dict, deque)
 
 
+def _is_counted(value: Any) -> bool:
+    return is_number(value) or isinstance(value, bool) or value is MISSING
+
+
 class Composition:
     """State over the micro-batches of one pass: `slots` are composed, `moved` are all places that a forward changes. `draws`:
     whether it draws random numbers, so that what parts leave alike in a proof may differ."""
@@ -169,8 +173,8 @@ class Composition:
         """Whether the state depends on the order of samples: rows, items, and state that is right only if parts run in
         sequence."""
         any_order = {id(slot.place) for slot in self.slots if isinstance(slot.rule, (Last, Mean, Added, SumOfParts))}
-        told = [place.value() for place in self.moved if id(place) not in any_order]
-        return any(not (is_number(value) or isinstance(value, bool) or value is MISSING) for value in told)
+        told = [place for place in self.moved if id(place) not in any_order]
+        return any(isinstance(place, TensorPlace) or not _is_counted(place.value()) for place in told)
 
     @property
     def trained(self) -> list[TensorPlace]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from memfit.batches.tree import leaves
+from memfit.batches.cut import Layout
+from memfit.batches.tree import flat, is_column, leaves
 
 LOOKED_AT = 48
 """Samples of a batch that are examined."""
@@ -25,20 +27,58 @@ TRIES = 200
 PAIRS = 24
 """Pairs of samples of one class or group that are tried."""
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 KEY = "key"
 """The mark that says to which class or group a sample belongs."""
 Marks = dict[Hashable, float]
 """What a loss might count in one sample: valid labels, classes, mask entries, weights."""
 
 
-def spaced(samples: int) -> list[int]:
+def spaced(samples: int, pairs: Mapping[int, tuple[int, int] | None] = MappingProxyType({})) -> list[int]:
     """Return the indices of the samples to examine, spread over the batch. Of a large batch they are neighbors, and half of it
-    apart, as two views of one sample are if all first views come first."""
+    apart, as two views of one sample are if all first views come first. `pairs` (`pairs_of`) are among them."""
     if samples <= LOOKED_AT:
         return list(range(samples))
     spread, half = LOOKED_AT // 4, samples // 2
     firsts = [i * half // spread for i in range(spread)]
-    return sorted({min(i + beside, samples - 1) for i in firsts for beside in (0, 1, half, half + 1)})
+    alike = [i for pair in pairs.values() if pair is not None for i in pair]
+    return sorted({*alike, *(min(i + beside, samples - 1) for i in firsts for beside in (0, 1, half, half + 1))})
+
+
+def pairs_of(
+    tree: Any, layout: Layout, places: Collection[int] | None = None, *, on_host: bool = False
+) -> dict[int, tuple[int, int] | None]:
+    """Return two samples of one class or group, or None if all samples have their own, for each leaf of a batch that says to
+    which they belong (an integer or a text per sample). `places`: the positions of leaves to look at; None: all. `on_host`:
+    only tensors on the host are looked at."""
+    found: dict[int, tuple[int, int] | None] = {}
+    for place, (leaf, axis) in enumerate(zip(flat(tree), layout.axes)):
+        if axis is None or (places is not None and place not in places):
+            continue
+        if is_column(leaf) and type(leaf[0]) is not float:
+            found[place] = _pair_in(leaf)
+        elif _says_groups(leaf, layout.samples) and (leaf.device.type == "cpu" or not on_host):
+            found[place] = _pair_in(leaf.detach().to("cpu").numpy().reshape(-1).tolist())  # (one transfer)
+    return found
+
+
+def still_apart(apart: frozenset[int] | None, pairs: Mapping[int, tuple[int, int] | None]) -> frozenset[int]:
+    """Return which leaves have no two samples of one class or group in a batch with these `pairs` either. `apart`: the leaves
+    before; None: this is the first batch."""
+    found = frozenset(place for place, pair in pairs.items() if pair is None)
+    return found if apart is None else found & apart
+
+
+def _says_groups(leaf: Any, samples: int) -> bool:
+    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_meta or leaf.numel() != samples:
+        return False
+    return leaf.dtype in _INTEGERS
+
+
+def _pair_in(entries: Sequence[Hashable]) -> tuple[int, int] | None:
+    met: dict[Hashable, int] = {}
+    return next(((met[entry], i) for i, entry in enumerate(entries) if met.setdefault(entry, i) != i), None)
 
 
 def marks_of(sample: Any) -> Marks:

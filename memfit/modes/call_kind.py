@@ -53,6 +53,8 @@ class CallKind:
     """Its outputs as the proof on real samples found them."""
     prove_at: int = 0
     """Optimizer steps after which the next batch proves cutting again."""
+    apart: frozenset[int] | None = None
+    """The positions of arguments that say to which class or group samples belong, if no batch proven so far had two of one."""
     alike: int = 0
     """Samples up to which its forward was seen to do the same as with few."""
     composition: Composition = field(default_factory=Composition)

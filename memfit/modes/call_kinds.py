@@ -342,7 +342,8 @@ class CallKinds:
             self._plans.grew(kind, call, shapes)
         if core.team.alone and self._plans.runs_whole(kind, call):
             return None
-        if call.samples > 1 and (kind.proven is None or core.steps >= kind.prove_at or call.samples > kind.alike):
+        due = kind.proven is None or core.steps >= kind.prove_at or call.samples > kind.alike
+        if call.samples > 1 and (due or self._prover.has_new_pairs(kind, call)):
             self._prove_known(kind, call, shapes)
         return call
 

@@ -29,7 +29,7 @@ from memfit.engine.weighting import BY_SAMPLES
 from memfit.equivalence.backward_proof import backward_deviation
 from memfit.equivalence.infer_weighting import infer_weighting
 from memfit.equivalence.measured_loss import PROBED
-from memfit.equivalence.proof_samples import marks_of, most_telling, spaced
+from memfit.equivalence.proof_samples import marks_of, most_telling, pairs_of, spaced, still_apart
 from memfit.equivalence.proofs import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.equivalence.single_sample import call_alone
 from memfit.equivalence.tolerances import Deviation, note_loose
@@ -181,9 +181,17 @@ class Prover:
         few = max(few, min(2 * self._core.least, call.samples))
         if call.split is not None or not call.layout.cuts:
             return call.first(few)
-        there = spaced(call.samples)
+        there = spaced(call.samples, pairs_of(call.tree, call.layout))
         marks = [marks_of(cut(call.tree, call.layout, i, i + 1)) for i in there]
         return call.chosen([there[i] for i in most_telling(marks, parts_of(few, self._core.least))])
+
+    def has_new_pairs(self, kind: CallKind, call: Call) -> bool:
+        """Whether the call has samples of one class or group, where no batch that was proven had any. Entries on a device are
+        read only if the forward moves state by sample, as a table of them: reading waits for the device."""
+        if not kind.apart or call.split is not None:
+            return False
+        waits = kind.composition.in_sequence
+        return any(pairs_of(call.tree, call.layout, kind.apart, on_host=not waits).values())
 
     # ---- proofs
 
@@ -205,6 +213,8 @@ class Prover:
         entrances = look_for_side_doors(proof, proof.samples)
         core.staging.stage_also(entrances.parameters)
         kind.writes_input = call.copies = entrances.writes_input
+        if call.split is None:
+            kind.apart = still_apart(kind.apart, pairs_of(call.tree, call.layout))
         if entrances.watches:
             core.tell("hooks of tensors inside the forward, and gradients that it retains, are those of one micro-batch")
         if len(sizes) < 2:

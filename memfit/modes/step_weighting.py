@@ -30,6 +30,7 @@ from memfit.engine.work import Work, loss_of
 from memfit.equivalence.infer_weighting import DECIDES, infer_weighting
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import PROBED
+from memfit.equivalence.proof_samples import still_apart
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
 from memfit.equivalence.single_sample import loss_alone
 from memfit.equivalence.tolerances import Deviation, note_loose
@@ -70,6 +71,7 @@ class Weigher:
         self._stated = by_hand and Weighting("count", "by weight=", count=counted_by(by_hand, core.device))
         self._alone: Weighting | None = None
         self._proven_ragged = self.mute = False
+        self._apart: frozenset[int] | None = None
         self._prove_at = 0
 
     @property
@@ -88,9 +90,16 @@ class Weigher:
         with random_state_kept(self._core.device):  # a collate function may draw, from NumPy's generator too
             if self.weighting is None or (batch.ragged and not self._proven_ragged):
                 return self._weigh_or_whole(batch, share)  # only samples of different sizes get different padding in parts
-            if self._core.steps >= self._prove_at and (self._inferred or self.composition.moved):
+            due = self._core.steps >= self._prove_at and (self._inferred or self.composition.moved)
+            if due or self._has_new_pairs(batch):
                 self._prove_again(batch)
         return None
+
+    def _has_new_pairs(self, batch: Ordered) -> bool:
+        """Whether the batch has samples of one class or group, where no batch that was proven had any."""
+        if not self._apart:
+            return False
+        return any(batch.pairs(self._apart, on_host=not self.composition.in_sequence).values())
 
     @property
     def _inferred(self) -> bool:
@@ -249,6 +258,7 @@ class Weigher:
         self.composition = with_written(moves.composition, self.composition, core.model)
         moved_in_blocks(core.model, self.composition)
         self._tasks.watch(work)
+        self._apart = still_apart(self._apart, batch.pairs())
         if self._stated is not None:
             self.weighting = self._stated  # taken as given; only the composition of state is proven
         elif self.weighting is not None and again is None:
