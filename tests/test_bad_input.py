@@ -646,8 +646,7 @@ def test_an_exception_in_script_mode_surfaces_as_itself_and_the_model_stays_usab
     with pytest.raises(Mine) as caught:
         loss_fn(model, points()).backward()
     assert caught.traceback[-1].name == f"fail_{fails_in}"
-    left = [name for name, p in model.named_parameters() if p.grad is not None]
-    assert left == ([] if fails_in == "forward" else ["3.weight", "3.bias"])  # as plain PyTorch leaves them
+    assert all(p.grad is None for p in model.parameters())  # (hooks have changed: it fails in a proof, which leaves nothing)
     model.zero_grad()
     handle.remove()
     want = plain(_own(model, run), loss_fn, points())[1]

@@ -544,3 +544,48 @@ def test_transformers_hand_a_cache_from_block_to_block(mask: int | None) -> None
     run.undo()
     assert relative_error(gradients_of(own), want) <= 1e-5
 
+
+
+class Recurrent(nn.Module):
+    """A recurrent network before a block. Its forward may keep what it computed."""
+
+    def __init__(self, kind: type[nn.RNNBase], keeps: bool) -> None:
+        super().__init__()
+        self.body, self.block, self.head = kind(3, 4, batch_first=True), nn.Sequential(nn.Tanh()), nn.Linear(4, 3)
+        self.keeps, self.last = keeps, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)[0][:, -1]
+        if self.keeps:
+            self.last = h
+        return self.head(self.block(h))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("step_mode", [False, True])
+@pytest.mark.parametrize("block", ["block", "body", "head"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks_train_where_blocks_are_checkpointed(
+    kind: type[nn.RNNBase], block: str, step_mode: bool, keeps: bool
+) -> None:
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def trained(*, line: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Recurrent(kind, keeps).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options: dict[str, Any] = {"loss_fn": loss_fn} if step_mode else {}
+        run = memfit.wrap(model, optimizer, micro_batch=3, checkpoint=[block], **options) if line else None
+        batch = torch.randn(15, 4, 3).double(), torch.randint(0, 3, (15,))
+        for _ in range(3):
+            if run is not None and step_mode:
+                run.step(batch)
+                continue
+            loss_fn(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for found, want in zip(trained(line=True), trained(line=False)):
+        assert torch.allclose(found, want, rtol=1e-12, atol=1e-14)

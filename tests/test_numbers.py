@@ -176,6 +176,19 @@ def test_a_stage_that_mixes_samples_is_refused_at_once(where: str, mode: str) ->
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double()
 
 
+def test_a_stage_is_looked_at_where_the_script_cuts_its_batches_itself() -> None:
+    def pieces_of(batch: Any, sizes: list[int]) -> list[Any]:
+        return [((piece,), {}) for piece in batch[0][0].split(sizes)]
+
+    model = Mixing()
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3, split=pieces_of)
+    for _ in range(2):
+        loss_of(model(X)).backward()
+    model.stage = 1
+    with pytest.raises(memfit.Refused, match="mixes samples"):
+        model(X)
+
+
 def test_what_changes_all_the_time_without_deciding_is_no_longer_watched() -> None:
     variants, asked = Variants(), []
 
@@ -319,6 +332,80 @@ def test_a_hook_that_is_registered_later_is_looked_at() -> None:
         model(X)
     handle.remove()
     loss_of(model(X)).backward()
+
+
+class Looks(nn.Module):
+    """Decides by its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.activation = nn.Linear(6, 3), nn.Tanh()
+        self.scale, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.activation(self.net(x))
+        return out - out.mean(0) if self.shift is None or not self.scale.requires_grad else out
+
+
+class Centred(nn.Tanh):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def centres(module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
+    return out - out.mean(0) if isinstance(module, nn.Linear) else None
+
+
+def unit(module: nn.Module, *gradients: Any) -> Any:
+    return (gradients[0][0] / gradients[0][0].norm(),)
+
+
+CHANGES: dict[str, Callable[[Looks], Any]] = {
+    "frozen": lambda model: model.scale.requires_grad_(False),
+    "without a parameter": lambda model: setattr(model, "shift", None),
+    "class": lambda model: setattr(model.activation, "__class__", Centred),
+    "hook of all modules": lambda model: torch.nn.modules.module.register_module_forward_hook(centres),
+    "backward hook": lambda model: model.activation.register_full_backward_hook(unit),
+    "backward pre-hook": lambda model: model.activation.register_full_backward_pre_hook(unit),
+}
+
+
+@pytest.mark.parametrize("mode", ["script", "step"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_script_changes_later_is_looked_at(change: str, mode: str) -> None:
+    torch.manual_seed(0)
+    model = Looks()
+    optimizer = SGD(model.parameters(), 0.1)
+    loss_fn = {"loss_fn": lambda m, x: loss_of(m(x))} if mode == "step" else {}
+    run = memfit.wrap(model, optimizer, micro_batch=3, **loss_fn)
+
+    def step() -> None:
+        if mode == "step":
+            run.step(X)
+            return
+        loss_of(model(X)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(6):
+        step()
+    handle = CHANGES[change](model)
+    try:
+        with pytest.raises(memfit.Refused, match="mixes samples"):
+            step()
+    finally:
+        if hasattr(handle, "remove"):
+            handle.remove()
+
+
+def test_freezing_changes_nothing_that_is_cut() -> None:
+    model = Keeps()
+    run = memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
+    for trained in (True, False, True, False):
+        model.net.bias.requires_grad_(trained)
+        loss_of(model(X)).backward()
+    assert [event.kind for event in run.events] == ["plan"]
 
 
 def test_classes_of_a_script_are_not_kept_alive() -> None:

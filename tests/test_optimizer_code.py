@@ -135,3 +135,52 @@ def test_what_a_step_moves_is_moved_once(what: str, around: bool) -> None:
     for how in ("script", "step") if not around else ("script",):
         for p, wanted in zip(trained(what, around, how), plain, strict=True):
             assert torch.allclose(p, wanted, rtol=1e-12, atol=1e-12), how
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Sharpness-aware minimization (Foret et al. 2021), whose `step` needs a closure that most scripts never pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"radius": 0.05})
+        self.base = SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.param_groups[0]["params"]]).norm()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["before"] = p.detach().clone()
+            p.add_(p.grad, alpha=0.05 / float(norm))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.copy_(self.state[p]["before"])
+        self.base.step()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure = torch.enable_grad()(closure)
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+def test_an_optimizer_whose_step_needs_a_closure_is_planned_for() -> None:
+    def trained(*, line: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        optimizer = Sharpness(model)
+        run = memfit.wrap(model, optimizer, micro_batch=3) if line else None
+        for _ in range(4):
+            x, y = torch.randn(12, 6).double(), torch.randint(3, (12,))
+            F.cross_entropy(model(x), y).backward()
+            optimizer.first_step()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.second_step()
+        assert run is None or (run.plan is not None and run.plan.micro_batch == 3)
+        return [p.detach() for p in model.parameters()]
+
+    for found, want in zip(trained(line=True), trained(line=False)):
+        assert torch.allclose(found, want, rtol=1e-12, atol=1e-14)

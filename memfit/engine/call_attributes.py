@@ -18,13 +18,19 @@ from torch import nn
 from memfit.engine.call_contents import CallContents, without_graph
 from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place, refilled
-from memfit.engine.read_numbers import Numbers, token_of, token_of_filling, token_of_list
+from memfit.engine.read_numbers import Computed, Numbers, token_of, token_of_filling, token_of_list
 from memfit.engine.version_checks import Keys, keys_of_values
 
 _TABLES = (
     "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
+_BACKWARD_TABLES = ("_backward_hooks", "_backward_pre_hooks")
+_OF_ALL_MODULES = [
+    getattr(torch.nn.modules.module, f"_global_{name}")
+    for name in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+]
+"""Hooks that run for every module (`register_module_forward_hook`)."""
 _BASE = list(nn.Module().__dict__)
 _FIRST, _LAST = _BASE[0], _BASE[-1]
 _COUNTER = "num_batches_tracked"
@@ -48,7 +54,9 @@ class CallAttributes:
         held = [module.__dict__ for module in modules]
         self._held = [(each, _base_of(each)) for each in held]
         self._buffers = [(table, 0) for each in held if (table := each.get("_buffers")) and _COUNTER not in table]
-        self._hooks = [table for each in held for name in _TABLES[2:] if (table := each.get(name))]
+        hooks = [table for each in held for name in (*_TABLES[2:], *_BACKWARD_TABLES) if (table := each.get(name))]
+        self._hooks = [*hooks, *filter(None, _OF_ALL_MODULES)]
+        self._code = [(kind, getattr(kind, "forward", None)) for kind in map(type, modules)]
         tables = [table for each in held for name in _TABLES if isinstance(table := each.get(name), dict)]
         found = [table for table in tables if table]
         self._empty = [table for table in tables if not table]
@@ -84,6 +92,8 @@ class CallAttributes:
         for number, (place, value) in enumerate(self.contents.places.values()):
             found.add(number, token_of(value), moved=place.key in moved or _is_written(value, moved), value=value)
         found.add("modes", tuple(each.get("training") for each, _ in self._held), moved=False)
+        found.add("classes", tuple(self._code), moved=False)
+        found.add("trained", tuple(self._trained()), moved=False)
         return found
 
     def places(self, wanted: Iterable[Hashable]) -> dict[Hashable, Place]:
@@ -95,6 +105,11 @@ class CallAttributes:
             if isinstance(key, tuple) and isinstance(key[0], int):
                 found[key] = ItemPlace(tables[key[0]], key[1], str(key[1]))
         return found
+
+    def _trained(self) -> Iterator[bool | None]:
+        """Whether each parameter is trained; None where a module has none under the name."""
+        tables = (each.get("_parameters") for each, _ in self._held)
+        return (None if p is None else p.requires_grad for table in tables if table for p in table.values())
 
     def _all_held(self) -> Iterator[tuple[Table, int]]:
         """The dictionaries in which numbers are looked for, each with how many entries to skip."""
@@ -187,6 +202,12 @@ class Attributes:
         """Return where these numbers are: `CallAttributes.places`."""
         self._found = self._found or self._record()
         return self._found.places(wanted)
+
+    def have_graphs(self) -> bool:
+        """Whether a tensor among them was computed from parameters before the call."""
+        found = self.numbers(frozenset())
+        assert self._found is not None
+        return self._found.contents.have_graphs or any(value is Computed for value in found.values.values())
 
     def at_call(self) -> CallAttributes:
         """Return the record."""

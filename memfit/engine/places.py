@@ -260,5 +260,10 @@ class WithoutGraph:
 
 
 def without_graph(value: Any) -> Any:
-    """Detach every tensor in a tree."""
-    return map_tensors(torch.Tensor.detach, value)
+    """Detach every tensor in a tree that has been computed. Leaves stay themselves: a recurrent network lists its weights."""
+    return map_tensors(lambda tensor: tensor if tensor.is_leaf else tensor.detach(), value)
+
+
+def with_graph(place: Place) -> Place:
+    """Return the place itself, whose value may have a graph."""
+    return place.place if isinstance(place, WithoutGraph) else place

@@ -33,6 +33,10 @@ class Nothing:
     """Stands for a value that is not compared."""
 
 
+class Computed:
+    """Stands for a tensor that has a graph."""
+
+
 def token_of(value: Any) -> Hashable:
     """Return what tells this value from others that a forward may treat otherwise: `Nothing` if it is not compared. Of a float
     only the sign decides, as it may be a rate that is annealed."""
@@ -89,7 +93,9 @@ def _of_set(items: Set[Any]) -> Hashable:
 
 
 def _of_tensor(value: torch.Tensor) -> Hashable:
-    """Compare a single number on the host. (Reading another would wait for its device.)"""
+    """Compare a single number on the host, and whether there is a graph. (Reading another would wait for its device.)"""
+    if type(value) is torch.Tensor and value.grad_fn is not None:
+        return Computed
     if value.numel() != 1 or value.device.type != "cpu" or type(value) is not torch.Tensor or value.requires_grad:
         return Nothing
     return token_of(value.item()) if value.layout is torch.strided and not value.is_quantized else Nothing

@@ -190,9 +190,9 @@ def step(shadow: Optimizer) -> None:
 
 
 def _is_own(error: Exception) -> bool:
-    """Whether the error was raised outside torch."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return not frame.filename.startswith(str(Path(torch.__file__).parent))
+    """Whether code that is not torch's was running, though it may have failed inside torch: a closure that is None."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    return any(not frame.filename.startswith(ours) for frame in traceback.extract_tb(error.__traceback__))
 
 
 def step_by_lists(optimizer: Optimizer) -> None:

@@ -20,7 +20,7 @@ from memfit.engine.asked_numbers import is_asked_of
 from memfit.engine.call_context import is_faking
 from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
-from memfit.engine.places import Place, TensorPlace
+from memfit.engine.places import Place, TensorPlace, with_graph
 from memfit.engine.random_state import HostRandom
 from memfit.engine.state_changes import holds
 from memfit.engine.state_snapshot import StateSnapshot
@@ -81,7 +81,8 @@ class Moving:
         self._proven.add(composition)
 
     def _all_places(self) -> dict[tuple[Any, ...], Place]:
-        return {place.key: place for each in self._proven for place in each.moved} | (self._places or {})
+        proven = (with_graph(place) for each in self._proven for place in each.moved)
+        return {place.key: place for place in proven} | (self._places or {})
 
     def _is_elsewhere(self, block: nn.Module, places: Iterable[tuple[Any, ...]]) -> bool:
         """Whether the script has replaced a tensor or container of the block that its forward writes into."""

@@ -140,8 +140,9 @@ class CallKinds:
         elif key in self._firsts.untrained:
             return None, None
         else:
+            graphs = self._attributes.have_graphs()
             self._attributes.forget()
-            call, samples = self._firsts.meet(key, plain, tree, hint)
+            call, samples = self._firsts.meet(key, plain, tree, hint, graphs=graphs)
             if call is not None and key in self._kinds:
                 self._look_at_state(self._kinds[key])
         if call is not None:
@@ -172,12 +173,12 @@ class CallKinds:
                 numbers = self._attributes.numbers(moved)
         variant = variants.of(numbers)
         if variant is None and plain is not None:
-            variant = variants.choose(numbers, lambda each: self._does_the_same(_of_variant(found.key, each), plain, tree))
+            variant = variants.choose(numbers, lambda each: self._does_the_same(found, each, plain, tree))
         key = _of_variant(found.key, variant or 0)
         if key == found.key:
             return found
         kind = self._kinds.get(key)
-        samples = found.samples if kind is None else samples_by(tree, kind.layout)
+        samples = _samples_of(kind, found, tree)
         return Recognised(key, kind, samples, () if kind is None else shapes_per_sample(tree, kind.layout, samples))
 
     def _look_at_state(self, kind: CallKind) -> None:
@@ -205,11 +206,13 @@ class CallKinds:
         unknown = any(is_asked_of(value) and not variants.has_asked(place) for place, value in moved.items())
         return Expected(self._attributes.places(questions), questions) if questions or unknown else None
 
-    def _does_the_same(self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree) -> bool | None:
-        """Return whether calls of this kind return the same outputs under other numbers, and may be cut alike. None: a call of
-        one sample does not tell."""
-        kind = self._kinds.get(key)
-        samples = None if kind is None else samples_by(tree, kind.layout)
+    def _does_the_same(
+        self, found: Recognised, variant: int, plain: Callable[..., Any], tree: Tree
+    ) -> bool | None:
+        """Return whether calls of this variant return the same outputs under other numbers, and may be cut alike. None: a call
+        of one sample does not tell."""
+        kind = self._kinds.get(_of_variant(found.key, variant))
+        samples = _samples_of(kind, found, tree)
         if kind is None or kind.proven is None or not samples:
             return True
         if samples < 2:
@@ -220,9 +223,9 @@ class CallKinds:
         known, trial = kind.proven, replace(kind, outputs={}, alike=0, planned={})
 
         def same() -> bool:
-            found = outputs_of(call).settled_like(known)
+            settled = outputs_of(call).settled_like(known)
             call.outputs = kind.outputs_of(call, shapes)
-            if found is None or not found.looks_like(call.outputs):
+            if settled is None or not settled.looks_like(call.outputs):
                 return False
             return self._prover.prove(trial, call, shapes) is None and kind.agrees_with(trial, shapes)
 
@@ -367,6 +370,11 @@ class CallKinds:
         if deviation is not None:
             raise self._prover.mixes(call, deviation)
         self._look_at_state(kind)
+
+
+def _samples_of(kind: CallKind | None, found: Recognised, tree: Tree) -> int | None:
+    """How many samples a call of this kind has."""
+    return found.samples if kind is None or not kind.layout.cuts else samples_by(tree, kind.layout)
 
 
 def _runs_whole(kind: CallKind, samples: int, shapes: Shapes) -> bool:

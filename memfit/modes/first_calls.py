@@ -9,6 +9,7 @@ from memfit._errors import MemfitError, Refused
 from memfit.batches.cut import first_size, refuse_packed, shared_samples, uncuttable, unread
 from memfit.batches.tree import tensors
 from memfit.capture.call import Call, Tree
+from memfit.capture.find_side_outputs import refuse_earlier_graphs
 from memfit.capture.infer_layout import ways_to_cut
 from memfit.engine.weighting import BY_TERM
 from memfit.equivalence.tolerances import Deviation
@@ -28,6 +29,7 @@ class FirstCalls:
         self._core, self._signatures, self._prover, self._plans = core, signatures, prover, plans
         self.ran_out: dict[Hashable, int] = {}
         self._unknown: set[Hashable] = set()
+        self._graphs = False
         self.untrained: set[Hashable] = set()
 
     def clear(self) -> None:
@@ -36,9 +38,11 @@ class FirstCalls:
         self.untrained.clear()
 
     def meet(
-        self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree, hint: int | None
+        self, key: tuple[Any, ...], plain: Callable[..., Any], tree: Tree, hint: int | None, *, graphs: bool
     ) -> tuple[Call | None, int | None]:
-        """Return (the call if it has to be cut, else None; its number of samples, if known)."""
+        """Return (the call if it has to be cut, else None; its number of samples, if known). `graphs`: whether the model holds
+        tensors with a graph."""
+        self._graphs = graphs
         told = self._signatures.samples(tree, hint)
         refusal: Refused | None = None
         for samples in told:
@@ -108,6 +112,8 @@ class FirstCalls:
                 self.untrained.add(key)
                 return None
             shapes = call.shapes
+            if self._graphs:
+                refuse_earlier_graphs(call)
             self._prover.look_at_single_samples(call)
             bound = None if core.in_force.fixed else self._plans.bound(call)
             kind = CallKind(call.layout, shapes, {shapes: call.outputs}, bound)

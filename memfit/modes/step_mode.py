@@ -134,6 +134,8 @@ class Stepper:
             variants.learn(wanted, self._weights.asks(batch, attributes.places(wanted)))
         variant = variants.of(numbers)
         if variant is None:
+            if attributes.have_graphs():
+                self._weights.refuse_earlier_graphs(batch)
             fresh = Weigher(core, self._tasks)
             variant = variants.choose(numbers, lambda each: self._weighs_the_same(fresh, (flags, each), batch))
             self._kinds.setdefault((flags, variant), (fresh, []) if variant else (self._weights, self._plans))

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit._errors import MemfitError, Refused, UsageError, first_line
 from memfit.batches.cut import layout_from_two, like_first
+from memfit.capture.find_side_outputs import Earlier
 from memfit.capture.infer_layout import comparable_sizes, twins_of
 from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
@@ -195,6 +196,14 @@ class Weigher:
         work = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
         with core.staging.swapped(), random_state_kept(core.device):
             return asked_by(partial(loss_of, work, few), places, core.model, core.device)
+
+    def refuse_earlier_graphs(self, batch: Ordered) -> None:
+        """Raise Refused if the loss uses a tensor with a graph that the script computed before."""
+        core, few = self._core, min(FEW, batch.samples)
+        work = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
+        with leave_no_trace(core.model, core.device), uncompiled(), torch.enable_grad():
+            earlier = Earlier(())
+            earlier.refuse(loss_of(work, few), core.model)
 
     def agrees_with(self, known: Weigher, batch: Ordered) -> bool | None:
         """Infer the weighting on a few samples of a batch, and return whether it is that of `known`. None: too few to tell."""

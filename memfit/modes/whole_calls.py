@@ -18,6 +18,7 @@ from memfit.autotune.task import LOSS_BOUND, Task
 from memfit.batches.cut import Layout
 from memfit.batches.tree import flat, leaves, tensors
 from memfit.capture.call import Call, Tree
+from memfit.capture.find_side_outputs import EarlierGraph
 from memfit.capture.infer_layout import fake_outputs, twins_of
 from memfit.capture.outputs import Outputs
 from memfit.capture.workloads import CallWork
@@ -66,7 +67,8 @@ class UncutCalls:
         if self._is_prescribed(samples):
             self._explain(samples, error)
             return False
-        fits, plan = self._fits(_whole_call(self._core, plain, tree), samples)
+        unknown = isinstance(error, EarlierGraph)
+        fits, plan = (True, None) if unknown else self._fits(_whole_call(self._core, plain, tree), samples)
         if not fits:
             return False
         self._known[key] = Uncut(_sizes(tree))
