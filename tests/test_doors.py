@@ -22,6 +22,7 @@ from helpers import (
     wrapped,
 )
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.optim import SGD
 
 import memfit
@@ -310,3 +311,25 @@ def test_it_runs_whole_as_it_was_written() -> None:
     got = cut_gradients(Attribute(), SCRIPTS["an attribute"][1], *points(), micro_batch=12)
     want = plain_gradients(Attribute(), SCRIPTS["an attribute"][1], *points())
     assert relative_error(got, want) <= 1e-12
+
+
+def test_what_a_hook_computed_may_become_a_parameter() -> None:
+    def trained(*, line: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)).double()
+        optimizer = SGD(model.parameters(), 0.1)
+        if line:
+            memfit.wrap(model, optimizer, micro_batch=3)
+        for step in range(6):
+            if step == 2:
+                prune.l1_unstructured(model[1], "weight", amount=0.3)
+            if step == 4:
+                prune.remove(model[1], "weight")
+            x, y = torch.randn(12, 6).double(), torch.randint(3, (12,))
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for _, p in sorted(model.named_parameters())]
+
+    for found, want in zip(trained(line=True), trained(line=False), strict=True):
+        assert torch.allclose(found, want, rtol=1e-12, atol=1e-14)

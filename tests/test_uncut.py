@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import mlp, points, wrapped
+from helpers import Forwards, mlp, points, wrapped
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
@@ -163,6 +163,24 @@ def test_a_batch_that_fails_in_pieces_alone_runs_whole(loss: Any, monkeypatch: p
     found, then = in_turn(model, loss)
     assert relative_error(found, wanted) == 0.0 and torch.equal(drawn, then)
     assert [event.message for event in run.events if "four" in event.message]
+
+
+def test_after_a_batch_whose_loss_raises_the_next_ones_are_cut() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    forwards = Forwards(model[0])
+    optimizer = SGD(model.parameters(), 0.1)
+    memfit.wrap(model, optimizer, micro_batch=3)
+    for step in range(4):
+        labels = torch.randint(3, (12,))
+        labels[5] = 7 if step == 2 else 1
+        try:
+            F.cross_entropy(model(torch.randn(12, 6)), labels).backward()
+        except IndexError:
+            assert step == 2
+        optimizer.step()
+        optimizer.zero_grad()
+    assert forwards.sizes[-4:] == [3, 3, 3, 3]
 
 
 # ---- faults of memfit's own

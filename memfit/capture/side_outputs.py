@@ -49,6 +49,11 @@ class Door:
         self._dropped: int | None = 0
         """How many of the first items a forward drops from a list; None: all."""
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether the module has a parameter or buffer of this name by now (`prune.remove`), which an attribute would hide."""
+        return any(table in self._owner and self._key in self._owner[table] for table in ("_parameters", "_buffers"))
+
     def before(self, arguments: Any) -> Any:
         """Return what is there before a forward with these arguments."""
         found = self._owner.get(self._key, _MISSING)

@@ -119,6 +119,9 @@ class CallKinds:
     ) -> tuple[Call | None, int | None]:
         """`to_cut`, and find what side effects the forward leaves besides its output."""
         doors = self._doors.get(name)
+        if doors and any(isinstance(door, Door) and door.is_registered for door in doors):
+            self.rebuild()
+            doors = None
         try:
             return self._to_cut(name, Doorway(plain, doors) if doors else plain, tree, hint)
         except FoundDoors as found:

@@ -296,6 +296,7 @@ class ScriptPasses:
                 call.forget_pass()
             if repeated or not self._runs_whole_after(call, error, begun, ran):
                 raise
+            self._kinds.say_whole(call, error)
 
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
         """Return the gradients of the receivers, given those of the outputs, by running the call again."""
@@ -411,7 +412,11 @@ class ScriptPasses:
                 call.forget_pass()
             if not first or not self._runs_whole_after(call, error, begun, ran):
                 raise
-        return consumer.of_whole(call)
+            failed = error
+        found = consumer.of_whole(call)  # raises an error that is the script's own: the next batch may have none
+        self._kinds.say_whole(call, failed)
+        del failed  # (its traceback holds this frame)
+        return found
 
     def _runs_whole_after(self, call: Call, error: BaseException, begun: Sequence[RandomState], ran: bool) -> bool:
         """Whether a call runs whole, as the script wrote it, because its first pass in micro-batches failed before the
@@ -426,7 +431,6 @@ class ScriptPasses:
         call.undo_writes()
         with self.aside():
             call.run_whole()
-        self._kinds.say_whole(call, error)
         return True
 
     def _pass(self, call: Call, consumer: Consumer, weighting: Weighting, first: bool) -> Total:
