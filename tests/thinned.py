@@ -72,6 +72,7 @@ EVERY = {
     "test_levers.py::test_blocks_are_computed_again_on_state_that_the_script_has_replaced": 3,
     "test_levers.py::test_blocks_are_computed_again_on_the_state_that_they_began_with": 14,
     "test_levers.py::test_blocks_are_computed_again_with_the_parameters_that_they_ran_with": 3,
+    "test_levers.py::test_recurrent_networks_train_where_blocks_are_checkpointed": 6,
     "test_looks.py::test_a_loss_with_what_has_no_graph": 3,
     "test_looks.py::test_a_metric_before_the_loss_is_free": 3,
     "test_migration.py::test_accumulating_two_is_training_on_two": 2,

@@ -113,6 +113,8 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
 
 def refuse_earlier_graphs(call: Call) -> None:
     """Raise Refused if the forward uses a tensor with a graph that the script computed before the call."""
+    if is_sharded(call.model):  # a rank without samples would not take part in gathering
+        return
     looked_at = copy.copy(call)
     looked_at.copies = True
     tree = looked_at.arguments(0, min(2, call.samples))
@@ -130,7 +132,7 @@ class Earlier:
 
     def refuse(self, output: Any, model: nn.Module) -> None:
         """Raise Refused if the output's graph leads into one that was there before the forward, other than by arguments."""
-        if is_sharded(model):
+        if is_sharded(model):  # their hooks have graphs of their own
             return
         earlier = {node for node in nodes_of(tensors(output)) if _number_of(node) < self._now} - self._given
         if not any(map(_saves_tensors, earlier)):  # then backward can go through it any number of times

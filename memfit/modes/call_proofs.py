@@ -187,8 +187,9 @@ class Prover:
 
     def has_new_pairs(self, kind: CallKind, call: Call) -> bool:
         """Whether the call has samples of one class or group, where no batch that was proven had any. Entries on a device are
-        read only if the forward moves state by sample, as a table of them: reading waits for the device."""
-        if not kind.apart or call.split is not None:
+        read only if the forward moves state by sample, as a table of them: reading waits for the device. (Several processes
+        prove together, and each sees its own samples.)"""
+        if not kind.apart or call.split is not None or not self._core.team.alone:
             return False
         waits = kind.composition.in_sequence
         return any(pairs_of(call.tree, call.layout, kind.apart, on_host=not waits).values())

@@ -31,6 +31,7 @@ from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.handover import Total, hand_over
 from memfit.engine.modules import modules_of
 from memfit.engine.planning_scope import reaching
+from memfit.engine.gradients import is_sharded
 from memfit.engine.read_numbers import Variants
 from memfit.engine.recovery import surviving
 from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
@@ -134,7 +135,7 @@ class Stepper:
             variants.learn(wanted, self._weights.asks(batch, attributes.places(wanted)))
         variant = variants.of(numbers)
         if variant is None:
-            if attributes.have_graphs():
+            if attributes.have_graphs() and not is_sharded(core.model):
                 self._weights.refuse_earlier_graphs(batch)
             fresh = Weigher(core, self._tasks)
             variant = variants.choose(numbers, lambda each: self._weighs_the_same(fresh, (flags, each), batch))

@@ -97,8 +97,9 @@ class Weigher:
         return None
 
     def _has_new_pairs(self, batch: Ordered) -> bool:
-        """Whether the batch has samples of one class or group, where no batch that was proven had any."""
-        if not self._apart:
+        """Whether the batch has samples of one class or group, where no batch that was proven had any. (Several processes prove
+        together, and each sees its own samples.)"""
+        if not self._apart or not self._core.team.alone:
             return False
         return any(batch.pairs(self._apart, on_host=not self.composition.in_sequence).values())
 

@@ -371,6 +371,31 @@ model.body.register_forward_hook(lambda module, args, h: h - h.mean(0) if model.
         before="model.flag.fill_(int(step > 1))",
     ),
     "hook_late": piece("mixes", before="if step == 2:\n    model.body.register_forward_hook(lambda module, args, h: h - h.mean(0))"),
+    "backward_hook_late": piece(
+        "mixes",
+        before="""
+if step == 2:
+    model.head.register_full_backward_hook(lambda module, into, out: (into[0] / (into[0].norm() + 1e-6),))
+""",
+    ),
+    "frozen_mixes": piece(
+        "mixes",
+        setup="model.body.register_forward_hook(lambda module, args, h: h if model.head.bias.requires_grad else h - h.mean(0))",
+        before="model.head.bias.requires_grad_(step < 2)",
+    ),
+    "class_late": piece(
+        "mixes",
+        setup="""
+class Centring(nn.Module):
+    def forward(self, h):
+        return h - h.mean(0)
+
+
+model.centre = nn.Identity()
+model.body.register_forward_hook(lambda module, args, h: model.centre(h))
+""",
+        before="if step == 2:\n    model.centre.__class__ = Centring",
+    ),
     "rule_in_turn": piece(
         setup="""
 model.seen, model.rule = torch.zeros(()).double(), "mean"
