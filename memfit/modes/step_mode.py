@@ -28,10 +28,10 @@ from memfit.engine.accumulate import SharesDiffer
 from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.forward_reads import ForwardReads
+from memfit.engine.gradients import is_sharded
 from memfit.engine.handover import Total, hand_over
 from memfit.engine.modules import modules_of
 from memfit.engine.planning_scope import reaching
-from memfit.engine.gradients import is_sharded
 from memfit.engine.read_numbers import Variants
 from memfit.engine.recovery import surviving
 from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
