@@ -575,3 +575,29 @@ def test_blocks_of_batches_that_run_whole_move_it_once(make: Any) -> None:
     wanted = trained(lambda: Between(make), line=False, step_mode=False)
     options: dict[str, Any] = {"micro_batch": "auto", "checkpoint": ["block"]}
     assert_equal(wanted, trained(lambda: Between(make), line=True, step_mode=False, **options))
+
+
+class Uncounted(Slow):
+    def forward(self, x: Tensor) -> Tensor:
+        self.follow()
+        return self.head(self.fast(x) - 0.5 * self.slow(x))
+
+
+def test_a_block_that_writes_what_was_there_may_move_it_later() -> None:
+    """Its copy is equal to it until the optimizer steps, after the forwards of two batches that run whole."""
+
+    def state(*, line: bool) -> list[Tensor]:
+        model = Between(Uncounted)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+        if line:
+            memfit.wrap(model, optimizer, checkpoint=["block"])
+        draws = torch.Generator().manual_seed(1)
+        for step in range(8):
+            x, y = torch.randn(BATCH, 5, generator=draws).double(), torch.randint(0, 3, (BATCH,), generator=draws)
+            F.cross_entropy(model(x), y).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [value.detach().clone() for value in model.state_dict().values()]
+
+    assert_equal(state(line=False), state(line=True))

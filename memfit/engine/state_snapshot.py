@@ -20,14 +20,23 @@ class StateSnapshot:
         found = UndoState({})
         found.look(roots)
         self._watches = found.watches()
-        self._tensors = [(tensor, copy) for tensor in found.small_tensors() if (copy := copy_of(tensor)) is not None]
+        tensors = [(tensor, copy) for tensor in found.small_tensors() if (copy := copy_of(tensor)) is not None]
+        self._tensors = [(tensor, copy, _version_of(tensor)) for tensor, copy in tensors]
         found.undo(iterators=False)
 
     def moved(self) -> list[tuple[Place, Any]]:
-        """Return (place, old value) of all that changed."""
-        # compares values, as writes to `.data` do not change the version
-        written = [(TensorPlace(tensor, "a tensor"), copy) for tensor, copy in self._tensors if not holds(tensor, copy)]
+        """Return (place, old value) of all that changed, or was written: a slow copy of a net may be equal to it at first."""
+        # compares values, too, as writes to `.data` do not change the version
+        written = [
+            (TensorPlace(tensor, "a tensor"), copy)
+            for tensor, copy, version in self._tensors
+            if _version_of(tensor) != version or not holds(tensor, copy)
+        ]
         return [*(move for watch in self._watches for move in watch()), *written]
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def reached_from(roots: Iterable[Any]) -> set[int]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -118,8 +118,45 @@ class Arithmetic:
         """Return the relative difference up to which tensors of this dtype count as equal."""
         return max(tolerance(dtype), *(tolerance(low) for low in self._autocast), 0.0)
 
-    def _note(self, kinds: tuple[str, ...]) -> None:
+    def note(self, kinds: tuple[str, ...]) -> None:
+        """Note the precision in which a module is about to compute, or have it compute in that of its parameters."""
+        enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+        if _SUSPENDED and enabled:
+            _SUSPENDED[-1].found = True
+            for kind in enabled:  # until the script leaves the context that enabled it
+                torch.set_autocast_enabled(kind, False)
         self._autocast.update(torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind))
+
+
+@dataclass
+class _Suspension:
+    """Whether a module would have run under autocast."""
+
+    found: bool = False
+
+
+_SUSPENDED: list[_Suspension] = []
+T = TypeVar("T")
+
+
+def without_autocast(prove: Callable[[], T]) -> T:
+    """Return what a proof finds while modules compute in the precision of their parameters: which samples compute something
+    together, and how, does not depend on it, and rounding hides less. Where they cannot, they compute as the script says."""
+    _SUSPENDED.append(_Suspension())
+    try:
+        return prove()
+    except Exception:
+        if not _SUSPENDED[-1].found:
+            raise
+    finally:
+        _SUSPENDED.pop()
+    return prove()
+
+
+def is_dtype_of(dtype: torch.dtype, found: torch.dtype) -> bool:
+    """Whether a result of this dtype is one of `dtype`. Without autocast results have more bits."""
+    more = bool(_SUSPENDED) and _SUSPENDED[-1].found and dtype.is_floating_point and found.is_floating_point
+    return dtype == found or more
 
 
 @contextmanager
@@ -131,7 +168,7 @@ def full_precision(device: torch.device) -> Iterator[Arithmetic]:
     with ExitStack() as stack:
         stack.callback(_with_products("highest"))
         stack.callback(_without_cudnn_tf32())
-        hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: arithmetic._note(kinds))
+        hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: arithmetic.note(kinds))
         stack.callback(hook.remove)
         yield arithmetic
 

@@ -32,7 +32,7 @@ from memfit.equivalence.measured_loss import PROBED
 from memfit.equivalence.proof_samples import marks_of, most_telling, pairs_of, spaced, still_apart
 from memfit.equivalence.proofs import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.equivalence.single_sample import call_alone
-from memfit.equivalence.tolerances import Deviation, note_loose
+from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose, without_autocast
 from memfit.levers.checkpoint import checkpointed
 from memfit.levers.recomputed import moved_in_blocks
 from memfit.modes.ask_numbers import asked_by
@@ -199,6 +199,8 @@ class Prover:
     def _prove_on(self, proof: Call, kind: CallKind, call: Call, shapes: Shapes) -> Deviation | None:
         core, sizes = self._core, self._sizes(proof)
         outputs, deviations, composition = joined_outputs(proof, sizes)
+        if any(deviation.limit >= LOOSE for deviation in deviations):
+            _, deviations, composition = without_autocast(lambda: joined_outputs(proof, sizes))
         kind.composition = with_written(composition, kind.composition, core.model)  # (keeps nothing of the proof alive)
         moved_in_blocks(core.model, kind.composition)
         deviations += self.by_size(kind, call)
@@ -225,7 +227,9 @@ class Prover:
         staging, accepted = core.staging, [each.where for each in apart]
         found = self._infer(kind, proof, call)
         if found is None:
-            found = backward_deviation(proof, sizes, staging, kind.composition.afresh(), limit, accepted)
+            found = without_autocast(
+                lambda: backward_deviation(proof, sizes, staging, kind.composition.afresh(), limit, accepted)
+            )
         if found is not None:
             if not self._is_allowed(found, proof):
                 return found
@@ -240,7 +244,8 @@ class Prover:
         if proof.outputs.loss is None:
             return None
         work = CallWork(frozen_norms(proof), proof.outputs.loss, draws=False)
-        weighting, deviation, moves = infer_weighting(work, self._sizes(proof), self._core.staging, self._core.model)
+        core, sizes = self._core, self._sizes(proof)
+        weighting, deviation, moves = without_autocast(lambda: infer_weighting(work, sizes, core.staging, core.model))
         if weighting is None and deviation.agrees:
             kind.prove_at, kind.mute = self._core.steps, True  # the next call is proven again
             return moves.deviation

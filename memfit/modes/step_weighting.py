@@ -34,7 +34,7 @@ from memfit.equivalence.measured_loss import PROBED
 from memfit.equivalence.proof_samples import still_apart
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
 from memfit.equivalence.single_sample import loss_alone
-from memfit.equivalence.tolerances import Deviation, note_loose
+from memfit.equivalence.tolerances import Deviation, note_loose, without_autocast
 from memfit.equivalence.weighting_codes import agree
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
@@ -262,8 +262,9 @@ class Weigher:
         self._prove_at = core.steps + (1 if again is None else max(1, min((PROVE_AGAIN - 1) * core.steps, within)))
         double = self._tasks.work(batch.twice(max(parts)), 2 * max(parts), "off", on_copies=True)
         self.mute = False
-        self.weighting, deviation, moves = infer_weighting(
-            work, parts, core.staging, core.model, decides=True, double=None if batch.in_order else double
+        double = None if batch.in_order else double
+        self.weighting, deviation, moves = without_autocast(
+            lambda: infer_weighting(work, parts, core.staging, core.model, decides=True, double=double)
         )
         self.composition = with_written(moves.composition, self.composition, core.model)
         moved_in_blocks(core.model, self.composition)
