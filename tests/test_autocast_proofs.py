@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 import memfit
 from memfit import Refused
-from memfit.equivalence.tolerances import without_autocast
+from memfit.engine.full_precision import without_autocast
 
 LOW = torch.bfloat16
 

@@ -197,7 +197,7 @@ def test_autocast_inside_the_loss_is_no_reason_for_two_passes() -> None:
     run.step((x, y))
     messages = [event.message for event in run.events]
     assert not any("two passes" in message for message in messages)
-    assert sum("half precision" in message for message in messages) == 1
+    assert not any("half precision" in message for message in messages)  # (proven without autocast)
 
 
 def labelled(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

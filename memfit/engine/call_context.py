@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from memfit.engine.full_precision import stays_on
 from memfit.engine.modules import parameters_in
 from memfit.hardware.exhausted import drop_frames
 
@@ -36,8 +37,9 @@ class Autocast:
     """Whether casts of weights are cached within the region."""
 
     def entered(self) -> torch.autocast:
-        """Return a context with exactly this state."""
-        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache)
+        """Return a context with exactly this state, but for proofs that run without autocast."""
+        enabled = self.enabled and stays_on()
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=enabled, cache_enabled=self.cache)
 
 
 def autocast_now(device_types: Iterable[str]) -> tuple[Autocast, ...]:

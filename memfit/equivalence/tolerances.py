@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
+
+from memfit.engine.full_precision import autocast_is_off, stays_on
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 """Relative difference up to which whole and parts count as equal. Rounding of two summation orders stays an order of magnitude
@@ -120,43 +122,15 @@ class Arithmetic:
 
     def note(self, kinds: tuple[str, ...]) -> None:
         """Note the precision in which a module is about to compute, or have it compute in that of its parameters."""
-        enabled = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
-        if _SUSPENDED and enabled:
-            _SUSPENDED[-1].found = True
-            for kind in enabled:  # until the script leaves the context that enabled it
-                torch.set_autocast_enabled(kind, False)
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind) and not stays_on():
+                torch.set_autocast_enabled(kind, False)  # until the script leaves the context that enabled it
         self._autocast.update(torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind))
-
-
-@dataclass
-class _Suspension:
-    """Whether a module would have run under autocast."""
-
-    found: bool = False
-
-
-_SUSPENDED: list[_Suspension] = []
-T = TypeVar("T")
-
-
-def without_autocast(prove: Callable[[], T]) -> T:
-    """Return what a proof finds while modules compute in the precision of their parameters: which samples compute something
-    together, and how, does not depend on it, and rounding hides less. Where they cannot, they compute as the script says."""
-    _SUSPENDED.append(_Suspension())
-    try:
-        return prove()
-    except Exception:
-        if not _SUSPENDED[-1].found:
-            raise
-    finally:
-        _SUSPENDED.pop()
-    return prove()
 
 
 def is_dtype_of(dtype: torch.dtype, found: torch.dtype) -> bool:
     """Whether a result of this dtype is one of `dtype`. Without autocast results have more bits."""
-    more = bool(_SUSPENDED) and _SUSPENDED[-1].found and dtype.is_floating_point and found.is_floating_point
-    return dtype == found or more
+    return dtype == found or (dtype.is_floating_point and found.is_floating_point and autocast_is_off())
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from memfit.capture.workloads import CallWork
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
 from memfit.engine.compose_state import with_written
+from memfit.engine.full_precision import without_autocast
 from memfit.engine.places import Place
 from memfit.engine.recovery import on_fewer, surviving
 from memfit.engine.weighting import BY_SAMPLES
@@ -32,7 +33,7 @@ from memfit.equivalence.measured_loss import PROBED
 from memfit.equivalence.proof_samples import marks_of, most_telling, pairs_of, spaced, still_apart
 from memfit.equivalence.proofs import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.equivalence.single_sample import call_alone
-from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose, without_autocast
+from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
 from memfit.levers.checkpoint import checkpointed
 from memfit.levers.recomputed import moved_in_blocks
 from memfit.modes.ask_numbers import asked_by

@@ -22,6 +22,7 @@ from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
 from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition, with_written
+from memfit.engine.full_precision import without_autocast
 from memfit.engine.known_means import Terms, is_only_term
 from memfit.engine.places import Place
 from memfit.engine.random_state import random_state_kept
@@ -34,7 +35,7 @@ from memfit.equivalence.measured_loss import PROBED
 from memfit.equivalence.proof_samples import still_apart
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
 from memfit.equivalence.single_sample import loss_alone
-from memfit.equivalence.tolerances import Deviation, note_loose, without_autocast
+from memfit.equivalence.tolerances import Deviation, note_loose
 from memfit.equivalence.weighting_codes import agree
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
