@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.optim import SGD
 
 import memfit
 from memfit import Refused
-from memfit.engine.full_precision import without_autocast
+from memfit.engine.suspended_autocast import without_autocast
+from memfit.equivalence.tolerances import full_precision
 
 LOW = torch.bfloat16
 
@@ -69,6 +71,53 @@ def test_others_are_cut_also_if_they_run_under_autocast_only(step_mode: bool, ca
     assert run.plan is not None and run.plan.micro_batch == 3
     loose = any("proven to" in event.message for event in run.events)
     assert loose == casts
+
+
+class Casts(Net):
+    """Rounds to half precision by itself, which no autocast explains."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.to(LOW) @ self.body.weight.to(LOW).T
+        return self.head(torch.tanh(h.to(self.head.weight.dtype)))
+
+
+@pytest.mark.parametrize("step_mode", [False, True])
+def test_rounding_of_the_models_own_casts_is_no_mixing(step_mode: bool) -> None:
+    run = steps(Casts(), loss_fn, step_mode=step_mode)
+    assert run.plan is not None and run.plan.micro_batch == 3
+    run = steps(Casts(), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), step_mode=step_mode)
+    assert run.plan is not None and run.plan.micro_batch == 3
+
+
+class Mixing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.02 * x.mean(0)
+
+
+def test_a_module_that_mixes_a_little_may_be_allowed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), Mixing(), nn.Linear(16, 3))
+    run = memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3, allow_inexact=["1"])
+    loss_fn(model, (torch.randn(12, 6), torch.randint(3, (12,)))).backward()
+    assert any(event.kind == "not equal" for event in run.events)
+
+
+def test_other_threads_keep_their_autocast() -> None:
+    found: list[torch.dtype] = []
+
+    def other() -> None:
+        with torch.autocast("cpu", LOW):
+            found.append(nn.Linear(2, 2)(torch.ones(1, 2)).dtype)
+
+    def prove() -> None:
+        with full_precision(torch.device("cpu")), torch.autocast("cpu", LOW):
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            found.append(nn.Linear(2, 2)(torch.ones(1, 2)).dtype)
+
+    without_autocast(prove)
+    assert found == [LOW, torch.float32]
 
 
 def test_a_loss_that_is_almost_a_mean_is_none() -> None:

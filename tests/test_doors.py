@@ -333,3 +333,26 @@ def test_what_a_hook_computed_may_become_a_parameter() -> None:
 
     for found, want in zip(trained(line=True), trained(line=False), strict=True):
         assert torch.allclose(found, want, rtol=1e-12, atol=1e-14)
+
+
+class Masked(nn.Module):
+    """Its forward puts a tensor over a parameter of the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.gain = nn.Linear(7, 4), nn.Parameter(torch.ones(4, 1))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.net.__dict__["weight"] = self.net._parameters["weight"] * self.gain
+        return self.net(x)
+
+
+def test_a_forward_may_put_a_tensor_over_its_parameter() -> None:
+    x, y = points()
+    model, plain = Masked(), Masked()
+    plain.load_state_dict(model.state_dict())
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=5)
+    for each in (model, plain):
+        F.cross_entropy(each(x), y).backward()
+    assert relative_error(gradients_of(model), gradients_of(plain)) <= 1e-12

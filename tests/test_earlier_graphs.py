@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -88,3 +89,27 @@ def test_a_hook_of_the_model_itself_runs_before_its_forward(norm: Any) -> None:
         return found
 
     assert losses(line=True) == losses(line=False)
+
+
+class InThreads(nn.Module):
+    """Computes in threads, whose nodes autograd counts by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bodies, self.head = nn.ModuleList(nn.Linear(6, 4) for _ in range(2)), nn.Linear(4, 3)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda body: torch.tanh(body(x)), self.bodies))
+        return self.head(found[0] + found[1])
+
+
+def test_what_other_threads_compute_is_the_forwards() -> None:
+    torch.manual_seed(0)
+    model = InThreads().double()
+    model.kept = model.head.weight * 2
+    run = memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
+    for _ in range(2):
+        loss_fn(model, (torch.randn(12, 6).double(), torch.randint(3, (12,)))).backward()
+    assert run.plan is not None and run.plan.micro_batch == 3

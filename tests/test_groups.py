@@ -15,8 +15,7 @@ from zoo.plain import relative_error
 
 import memfit
 from memfit import Refused
-from memfit.batches.cut import Axis, Layout
-from memfit.equivalence.proof_samples import pairs_of, spaced, still_apart
+from memfit.equivalence.proof_samples import TRIED, Apart, entries_of, marks_of, most_telling, pairs_in, spaced
 
 SAMPLES = 12
 GROUPS = {
@@ -178,11 +177,61 @@ def test_samples_of_one_group_that_come_later_are_looked_at_then(
 
 
 def test_pairs_are_found_wherever_they_are() -> None:
-    layout = Layout((Axis(0), Axis(0), Axis(0), None), 100)
     numbers = torch.arange(100)
     numbers[83] = 4
     names = [str(i) for i in range(100)]
-    tree = (torch.zeros(100, 2), numbers, names, torch.zeros(3, dtype=torch.long))
-    assert pairs_of(tree, layout) == {1: (4, 83), 2: None}
-    assert {4, 83} <= set(spaced(100, pairs_of(tree, layout)))
-    assert still_apart(None, pairs_of(tree, layout)) == {2} and still_apart(frozenset(), pairs_of(tree, layout)) == set()
+    found = entries_of((torch.zeros(100, 2), numbers, names, torch.zeros(3, dtype=torch.long)), 100)
+    assert list(found) == [(1,), (2,)] and pairs_in(found) == {(1,): (4, 83)}
+    assert {4, 83} <= set(spaced(100, pairs_in(found).values()))
+
+
+@pytest.mark.parametrize("samples", [5, 8, 48])
+@pytest.mark.parametrize("at", [(0, 1), (-2, -1), (1, 2), (0, -1)])
+def test_a_proof_has_one_of_a_pair_in_each_part(samples: int, at: tuple[int, int]) -> None:
+    numbers = torch.arange(samples)
+    numbers[at[1]] = numbers[at[0]]
+    marks = [marks_of((torch.randn(1, 3), numbers[i : i + 1])) for i in range(samples)]
+    chosen = numbers[most_telling(marks, (2, 3))].tolist()
+    assert set(chosen[:2]) & set(chosen[2:])
+
+
+def test_each_of_two_keys_has_a_pair_in_both_parts() -> None:
+    users, items = torch.arange(12), torch.arange(12)
+    users[7], items[1] = users[0], items[2]
+    marks = [marks_of((users[i : i + 1], items[i : i + 1])) for i in range(12)]
+    chosen = most_telling(marks, (2, 3))
+    for numbers in (users[chosen].tolist(), items[chosen].tolist()):
+        assert set(numbers[:2]) & set(numbers[2:])
+
+
+def test_lengths_that_fall_keep_their_order() -> None:
+    lengths = torch.tensor([9, 9, 8, 6, 5, 4, 3, 2])
+    chosen = most_telling([marks_of((lengths[i : i + 1],)) for i in range(8)], (2, 3))
+    assert chosen == sorted(chosen)
+
+
+@pytest.mark.parametrize("first", [(0, 1), (6, 7), (0, 7)])
+def test_a_pair_that_comes_later_is_looked_at_wherever_it_is(first: tuple[int, int]) -> None:
+    model = Attending()
+    memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3)
+    for step in range(6):
+        groups = torch.arange(8) + 10 * step
+        if step == 5:
+            groups[first[1]] = groups[first[0]]
+            with pytest.raises(Refused, match="mixes samples"):
+                model(torch.randn(8, 7).double(), groups)
+        else:
+            model(torch.randn(8, 7).double(), groups).square().mean().backward()
+
+
+def test_what_cannot_be_in_both_parts_is_tried_a_few_times() -> None:
+    apart, entries = Apart(), {(0,): [0, 1, 2, 3, 4]}
+    apart.proven(entries, 2)
+    repeated = (torch.tensor([7, 7, 8, 9]),)
+    assert [apart.pairs_in(repeated, 4, waits=False) for _ in range(TRIED + 2)] == [True] * TRIED + [False] * 2
+    apart = Apart()
+    apart.proven(entries, 2)
+    apart.proven({(0,): [0, 1, 2, 3, 1]}, 2)
+    assert not apart.pairs_in(repeated, 4, waits=False)
+    apart.proven(entries, 2)  # a later batch without pairs: they have been looked at
+    assert not apart.pairs_in(repeated, 4, waits=False)

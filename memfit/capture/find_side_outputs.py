@@ -30,7 +30,7 @@ from memfit.capture.call import Call
 from memfit.capture.side_outputs import ClosureVariable, Door, Doorway
 from memfit.engine.call_context import uncompiled
 from memfit.engine.gradients import is_sharded
-from memfit.engine.known_means import leaves_of, nodes_of
+from memfit.engine.known_means import leaves_of
 from memfit.engine.places import MISSING, Place
 from memfit.engine.planning_scope import reaching
 from memfit.engine.state_snapshot import StateSnapshot, reached_from
@@ -47,10 +47,6 @@ class SideEntrances:
     """Whether it writes into its input tensors."""
     watches: bool = False
     """Whether it registers hooks on tensors that it computes, or retains their gradients."""
-
-
-class EarlierGraph(Refused):
-    """A forward uses a tensor with a graph that was computed before the call. Its backward runs once: no trace may run it."""
 
 
 class FoundDoors(Exception):
@@ -78,11 +74,10 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
     tree = looked_at.arguments(0, samples)
     with reaching(tree), leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
         given, entries = [(t, t._version) for t in tensors(tree)], Entries(tree)
-        watch, shared, earlier = _Made(), _Shared(call, tree), Earlier(tree)
+        watch, shared = _Made(), _Shared(call, tree)
         with watch:
             output = looked_at.output(tree)
         _refuse_changes(shared.changed())
-        earlier.refuse(output, call.model)
         mine = {id(leaf) for _, leaf in leaves(output)}
         alive = [t for t in (reference() for reference in watch.made) if t is not None and id(t) not in mine]
         inside = _reachable(leaf for _, leaf in leaves(output)) | entries.containers
@@ -109,57 +104,6 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
             next_move="return it from forward, or store it detached",
         )
     return entrances
-
-
-def refuse_earlier_graphs(call: Call) -> None:
-    """Raise Refused if the forward uses a tensor with a graph that the script computed before the call."""
-    if is_sharded(call.model):  # a rank without samples would not take part in gathering
-        return
-    looked_at = copy.copy(call)
-    looked_at.copies = True
-    tree = looked_at.arguments(0, min(2, call.samples))
-    with reaching(tree), leave_no_trace(call.model, call.device), uncompiled(), torch.enable_grad():
-        earlier = Earlier(tree)
-        earlier.refuse(looked_at.output(tree), call.model)
-
-
-class Earlier:
-    """What was computed before a forward with these arguments."""
-
-    def __init__(self, tree: Any) -> None:
-        self._given = set(nodes_of(tensors(tree)))
-        self._now = _number_of(torch.zeros((), requires_grad=True).clone().grad_fn)
-
-    def refuse(self, output: Any, model: nn.Module) -> None:
-        """Raise Refused if the output's graph leads into one that was there before the forward, other than by arguments."""
-        if is_sharded(model):  # their hooks have graphs of their own
-            return
-        earlier = {node for node in nodes_of(tensors(output)) if _number_of(node) < self._now} - self._given
-        if not any(map(_saves_tensors, earlier)):  # then backward can go through it any number of times
-            return
-        held = (
-            f"{name}.{key}" if name else key
-            for name, module in model.named_modules()
-            for key, value in vars(module).items()
-            if isinstance(value, torch.Tensor) and value.grad_fn in earlier
-        )
-        raise EarlierGraph(
-            "cutting the batch into micro-batches",
-            found=f"the forward uses {next(held, 'a tensor')} with a graph that was computed before the call; every "
-            "micro-batch would run backward through that graph, which the first one frees",
-            next_move="pass it to the model as an argument, compute it in the forward, or give it a budget in which the batch "
-            "runs whole",
-        )
-
-
-def _number_of(node: Any) -> int:
-    """A number that grows with every operation that autograd records in this thread; that of leaves is the largest."""
-    return node._sequence_nr()
-
-
-def _saves_tensors(node: Any) -> bool:
-    saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
-    return any(tensors(each) for each in saved) or bool(getattr(node, "saved_tensors", ()))
 
 
 def _look_again(doors: Sequence[Door], call: Call, tree: Any) -> None:

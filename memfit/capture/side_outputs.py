@@ -48,10 +48,14 @@ class Door:
         self._fills = False
         self._dropped: int | None = 0
         """How many of the first items a forward drops from a list; None: all."""
+        self._was_registered = self._registered()
 
     @property
-    def is_registered(self) -> bool:
-        """Whether the module has a parameter or buffer of this name by now (`prune.remove`), which an attribute would hide."""
+    def is_registered_now(self) -> bool:
+        """Whether the module has got a parameter or buffer of this name since (`prune.remove`). An attribute would hide it."""
+        return self._registered() and not self._was_registered
+
+    def _registered(self) -> bool:
         return any(table in self._owner and self._key in self._owner[table] for table in ("_parameters", "_buffers"))
 
     def before(self, arguments: Any) -> Any:

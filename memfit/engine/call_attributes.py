@@ -5,6 +5,7 @@ call.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,7 +19,7 @@ from torch import nn
 from memfit.engine.call_contents import CallContents, without_graph
 from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.places import MISSING, ContentsPlace, ItemPlace, Place, refilled
-from memfit.engine.read_numbers import Computed, Numbers, token_of, token_of_filling, token_of_list
+from memfit.engine.read_numbers import Computed, Numbers, is_one_of_several_processes, token_of, token_of_filling, token_of_list
 from memfit.engine.version_checks import Keys, keys_of_values
 
 _TABLES = (
@@ -56,7 +57,7 @@ class CallAttributes:
         self._buffers = [(table, 0) for each in held if (table := each.get("_buffers")) and _COUNTER not in table]
         hooks = [table for each in held for name in (*_TABLES[2:], *_BACKWARD_TABLES) if (table := each.get(name))]
         self._hooks = [*hooks, *filter(None, _OF_ALL_MODULES)]
-        self._code = [(kind, getattr(kind, "forward", None)) for kind in map(type, modules)]
+        self._kinds = tuple((weakref.ref(kind), id(getattr(kind, "forward", None))) for kind in map(type, modules))
         tables = [table for each in held for name in _TABLES if isinstance(table := each.get(name), dict)]
         found = [table for table in tables if table]
         self._empty = [table for table in tables if not table]
@@ -86,13 +87,13 @@ class CallAttributes:
         for number, value in enumerate(self._given):
             if type(value) not in _COLUMNS:
                 found.add(("given", number), token_of(value), moved=False)
-        for number, table in enumerate(self._hooks):
-            hooks = tuple(token_of(hook) for hook in table.values() if not _is_of_sharding(hook))
-            found.add(("hooks", number), hooks, moved=False)
+        hooks = (tuple(token_of(hook) for hook in table.values() if not _is_of_sharding(hook)) for table in self._hooks)
+        for number, tokens in enumerate(filter(None, hooks)):
+            found.add(("hooks", number), tokens, moved=False)
         for number, (place, value) in enumerate(self.contents.places.values()):
             found.add(number, token_of(value), moved=place.key in moved or _is_written(value, moved), value=value)
         found.add("modes", tuple(each.get("training") for each, _ in self._held), moved=False)
-        found.add("classes", tuple(self._code), moved=False)
+        found.add("classes", self._kinds, moved=False)
         found.add("trained", tuple(self._trained()), moved=False)
         return found
 
@@ -207,6 +208,8 @@ class Attributes:
         """Whether a tensor among them was computed from parameters before the call."""
         found = self.numbers(frozenset())
         assert self._found is not None
+        if is_one_of_several_processes():
+            return False
         return self._found.contents.have_graphs or any(value is Computed for value in found.values.values())
 
     def at_call(self) -> CallAttributes:

@@ -18,8 +18,8 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from memfit.engine.full_precision import stays_on
 from memfit.engine.modules import parameters_in
+from memfit.engine.suspended_autocast import stays_on
 from memfit.hardware.exhausted import drop_frames
 
 

@@ -94,11 +94,16 @@ def _of_set(items: Set[Any]) -> Hashable:
 
 def _of_tensor(value: torch.Tensor) -> Hashable:
     """Compare a single number on the host, and whether there is a graph. (Reading another would wait for its device.)"""
-    if type(value) is torch.Tensor and value.grad_fn is not None:
+    if type(value) is torch.Tensor and value.grad_fn is not None and not is_one_of_several_processes():
         return Computed
     if value.numel() != 1 or value.device.type != "cpu" or type(value) is not torch.Tensor or value.requires_grad:
         return Nothing
     return token_of(value.item()) if value.layout is torch.strided and not value.is_quantized else Nothing
+
+
+def is_one_of_several_processes() -> bool:
+    """Whether there are others. (Then only some may keep a tensor with a graph, as a loss to log, and all prove together.)"""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 _BY_TYPE: tuple[tuple[type, Callable[[Any], Hashable]], ...] = (

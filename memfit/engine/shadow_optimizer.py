@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import traceback
 import types
 import warnings
@@ -191,7 +192,7 @@ def step(shadow: Optimizer) -> None:
 
 def _is_own(error: Exception) -> bool:
     """Whether code that is not torch's was running, though it may have failed inside torch: a closure that is None."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    ours = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
     return any(not frame.filename.startswith(ours) for frame in traceback.extract_tb(error.__traceback__))
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from memfit.batches.cut import Layout
-from memfit.batches.tree import flat, is_column, leaves
+from memfit.batches.tree import Path, is_column, leaves
 
 LOOKED_AT = 48
 """Samples of a batch that are examined."""
@@ -29,45 +28,41 @@ PAIRS = 24
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
+TRIED = 8
+"""Proofs that try to have samples of one group in both parts."""
+READS = 64
+"""Batches of which entries on a device are read."""
+
 KEY = "key"
 """The mark that says to which class or group a sample belongs."""
+Entries = dict[Path, Sequence[Hashable]]
 Marks = dict[Hashable, float]
 """What a loss might count in one sample: valid labels, classes, mask entries, weights."""
 
 
-def spaced(samples: int, pairs: Mapping[int, tuple[int, int] | None] = MappingProxyType({})) -> list[int]:
+def spaced(samples: int, pairs: Iterable[tuple[int, int]] = ()) -> list[int]:
     """Return the indices of the samples to examine, spread over the batch. Of a large batch they are neighbors, and half of it
-    apart, as two views of one sample are if all first views come first. `pairs` (`pairs_of`) are among them."""
+    apart, as two views of one sample are if all first views come first. `pairs` are among them."""
     if samples <= LOOKED_AT:
         return list(range(samples))
     spread, half = LOOKED_AT // 4, samples // 2
     firsts = [i * half // spread for i in range(spread)]
-    alike = [i for pair in pairs.values() if pair is not None for i in pair]
+    alike = [i for pair in pairs for i in pair]
     return sorted({*alike, *(min(i + beside, samples - 1) for i in firsts for beside in (0, 1, half, half + 1))})
 
 
-def pairs_of(
-    tree: Any, layout: Layout, places: Collection[int] | None = None, *, on_host: bool = False
-) -> dict[int, tuple[int, int] | None]:
-    """Return two samples of one class or group, or None if all samples have their own, for each leaf of a batch that says to
-    which they belong (an integer or a text per sample). `places`: the positions of leaves to look at; None: all. `on_host`:
-    only tensors on the host are looked at."""
-    found: dict[int, tuple[int, int] | None] = {}
-    for place, (leaf, axis) in enumerate(zip(flat(tree), layout.axes)):
-        if axis is None or (places is not None and place not in places):
+def entries_of(tree: Any, samples: int, places: Collection[Path] | None = None, *, on_host: bool = False) -> Entries:
+    """Return the entries of each leaf of a batch that says to which class or group samples belong: an integer or a text per
+    sample. `places`: the leaves to look at; None: all. `on_host`: only tensors on the host are looked at."""
+    found: Entries = {}
+    for path, leaf in leaves(tree):
+        if places is not None and path not in places:
             continue
-        if is_column(leaf) and type(leaf[0]) is not float:
-            found[place] = _pair_in(leaf)
-        elif _says_groups(leaf, layout.samples) and (leaf.device.type == "cpu" or not on_host):
-            found[place] = _pair_in(leaf.detach().to("cpu").numpy().reshape(-1).tolist())  # (one transfer)
+        if is_column(leaf) and len(leaf) == samples and type(leaf[0]) is not float:
+            found[path] = leaf
+        elif _says_groups(leaf, samples) and (leaf.device.type == "cpu" or not on_host):
+            found[path] = leaf.detach().to("cpu").numpy().reshape(-1).tolist()  # (one transfer)
     return found
-
-
-def still_apart(apart: frozenset[int] | None, pairs: Mapping[int, tuple[int, int] | None]) -> frozenset[int]:
-    """Return which leaves have no two samples of one class or group in a batch with these `pairs` either. `apart`: the leaves
-    before; None: this is the first batch."""
-    found = frozenset(place for place, pair in pairs.items() if pair is None)
-    return found if apart is None else found & apart
 
 
 def _says_groups(leaf: Any, samples: int) -> bool:
@@ -76,9 +71,44 @@ def _says_groups(leaf: Any, samples: int) -> bool:
     return leaf.dtype in _INTEGERS
 
 
+def pairs_in(entries: Entries) -> dict[Path, tuple[int, int]]:
+    """Return two samples with the same entry, for each leaf that has some."""
+    pairs = {path: _pair_in(each) for path, each in entries.items()}
+    return {path: pair for path, pair in pairs.items() if pair is not None}
+
+
 def _pair_in(entries: Sequence[Hashable]) -> tuple[int, int] | None:
     met: dict[Hashable, int] = {}
     return next(((met[entry], i) for i, entry in enumerate(entries) if met.setdefault(entry, i) != i), None)
+
+
+class Apart:
+    """The leaves that say to which class or group samples belong, while no proof has had samples of one group in both parts.
+    `left`: how many more proofs may try, and how many more batches are read off a device."""
+
+    def __init__(self) -> None:
+        self.left: dict[Path, int] = {}
+        self._reads = READS
+        self._known: set[Path] = set()
+
+    def pairs_in(self, tree: Any, samples: int, *, waits: bool) -> bool:
+        """Whether a batch has two samples of one group, for a proof to try. `waits`: entries on a device are read, too."""
+        waits = waits and self._reads > 0
+        self._reads -= waits
+        pairs = pairs_in(entries_of(tree, samples, self.left, on_host=not waits))
+        for path in pairs:
+            self.left[path] -= 1
+        self.left = {path: left for path, left in self.left.items() if left}
+        return bool(pairs)
+
+    def proven(self, entries: Entries, first: int) -> None:
+        """Note the entries of a proof's samples, `first` of which are in its first part."""
+        for path, each in entries.items():
+            if not {*each[:first]}.isdisjoint(each[first:]):
+                self.left.pop(path, None)
+            elif path not in self._known:
+                self.left[path] = TRIED
+            self._known.add(path)
 
 
 def marks_of(sample: Any) -> Marks:
@@ -107,19 +137,29 @@ def _marks(leaf: torch.Tensor) -> dict[str, float]:
 def most_telling(marks: Sequence[Marks], sizes: Sequence[int]) -> list[int]:
     """Return indices of samples for two parts of these `sizes`, chosen so that the marks of the parts differ most, and that
     both have samples of one class or group. Both parts should keep something that counts: a part without a loss proves nothing.
-    The samples stay in the order of the batch (`pack_padded_sequence` takes the longest first)."""
+    The samples stay in the order of the batch, if a mark falls along it (`pack_padded_sequence` takes the longest first)."""
     count, first = sum(sizes), sizes[0]
     columns, keys = _columns(marks), _keys(marks)
-    if not (columns or keys) or len(marks) <= count or len(sizes) < 2:
+    if not (columns or keys) or len(marks) < count or len(sizes) < 2 or (len(marks) == count and not keys):
         return list(range(count))
+    ordered = any(all(a >= b for a, b in pairwise(column)) for column in columns)
     draw = random.Random(0)
     tried = [list(range(count)), *(draw.sample(range(len(marks)), count) for _ in range(TRIES))]
     for column in columns:
         low = sorted(range(len(marks)), key=column.__getitem__)
         tried += [[*low[:first], *low[first - count :]], [*low[-first:], *low[: count - first]]]
     for key in keys:
-        tried += [_with_both(pair, len(marks), sizes, draw) for pair in _pairs(key, draw)]
-    return max(map(sorted, tried), key=lambda chosen: _score(chosen, first, columns, keys))
+        tried += [_with_both([pair], len(marks), sizes, draw) for pair in _pairs(key, draw)]
+    for pairs in zip(*(_pairs(key, draw) for key in keys)) if len(keys) > 1 else ():
+        if len({i for pair in pairs for i in pair}) == 2 * len(pairs) <= 2 * min(sizes):
+            tried.append(_with_both(pairs, len(marks), sizes, draw))
+    tried = [sorted(chosen) for chosen in tried] if ordered else [_in_parts(chosen, first) for chosen in tried]
+    return max(tried, key=lambda chosen: _score(chosen, first, columns, keys))
+
+
+def _in_parts(chosen: Sequence[int], first: int) -> list[int]:
+    """Put the samples of each part into the order of the batch."""
+    return [*sorted(chosen[:first]), *sorted(chosen[first:])]
 
 
 def _columns(marks: Sequence[Marks]) -> list[list[float]]:
@@ -155,10 +195,12 @@ def _pairs(key: Sequence[float], draw: random.Random) -> Iterator[tuple[int, int
         yield one, draw.choice([i for i in several if key[i] == key[one] and i != one])
 
 
-def _with_both(pair: tuple[int, int], samples: int, sizes: Sequence[int], draw: random.Random) -> list[int]:
-    """Return samples of which one of a pair is in the first part, and one in the other."""
-    others = draw.sample([i for i in range(samples) if i not in pair], sum(sizes) - 2)
-    return [pair[0], *others[: sizes[0] - 1], pair[1], *others[sizes[0] - 1 :]]
+def _with_both(pairs: Sequence[tuple[int, int]], samples: int, sizes: Sequence[int], draw: random.Random) -> list[int]:
+    """Return samples of which one of each pair is in the first part, and one in the other."""
+    firsts, seconds = map(list, zip(*pairs))
+    others = draw.sample([i for i in range(samples) if i not in (*firsts, *seconds)], sum(sizes) - 2 * len(pairs))
+    more = sizes[0] - len(firsts)
+    return [*firsts, *others[:more], *seconds, *others[more:]]
 
 
 def _score(chosen: Sequence[int], first: int, columns: Sequence[Sequence[float]], keys: Sequence[Sequence[float]]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,8 +11,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.engine.full_precision import autocast_is_off, stays_on
+from memfit.engine.suspended_autocast import autocast_is_off, stays_on
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 """Relative difference up to which whole and parts count as equal. Rounding of two summation orders stays an order of magnitude
@@ -69,6 +71,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return TOLERANCE.get(dtype, TOLERANCE[torch.float32])
 
 
+_HALF = (torch.bfloat16, torch.float16)
 FLOORS = 4.0
 """Multiples of the floor (what the last bits of parameters change) that count as rounding, as errors of several summation
 orders add up."""
@@ -109,23 +112,42 @@ def note_loose(limit: float, note: Callable[[str, str], None]) -> None:
         note("note", f"{why}: sample independence is proven to {limit:.0%} only")
 
 
-class Arithmetic:
-    """The precision in which modules computed: kernels for other numbers of samples round differently, and a float32 tensor
-    may come out of autocast."""
+class Arithmetic(TorchDispatchMode):
+    """The precision in which a forward computed: kernels for other numbers of samples round differently, and a float32 tensor
+    may come out of autocast, or of a cast of the model's own."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        self._autocast: set[torch.dtype] = set()
+        super().__init__()
+        self._low: set[torch.dtype] = set()
+        self._thread = threading.get_ident()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports dynamo
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(each, torch.Tensor) and each.dtype in _HALF:
+                self._low.add(each.dtype)
+        return out
 
     def tolerance(self, dtype: torch.dtype) -> float:
         """Return the relative difference up to which tensors of this dtype count as equal."""
-        return max(tolerance(dtype), *(tolerance(low) for low in self._autocast), 0.0)
+        return max(tolerance(dtype), *(tolerance(low) for low in self._low), 0.0)
 
     def note(self, kinds: tuple[str, ...]) -> None:
         """Note the precision in which a module is about to compute, or have it compute in that of its parameters."""
+        if threading.get_ident() != self._thread:
+            return
         for kind in kinds:
             if torch.is_autocast_enabled(kind) and not stays_on():
                 torch.set_autocast_enabled(kind, False)  # until the script leaves the context that enabled it
-        self._autocast.update(torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind))
+        self._low.update(torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind))
 
 
 def is_dtype_of(dtype: torch.dtype, found: torch.dtype) -> bool:
@@ -144,6 +166,7 @@ def full_precision(device: torch.device) -> Iterator[Arithmetic]:
         stack.callback(_without_cudnn_tf32())
         hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: arithmetic.note(kinds))
         stack.callback(hook.remove)
+        stack.enter_context(arithmetic)
         yield arithmetic
 
 

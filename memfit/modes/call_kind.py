@@ -14,6 +14,7 @@ from memfit.capture.infer_layout import outputs_of
 from memfit.capture.outputs import Outputs
 from memfit.engine.compose_state import Composition
 from memfit.engine.weighting import BY_SAMPLES, Weighting
+from memfit.equivalence.proof_samples import Apart
 from memfit.equivalence.weighting_codes import agree
 from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
@@ -53,8 +54,8 @@ class CallKind:
     """Its outputs as the proof on real samples found them."""
     prove_at: int = 0
     """Optimizer steps after which the next batch proves cutting again."""
-    apart: frozenset[int] | None = None
-    """The positions of arguments that say to which class or group samples belong, if no batch proven so far had two of one."""
+    apart: Apart = field(default_factory=Apart)
+    """The arguments that say to which class or group samples belong, of which no proof has had two in both parts."""
     alike: int = 0
     """Samples up to which its forward was seen to do the same as with few."""
     composition: Composition = field(default_factory=Composition)

@@ -15,6 +15,7 @@ from memfit.batches.cut import Layout, shared_samples, uncuttable
 from memfit.batches.shapes import Shapes, no_larger, samples_by, shapes_per_sample
 from memfit.capture.call import Call, Tree
 from memfit.capture.consumers import Consumer
+from memfit.capture.earlier_graphs import refuse_earlier_graphs_of
 from memfit.capture.find_side_outputs import FoundDoors
 from memfit.capture.infer_layout import outputs_of, ways_to_cut
 from memfit.capture.outputs import Otherwise, Outputs
@@ -119,7 +120,7 @@ class CallKinds:
     ) -> tuple[Call | None, int | None]:
         """`to_cut`, and find what side effects the forward leaves besides its output."""
         doors = self._doors.get(name)
-        if doors and any(isinstance(door, Door) and door.is_registered for door in doors):
+        if doors and any(isinstance(door, Door) and door.is_registered_now for door in doors):
             self.rebuild()
             doors = None
         try:
@@ -221,11 +222,13 @@ class CallKinds:
         if samples < 2:
             return None
         shapes = shapes_per_sample(tree, kind.layout, samples)
-        call = self._call_of(kind, plain, tree, samples, shapes)
+        call, graphs = self._call_of(kind, plain, tree, samples, shapes), self._attributes.have_graphs()
         self._attributes.forget()
         known, trial = kind.proven, replace(kind, outputs={}, alike=0, planned={})
 
         def same() -> bool:
+            if graphs:
+                refuse_earlier_graphs_of(call)  # (a proof would run their backward)
             settled = outputs_of(call).settled_like(known)
             call.outputs = kind.outputs_of(call, shapes)
             if settled is None or not settled.looks_like(call.outputs):

@@ -6,8 +6,10 @@ Not covered: what the few samples do not show. Proofs are repeated on later batc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from torch import nn
 
@@ -23,14 +25,14 @@ from memfit.capture.workloads import CallWork
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
 from memfit.engine.compose_state import with_written
-from memfit.engine.full_precision import without_autocast
 from memfit.engine.places import Place
 from memfit.engine.recovery import on_fewer, surviving
+from memfit.engine.suspended_autocast import without_autocast
 from memfit.engine.weighting import BY_SAMPLES
 from memfit.equivalence.backward_proof import backward_deviation
 from memfit.equivalence.infer_weighting import infer_weighting
 from memfit.equivalence.measured_loss import PROBED
-from memfit.equivalence.proof_samples import marks_of, most_telling, pairs_of, spaced, still_apart
+from memfit.equivalence.proof_samples import entries_of, marks_of, most_telling, pairs_in, spaced
 from memfit.equivalence.proofs import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.equivalence.single_sample import call_alone
 from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
@@ -41,6 +43,7 @@ from memfit.modes.call_kind import CallKind
 from memfit.planning.search import with_blocks
 from memfit.runtime.core import Core
 
+T = TypeVar("T")
 OUTPUTS_HELD = 2
 """Number of times that outputs are held while parts and whole are compared: the parts' and the joined ones."""
 
@@ -88,7 +91,8 @@ class Prover:
             return self._decides(call, deviation)
         proof = self._chosen(call, min(PROOF_SAMPLES, call.samples))
         allowed = core.settings.allow_inexact
-        found = surviving(lambda: mixing_module(proof, self._sizes(proof), allowed), core.device, lambda text: None)
+        mixing = partial(mixing_module, proof, self._sizes(proof), allowed)
+        found = surviving(lambda: without_autocast(mixing) or mixing(), core.device, lambda text: None)
         names = [deviation.where, *deviation.others] if found is None else [found.where]
         found = found or deviation
         what, also = f"{found.where} mixes samples", ""
@@ -182,26 +186,27 @@ class Prover:
         few = max(few, min(2 * self._core.least, call.samples))
         if call.split is not None or not call.layout.cuts:
             return call.first(few)
-        there = spaced(call.samples, pairs_of(call.tree, call.layout))
+        there = spaced(call.samples, pairs_in(entries_of(call.tree, call.samples)).values())
         marks = [marks_of(cut(call.tree, call.layout, i, i + 1)) for i in there]
         return call.chosen([there[i] for i in most_telling(marks, parts_of(few, self._core.least))])
 
     def has_new_pairs(self, kind: CallKind, call: Call) -> bool:
-        """Whether the call has samples of one class or group, where no batch that was proven had any. Entries on a device are
-        read only if the forward moves state by sample, as a table of them: reading waits for the device. (Several processes
+        """Whether the call has samples of one class or group, where no proof has had some in both parts. Entries on a device
+        are read only if the forward moves state by sample, as a table of them: reading waits for the device. (Several processes
         prove together, and each sees its own samples.)"""
-        if not kind.apart or call.split is not None or not self._core.team.alone:
+        if not kind.apart.left or call.split is not None or not self._core.team.alone:
             return False
-        waits = kind.composition.in_sequence
-        return any(pairs_of(call.tree, call.layout, kind.apart, on_host=not waits).values())
+        return kind.apart.pairs_in(call.tree, call.samples, waits=kind.composition.in_sequence)
 
     # ---- proofs
 
     def _prove_on(self, proof: Call, kind: CallKind, call: Call, shapes: Shapes) -> Deviation | None:
         core, sizes = self._core, self._sizes(proof)
         outputs, deviations, composition = joined_outputs(proof, sizes)
-        if any(deviation.limit >= LOOSE for deviation in deviations):
-            _, deviations, composition = without_autocast(lambda: joined_outputs(proof, sizes))
+        loose = max((each.limit for each in deviations if each.limit >= LOOSE), default=0.0)
+        if (exact := self._exactly(deviations, lambda: joined_outputs(proof, sizes))) is not None:
+            deviations = [each for each in deviations if not each.agrees] + exact[1]
+            composition = exact[2] if exact[2].keys == composition.keys else composition
         kind.composition = with_written(composition, kind.composition, core.model)  # (keeps nothing of the proof alive)
         moved_in_blocks(core.model, kind.composition)
         deviations += self.by_size(kind, call)
@@ -217,8 +222,7 @@ class Prover:
         entrances = look_for_side_doors(proof, proof.samples)
         core.staging.stage_also(entrances.parameters)
         kind.writes_input = call.copies = entrances.writes_input
-        if call.split is None:
-            kind.apart = still_apart(kind.apart, pairs_of(call.tree, call.layout))
+        kind.apart.proven(entries_of(proof.tree, proof.samples), sizes[0])
         if entrances.watches:
             core.tell("hooks of tensors inside the forward, and gradients that it retains, are those of one micro-batch")
         if len(sizes) < 2:
@@ -228,9 +232,10 @@ class Prover:
         staging, accepted = core.staging, [each.where for each in apart]
         found = self._infer(kind, proof, call)
         if found is None:
-            found = without_autocast(
-                lambda: backward_deviation(proof, sizes, staging, kind.composition.afresh(), limit, accepted)
-            )
+            agrees = partial(backward_deviation, proof, sizes, staging)
+            found = agrees(kind.composition.afresh(), max(limit, loose), accepted)
+            if found is None and loose:
+                found = without_autocast(lambda: agrees(kind.composition.afresh(), limit, accepted))
         if found is not None:
             if not self._is_allowed(found, proof):
                 return found
@@ -240,13 +245,20 @@ class Prover:
         kind.proven = outputs
         return None
 
+    def _exactly(self, deviations: Sequence[Deviation], prove: Callable[[], T]) -> T | None:
+        """Return what a proof finds without autocast, if it allowed much under autocast; None if it did not, or cannot run."""
+        return without_autocast(prove) if any(each.limit >= LOOSE for each in deviations) else None
+
     def _infer(self, kind: CallKind, proof: Call, call: Call) -> Deviation | None:
         """Infers the weighting of the call's own loss, if it has one."""
         if proof.outputs.loss is None:
             return None
         work = CallWork(frozen_norms(proof), proof.outputs.loss, draws=False)
         core, sizes = self._core, self._sizes(proof)
-        weighting, deviation, moves = without_autocast(lambda: infer_weighting(work, sizes, core.staging, core.model))
+        infer = partial(infer_weighting, work, sizes, core.staging, core.model)
+        weighting, deviation, moves = infer()
+        if weighting is not None and (exact := self._exactly([deviation], infer)) is not None:
+            weighting, deviation, moves = exact
         if weighting is None and deviation.agrees:
             kind.prove_at, kind.mute = self._core.steps, True  # the next call is proven again
             return moves.deviation
@@ -264,7 +276,9 @@ class Prover:
             return True
         if not allowed or deviation.by in ("backward", "inner"):
             return False
-        return mixing_module(proof, sizes, ()) is not None and mixing_module(proof, sizes, allowed) is None
+        mixes = without_autocast(lambda: (mixing_module(proof, sizes, ()), mixing_module(proof, sizes, allowed)))
+        mixes = mixes or (mixing_module(proof, sizes, ()), mixing_module(proof, sizes, allowed))
+        return mixes[0] is not None and mixes[1] is None
 
     def _accept(self, deviation: Deviation) -> None:
         self._core.note(

@@ -9,7 +9,7 @@ from memfit._errors import MemfitError, Refused
 from memfit.batches.cut import first_size, refuse_packed, shared_samples, uncuttable, unread
 from memfit.batches.tree import tensors
 from memfit.capture.call import Call, Tree
-from memfit.capture.find_side_outputs import refuse_earlier_graphs
+from memfit.capture.earlier_graphs import refuse_earlier_graphs_of
 from memfit.capture.infer_layout import ways_to_cut
 from memfit.engine.weighting import BY_TERM
 from memfit.equivalence.tolerances import Deviation
@@ -113,7 +113,7 @@ class FirstCalls:
                 return None
             shapes = call.shapes
             if self._graphs:
-                refuse_earlier_graphs(call)
+                refuse_earlier_graphs_of(call)
             self._prover.look_at_single_samples(call)
             bound = None if core.in_force.fixed else self._plans.bound(call)
             kind = CallKind(call.layout, shapes, {shapes: call.outputs}, bound)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from memfit.batches.split import Split, part_of_split
 from memfit.batches.tree import map_tensors, tensors
 from memfit.capture.infer_layout import twins_of
 from memfit.engine.weighting import WeightsChanged
-from memfit.equivalence.proof_samples import marks_of, most_telling, pairs_of, spaced
+from memfit.equivalence.proof_samples import entries_of, marks_of, most_telling, pairs_in, spaced
 
 RAGGED = 1.05
 """Samples are ordered by size if their sizes differ by more than this factor."""
@@ -30,8 +30,8 @@ class Ordered:
     cannot be told apart. `shapes` are the shapes per sample of an ordinary batch, None if samples are collated. With
     `in_order`, pieces must be contiguous. `views(pieces)` makes all pieces if no copy is needed. `devices` hold the samples, if
     known. `again` makes a new batch from a part of an ordinary batch and its number of samples. `wanted` are an ordinary
-    batch's tensors that receive gradients. `nbytes()` counts the bytes of samples not collated yet. `pairs` finds two samples
-    of one class or group in an ordinary batch (`proof_samples.pairs_of`).
+    batch's tensors that receive gradients. `nbytes()` counts the bytes of samples not collated yet. `tree` is an ordinary
+    batch.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Ordered:
         wanted: Sequence[torch.Tensor] = (),
         nbytes: Callable[[], int] = int,
         by_size: bool = True,
-        pairs: Callable[..., Mapping[int, tuple[int, int] | None]] = dict,
+        tree: Any = None,
     ) -> None:
-        self.nbytes, self.pairs = nbytes, pairs
+        self.nbytes, self.tree = nbytes, tree
         self.samples, self.shapes, self.in_order, self._again = samples, shapes, in_order, again
         self.wanted = wanted
         self.devices = devices
@@ -89,10 +89,9 @@ class Ordered:
         found = tensors(tree)
         devices = frozenset([tensor.device for tensor in found])
         wanted = [tensor for tensor in found if tensor.requires_grad]
-        pairs = partial(pairs_of, tree, layout)
         return Ordered(
             layout.samples, [], piece,
-            shapes=shapes, views=views, devices=devices, again=again, wanted=wanted, pairs=pairs,
+            shapes=shapes, views=views, devices=devices, again=again, wanted=wanted, tree=tree,
         )  # fmt: skip
 
     @staticmethod
@@ -195,7 +194,7 @@ class Ordered:
         elif self.in_order:
             chosen = self._order[:count]
         else:
-            looked_at = spaced(self.samples, self.pairs())
+            looked_at = spaced(self.samples, pairs_in(entries_of(self.tree, self.samples)).values())
             there = [self._order[i] for i in looked_at]
             marks = [marks_of(self._make([i])) for i in there]
             if self.ragged:

@@ -413,9 +413,11 @@ class ScriptPasses:
             if not first or not self._runs_whole_after(call, error, begun, ran):
                 raise
             failed = error
-        found = consumer.of_whole(call)  # raises an error that is the script's own: the next batch may have none
-        self._kinds.say_whole(call, failed)
-        del failed  # (its traceback holds this frame)
+        try:
+            found = consumer.of_whole(call)  # raises an error that is the script's own: the next batch may have none
+            self._kinds.say_whole(call, failed)
+        finally:
+            del failed  # (its traceback holds this frame)
         return found
 
     def _runs_whole_after(self, call: Call, error: BaseException, begun: Sequence[RandomState], ran: bool) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from memfit._errors import MemfitError, Refused, UsageError, first_line
 from memfit.batches.cut import layout_from_two, like_first
-from memfit.capture.find_side_outputs import Earlier
+from memfit.capture.earlier_graphs import refuse_earlier_graphs
 from memfit.capture.infer_layout import comparable_sizes, twins_of
 from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
@@ -22,20 +22,20 @@ from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
 from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition, with_written
-from memfit.engine.full_precision import without_autocast
 from memfit.engine.known_means import Terms, is_only_term
 from memfit.engine.places import Place
 from memfit.engine.random_state import random_state_kept
 from memfit.engine.recovery import on_fewer, surviving
+from memfit.engine.suspended_autocast import without_autocast
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting
 from memfit.engine.work import Work, loss_of
 from memfit.equivalence.infer_weighting import DECIDES, infer_weighting
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import PROBED
-from memfit.equivalence.proof_samples import still_apart
+from memfit.equivalence.proof_samples import Apart, entries_of
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
 from memfit.equivalence.single_sample import loss_alone
-from memfit.equivalence.tolerances import Deviation, note_loose
+from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
 from memfit.equivalence.weighting_codes import agree
 from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import checkpointed
@@ -73,7 +73,7 @@ class Weigher:
         self._stated = by_hand and Weighting("count", "by weight=", count=counted_by(by_hand, core.device))
         self._alone: Weighting | None = None
         self._proven_ragged = self.mute = False
-        self._apart: frozenset[int] | None = None
+        self._apart = Apart()
         self._prove_at = 0
 
     @property
@@ -98,11 +98,11 @@ class Weigher:
         return None
 
     def _has_new_pairs(self, batch: Ordered) -> bool:
-        """Whether the batch has samples of one class or group, where no batch that was proven had any. (Several processes prove
-        together, and each sees its own samples.)"""
-        if not self._apart or not self._core.team.alone:
+        """Whether the batch has samples of one class or group, where no proof has had some in both parts. (Several processes
+        prove together, and each sees its own samples.)"""
+        if not self._apart.left or batch.tree is None or not self._core.team.alone:
             return False
-        return any(batch.pairs(self._apart, on_host=not self.composition.in_sequence).values())
+        return self._apart.pairs_in(batch.tree, batch.samples, waits=self.composition.in_sequence)
 
     @property
     def _inferred(self) -> bool:
@@ -203,9 +203,7 @@ class Weigher:
         """Raise Refused if the loss uses a tensor with a graph that the script computed before."""
         core, few = self._core, min(FEW, batch.samples)
         work = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
-        with leave_no_trace(core.model, core.device), uncompiled(), torch.enable_grad():
-            earlier = Earlier(())
-            earlier.refuse(loss_of(work, few), core.model)
+        refuse_earlier_graphs(core.model, core.device, lambda: ([loss_of(work, few)], []))
 
     def agrees_with(self, known: Weigher, batch: Ordered) -> bool | None:
         """Infer the weighting on a few samples of a batch, and return whether it is that of `known`. None: too few to tell."""
@@ -264,13 +262,14 @@ class Weigher:
         double = self._tasks.work(batch.twice(max(parts)), 2 * max(parts), "off", on_copies=True)
         self.mute = False
         double = None if batch.in_order else double
-        self.weighting, deviation, moves = without_autocast(
-            lambda: infer_weighting(work, parts, core.staging, core.model, decides=True, double=double)
-        )
+        infer = partial(infer_weighting, work, parts, core.staging, core.model, decides=True, double=double)
+        self.weighting, deviation, moves = infer()
+        if self.weighting is not None and deviation.limit >= LOOSE and (exact := without_autocast(infer)) is not None:
+            self.weighting, deviation, moves = exact
         self.composition = with_written(moves.composition, self.composition, core.model)
         moved_in_blocks(core.model, self.composition)
         self._tasks.watch(work)
-        self._apart = still_apart(self._apart, batch.pairs())
+        self._apart.proven(entries_of(pieces(0, few), few), parts[0])
         if self._stated is not None:
             self.weighting = self._stated  # taken as given; only the composition of state is proven
         elif self.weighting is not None and again is None:

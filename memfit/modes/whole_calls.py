@@ -18,7 +18,7 @@ from memfit.autotune.task import LOSS_BOUND, Task
 from memfit.batches.cut import Layout
 from memfit.batches.tree import flat, leaves, tensors
 from memfit.capture.call import Call, Tree
-from memfit.capture.find_side_outputs import EarlierGraph
+from memfit.capture.earlier_graphs import EarlierGraph
 from memfit.capture.infer_layout import fake_outputs, twins_of
 from memfit.capture.outputs import Outputs
 from memfit.capture.workloads import CallWork

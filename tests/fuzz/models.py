@@ -251,7 +251,7 @@ h = self.online(h) + F.linear(h.detach(), self.slow["weight"], self.slow["bias"]
         forward="self.calls += 1\nif self.calls > 2:\n    self.warmth = min(self.warmth + 0.4, 1.0)\nh = h * (1.0 + self.warmth)",
     ),
     "largest": piece(
-        "state",
+        "state", "decides",
         init='self.register_buffer("most", torch.tensor(0.5))',
         forward="self.most.copy_(torch.maximum(self.most, h.detach().abs().max()))\nh = h / (1.0 + self.most)",
     ),
