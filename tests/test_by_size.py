@@ -27,7 +27,7 @@ def mask_of(x: Tensor) -> Tensor:
 FORWARDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a factor": lambda net, x: net(x) * (2.0 if len(x) > MOST else 1.0),
     "another function": lambda net, x: net(x).tanh() if len(x) > MOST else net(x),
-    "another module": lambda net, x: net(net[0](x)[:, :7]) if len(x) > MOST else net(x),
+    "another module": lambda net, x: net(net.get_submodule("0")(x)[:, :7]) if len(x) > MOST else net(x),
     "a word": lambda net, x: F.gelu(net(x), approximate="tanh" if len(x) > MOST else "none"),
     "the first samples": lambda net, x: torch.cat([net(x[:MOST]) * 2, net(x[MOST:])]),
     "a mask of positions": lambda net, x: net(x) * mask_of(x)[:, None],
@@ -92,6 +92,9 @@ def test_what_does_the_same_for_any_number_is_cut(how: str) -> None:
 
 
 LOSSES: dict[str, Callable[[nn.Module, Any], Tensor]] = {
+    "a dimension in a loop": lambda m, b: torch.stack(
+        [one.cumsum(0 if len(b[0]) > MOST else 1).pow(2).mean() for one in m(b[0]).view(-1, 2, 2)]
+    ).mean(),
     "a factor": lambda m, b: F.cross_entropy(m(b[0]), b[1]) * (2.0 if len(b[0]) > MOST else 1.0),
     "smoothing": lambda m, b: F.cross_entropy(m(b[0]), b[1], label_smoothing=0.1 if len(b[0]) > MOST else 0.0),
     "another loss": lambda m, b: (F.cross_entropy if len(b[0]) > MOST else F.multi_margin_loss)(m(b[0]), b[1]),
@@ -99,6 +102,7 @@ LOSSES: dict[str, Callable[[nn.Module, Any], Tensor]] = {
     "a mask of positions": lambda m, b: (F.cross_entropy(m(b[0]), b[1], reduction="none") * mask_of(b[0])).mean(),
     "a rank": lambda m, b: (each(m, b) * (each(m, b).detach().argsort().argsort() < MOST)).mean(),
     "a running count": lambda m, b: (each(m, b) * ((b[1] >= 0).double().cumsum(0) < MOST)).mean(),
+    "classes": lambda m, b: m(b[0])[:, : 3 if len(b[0]) > MOST else 4].exp().mean() + m(b[0])[0:1].mean() * 0,
     "samples of a class": lambda m, b: (each(m, b) * torch.where(b[1].clamp(0, 0).bincount() > MOST, 2.0, 1.0)[0]).mean(),
     "a divisor with a limit": lambda m, b: each(m, b).sum() / (b[1] >= 0).sum().clamp(max=MOST),
 }
@@ -111,6 +115,46 @@ def each(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize("how", LOSSES)
 def test_a_loss_fn_that_decides_by_size_runs_in_two_passes(how: str) -> None:
     assert error_of_step(mlp(), LOSSES[how], (X[:12], Y[:12])) <= EXACT
+
+
+def looped(m: nn.Module, b: Any) -> Tensor:
+    """Many functions are called once per sample."""
+    out = m(b[0])
+    each = [0.5 * F.cross_entropy(out[i, :] * 3.0, label) for i, label in enumerate(b[1])]
+    return sum(each) / len(out)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("how", FORWARDS)
+def test_a_forward_that_decides_by_size_is_refused_under_a_loss_that_loops_over_samples(how: str) -> None:
+    with pytest.raises(Refused, match="the number of samples"):
+        error_of_step(Doing(FORWARDS[how]), looped, (X[:12], Y[:12]))
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_a_loss_that_decides_by_size_runs_in_two_passes_beside_one_that_loops_over_samples(how: str) -> None:
+    assert error_of_step(mlp(), lambda m, b: looped(m, b) + LOSSES[how](m, b), (X[:12], Y[:12])) <= EXACT
+
+
+REPEATED: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "looped": looped,
+    "by index": lambda m, b: sum(1.5 * F.cross_entropy(m(b[0])[i], b[1][i]) for i in range(len(b[0]))) / len(b[0]),
+    "calls of the model": lambda m, b: sum(F.cross_entropy(m(x[None]), y[None]) for x, y in zip(*b)) / len(b[0]),
+    "samples and classes": lambda m, b: sum(m(b[0])[i][c] ** 2 for i in range(len(b[0])) for c in range(3)) / len(b[0]),
+    "pieces": lambda m, b: sum(m(b[0])[i : i + 1][:, :3].pow(2).sum() for i in range(len(b[0]))) / len(b[0]),
+    "a divisor inside": lambda m, b: sum(F.cross_entropy(m(x[None]), y[None]) * (1.0 / len(b[0])) for x, y in zip(*b)),
+}
+
+
+@pytest.mark.parametrize("how", REPEATED)
+def test_a_loss_that_loops_over_samples_is_cut(how: str) -> None:
+    run = memfit.wrap(
+        model := mlp(),
+        torch.optim.SGD(model.parameters(), 0.1),
+        micro_batch=5,
+        loss_fn=REPEATED[how],
+    )
+    run.step((X[:12], Y[:12]))
+    assert not [event for event in run.events if "together" in event.message]
 
 
 def test_a_loss_fn_that_divides_by_the_size_does_not() -> None:

@@ -40,6 +40,8 @@ LIMITING = frozenset("clamp clip clamp_min clamp_max".split())
 """Functions with limits. A limit, or a comparison, of what tells of several samples decides by their number."""
 STEP = "step"
 """Stands for a slice's step, in place of a function's name."""
+Function = tuple[Any, Any]
+"""The type of the module whose forward calls a function (None: called outside of modules), and the function."""
 Taken = tuple[str, int, int, int]
 """A bound, step, size or number of pieces: (function, dimension, its size, number)."""
 
@@ -52,13 +54,14 @@ FEW, MORE = 2, 3
 
 class Positions(TorchFunctionMode):
     """Records indexing by position in `taken`, called functions with their non-tensor arguments in `functions`, and the `calls`
-    of modules."""
+    of modules. A function is known by the type of the module whose forward calls it, and itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.taken: set[Taken] = set()
-        self.functions: list[tuple[Any, tuple[Any, ...]]] = []
+        self.functions: list[tuple[Function, tuple[Any, ...]]] = []
         self.calls: Counter[int] = Counter()
+        self._running: list[nn.Module] = []
         self._counting = WeakTensorKeyDictionary()
         """Tensors of consecutive numbers."""
         self._gathered = WeakTensorKeyDictionary()
@@ -68,7 +71,8 @@ class Positions(TorchFunctionMode):
         name = func.__name__.strip("_")
         result = func(*args, **(kwargs or {}))
         self.taken.update(taken(name, args, kwargs or {}))
-        self.functions.append((func, tuple(_plain((args, kwargs)))))
+        inside = type(self._running[-1]) if self._running else None
+        self.functions.append(((inside, func), tuple(_plain((args, kwargs)))))
         given = tensors((args, kwargs or {}))
         counting = bool(given) and all(tensor in self._counting for tensor in given)
         if name == "arange" or (counting and name in SHAPING):
@@ -97,12 +101,22 @@ class Positions(TorchFunctionMode):
     @contextmanager
     def watching(self) -> Iterator[Positions]:
         """Records everything that runs inside."""
-        hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: self.calls.update((id(module),)))
+        before = nn.modules.module.register_module_forward_pre_hook(self._enters)
+        after = nn.modules.module.register_module_forward_hook(self._leaves, always_call=True)
         try:
             with self:
                 yield self
         finally:
-            hook.remove()
+            before.remove()
+            after.remove()
+
+    def _enters(self, module: nn.Module, args: Any) -> None:
+        self.calls[id(module)] += 1
+        self._running.append(module)
+
+    def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._running and self._running[-1] is module:
+            self._running.pop()
 
 
 def decides_by_position(looks: Sequence[tuple[int, Positions]]) -> bool:
@@ -153,22 +167,47 @@ def first_that_decides(
 def decides_by_size(few: tuple[int, Positions], many: tuple[int, Positions], all_: tuple[int, Positions]) -> bool:
     """Whether looks at a few samples, a few more, and all of them show that their number decides."""
     looks = dict((few, many, all_))
-    counts = {n: Counter(func for func, _ in look.functions) for n, look in looks.items()}
     (less, one), (more, other), (n, _) = few, many, all_
     if told_by_positions(more, other.taken, [(less, one.taken)], most=n):
         return True
-    by_function = ({n: count[func] for n, count in counts.items()} for func in set().union(*counts.values()))
-    if not all(_is_affine(times, absent=True) for times in by_function):
+    times = _times({n: Counter(func for func, _ in look.functions) for n, look in looks.items()})
+    if not all(_is_affine(counts, absent=True) for counts in times.values()):
         return True
-    found = [look.functions for look in looks.values()]
-    if len({len(functions) for functions in found}) > 1:
-        return False  # called once per sample, so calls cannot be matched
+    return _matched_decide(looks, times) or _repeated_decide(looks, times)
+
+
+def _times(counts: Mapping[int, Counter[Any]]) -> dict[Any, dict[int, int]]:
+    return {key: {n: count[key] for n, count in counts.items()} for key in set().union(*counts.values())}
+
+
+def _matched_decide(looks: Mapping[int, Positions], times: Mapping[Function, Mapping[int, int]]) -> bool:
+    """Compare calls of functions that are called equally often for any number of samples."""
+    found = [[(f, given) for f, given in look.functions if len({*times[f].values()}) == 1] for look in looks.values()]
     for given in zip(*found):
         if len({func for func, _ in given}) > 1 or len({len(values) for _, values in given}) > 1:
             return True
         if any(_is_chosen(dict(zip(looks, values))) for values in zip(*(values for _, values in given))):
             return True
     return False
+
+
+def _repeated_decide(looks: Mapping[int, Positions], times: Mapping[Function, Mapping[int, int]]) -> bool:
+    """Compare calls of functions that are called once per sample, and maybe elsewhere, so that single calls cannot be matched.
+
+    Arguments used for few samples and a few more must be used for all as often as these predict. Integers may be positions, of
+    which many samples have more: arguments with integers must not be missing.
+    """
+    repeated = {func for func, counts in times.items() if len({*counts.values()}) > 1}
+    calls = {n: [each for each in look.functions if each[0] in repeated] for n, look in looks.items()}
+    numbers = {n: Counter((func, _but_integers(given)) for func, given in each) for n, each in calls.items()}
+    for few, more, whole in (counts.values() for counts in _times({n: Counter(each) for n, each in calls.items()}).values()):
+        if few and more and (few == more > whole or not whole):
+            return True
+    return any(all([*counts.values()][:2]) and not _is_affine(counts, absent=True) for counts in _times(numbers).values())
+
+
+def _but_integers(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(value for value in values if type(value) is not int)
 
 
 def _is_chosen(values: Mapping[int, Any]) -> bool:
