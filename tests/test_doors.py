@@ -356,3 +356,14 @@ def test_a_forward_may_put_a_tensor_over_its_parameter() -> None:
     for each in (model, plain):
         F.cross_entropy(each(x), y).backward()
     assert relative_error(gradients_of(model), gradients_of(plain)) <= 1e-12
+
+
+def test_tensors_that_the_graph_alone_keeps_are_not_looked_for_among_all_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*tensors: Tensor) -> None:
+        raise AssertionError("looked at all objects of the process")
+
+    monkeypatch.setattr("gc.get_referrers", forbidden)
+    model = nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4)).double()
+    memfit.wrap(model, torch.optim.SGD(model.parameters(), 0.1), micro_batch=3)
+    x, y = points(8)
+    F.cross_entropy(model(x), y).backward()

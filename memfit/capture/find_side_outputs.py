@@ -12,6 +12,7 @@ import copy
 import functools
 import gc
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Iterable, Sequence
@@ -79,7 +80,7 @@ def look_for_side_doors(call: Call, samples: int) -> SideEntrances:
             output = looked_at.output(tree)
         _refuse_changes(shared.changed())
         mine = {id(leaf) for _, leaf in leaves(output)}
-        alive = [t for t in (reference() for reference in watch.made) if t is not None and id(t) not in mine]
+        alive = _referred_to(watch.made, but=mine)
         inside = _reachable(leaf for _, leaf in leaves(output)) | entries.containers
         found = _holders(alive, call.model, inside=inside)
         found += _outputs_kept(output, call.model)
@@ -209,6 +210,37 @@ def _holders(alive: list[torch.Tensor], model: nn.Module, inside: set[int]) -> l
             kept = [key for key, value in held.items() if id(value) in wanted]
             found += [_place(f"{type(holder).__name__}.{key}", held, key) for key in kept]
     return list({place.name: place for place in found}.values())
+
+
+def _referred_to(made: Iterable[weakref.ref[torch.Tensor]], but: set[int]) -> list[torch.Tensor]:
+    """The tensors that Python objects refer to, but those with these ids.
+
+    Reference counts tell which tensors the graph alone keeps: `gc.get_referrers` looks at all objects of the process, which
+    takes 50 ms and more.
+    """
+    alive = list({id(tensor): tensor for tensor in (each() for each in made) if tensor is not None}.values())
+    if usual := _of_the_graph_alone():
+        alive = [tensor for tensor, count in zip(alive, _references(alive)) if count > usual]
+    return [tensor for tensor in alive if id(tensor) not in but]
+
+
+def _references(tensors: Sequence[Any]) -> list[int]:
+    """References by Python objects, as torch 2.13 counts them: C++ has one more, if it has any."""
+    return [sys.getrefcount(tensor) - (tensor._use_count() > 1) for tensor in tensors]
+
+
+@functools.cache
+def _of_the_graph_alone() -> int:
+    """What `_references` returns for a tensor that only a graph refers to. 0 if this torch counts in another way."""
+    if not hasattr(torch.Tensor, "_use_count"):
+        return 0
+    kept = torch.ones(1, requires_grad=True) * 1
+    graph, reference, named = kept.sin(), weakref.ref(kept), torch.ones(1)
+    (both,) = _references([kept])
+    del kept
+    (alone,), (python,) = _references([reference()]), _references([named])
+    del graph
+    return alone if alone + 1 == both == python else 0
 
 
 def _place(name: str, owner: Any, key: str) -> _Place:
