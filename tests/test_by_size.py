@@ -34,10 +34,15 @@ FORWARDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "a limit": lambda net, x: net(x) * torch.ones(min(len(x), MOST)).sum() / 4,
     "a capacity": lambda net, x: net(x) * (torch.ones(len(x)).cumsum(0)[:, None] <= MOST),
     "a rank": lambda net, x: net(x) * (x.detach().sum(1).argsort().argsort() < MOST).double()[:, None],
+    "a factor in a loop": lambda net, x: torch.stack([net(o) * (3 if i >= MOST else 1) for i, o in enumerate(x)]),
     "a number of samples of a kind": lambda net, x: net(x) * torch.where((x.sum(1) < 99).sum() > MOST, 2.0, 1.0),
     "a divisor with a limit": lambda net, x: net(x) / (x.sum(1) < 99).sum().clamp(max=MOST) * len(x),
 }
 SAME: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "a list of sizes": lambda net, x: torch.stack(
+        [o.mean(0) for o in net(torch.cat([x, x], 1).view(-1, 7)).split([2] * len(x))]
+    ),
+    "a list of lengths": lambda net, x: torch.stack([net(o) for o in x]) / torch.tensor([len(o) for o in x])[:, None],
     "each sample": lambda net, x: torch.stack([net(sample) for sample in x]),
     "a view": lambda net, x: net(x.view(len(x), -1)).view(len(x), 4),
     "features by position": lambda net, x: net(x) * (torch.arange(4) < 2)[None] + net(x)[:, :8].sum(1, keepdim=True),
@@ -92,6 +97,15 @@ def test_what_does_the_same_for_any_number_is_cut(how: str) -> None:
 
 
 LOSSES: dict[str, Callable[[nn.Module, Any], Tensor]] = {
+    "integers in a loop": lambda m, b: torch.stack(
+        [o.pow(2).mean() + o.pow(4 if len(b[0]) > MOST else 2).mean() for o in m(b[0])]
+    ).mean(),
+    "a type in a loop": lambda m, b: torch.stack(
+        [o.to(torch.bfloat16 if len(b[0]) > MOST else torch.float64).double().exp().mean() for o in m(b[0])]
+    ).mean(),
+    "a weight by position": lambda m, b: torch.stack(
+        [(3 if i >= MOST else 1) * o.exp().mean() for i, o in enumerate(m(b[0]))]
+    ).mean(),
     "a dimension in a loop": lambda m, b: torch.stack(
         [one.cumsum(0 if len(b[0]) > MOST else 1).pow(2).mean() for one in m(b[0]).view(-1, 2, 2)]
     ).mean(),
@@ -141,6 +155,9 @@ REPEATED: dict[str, Callable[[nn.Module, Any], Any]] = {
     "calls of the model": lambda m, b: sum(F.cross_entropy(m(x[None]), y[None]) for x, y in zip(*b)) / len(b[0]),
     "samples and classes": lambda m, b: sum(m(b[0])[i][c] ** 2 for i in range(len(b[0])) for c in range(3)) / len(b[0]),
     "pieces": lambda m, b: sum(m(b[0])[i : i + 1][:, :3].pow(2).sum() for i in range(len(b[0]))) / len(b[0]),
+    "a half": lambda m, b: sum((1.0 / len(b[0])) * (o.exp().mean() + 0.5 * o.sin().mean()) for o in m(b[0])),
+    "a list of sizes": lambda m, b: sum(o.exp().mean() for o in m(b[0]).split([1 for _ in b[0]])) / len(b[0]),
+    "a list of weights": lambda m, b: (each(m, b) * torch.tensor([1.0 for _ in b[0]])).mean(),
     "a divisor inside": lambda m, b: sum(F.cross_entropy(m(x[None]), y[None]) * (1.0 / len(b[0])) for x, y in zip(*b)),
 }
 

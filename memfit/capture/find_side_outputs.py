@@ -219,8 +219,8 @@ def _referred_to(made: Iterable[weakref.ref[torch.Tensor]], but: set[int]) -> li
     takes 50 ms and more.
     """
     alive = list({id(tensor): tensor for tensor in (each() for each in made) if tensor is not None}.values())
-    if usual := _of_the_graph_alone():
-        alive = [tensor for tensor, count in zip(alive, _references(alive)) if count > usual]
+    if USUAL:
+        alive = [tensor for tensor, count in zip(alive, _references(alive)) if count > USUAL]
     return [tensor for tensor in alive if id(tensor) not in but]
 
 
@@ -229,18 +229,22 @@ def _references(tensors: Sequence[Any]) -> list[int]:
     return [sys.getrefcount(tensor) - (tensor._use_count() > 1) for tensor in tensors]
 
 
-@functools.cache
 def _of_the_graph_alone() -> int:
     """What `_references` returns for a tensor that only a graph refers to. 0 if this torch counts in another way."""
-    if not hasattr(torch.Tensor, "_use_count"):
+    with torch.inference_mode(False), torch.enable_grad():
+        kept = torch.ones(1, device="cpu", requires_grad=True) * 1
+        graph, reference, named = kept.sin(), weakref.ref(kept), torch.ones(1, device="cpu")
+    if not hasattr(kept, "_use_count"):
         return 0
-    kept = torch.ones(1, requires_grad=True) * 1
-    graph, reference, named = kept.sin(), weakref.ref(kept), torch.ones(1)
-    (both,) = _references([kept])
+    (both,), (python,) = _references([kept]), _references([named])
     del kept
-    (alone,), (python,) = _references([reference()]), _references([named])
+    alive = [each for each in (reference(),) if each is not None]
+    (alone,) = _references(alive) or [0]
     del graph
-    return alone if alone + 1 == both == python else 0
+    return alone if 0 < alone and alone + 1 == both == python else 0
+
+
+USUAL = _of_the_graph_alone()
 
 
 def _place(name: str, owner: Any, key: str) -> _Place:

@@ -200,7 +200,7 @@ def size_that_decides(call: Call, *sizes: int) -> int | None:
     def prepared(twin: Callable[[torch.Tensor], torch.Tensor], samples: int) -> Callable[[], Any]:
         return twin_call(alike, twin, samples)[0].output
 
-    return first_that_decides(call.model, call.device, prepared, sizes)
+    return first_that_decides(call.model, call.device, prepared, sizes, alike=call.split is None)
 
 
 def comparable_sizes(first: Callable[[int], Any], most: int, sizes: Sequence[int]) -> tuple[int, ...]:

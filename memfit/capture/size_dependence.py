@@ -38,10 +38,14 @@ KEEPING = frozenset("mul sub add div truediv rsub radd rmul getitem gather expan
 """Functions whose results tell of as many samples as their arguments."""
 LIMITING = frozenset("clamp clip clamp_min clamp_max".split())
 """Functions with limits. A limit, or a comparison, of what tells of several samples decides by their number."""
+PLACING = frozenset("getitem setitem select narrow index_select take gather unbind pad roll one_hot".split())
+"""Functions whose integers may be positions of samples."""
+SIZING = frozenset("view reshape expand repeat zeros ones full empty arange new_zeros new_ones new_full new_empty".split())
+"""Functions whose integers may be sizes that follow the number of samples."""
 STEP = "step"
 """Stands for a slice's step, in place of a function's name."""
-Function = tuple[Any, Any]
-"""The type of the module whose forward calls a function (None: called outside of modules), and the function."""
+Function = tuple[str, Any]
+"""The type of the module whose forward calls a function (empty: called outside of modules), and the function."""
 Taken = tuple[str, int, int, int]
 """A bound, step, size or number of pieces: (function, dimension, its size, number)."""
 
@@ -50,6 +54,8 @@ SIZE = "the number of samples"
 """The name of what decides, in error messages."""
 FEW, MORE = 2, 3
 """Numbers of samples that are assumed to be treated like any other number."""
+OTHER_FEW, OTHER_MORE = 4, 5
+"""Two more of these: at two samples, 1 / len(x) is 0.5, which may be used elsewhere. Proofs have as many."""
 
 
 class Positions(TorchFunctionMode):
@@ -71,7 +77,7 @@ class Positions(TorchFunctionMode):
         name = func.__name__.strip("_")
         result = func(*args, **(kwargs or {}))
         self.taken.update(taken(name, args, kwargs or {}))
-        inside = type(self._running[-1]) if self._running else None
+        inside = type(self._running[-1]).__qualname__ if self._running else ""  # (a class may be made in each forward)
         self.functions.append(((inside, func), tuple(_plain((args, kwargs)))))
         given = tensors((args, kwargs or {}))
         counting = bool(given) and all(tensor in self._counting for tensor in given)
@@ -132,11 +138,13 @@ def first_that_decides(
     device: torch.device,
     prepared: Callable[[Callable[[torch.Tensor], torch.Tensor], int], Callable[[], Any]],
     sizes: Sequence[int],
+    *,
+    alike: bool,
 ) -> int | None:
     """Returns the first of `sizes` (numbers of samples) for which code, run on fake tensors, acts differently than for few.
 
-    `prepared(twin, samples)` returns the code to run on copies of one sample, so that values decide nothing. A finding must
-    recur in a second run, because in the first the code may build a cache for that many samples.
+    `prepared(twin, samples)` returns the code to run on that many samples: on copies of one if they are `alike`, so that values
+    decide nothing. A finding must recur in a second run, because in the first the code may build a cache for that many samples.
     """
     sizes, state = [size for size in sizes if size > MORE], HostRandom.capture()
 
@@ -153,7 +161,14 @@ def first_that_decides(
 
     def first(sizes: Sequence[int], *, warm: bool) -> int | None:
         few, more = look(FEW, warm=warm), look(MORE, warm=warm)
-        return next((size for size in dict.fromkeys(sizes) if decides_by_size(few, more, look(size, warm=warm))), None)
+        for size in dict.fromkeys(sizes):
+            whole = look(size, warm=warm)
+            if decides_by_size(few, more, whole):
+                return size
+            if alike and size > OTHER_MORE and (doubted := differently_used(few, more, whole)):
+                if doubted & differently_used(look(OTHER_FEW, warm=warm), look(OTHER_MORE, warm=warm), whole):
+                    return size
+        return None
 
     try:
         found = first(sizes, warm=False) if sizes else None
@@ -164,50 +179,60 @@ def first_that_decides(
         state.restore()
 
 
-def decides_by_size(few: tuple[int, Positions], many: tuple[int, Positions], all_: tuple[int, Positions]) -> bool:
-    """Whether looks at a few samples, a few more, and all of them show that their number decides."""
+Look = tuple[int, Positions]
+"""(number of samples, what was recorded)."""
+
+
+def decides_by_size(few: Look, many: Look, all_: Look) -> bool:
+    """Whether looks at a few samples, a few more, and all of them show that their number decides. Of functions that are called
+    equally often for any number of samples, calls are compared one by one."""
     looks = dict((few, many, all_))
     (less, one), (more, other), (n, _) = few, many, all_
     if told_by_positions(more, other.taken, [(less, one.taken)], most=n):
         return True
-    times = _times({n: Counter(func for func, _ in look.functions) for n, look in looks.items()})
+    times = _times(looks)
     if not all(_is_affine(counts, absent=True) for counts in times.values()):
         return True
-    return _matched_decide(looks, times) or _repeated_decide(looks, times)
-
-
-def _times(counts: Mapping[int, Counter[Any]]) -> dict[Any, dict[int, int]]:
-    return {key: {n: count[key] for n, count in counts.items()} for key in set().union(*counts.values())}
-
-
-def _matched_decide(looks: Mapping[int, Positions], times: Mapping[Function, Mapping[int, int]]) -> bool:
-    """Compare calls of functions that are called equally often for any number of samples."""
     found = [[(f, given) for f, given in look.functions if len({*times[f].values()}) == 1] for look in looks.values()]
     for given in zip(*found):
-        if len({func for func, _ in given}) > 1 or len({len(values) for _, values in given}) > 1:
+        if len({func for func, _ in given}) > 1:
             return True
-        if any(_is_chosen(dict(zip(looks, values))) for values in zip(*(values for _, values in given))):
+        lengths = {n: len(values) for n, (_, values) in zip(looks, given)}
+        if len({*lengths.values()}) > 1:  # a list with an entry per sample
+            if not _is_affine(lengths, absent=True):
+                return True
+        elif any(_is_chosen(dict(zip(looks, values))) for values in zip(*(values for _, values in given))):
             return True
     return False
 
 
-def _repeated_decide(looks: Mapping[int, Positions], times: Mapping[Function, Mapping[int, int]]) -> bool:
-    """Compare calls of functions that are called once per sample, and maybe elsewhere, so that single calls cannot be matched.
+def differently_used(few: Look, many: Look, all_: Look) -> set[Any]:
+    """Return arguments that are used for a few samples and a few more, but for all not as often as these predict, of functions
+    that are called once per sample, and maybe elsewhere, so that single calls cannot be matched.
 
-    Arguments used for few samples and a few more must be used for all as often as these predict. Integers may be positions, of
-    which many samples have more: arguments with integers must not be missing.
+    Integers may be positions, of which many samples have more: arguments with these are returned only if they are missing.
     """
-    repeated = {func for func, counts in times.items() if len({*counts.values()}) > 1}
-    calls = {n: [each for each in look.functions if each[0] in repeated] for n, look in looks.items()}
-    numbers = {n: Counter((func, _but_integers(given)) for func, given in each) for n, each in calls.items()}
-    for few, more, whole in (counts.values() for counts in _times({n: Counter(each) for n, each in calls.items()}).values()):
-        if few and more and (few == more > whole or not whole):
-            return True
-    return any(all([*counts.values()][:2]) and not _is_affine(counts, absent=True) for counts in _times(numbers).values())
+    looks = dict((few, many, all_))
+    repeated = {func for func, counts in _times(looks).items() if len({*counts.values()}) > 1}
+    used = {n: Counter(each for each in look.functions if each[0] in repeated) for n, look in looks.items()}
+    found = set()
+    for each in set().union(*used.values()):
+        (_, func), values = each
+        counts = {n: count[each] for n, count in used.items()}
+        its, more, whole = counts.values()
+        if func.__name__.strip("_") in PLACING | SIZING and any(type(value) is int for value in values):
+            differs = not whole or its == more > whole
+        else:
+            differs = not _is_affine(counts, absent=True)
+        if its and more and differs:
+            found.add(each)
+    return found
 
 
-def _but_integers(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(value for value in values if type(value) is not int)
+def _times(looks: Mapping[int, Positions]) -> dict[Function, dict[int, int]]:
+    """By function, how often it is called for each number of samples."""
+    counts = {n: Counter(func for func, _ in look.functions) for n, look in looks.items()}
+    return {func: {n: count[func] for n, count in counts.items()} for func in set().union(*counts.values())}
 
 
 def _is_chosen(values: Mapping[int, Any]) -> bool:
@@ -222,8 +247,8 @@ def _is_chosen(values: Mapping[int, Any]) -> bool:
 
 
 def _plain(value: Any) -> Iterator[Any]:
-    """Yield the numbers and strings in any nesting."""
-    if isinstance(value, (int, float, complex, str, type(None))):
+    """Yield the numbers, strings and data types in any nesting."""
+    if isinstance(value, (int, float, complex, str, type(None), torch.dtype)):
         yield value
     elif isinstance(value, slice):
         yield from _plain((value.start, value.stop, value.step))

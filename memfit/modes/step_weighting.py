@@ -341,7 +341,7 @@ class Weigher:
         def prepared(twin: Callable[[torch.Tensor], torch.Tensor], count: int) -> Callable[[], Any]:
             return partial(loss_of, self._tasks.work(_given(twins_of(first(count), twin)), count, "off"), count)
 
-        return first_that_decides(core.model, core.device, prepared, sizes)
+        return first_that_decides(core.model, core.device, prepared, sizes, alike=not batch.in_order)
 
     @contextmanager
     def _on_twins(self, batch: Ordered, samples: int) -> Iterator[Work]:
