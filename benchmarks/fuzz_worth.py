@@ -230,7 +230,6 @@ def attributes_of_later() -> Patch:
     from memfit.engine.call_attributes import CallAttributes
 
     yield CallAttributes, "since", lambda self, moved: None
-    yield CallAttributes, "differ", lambda self, moved: False
 
 
 def contents_of_later() -> Patch:
@@ -264,9 +263,10 @@ def entries_are_lost() -> Patch:
 
 def one_tensor_is_two() -> Patch:
     """A tensor that is given twice is two in micro-batches."""
-    from memfit.batches import cut
+    import memfit.batches.cut  # noqa: F401
+    from memfit.batches import tree
 
-    yield cut, "_firsts", lambda found, layout: list(range(len(found)))
+    yield tree, "first_same", lambda found: list(range(len(found)))
 
 
 def outputs_of_another_model_are_detached() -> Patch:

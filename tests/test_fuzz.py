@@ -6,6 +6,8 @@ The grammar is in `tests/fuzz`; `python benchmarks/fuzz_scripts.py --show SEED` 
 from __future__ import annotations
 
 import re
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 from fuzz import running
@@ -210,3 +212,12 @@ def test_a_script_that_torch_refuses_is_left_out(monkeypatch: pytest.MonkeyPatch
     broken = source_of(SIMPLEST).replace(MARK, f"{MARK}\nraise ValueError")
     monkeypatch.setattr("fuzz.outcomes.source_of", lambda choices, step: broken)
     assert outcome(SIMPLEST, step=False).kind == INVALID
+
+
+def test_every_fault_of_the_past_can_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark that asks what the grammar is worth replaces functions of memfit by their names."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    worth = import_module("fuzz_worth")
+    for name in worth.FAULTS:
+        with worth.put_back(name):
+            pass
