@@ -37,7 +37,7 @@ from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
 from memfit.equivalence.single_sample import loss_alone
 from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
 from memfit.equivalence.weighting_codes import agree
-from memfit.hardware.exhausted import is_out_of_memory
+from memfit.hardware.exhausted import is_out_of_memory, retry_on_oom
 from memfit.levers.checkpoint import checkpointed
 from memfit.levers.recomputed import moved_in_blocks
 from memfit.modes.ask_numbers import asked_by
@@ -156,8 +156,9 @@ class Weigher:
         else:
             with checkpointed(core.model, blocks), core.memory.sparing_kernels():
                 self._weigh_by_proof(batch, few, before)
-        if self.weighting is not None and (decides := self._size_that_decides(batch, max(share, batch.samples))):
-            self.run_together(f"it acts differently on {decides} samples than on few")
+        decides = partial(self._size_that_decides, batch, max(share, batch.samples))
+        if self.weighting is not None and (samples := retry_on_oom(decides, core.device)):
+            self.run_together(f"it acts differently on {samples} samples than on few")
         if not self.together:
             self._remember(batch)
         return profile

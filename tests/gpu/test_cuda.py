@@ -71,7 +71,8 @@ def test_the_peak_stays_within_the_budget_and_near_the_prediction(name: str) -> 
         run.step(batch)
     reserved, predicted = torch.cuda.max_memory_reserved(), run.plan.predicted.peak  # without what other programs hold
     assert reserved <= run.plan.limit
-    assert abs(predicted / reserved - 1) <= 0.1 or abs(predicted - reserved) <= 128 * MiB
+    allocated = torch.cuda.max_memory_allocated()  # (while there is room, tensors of many sizes reserve more)
+    assert min(0.9 * allocated, allocated - 128 * MiB) <= predicted <= max(1.1 * reserved, reserved + 128 * MiB)
 
 
 def test_a_budget_is_kept_while_sizes_are_measured_and_what_is_predicted_is_reserved() -> None:

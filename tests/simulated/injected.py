@@ -73,13 +73,17 @@ class Met:
 def met(case: Case, failing: int | None) -> Met:
     """Train with memfit."""
     loss, mode, micro = case
+    before = _held()
     torch.cuda.empty_cache()
-    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
-    before = torch.cuda.memory_allocated()
     parameters, error, allocations = _trained(LOSSES[loss], mode, micro, failing)
+    return Met(case, failing, allocations, parameters, error, _held() - before)
+
+
+def _held() -> int:
+    """Bytes of tensors that something refers to."""
     gc.collect(), gc.collect()  # what has finalizers goes with the second one
     torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
-    return Met(case, failing, allocations, parameters, error, torch.cuda.memory_allocated() - before)
+    return torch.cuda.memory_allocated()
 
 
 def _trained(loss: Loss, mode: str, micro: Any, failing: int | None) -> tuple[list[Tensor], str, int]:

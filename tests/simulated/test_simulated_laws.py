@@ -109,7 +109,8 @@ def test_an_allocation_that_fails_in_a_step_is_survived(mode: str, allocation: i
             simcuda.fail_in(-1)
             optimizer.step()
     assert relative_error(parameters(model), want) <= 1e-12
-    assert [event.kind for event in run.events].count("out of memory") == 1
+    in_a_pass = mode == "step" or allocation > 0  # (a script's first allocation is that of values that are compared later)
+    assert [event.kind for event in run.events].count("out of memory") == in_a_pass
 
 
 @MODES
