@@ -216,7 +216,7 @@ def _referred_to(made: Iterable[weakref.ref[torch.Tensor]], but: set[int]) -> li
     """The tensors that Python objects refer to, but those with these ids.
 
     Reference counts tell which tensors the graph alone keeps: `gc.get_referrers` looks at all objects of the process, which
-    takes 50 ms and more.
+    takes 18 ms with torch alone and 48 ms with transformers.
     """
     alive = list({id(tensor): tensor for tensor in (each() for each in made) if tensor is not None}.values())
     if USUAL:
