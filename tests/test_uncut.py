@@ -165,6 +165,51 @@ def test_a_batch_that_fails_in_pieces_alone_runs_whole(loss: Any, monkeypatch: p
     assert [event.message for event in run.events if "four" in event.message]
 
 
+LATER: set[int] = set()
+
+
+class LeavesATerm(Wrapper):
+    """Leaves a term beside its output that depends on the parameters alone until LATER, and on the samples from then on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        self.term = out.pow(2).mean() if LATER else next(self.net.parameters()).pow(2).mean()
+        return out
+
+
+def _term_last(model: Any, out: Tensor) -> Tensor:
+    return F.mse_loss(out - out.mean(0), T) + 0.1 * model.term
+
+
+def _term_first(model: Any, out: Tensor) -> Tensor:
+    penalty = (0.1 * model.term).sqrt()
+    return penalty + F.mse_loss(out - out.mean(0), T)
+
+
+def _term_between(model: Any, out: Tensor) -> Tensor:
+    centred = out - out.mean(0)
+    return F.cross_entropy(out, Y) + model.term + centred.pow(2).mean() + out.pow(4).mean()
+
+
+@pytest.mark.parametrize("of", [_term_last, _term_first, _term_between])
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "graph kept"])
+def test_outputs_read_before_a_call_runs_whole_and_after_it_share_one_backward_pass(of: Any, twice: bool) -> None:
+    def in_both(model: nn.Module) -> dict[str, Tensor | None]:
+        for later in ([], [], [1]):
+            LATER.update(later)
+            model.zero_grad()
+            loss = of(model, model(X))
+            loss.backward(retain_graph=twice)
+            if twice:
+                loss.backward()
+        LATER.clear()
+        return gradients_of(model)
+
+    wanted, model = in_both(LeavesATerm()), LeavesATerm()
+    wrapped(model, 5)
+    assert relative_error(in_both(model), wanted) < 1e-12
+
+
 def test_after_a_batch_whose_loss_raises_the_next_ones_are_cut() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
