@@ -12,7 +12,6 @@ from memfit.batches.cut import Axis
 from memfit.capture.call import Call
 from memfit.capture.expression import BatchTensor, Node, all_nodes, narrow_firsts, twinned
 from memfit.capture.infer_layout import twin_of_part
-from memfit.capture.lazy_tensor import whole_leaves
 from memfit.capture.sample_range import SampleRange
 from memfit.capture.workloads import CallWork, ExpressionWork, OutputsWork
 from memfit.engine.version_checks import Unchanged
@@ -69,8 +68,8 @@ class OwnLoss:
         return self
 
     def of_whole(self, call: Call) -> torch.Tensor:
-        assert call.outputs.loss is not None
-        return whole_leaves(call)[call.number, call.outputs.loss]
+        assert call.whole is not None and call.outputs.loss is not None
+        return call.whole[call.outputs.loss]
 
 
 @dataclass(frozen=True)
@@ -111,4 +110,5 @@ class Expression:
         return replace(self, node=narrow_firsts(self.node, samples, backwards=backwards))
 
     def of_whole(self, call: Call) -> torch.Tensor:
-        return SampleRange(whole_leaves(call), 0, call.samples, in_script=True).value(self.node)
+        leaves = {(c.number, i): leaf for c in call.calls if c.whole is not None for i, leaf in enumerate(c.whole)}
+        return SampleRange(leaves, 0, call.samples, in_script=True).value(self.node)

@@ -242,7 +242,7 @@ class LazyTensor(torch.Tensor):
             value = self.detached()
             return Unwrap.apply(self, value) if self.requires_grad else value  # type: ignore[no-any-return]
         if isinstance(self.node, Output) and self.call.whole is not None:
-            return self.of_whole(self.call.whole)
+            return self.call.whole[self.leaf]
         if self.scalar is not None:
             noted = self.noted()
             # For reading only; backward raises torch's own error.
@@ -259,13 +259,9 @@ class LazyTensor(torch.Tensor):
             return loss.view(self.shape) if self.dim() else loss
         about = self.call.outputs.leaves[self.leaf]
         value = self.owner.values(self.call)[self.leaf]
+        if self.call.whole is not None:  # they could not be computed in pieces: all outputs have this graph in common now
+            return self.call.whole[self.leaf]
         return Unwrap.apply(self, value) if about.differentiable else value  # type: ignore[no-any-return]
-
-    def of_whole(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return its values of those of a call that ran whole. Gradients go through the stand-in: others may have been computed
-        before, and autograd frees what the outputs have in common in the first of two backward passes."""
-        value = values[self.leaf]
-        return Unwrap.apply(self, value.detach()) if value.requires_grad else value  # type: ignore[no-any-return]
 
     def _gathered(self, terms: tuple[Term, ...]) -> torch.Tensor:
         """The sum of terms, with all gradients of the call accumulated at once."""
@@ -283,13 +279,6 @@ class LazyTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.computed().__deepcopy__(memo)
-
-
-def whole_leaves(call: Call) -> dict[Leaf, torch.Tensor]:
-    """Return the outputs, by leaf, of those of a call's calls that ran whole."""
-    made = {(c.number, i): leaf for c in call.calls for i, leaf in enumerate(c.whole or ())}
-    standins = [s for c in call.calls for s in c.standins if isinstance(s, LazyTensor) and isinstance(s.node, Output)]
-    return made | {s.node.leaf: s.of_whole(s.call.whole) for s in standins if s.call.whole is not None and s.leaf >= 0}
 
 
 def settle_looks(calls: Sequence[Call]) -> None:

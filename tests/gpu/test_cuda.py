@@ -58,21 +58,20 @@ def test_gradients_are_those_of_the_whole_batch(name: str) -> None:
 def test_the_peak_stays_within_the_budget_and_near_the_prediction(name: str) -> None:
     pytest.importorskip("transformers") if "transformers" in FAMILIES[name].requires else None
     torch.cuda.empty_cache()
-    run, _ = wrapped(name, size="bench", n=256, target_batch=128, budget="3GiB")
-    for _ in range(40):  # while sizes are measured
+    # One size: what others leave in the allocator's cache, while they are tried, is in no prediction.
+    run, _ = wrapped(name, size="bench", n=256, target_batch=128, micro_batch=16, budget="3GiB")
+    for epoch in range(2):
         for batch in run.loader:
             run.step(batch)
-        if run.stats()["peak_measured"] is not None:
-            break
+        if not epoch:  # what planning reserved
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
     assert run.plan is not None and not [event for event in run.events if event.kind == "out of memory"]
-    torch.cuda.empty_cache()  # (keeps what larger sizes took while they were tried)
-    torch.cuda.reset_peak_memory_stats()
-    for batch in run.loader:
-        run.step(batch)
     reserved, predicted = torch.cuda.max_memory_reserved(), run.plan.predicted.peak  # without what other programs hold
     assert reserved <= run.plan.limit
-    allocated = torch.cuda.max_memory_allocated()  # (while there is room, tensors of many sizes reserve more)
-    assert min(0.9 * allocated, allocated - 128 * MiB) <= predicted <= max(1.1 * reserved, reserved + 128 * MiB)
+    # Samples of many lengths reserve more than is predicted while there is room.
+    least = torch.cuda.max_memory_allocated() if FAMILIES[name].ragged else reserved
+    assert min(0.9 * least, least - 128 * MiB) <= predicted <= max(1.1 * reserved, reserved + 128 * MiB)
 
 
 def test_a_budget_is_kept_while_sizes_are_measured_and_what_is_predicted_is_reserved() -> None:
