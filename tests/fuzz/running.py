@@ -26,7 +26,7 @@ from fuzz.script import MARK
 from fuzz.snapshot import Snapshot, apart, snapshot
 
 NAME = "fuzz_script"
-JITTERS = 4
+JITTERS = 12
 
 
 @dataclass
