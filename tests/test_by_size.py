@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import memfit
 from memfit import Refused
+from memfit.capture.size_dependence import Positions
 
 X, Y = points(24)
 EXACT, MOST = 1e-12, 8
@@ -186,3 +189,22 @@ def test_a_loss_fn_that_divides_by_the_size_does_not() -> None:
     )
     run.step((X[:12], Y[:12]))
     assert seen.sizes == [4, 4, 4]
+
+
+def test_modules_of_other_threads_call_none_of_this_ones_functions() -> None:
+    entered, released = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            entered.set()
+            released.wait(60)
+            return x
+
+    x = torch.ones(3)
+    with ThreadPoolExecutor(1) as pool, Positions().watching() as found:
+        waiting = pool.submit(Waits(), x)
+        entered.wait(60)
+        torch.tanh(x)
+        released.set()
+        waiting.result()
+    assert [(inside, func) for (inside, func), _ in found.functions] == [("", torch.tanh)]

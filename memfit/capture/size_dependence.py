@@ -7,6 +7,7 @@ non-tensor arguments of functions. Not covered: what a size decides without any 
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ class Positions(TorchFunctionMode):
         self.functions: list[tuple[Function, tuple[Any, ...]]] = []
         self.calls: Counter[int] = Counter()
         self._running: list[nn.Module] = []
+        self._thread = threading.get_ident()
         self._counting = WeakTensorKeyDictionary()
         """Tensors of consecutive numbers."""
         self._gathered = WeakTensorKeyDictionary()
@@ -118,10 +120,11 @@ class Positions(TorchFunctionMode):
 
     def _enters(self, module: nn.Module, args: Any) -> None:
         self.calls[id(module)] += 1
-        self._running.append(module)
+        if threading.get_ident() == self._thread:  # hooks are there for all threads, and a mode for its own
+            self._running.append(module)
 
     def _leaves(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._running and self._running[-1] is module:
+        if self._running and self._running[-1] is module and threading.get_ident() == self._thread:
             self._running.pop()
 
 
