@@ -224,8 +224,7 @@ class Call:
             return False
         for each in (self, *self.several):
             each.pieces, each.random = tuple(pieces), []
-            has_any = each.outputs.shared or each.outputs.limits
-            each.shared = SharedOutputs(each.outputs) if len(pieces) > 1 and has_any else None
+            each.shared = SharedOutputs(each.outputs) if len(pieces) > 1 and each.outputs.watched else None
         return True
 
     def note(self, node: Any, value: torch.Tensor) -> None:

@@ -18,6 +18,7 @@ from memfit.batches.tree import AttributeKey, Path, leaves, rebuild
 from memfit.capture.not_joined import NUMBERS
 from memfit.capture.output_leaf import Leaf, Named, name_in, turned
 from memfit.engine.batch_limits import LimitedCall
+from memfit.engine.branches import Branching
 
 
 class Otherwise(Refused):
@@ -36,6 +37,8 @@ class Outputs:
     """Pairs of leaves that are one tensor: the later one, the first one."""
     limits: tuple[LimitedCall, ...] = ()
     """Limits of what several samples make that they depend on."""
+    branching: Branching | None = None
+    """What is known of branches on values of the batch, if there may be some."""
 
     def check(self, output: Any, found: Sequence[Any]) -> None:
         """Raises Otherwise if an output with the leaves `found` differs from this structure or its values."""
@@ -59,6 +62,11 @@ class Outputs:
     def shared(self) -> tuple[int, ...]:
         """The tensors that all micro-batches have in common, as far as is known."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_tensor and leaf.alike)
+
+    @property
+    def watched(self) -> bool:
+        """Whether micro-batches are compared."""
+        return bool(self.shared or self.limits or self.branching is not None)
 
     @cached_property
     def _values(self) -> tuple[tuple[int, Any], ...]:
@@ -146,7 +154,8 @@ class Outputs:
         made = [_settled_like(mine, its) for mine, its in zip(self.leaves, proven.leaves)]
         if None in made:
             return None
-        return replace(self, leaves=tuple(leaf for leaf in made if leaf is not None), limits=proven.limits)
+        known = tuple(leaf for leaf in made if leaf is not None)
+        return replace(self, leaves=known, limits=proven.limits, branching=proven.branching)
 
     def looks_like(self, other: Outputs) -> bool:
         """Whether both have the same leaves, of the same shapes per sample, joined alike, and the same values."""

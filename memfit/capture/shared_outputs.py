@@ -17,6 +17,7 @@ from memfit.capture.output_leaf import name_in
 from memfit.capture.outputs import Outputs
 from memfit.engine.batch_dependent import BatchDependent, check_same, differ
 from memfit.engine.batch_limits import LimitedCall, Limits, wanted
+from memfit.engine.branches import BranchChecks
 from memfit.engine.call_context import is_faking
 from memfit.engine.idle_sums import first_set
 
@@ -29,21 +30,32 @@ class SharedOutputs:
         self._first: dict[int, torch.Tensor] = {}
         self._limits: dict[LimitedCall, torch.Tensor] = {}
         self._unread: list[tuple[str, torch.Tensor]] = []
+        self._branches = BranchChecks(outputs.branching)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The context of one micro-batch's forward, whose limits are compared with those of the first. Raises BatchDependent if
-        one differs, as far as the host sees."""
+        """The context of one micro-batch's forward, whose limits and branches are compared with those of the first. Raises
+        BatchDependent if one differs, as far as the host sees."""
+        self._branches.begin()
         if not self._outputs.limits or is_faking():
-            yield
+            with self._branches.watching():
+                yield
+            self._check_branches()
             return
-        with Limits(wanted=wanted(self._outputs.limits)) as look:
+        with Limits(wanted=wanted(self._outputs.limits)) as look, self._branches.watching():
             yield
+        self._check_branches()
         for call in self._outputs.limits:
             side, name = look.at(call), f"the side of the limit of {call.function}()"
             if side is None:
                 raise BatchDependent.of(name)
             self._compare(self._limits.setdefault(call, side), side, name)
+
+    def _check_branches(self) -> None:
+        self._branches.end()
+        line = self._branches.changed()
+        if line is not None:
+            raise BatchDependent.of_branch(line, self._branches.differing)
 
     def _compare(self, first: torch.Tensor, side: torch.Tensor, name: str) -> None:
         differs = differ(first, side)

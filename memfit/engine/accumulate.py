@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memfit.batches.pieces import bounds
 from memfit.batches.weights import Count
 from memfit.engine.batch_limits import LimitChecks
+from memfit.engine.branches import BranchChecks
 from memfit.engine.call_context import without_autocast
 from memfit.engine.divisors import CLOSE, Divided, read
 from memfit.engine.handover import Factor, Total
@@ -114,6 +115,7 @@ class Pass:
         self._corrected: list[tuple[Slopes, Factor]] = []
         self._divided, self._idle = Divided(weighting.divided), IdleSums(weighting.idle)
         self._limits = LimitChecks(weighting.limits, sums=weighting.kind == "sum")
+        self._branches = BranchChecks(weighting.branching)
 
     def micro_batch(
         self, start: int, stop: int, shares: Sequence[float] | None = None, around: AroundLast | None = None
@@ -125,10 +127,13 @@ class Pass:
         if isinstance(count, (int, float)) and count == 0:
             self._run_nothing(inputs, stop - start)
             return  # nothing valid to count: the mean would be 0/0, and 0 * NaN is NaN
+        self._branches.begin()
         with self._limits.watching(), self._idle.watching():
-            outputs = self._work.forward(inputs)
+            with self._branches.watching():
+                outputs = self._work.forward(inputs)
             del inputs
             loss, weight = self._loss(outputs, stop - start, count, shares)
+        self._branches.end()
         del outputs
         self._dtype = self._dtype or loss.dtype
         self._losses.append(_value(loss))
@@ -146,8 +151,12 @@ class Pass:
         count = None if counting is None else counting(inputs)
         if isinstance(count, (int, float)) and count == 0:
             return
+        self._branches.begin()
         with self._limits.watching(), self._idle.watching():
-            loss, weight = self._loss(self._work.forward(inputs), samples, count, None)
+            with self._branches.watching():
+                outputs = self._work.forward(inputs)
+            loss, weight = self._loss(outputs, samples, count, None)
+        self._branches.end()
         if isinstance(count, torch.Tensor):
             loss = torch.where(count == 0, torch.zeros_like(loss), loss)  # not NaN, of which zero times were NaN
         self._dtype = self._dtype or loss.dtype
@@ -178,7 +187,7 @@ class Pass:
     def run_all(self, pieces: Sequence[int]) -> None:
         """Run micro-batches that all have nothing to count. They give zeros or NaN, as the full batch does."""
         self._weighting, self.rivals, self.chosen, self._divided = BY_SAMPLES, [], [], Divided(None)
-        self._idle, self._limits = IdleSums(()), LimitChecks()
+        self._idle, self._limits, self._branches = IdleSums(()), LimitChecks(), BranchChecks(None)
         for start, stop in bounds(pieces):
             self.micro_batch(start, stop)
 
@@ -196,6 +205,10 @@ class Pass:
         unshown = self._idle.changed(*there) or self._limits.changed(*there)
         if unshown is not None:
             raise WeightsChanged(unshown, unshown=True)
+        branch = self._branches.changed()
+        if branch is not None:
+            what = f"{branch} does not do the same in all micro-batches"
+            raise WeightsChanged(what, unshown=True, differing=self._branches.differing)
 
     @staticmethod
     def _beginning(loss: torch.Tensor, factor: Count | float) -> torch.Tensor:
@@ -271,14 +284,14 @@ class Pass:
             return self._term(outputs, part)
         if self._weighting.watch:
             with Terms(alone=False, shares=shares, by_name=self._weighting.by_name) as terms:
-                loss = checked_loss(self._work.loss(outputs))
+                loss = self._loss_of(outputs)
             self.terms.append([KnownMean(term.mean.detach(), term.entries, term.count) for term in terms.found])
             self._divided.add(loss, samples, terms.given)
             weight = self._by_samples(samples, part)
             if shares is not None:
                 self._corrected.append((terms.slopes, weight * self._scale))
             return loss, weight
-        loss = checked_loss(self._work.loss(outputs))
+        loss = self._loss_of(outputs)
         self._divided.add(loss, samples if count is None or self._weighting.kind != "count" else count)
         if self._weighting.kind == "count" and count is not None:
             return loss, self._deferred(count, count, part)
@@ -286,12 +299,16 @@ class Pass:
             return loss, self._deferred(samples, self._work.samples, part)
         return loss, self._by_samples(samples, part) if self._weighting.kind == "samples" else 1.0
 
+    def _loss_of(self, outputs: Any) -> torch.Tensor:
+        with self._branches.watching():
+            return checked_loss(self._work.loss(outputs))
+
     def _by_samples(self, samples: int, part: float) -> Count | float:
         return part if self._staging.parts is None else self._deferred(samples, samples, part)
 
     def _term(self, outputs: Any, part: float) -> tuple[torch.Tensor, Count | float]:
         with Terms(alone=True, by_name=self._weighting.by_name or self._weighting.told) as terms:
-            loss = checked_loss(self._work.loss(outputs))
+            loss = self._loss_of(outputs)
         if len(terms.found) != 1 or not is_only_term(loss, terms.found[0]):
             raise WeightsChanged(f"{len(terms.found)} known means in a loss that was one")
         term = terms.found[0]

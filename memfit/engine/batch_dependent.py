@@ -4,12 +4,13 @@ depends on them (a statistic that is 0 for few)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from memfit._errors import Refused
+from memfit.engine.branches import Made
 from memfit.engine.device_values import few_of, read_later
 from memfit.hardware.clock import has_events
 
@@ -23,6 +24,9 @@ CLOSE = 1e-3
 
 class BatchDependent(Refused):
     """Raised if something is not the same in all micro-batches, or not 0, as it was where it was proven."""
+
+    differing: frozenset[Made] = frozenset()
+    """Calls that only some micro-batches made."""
 
     @classmethod
     def of(cls, name: str) -> BatchDependent:
@@ -42,6 +46,17 @@ class BatchDependent(Refused):
             found=f"an earlier call moves {name}, which decides what this one does",
             next_move="update it outside the forward, or give it a budget in which the batch runs whole",
         )
+
+    @classmethod
+    def of_branch(cls, line: str, differing: Collection[Made]) -> BatchDependent:
+        """Return the error for a line that does not do the same in all micro-batches, where these calls are made."""
+        made = cls(
+            "running a call of the model in micro-batches",
+            found=f"{line} does not do the same in all of them, and branches on values of the batch",
+            next_move="use a mask, branch outside the model, or give it a budget in which the batch runs whole",
+        )
+        made.differing = frozenset(differing)
+        return made
 
     @classmethod
     def of_loss(cls, changed: str) -> BatchDependent:

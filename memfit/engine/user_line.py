@@ -15,11 +15,17 @@ def line_of_script() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(("<", *_others())):
+        if is_of_script(name) and not name.startswith("<"):
             code = linecache.getline(name, frame.f_lineno).strip()
             return f"{Path(name).name}:{frame.f_lineno}" + (f" ({code[:60]})" if code else "")
         frame = frame.f_back
     return ""
+
+
+@cache
+def is_of_script(file: str) -> bool:
+    """Return whether code of this file is the user's. A file in "<" and ">" is code that was made at run time."""
+    return not file.startswith(("<frozen", *_others()))
 
 
 @cache

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from memfit.batches.weights import Count
 from memfit.engine.batch_limits import LimitedCall
+from memfit.engine.branches import Branching, Made
 from memfit.engine.divisors import How
 from memfit.engine.idle_sums import Idle
 
@@ -48,6 +49,8 @@ class Weighting:
     """Sums over samples that were 0 in the proof, which did not show how they add up. They must stay 0."""
     limits: tuple[LimitedCall, ...] = ()
     """Limits of sums over samples. All micro-batches must be on the same side."""
+    branching: Branching | None = None
+    """What is known of branches on values of the batch, if there may be some. All micro-batches must take the same."""
     alike: bool = False
     """Whether all parts of the proof gave the loss and the gradients of the whole."""
 
@@ -58,8 +61,8 @@ BY_TOLD_TERM = Weighting("term", "by its mean's denominator", told=True)
 
 class WeightsChanged(Exception):
     """The loss no longer has the form its weighting was proven for. No gradients were handed over. `unshown`: a few samples
-    would not show it."""
+    would not show it. `differing`: calls that only some micro-batches made."""
 
-    def __init__(self, what: str, *, unshown: bool = False) -> None:
+    def __init__(self, what: str, *, unshown: bool = False, differing: Collection[Made] = ()) -> None:
         super().__init__(what)
-        self.unshown = unshown
+        self.unshown, self.differing = unshown, frozenset(differing)

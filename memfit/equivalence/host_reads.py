@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.engine.batch_limits import NO_LIMITS
+from memfit.engine.branches import Branches
 from memfit.engine.user_line import line_of_script
 
 Value = float | bool
@@ -40,14 +41,15 @@ FAR = 1e30
 
 class Reads(TorchDispatchMode):
     """Records reads of batch values while active: `reads` has comparisons and numbers, `taken` (the comparison, the line that
-    reads it), `places` the code that reads each. `limits` are those of the same run. `put` replaces some of `reads`."""
+    reads it), `places` the code that reads each. `limits` and `branches` are those of the same run. `put` replaces some of
+    `reads`."""
 
     def __init__(self, put: Replaced | None = None) -> None:
         super().__init__()
         self.taken: list[tuple[bool, str]] = []
         self.reads: list[Value] = []
         self.places: list[tuple[Any, int]] = []
-        self.limits = NO_LIMITS
+        self.limits, self.branches = NO_LIMITS, Branches(self.may_tell)
         self._left = False
         self._put = put
         self._of_batch = WeakTensorKeyDictionary()

@@ -18,6 +18,7 @@ from torch import nn
 from memfit.batches.pieces import bounds
 from memfit.capture.size_dependence import Positions
 from memfit.engine.batch_limits import limits_in, unreachable_in
+from memfit.engine.branches import branching_of
 from memfit.engine.divisors import How, how_divided, off_by
 from memfit.engine.gradients import is_sharded
 from memfit.engine.idle_sums import idle_in
@@ -75,7 +76,7 @@ def infer_weighting(
         weighting = replace(weighting, doubt=f"{DECIDES} ({moves.decides})")
     if weighting is not None and any(map(is_compiled, model.modules())):  # no function mode sees what it computes
         doubt = f"the result of its {weighting.idle[0].function}() is 0 for the samples examined" if weighting.idle else None
-        weighting = replace(weighting, idle=(), limits=(), doubt=weighting.doubt or doubt)
+        weighting = replace(weighting, idle=(), limits=(), branching=None, doubt=weighting.doubt or doubt)
     # Tensors that the loss function creates on each run are gone by now.
     staging.stage_also([leaf for leaf in (reference() for reference in foreign) if leaf is not None])
     return weighting, deviation, moves
@@ -260,7 +261,8 @@ def _choose(
     idle = idle_in(whole.results, [part.results for part in parts], chosen.kind)
     limits = (whole.limits, [part.limits for part in parts])
     doubt = _doubt(looks, chosen.kind) or unreachable_in(*limits)
-    return replace(chosen, doubt=doubt, idle=idle, limits=limits_in(*limits), alike=alike), deviation
+    branching = branching_of([m.branches for m in (whole, *parts)])
+    return replace(chosen, doubt=doubt, idle=idle, limits=limits_in(*limits), branching=branching, alike=alike), deviation
 
 
 def _doubt(looks: Sequence[tuple[int, Decides]], kind: str) -> str | None:

@@ -24,7 +24,8 @@ from memfit.capture.call import Call
 from memfit.capture.output_leaf import Leaf, name_in, turned
 from memfit.capture.outputs import Outputs
 from memfit.capture.size_dependence import SIZE
-from memfit.engine.batch_limits import Limits, SeenLimits, limits_in, unreachable_in
+from memfit.engine.batch_limits import Limits, limits_in, unreachable_in
+from memfit.engine.branches import Branches, branching_of
 from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
@@ -46,8 +47,8 @@ from memfit.equivalence.tolerances import (
 )
 from memfit.tracing.sandbox import Traces, leave_no_trace
 
-BothLimits = tuple[SeenLimits, list[SeenLimits]]
-"""Those of the whole, and of the parts."""
+Looks = tuple[Reads, list[Reads]]
+"""What was seen of the whole, and of the parts."""
 PROOF_SAMPLES = 5
 """Number of samples that proofs run on."""
 FLIPPED = 0.2
@@ -103,7 +104,8 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     A leaf without gradient that cannot be joined is marked opaque: using it is refused, training is not.
     """
     with full_precision(call.device) as arithmetic:
-        whole, parts, moves, line, nearby, limits = _whole_and_parts(frozen_norms(call), sizes)
+        whole, parts, moves, line, nearby, (read, looks) = _whole_and_parts(frozen_norms(call), sizes)
+    limits = (read.limits, [look.limits for look in looks])
     deviations = [] if moves.deviation is None else [moves.deviation]
     deviations += [] if line is None else [Deviation(line, 1.0, 0.0, by="reading")]
     deviations += [] if unreachable_in(*limits) is None else [Deviation(SIZE, 1.0, 0.0, by="counting")]
@@ -129,8 +131,11 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     if moves.again is not None and _differs_again(settled, outputs.loss, moves.again, sizes, arithmetic, floor):
         deviations.append(moves.misread())
     deviations.sort(key=lambda each: each.relative / each.limit if each.limit else each.relative, reverse=True)
-    watched = () if any(map(is_compiled, call.model.modules())) else limits_in(*limits)
-    return replace(outputs, leaves=tuple(settled), limits=watched), deviations, moves.composition
+    outputs = replace(outputs, leaves=tuple(settled))
+    if not any(map(is_compiled, call.model.modules())):  # (no function mode sees what it computes)
+        branching = branching_of([look.branches for look in (read, *looks)])
+        outputs = replace(outputs, limits=limits_in(*limits), branching=branching)
+    return outputs, deviations, moves.composition
 
 
 def _twice(call: Call, sizes: Sequence[int], aside: Callable[[], AbstractContextManager[Traces]]) -> tuple[Trial, ...]:
@@ -263,10 +268,10 @@ def _module_difference(
 
 def _whole_and_parts(
     call: Call, sizes: Sequence[int]
-) -> tuple[list[Any], list[list[Any]], Moves, str | None, Callable[[], list[Any]], BothLimits]:
+) -> tuple[list[Any], list[list[Any]], Moves, str | None, Callable[[], list[Any]], Looks]:
     """Run the call on the whole and on its parts. Return both outputs, how changed state is composed, the line whose control
-    flow depends on batch values, a function: the whole's outputs from parameters that differ in their last bits, and the limits
-    of both."""
+    flow depends on batch values, a function: the whole's outputs from parameters that differ in their last bits, and what was
+    seen of both."""
     for by_operations in (False, True):
         draws, reads = Draws(by_operations=by_operations), Reads()
         # With grad enabled as in training, because models check for it and may register hooks.
@@ -282,7 +287,7 @@ def _whole_and_parts(
 
 def _parts_of(
     call: Call, sizes: Sequence[int], draws: Draws, reads: Reads, whole: list[Any], moved: bool
-) -> tuple[list[list[Any]], Moves, str | None, Callable[[], list[Any]], BothLimits]:
+) -> tuple[list[list[Any]], Moves, str | None, Callable[[], list[Any]], Looks]:
     """Do `_whole_and_parts` for the parts, after the whole has run."""
     samples, aside = sum(sizes), partial(comparable, call.model, call.device)
 
@@ -335,14 +340,14 @@ def _parts_of(
     def same_as_whole(made: list[Any]) -> bool:
         return equal(whole, made)
 
-    limits = (reads.limits, [look.limits for look in looks])
-    return parts, moves, decided(reads, looks, put, same_as_whole), nearby, limits
+    return parts, moves, decided(reads, looks, put, same_as_whole), nearby, (reads, looks)
 
 
 def _read(call: Call, given: Any, samples: int, reads: Reads) -> list[Any]:
-    """Run a call and note what it reads and limits."""
+    """Run a call and note what it reads, where it may branch, and what it limits."""
     limits = Limits(samples, tensors(given))
-    with reads.of(tensors(given)), limits:
+    reads.branches = Branches(reads.may_tell, given)
+    with reads.of(tensors(given)), limits, reads.branches:
         found = call.run(given)
     reads.limits = limits.of([leaf for leaf in found if isinstance(leaf, torch.Tensor)])
     return found

@@ -1,0 +1,137 @@
+"""Forwards and losses that read values of the batch and branch on them, where only a later batch shows it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import mlp, points
+from torch import Tensor, nn
+from torch.optim import SGD
+from zoo.plain import relative_error
+
+import memfit
+
+EXACT, STEPS, BATCH = 1e-12, 4, 8
+TARGETS = points(BATCH * STEPS, seed=3)[0][:, :4]
+
+
+def _samples(marked: int) -> Tensor:
+    """Batches in which all samples are marked, then one with this many; the mark is a sample's first number."""
+    x = points(BATCH * STEPS)[0]
+    x[:, 0] = 1
+    x[(STEPS - 2) * BATCH + marked : (STEPS - 1) * BATCH, 0] = 0
+    return x
+
+
+CONDITIONS: dict[str, Callable[[Tensor], Any]] = {
+    "any": lambda marked: marked.any(),
+    "torch.any": lambda marked: torch.any(marked, 0),
+    "not any other": lambda marked: not (~marked).any(),
+    "all": lambda marked: marked.all(),
+    "a sum": lambda marked: marked.sum() == 0,
+    "an int": lambda marked: int(marked.sum()) > 0,
+    "item": lambda marked: marked.sum().item(),
+    "int of any": lambda marked: int(marked.any()),
+    "an index": lambda marked: [False, True][marked.any()],
+    "tolist": lambda marked: True in marked.tolist(),
+    "len of nonzero": lambda marked: len(marked.nonzero()),
+    "a size": lambda marked: marked[marked].numel(),
+    "numpy": lambda marked: np.any(marked.numpy()),
+    "a loop": lambda marked: any(bool(each) for each in marked),
+    "equal": lambda marked: torch.equal(marked, torch.ones_like(marked)),
+    "contains": lambda marked: 1 in marked.long(),
+    "unique": lambda marked: len(marked.unique()) == 1,
+    "the largest": lambda marked: marked.long().max() == 1,
+    "the smallest as int": lambda marked: int(marked.long().min()) == 1,
+}
+WAYS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "a branch": lambda value, held: value * 0.9 if held else value,
+    "two branches": lambda value, held: value * 0.9 if held else value * 0.7,
+    "a number": lambda value, held: value * (0.9 if held else 0.7),
+    "an integer": lambda value, held: value * (2 if held else 1),
+    "a function": lambda value, held: torch.sin(value) if held else torch.tanh(value),
+    "a word": lambda value, held: torch.clamp(value, max=0.1 if held else 0.2),
+}
+PAIRS = [(each, "a branch") for each in CONDITIONS] + [("any", each) for each in WAYS if each != "a branch"]
+MARKED = (1, 0, BATCH - 1)
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a known mean": F.mse_loss,
+    "an own mean": lambda out, targets: (out - targets).pow(2).mean(),
+    "a sum": lambda out, targets: (out - targets).abs().sum(),
+    "two terms": lambda out, targets: F.mse_loss(out, targets) + 0.1 * out.pow(4).mean(),
+    "classes": lambda out, targets: F.cross_entropy(out, targets.argmax(1)),
+}
+
+
+class Branching(nn.Module):
+    """A net whose outputs depend on a condition of the batch."""
+
+    def __init__(self, condition: Any, way: Any) -> None:
+        super().__init__()
+        self.net, self.condition, self.way = mlp(), condition, way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self.net(x), self.condition(x[:, 0] == 1))
+
+
+def _parameters_after(step: Callable[[Tensor, Tensor], None], model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    for start in range(0, len(x), BATCH):
+        step(x[start : start + BATCH], TARGETS[start : start + BATCH])
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+def _in_plain(model: nn.Module, loss_fn: Any, x: Tensor) -> dict[str, Tensor]:
+    optimizer = SGD(model.parameters(), 0.1)
+
+    def step(some: Tensor, targets: Tensor) -> None:
+        optimizer.zero_grad()
+        loss_fn(model, (some, targets)).backward()
+        optimizer.step()
+
+    return _parameters_after(step, model, x)
+
+
+@pytest.mark.parametrize("marked", MARKED)
+@pytest.mark.parametrize(("condition", "way"), PAIRS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_that_branches_on_a_later_batch(condition: str, way: str, marked: int, loss: str) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        x, targets = batch
+        return WAYS[way](LOSSES[loss](model(x), targets), CONDITIONS[condition](x[:, 0] == 1))
+
+    model, x = mlp(), _samples(marked)
+    wanted = _in_plain(copy.deepcopy(model), loss_fn, x)
+    run = memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3, loss_fn=loss_fn)
+    assert relative_error(_parameters_after(lambda *batch: run.step(batch), model, x), wanted) < EXACT
+
+
+@pytest.mark.parametrize("marked", MARKED)
+@pytest.mark.parametrize(("condition", "way"), PAIRS)
+@pytest.mark.parametrize("through", ["accumulated", "replayed"])
+def test_a_forward_that_branches_on_a_later_batch(condition: str, way: str, marked: int, through: str) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch[0])
+        return F.mse_loss(out if through == "accumulated" else out.flip(0).flip(0), batch[1])
+
+    model, x = Branching(CONDITIONS[condition], WAYS[way]), _samples(marked)
+    wanted = _in_plain(copy.deepcopy(model), loss_fn, x)
+    optimizer = SGD(model.parameters(), 0.1)
+    memfit.wrap(model, optimizer, micro_batch=3)
+
+    def step(some: Tensor, targets: Tensor) -> None:
+        loss_fn(model, (some, targets)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        found = _parameters_after(step, model, x)
+    except memfit.Refused as refused:
+        assert "branches on values of the batch" in str(refused)
+    else:
+        assert relative_error(found, wanted) < EXACT
