@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -123,6 +123,14 @@ class Branching:
 
     free: frozenset[Site] = frozenset()
     """Calls that some of whole and parts did not make, or with other numbers, with equal results."""
+
+    def joined(self, other: Branching | None) -> Branching:
+        """Return what both show."""
+        return self if other is None else Branching(self.free | other.free)
+
+    def allows(self, made: Iterable[Made]) -> bool:
+        """Whether micro-batches may differ in these calls."""
+        return all(site in self.free for site, _ in made)
 
     def differing(self, one: CallsMade, other: CallsMade) -> dict[Made, CodeType]:
         """Return the calls that only one of two micro-batches makes, and that may change what they give."""

@@ -2,8 +2,9 @@
 
 `if x.abs().max() > c`, `if loss > 1` or `if (y == 2).sum() > 2` may agree on a proof's few samples, and differ between the
 parts and the whole of a later batch. The sign is a read (`.item()`) of a comparison or number computed from the batch. Reads
-once per sample do not count, nor do those that differ between whole and parts while the results agree. Not covered: integers
-read as such (`int(lengths.max())`), `any` or `all` of a mask or of labels, and equality with a number, which makes masks.
+once per sample do not count, nor do those that differ between whole and parts while the results agree. Of integers, only counts
+of entries are looked at (`int(mask.sum()) > 2`). Whether there are any, and what else is read, is compared while training
+(`engine/branches.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,20 +25,26 @@ from memfit.engine.batch_limits import NO_LIMITS
 from memfit.engine.branches import Branches
 from memfit.engine.user_line import line_of_script
 
-Value = float | bool
+Value = float | bool | int
 aten = torch.ops.aten
 _COMPARING = frozenset(getattr(aten, name) for name in ("gt", "lt", "ge", "le"))
 _FINITE = frozenset(getattr(aten, name) for name in ("isnan", "isinf", "isfinite", "isposinf", "isneginf"))
 _COUNTING = frozenset((aten.sum, aten.count_nonzero))
 _READING = aten._local_scalar_dense
-DECIDING = 2
-"""Mark of a comparison of numbers. 1 marks a count of entries, 0 anything else computed from the batch."""
-Replaced = tuple[frozenset[int], float | None]
-"""Which reads are replaced, and by what: None negates them."""
+COUNTED, DECIDING = 1, 2
+"""Marks of a count of entries, and of a comparison of numbers. 0 marks anything else computed from the batch."""
+Replaced = tuple[frozenset[int], Callable[[Any], Value]]
+"""Which reads are replaced, and by what."""
 MOST = 4
 """Number of places that read, of which are tried. One place may read often (the argument checks of a distribution)."""
 FAR = 1e30
 """Replaces a number that is read, with either sign, to see whether the result depends on it."""
+MANY = 4096
+"""Is added to a count that is read. It may be the size of a tensor."""
+_OTHERS: dict[type, Sequence[Callable[[Any], Value]]] = {
+    bool: (lambda held: not held,),
+    float: (lambda _: FAR, lambda _: -FAR),
+}
 
 
 class Reads(TorchDispatchMode):
@@ -85,14 +93,14 @@ class Reads(TorchDispatchMode):
     def _read(self, tensor: torch.Tensor, value: Any, mark: int) -> Any:
         if tensor.dtype is torch.bool and mark == DECIDING:
             self.taken.append((value, line_of_script()))
-        elif not tensor.is_floating_point():
+        elif not (tensor.is_floating_point() or (mark == COUNTED and type(value) is int)):
             return value
         index, frame = len(self.reads), sys._getframe(2)
         self.reads.append(value)
         self.places.append((frame.f_code, frame.f_lineno))
         if self._put is None or index not in self._put[0]:
             return value
-        return not value if self._put[1] is None else self._put[1]
+        return self._put[1](value)
 
 
 def _mark(packet: Any, args: Any, given: int) -> int:
@@ -102,7 +110,7 @@ def _mark(packet: Any, args: Any, given: int) -> int:
         infinite = any(type(value) is float and math.isinf(value) for value in args[1:])
         return DECIDING if not infinite and (given or args[0].is_floating_point()) else 0
     if packet in _COUNTING and not args[0].is_floating_point():
-        return 1
+        return COUNTED
     return given
 
 
@@ -124,10 +132,14 @@ def decided(
     reads = defaultdict[Any, set[int]](set)
     for index, (read, place) in enumerate(zip(whole.reads, whole.places)):
         if line is not None or not isinstance(read, bool):
-            reads[place, isinstance(read, bool)].add(index)
-    for (_, is_bool), indices in list(reads.items())[:MOST]:
-        others = (None,) if is_bool else (FAR, -FAR)
-        if any(_hangs_on((frozenset(indices), other), run, same) for other in others):
+            reads[place, type(read)].add(index)
+    for (_, kind), indices in list(reads.items())[:MOST]:
+        hangs_on = partial(_hangs_on, frozenset(indices), run, same)
+        if kind is int:  # what is divided by a count hangs on every other count as well
+            decides = hangs_on(lambda count: count + MANY) and not hangs_on(lambda count: count + 1)
+        else:
+            decides = any(map(hangs_on, _OTHERS[kind]))
+        if decides:
             return line or "a number that is read"
     return line if len(reads) > MOST else None
 
@@ -140,11 +152,13 @@ def _compared(mine: Sequence[tuple[bool, str]], theirs: Sequence[Sequence[tuple[
     return mine[0][1] or "a comparison" if alike else None
 
 
-def _hangs_on(replaced: Replaced, run: Callable[[Replaced], Any], same: Callable[[Any], bool]) -> bool:
-    """Whether the result changes if these values are read instead. A run that fails tells nothing."""
+def _hangs_on(
+    reads: frozenset[int], run: Callable[[Replaced], Any], same: Callable[[Any], bool], other: Callable[[Any], Value]
+) -> bool:
+    """Whether the result changes if other values are read. A run that fails tells nothing."""
     try:
         with redirect_stdout(None), redirect_stderr(None):
-            made = run(replaced)
+            made = run((reads, other))
         return not same(made)
     except (Exception, SystemExit):
         return False

@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from memfit.batches.tree import Path, is_column, leaves
+from memfit.engine.branches import Branches, Made
 
 LOOKED_AT = 48
 """Samples of a batch that are examined."""
@@ -132,6 +133,16 @@ def _marks(leaf: torch.Tensor) -> dict[str, float]:
     value = float(entries.reshape(-1)[0])
     of_kind = not leaf.is_floating_point() and leaf.dtype is not torch.bool
     return found | {"value": value} | ({KEY: value} if of_kind else {})
+
+
+def branch_marks(run: Callable[[], Any], differing: Collection[Made]) -> Marks:
+    """Return which of these calls the script makes for one sample, as marks. `run` computes what it makes of the sample."""
+    try:
+        with Branches() as look:
+            run()
+    except Exception:  # it cannot be run alone
+        return {}
+    return {each: float(each in look.made) for each in differing}
 
 
 def most_telling(marks: Sequence[Marks], sizes: Sequence[int]) -> list[int]:

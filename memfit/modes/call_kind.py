@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from memfit.batches.shapes import Shapes
 from memfit.capture.call import Call
 from memfit.capture.infer_layout import outputs_of
 from memfit.capture.outputs import Outputs
+from memfit.engine.branches import Branching, Made
 from memfit.engine.compose_state import Composition
 from memfit.engine.weighting import BY_SAMPLES, Weighting
 from memfit.equivalence.proof_samples import Apart
@@ -56,6 +58,10 @@ class CallKind:
     """Optimizer steps after which the next batch proves cutting again."""
     apart: Apart = field(default_factory=Apart)
     """The arguments that say to which class or group samples belong, of which no proof has had two in both parts."""
+    branching: Branching | None = None
+    """What all proofs show of branches on values of the batch, if there may be some."""
+    differing: Collection[Made] = ()
+    """Calls of torch that a proof's samples are to differ in, if possible."""
     alike: int = 0
     """Samples up to which its forward was seen to do the same as with few."""
     composition: Composition = field(default_factory=Composition)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from memfit.capture.outputs import Otherwise, Outputs
 from memfit.capture.side_outputs import Door, Doorway
 from memfit.engine.asked_numbers import Expected, Notes, is_asked_of
 from memfit.engine.batch_dependent import BatchDependent
+from memfit.engine.branches import Made
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.call_context import without_saved_tensors_hooks
 from memfit.engine.planning_scope import reaching
@@ -308,6 +309,17 @@ class CallKinds:
         bounds = [self._kinds[c.key].bound for c in call.calls]
         needs = [bound.peak(c.samples, accumulates=False).upper for c, bound in zip(call.calls, bounds) if bound is not None]
         return sum(needs) <= self._core.memory.budget().room
+
+    def branches_freely(self, call: Call, differing: Collection[Made]) -> bool:
+        """Prove a call again on samples that differ in these calls of torch, in which its micro-batches differ. Return whether
+        they may."""
+        kind = self._kinds[call.key]
+        kind.differing = differing
+        try:
+            proven = self._prover.prove(kind, call, call.shapes) is None
+        finally:
+            kind.differing = ()
+        return proven and kind.branching is not None and kind.branching.allows(differing)
 
     def say_whole(self, call: Call, error: BaseException) -> None:
         """Report that calls like this one, which failed in pieces, run whole from now on."""

@@ -6,11 +6,12 @@ Not covered: what the few samples do not show. Proofs are repeated on later batc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from memfit._errors import Refused
@@ -24,6 +25,7 @@ from memfit.capture.size_dependence import FEW, SIZE
 from memfit.capture.workloads import CallWork
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
+from memfit.engine.branches import Branching, Made
 from memfit.engine.compose_state import with_written
 from memfit.engine.places import Place
 from memfit.engine.recovery import on_fewer, surviving
@@ -32,8 +34,8 @@ from memfit.engine.weighting import BY_SAMPLES
 from memfit.equivalence.backward_proof import backward_deviation
 from memfit.equivalence.infer_weighting import infer_weighting
 from memfit.equivalence.measured_loss import PROBED
-from memfit.equivalence.proof_samples import entries_of, marks_of, most_telling, pairs_in, spaced
-from memfit.equivalence.proofs import PROOF_SAMPLES, frozen_norms, joined_outputs, mixing_module, parts_of
+from memfit.equivalence.proof_samples import branch_marks, entries_of, marks_of, most_telling, pairs_in, spaced
+from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.equivalence.single_sample import call_alone
 from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
 from memfit.levers.checkpoint import checkpointed
@@ -67,7 +69,7 @@ class Prover:
         """Proves that the call may be cut this way. Returns None if so, else the deviation of its parts from the whole."""
         few, blocks = self._provable(kind, call)
         with checkpointed(self._core.model, blocks), self._core.memory.sparing_kernels():
-            return self._on_fewer(lambda n: self._prove_on(self._chosen(call, n), kind, call, shapes), few)
+            return self._on_fewer(lambda n: self._prove_on(self._chosen(call, n, kind.differing), kind, call, shapes), few)
 
     def weigh_again(self, kind: CallKind, call: Call) -> Deviation | None:
         """Infers the weighting of the call's own loss again. Returns the deviation of its parts if no weighting holds."""
@@ -181,13 +183,19 @@ class Prover:
     def _sizes(self, proof: Call) -> tuple[int, ...]:
         return parts_of(proof.samples, self._core.least)
 
-    def _chosen(self, call: Call, few: int) -> Call:
-        """Return a call on copies of the `few` most telling samples (more if the parts need more)."""
+    def _chosen(self, call: Call, few: int, differing: Collection[Made] = ()) -> Call:
+        """Return a call on copies of the `few` most telling samples (more if the parts need more); with `differing`, of some
+        that make these calls and some that do not."""
         few = max(few, min(2 * self._core.least, call.samples))
         if call.split is not None or not call.layout.cuts:
             return call.first(few)
         there = spaced(call.samples, pairs_in(entries_of(call.tree, call.samples)).values())
-        marks = [marks_of(cut(call.tree, call.layout, i, i + 1)) for i in there]
+        if differing:
+            with comparable(call.model, call.device), self._core.staging.swapped(), torch.enable_grad():
+                alone = [frozen_norms(call.chosen([i])) for i in there]
+                marks = [branch_marks(partial(each.run, each.arguments(0, 1)), differing) for each in alone]
+        else:
+            marks = [marks_of(cut(call.tree, call.layout, i, i + 1)) for i in there]
         return call.chosen([there[i] for i in most_telling(marks, parts_of(few, self._core.least))])
 
     def has_new_pairs(self, kind: CallKind, call: Call) -> bool:
@@ -207,6 +215,9 @@ class Prover:
         if (exact := self._exactly(deviations, lambda: joined_outputs(proof, sizes))) is not None:
             deviations = [each for each in deviations if not each.agrees] + exact[1]
             composition = exact[2] if exact[2].keys == composition.keys else composition
+        if kind.branching or outputs.branching:
+            kind.branching = (outputs.branching or Branching()).joined(kind.branching)
+            outputs = replace(outputs, branching=kind.branching)
         kind.composition = with_written(composition, kind.composition, core.model)  # (keeps nothing of the proof alive)
         moved_in_blocks(core.model, kind.composition)
         deviations += self.by_size(kind, call)

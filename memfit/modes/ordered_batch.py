@@ -17,7 +17,7 @@ from memfit.batches.split import Split, part_of_split
 from memfit.batches.tree import map_tensors, tensors
 from memfit.capture.infer_layout import twins_of
 from memfit.engine.weighting import WeightsChanged
-from memfit.equivalence.proof_samples import entries_of, marks_of, most_telling, pairs_in, spaced
+from memfit.equivalence.proof_samples import Marks, entries_of, marks_of, most_telling, pairs_in, spaced
 
 RAGGED = 1.05
 """Samples are ordered by size if their sizes differ by more than this factor."""
@@ -177,10 +177,14 @@ class Ordered:
         return self._make([self._order[0]] * count)
 
     def spread(
-        self, parts: Sequence[int], rivals: Sequence[Callable[[Any], Any]] = (), own: Callable[[Any], Any] | None = None
+        self,
+        parts: Sequence[int],
+        rivals: Sequence[Callable[[Any], Any]] = (),
+        own: Callable[[Any], Any] | None = None,
+        marks_of: Callable[[Any], Marks] = marks_of,
     ) -> Callable[[int, int], Any]:
-        """Returns samples for proofs, in two parts of these sizes. They differ as much as possible in what a loss may count, or
-        with `rivals` in these counts relative to `own`."""
+        """Returns samples for proofs, in two parts of these sizes. They differ as much as possible in what a loss may count, as
+        `marks_of` a sample says, or with `rivals` in these counts relative to `own`."""
         count = sum(parts)
         if rivals and not self.in_order:
 

@@ -285,6 +285,7 @@ class ScriptPasses:
             with nullcontext() if repeated else core.accumulator.norms_of(len(pieces)):
                 self._replay(call, largest).compute_values(pieces, keep)
 
+        freely = False
         try:
             with core.team.computing():
                 core.accumulator.recovery.run(attempt, core.in_force.limit(planned.plan))
@@ -294,9 +295,13 @@ class ScriptPasses:
             begun, ran = call.random[:1], call.values is not None
             if not repeated:
                 call.forget_pass()
-            if repeated or not self._runs_whole_after(call, error, begun, ran):
+            freely = not repeated and self._branches_freely(call, error, begun)
+            if not freely and (repeated or not self._runs_whole_after(call, error, begun, ran)):
                 raise
-            self._kinds.say_whole(call, error)
+            if not freely:
+                self._kinds.say_whole(call, error)
+        if freely:
+            self._first_pass(call)
 
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
         """Return the gradients of the receivers, given those of the outputs, by running the call again."""
@@ -410,10 +415,13 @@ class ScriptPasses:
             begun, ran = call.random[:1], total is not None
             if first:
                 call.forget_pass()
-            if not first or not self._runs_whole_after(call, error, begun, ran):
+            freely = first and self._branches_freely(call, error, begun)
+            if not freely and (not first or not self._runs_whole_after(call, error, begun, ran)):
                 raise
             failed = error
         try:
+            if freely:
+                return self._accumulated(call, consumer, weighting, weight)
             found = consumer.of_whole(call)  # raises an error that is the script's own: the next batch may have none
             self._kinds.say_whole(call, failed)
         finally:
@@ -434,6 +442,19 @@ class ScriptPasses:
         with self.aside():
             call.run_whole()
         return True
+
+    def _branches_freely(self, call: Call, error: BaseException, begun: Sequence[RandomState]) -> bool:
+        """Whether a proof shows that branches in which the micro-batches of a first pass differed change nothing, so that the
+        pass may be repeated."""
+        if not isinstance(error, BatchDependent) or not error.differing or len(call.calls) > 1 or not self.alone:
+            return False
+        self._core.staging.discard()
+        for state in begun:
+            state.restore(self._core.device)
+        call.undo_writes()
+        call.gathered = False
+        with self.aside():
+            return self._kinds.branches_freely(call, error.differing)
 
     def _pass(self, call: Call, consumer: Consumer, weighting: Weighting, first: bool) -> Total:
         core = self._core

@@ -198,8 +198,8 @@ class Stepper:
         while not self._weights.together:
             try:
                 return self._accumulated(ordered)
-            except WeightsChanged:
-                self._weights.weigh_again(ordered, doubted)
+            except WeightsChanged as changed:
+                self._weights.weigh_again(ordered, doubted, changed.differing)
                 doubted = True
             except WholeShares:
                 self._weights.run_together("it does on another process")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
+from memfit.engine.branches import Branching, Made
 from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition, with_written
 from memfit.engine.known_means import Terms, is_only_term
@@ -32,7 +34,7 @@ from memfit.engine.work import Work, loss_of
 from memfit.equivalence.infer_weighting import DECIDES, infer_weighting
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import PROBED
-from memfit.equivalence.proof_samples import Apart, entries_of
+from memfit.equivalence.proof_samples import Apart, Marks, branch_marks, entries_of
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
 from memfit.equivalence.single_sample import loss_alone
 from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
@@ -74,6 +76,8 @@ class Weigher:
         self._alone: Weighting | None = None
         self._proven_ragged = self.mute = False
         self._apart = Apart()
+        self._differing: Collection[Made] = ()
+        self._branching: Branching | None = None
         self._prove_at = 0
 
     @property
@@ -256,7 +260,7 @@ class Weigher:
         """`again`: the weighting proven on an earlier batch. A loss that is not finite does not contradict it."""
         core = self._core
         parts = parts_of(few, core.least)
-        pieces = batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
+        pieces = self._spread(batch, parts, before)
         work = self._tasks.work(pieces, few, "off", on_copies=True)
         within = PROVE_WITHIN if self._inferred else sys.maxsize
         self._prove_at = core.steps + (1 if again is None else max(1, min((PROVE_AGAIN - 1) * core.steps, within)))
@@ -267,6 +271,9 @@ class Weigher:
         self.weighting, deviation, moves = infer()
         if self.weighting is not None and deviation.limit >= LOOSE and (exact := without_autocast(infer)) is not None:
             self.weighting, deviation, moves = exact
+        if self.weighting is not None and (self.weighting.branching or self._branching):
+            self._branching = (self.weighting.branching or Branching()).joined(self._branching)
+            self.weighting = replace(self.weighting, branching=self._branching)
         self.composition = with_written(moves.composition, self.composition, core.model)
         moved_in_blocks(core.model, self.composition)
         self._tasks.watch(work)
@@ -298,6 +305,19 @@ class Weigher:
             unsure = again is not None and not again.watch  # known means are checked in every batch
             late = "; steps since the last proof may have trained on gradients that are off by as much" if unsure else ""
             self.run_together(f"its parts differ from the whole by {deviation.relative:.2g}{late}")
+
+    def _spread(self, batch: Ordered, parts: Sequence[int], before: Weighting | None) -> Callable[[int, int], Any]:
+        """Return samples for a proof. `before`: the weighting that failed."""
+        core, differing = self._core, self._differing
+        if not differing:
+            return batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
+
+        def marks_of(sample: Any) -> Marks:
+            work = self._tasks.work(lambda start, stop: sample, 1, "off", on_copies=True)
+            return branch_marks(partial(loss_of, work, 1), differing)
+
+        with comparable(core.model, core.device), core.staging.swapped():
+            return batch.spread(parts, marks_of=marks_of)
 
     def _accepts(self, deviation: Deviation) -> bool:
         return deviation.where in self._core.settings.allow_inexact
@@ -352,15 +372,17 @@ class Weigher:
             with world.entered():
                 yield work
 
-    def weigh_again(self, batch: Ordered, doubted: bool) -> None:
-        """Prove a failed weighting again, on samples that tell its rivals apart."""
-        before = self.weighting
+    def weigh_again(self, batch: Ordered, doubted: bool, differing: Collection[Made] = ()) -> None:
+        """Prove a failed weighting again, on samples that tell its rivals apart, or that make calls which not all of its
+        micro-batches made."""
+        before, self._differing = self.weighting, differing
         if before is None and self._alone is not None:
             self._alone = None
             return
         if not doubted and before is not None:
             with random_state_kept(self._core.device):
                 self._weigh(batch, batch.samples, before)
+        self._differing = ()
         if doubted or self.weighting == before:
             self.run_together("its weighting did not hold for a later batch")
 
