@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Forwards, mlp, points
+from processes import Processes
+from stepping import Seen
 from torch import Tensor, nn
 from torch.optim import SGD
-from zoo.plain import relative_error
+from zoo.plain import Gradients, gradients_of, relative_error
 
 import memfit
 
@@ -192,3 +195,46 @@ def test_a_guard_that_changes_nothing_stays_cut(guard: str, mode: str) -> None:
     assert relative_error(_parameters_after(step, model, x, targets), wanted) < EXACT
     assert max(forwards.sizes) == 3
     assert len(forwards.sizes) <= (3 if mode != "replayed" else 6) * 2 * STEPS + 12
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Processes]:
+    with Processes(2) as processes:
+        yield processes
+
+
+def _on_one_of_two(guarded: bool) -> Gradients:
+    """The gradients of a second step in step mode, where micro-batches of the first process alone branch."""
+    model = mlp()
+    seen = Seen(model)
+    loss_fn = _guarded if guarded else _branching
+    run = memfit.wrap(model, SGD(model.parameters(), 0.0), micro_batch=3, loss_fn=loss_fn, before_step=seen)
+    for step in range(2):
+        run.step(_shares(step)[int(os.environ["RANK"])])
+    return seen.gradients[-1]
+
+
+def _shares(step: int) -> tuple[Tensor, Tensor]:
+    one, other = points(BATCH)[0], points(BATCH, seed=1)[0]
+    one[:, 0], other[:, 0] = 1, 1
+    one[step:, 0] = 1 - step
+    return one, other
+
+
+def _branching(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).pow(2).mean()
+    return loss * 0.9 if (x[:, 0] == 1).any() else loss
+
+
+def _guarded(model: nn.Module, x: Tensor) -> Tensor:
+    out, marked = model(x), x[:, 0] == 1
+    return ((out + out.tanh() * marked[:, None]) if marked.any() else out).pow(2).mean()
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_branch_of_one_process_is_that_of_ddp(guarded: bool, two: Processes) -> None:
+    model = mlp()
+    for share in _shares(1):
+        ((_guarded if guarded else _branching)(model, share) / 2).backward()
+    for found in two.run(_on_one_of_two, guarded):
+        assert relative_error(found, gradients_of(model)) < EXACT
