@@ -4,6 +4,7 @@ batch that decide what is computed."""
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Forwards, mlp, points, wrapped
+from helpers import Aside, Forwards, mlp, points, wrapped
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
@@ -208,6 +209,181 @@ def test_outputs_read_before_a_call_runs_whole_and_after_it_share_one_backward_p
     wanted, model = in_both(LeavesATerm()), LeavesATerm()
     wrapped(model, 5)
     assert relative_error(in_both(model), wanted) < 1e-12
+
+
+# ---- C++ uses an output of a batch that runs whole after all
+
+
+class Moves(LeavesATerm):
+    """Its forward drops entries and moves a counter and two buffers. It reads the counter and one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("factor", torch.ones((), dtype=torch.float64))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out = super().forward(x) * self.factor.clone() / self.calls
+        self.factor.mul_(0.5)
+        self.seen += len(x)
+        return out
+
+
+class Spread(torch.autograd.Function):
+    """How far rows are from their mean."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:  # type: ignore[override]
+        centred = out - out.mean(0)
+        ctx.save_for_backward(centred)
+        return centred.pow(2).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (centred,) = ctx.saved_tensors
+        return gradient * 2 * centred / centred.numel()
+
+
+def _spread(out: Tensor) -> Tensor:
+    return (out - out.mean(0)).pow(2).mean()
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    PAST: dict[str, Callable[[Tensor], Tensor]] = {
+        "scripted": torch.jit.script(_spread),
+        "function": Spread.apply,
+        "vmap": lambda out: torch.vmap(lambda row: row.pow(3).mean())(out).sum(),
+    }
+
+
+def _then_read(model: Any, out: Tensor, past: Callable[[Tensor], Tensor]) -> Tensor:
+    loss = past(out)
+    model.term.item()
+    return loss
+
+
+def _term_before(model: Any, out: Tensor, past: Callable[[Tensor], Tensor]) -> Tensor:
+    penalty = 0.1 * model.term
+    return penalty + past(out)
+
+
+def _output_before(model: Any, out: Tensor, past: Callable[[Tensor], Tensor]) -> Tensor:
+    loss = F.mse_loss(out - out.mean(0), T)
+    return loss + past(out)
+
+
+def _known_loss_before(model: Any, out: Tensor, past: Callable[[Tensor], Tensor]) -> Tensor:
+    loss = F.cross_entropy(out, Y)
+    return loss + past(out)
+
+
+BESIDE: dict[str, Callable[[Any, Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
+    "alone": lambda model, out, past: past(out),
+    "term read": _then_read,
+    "term added": lambda model, out, past: past(out) + 0.1 * model.term,
+    "term before": _term_before,
+    "output again": lambda model, out, past: past(out) + F.mse_loss(out - out.mean(0), T),
+    "output before": _output_before,
+    "known loss before": _known_loss_before,
+}
+
+
+def _backward(model: nn.Module, loss: Tensor) -> list[Tensor | None]:
+    loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def _twice(model: nn.Module, loss: Tensor) -> list[Tensor | None]:
+    loss.backward(retain_graph=True)
+    return _backward(model, loss)
+
+
+def _asked(model: nn.Module, loss: Tensor) -> list[Tensor | None]:
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    assert all(p.grad is None for p in model.parameters())
+    return list(found)
+
+
+def used_past_python(model: Any, loss: Callable[[Any, Tensor], Tensor], take: Any) -> dict[str, Any]:
+    """The gradients of the third batch, the first that fails in pieces, and all state after it."""
+    for seed, later in enumerate([[], [], [1]]):
+        LATER.update(later)
+        torch.manual_seed(seed)
+        model.zero_grad()
+        found = take(model, loss(model, model(X)))
+    LATER.clear()
+    names = [name for name, _ in model.named_parameters()]
+    state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return {"gradients": dict(zip(names, found)), "state": (state, getattr(model, "calls", 0)), "drawn": torch.rand(())}
+
+
+@pytest.mark.parametrize("past", PAST)
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("take", [_backward, _twice, _asked])
+@pytest.mark.parametrize("make", [LeavesATerm, Moves])
+def test_c_plus_plus_uses_an_output_of_a_batch_that_runs_whole_after_all(
+    past: str, beside: str, take: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMFIT", "strict")
+
+    def loss(model: nn.Module, out: Tensor) -> Tensor:
+        return BESIDE[beside](model, out, PAST[past])
+
+    wanted, model = used_past_python(make(), loss, take), make()
+    wrapped(model, 5)
+    found = used_past_python(model, loss, take)
+    assert relative_error(found["gradients"], wanted["gradients"]) < 1e-12
+    assert found["state"] == wanted["state"] and torch.equal(found["drawn"], wanted["drawn"])
+
+
+def _retained(model: nn.Module, take: Callable[[Tensor], Tensor]) -> Tensor | None:
+    out = model(X)
+    loss = take(out)
+    out.retain_grad()
+    out.register_hook(lambda gradient: gradient * 2)
+    (loss + F.mse_loss(out - out.mean(0), T)).backward()
+    return out.grad
+
+
+def _of_two_calls(model: nn.Module, take: Callable[[Tensor], Tensor]) -> None:
+    out, other = model(X), model(X + 1)
+    loss = F.mse_loss(out, other)
+    (loss + take(out) + 2 * take(other)).backward()
+
+
+@pytest.mark.parametrize("past", PAST)
+@pytest.mark.parametrize("script", [_retained, _of_two_calls])
+def test_such_an_output_may_have_hooks_and_calls_beside_it(past: str, script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMFIT", "strict")
+
+    plain, model = FailsInPieces(0.5), FailsInPieces(0.5)
+    wrapped(model, 5)
+    wanted, found = (torch.manual_seed(5) and script(each, PAST[past]) for each in (plain, model))
+    assert relative_error(gradients_of(model), gradients_of(plain)) < 1e-12
+    assert wanted is None or torch.allclose(found, wanted, rtol=1e-12, atol=0)
+
+
+def test_memory_that_runs_out_in_its_second_pass_cuts_nothing() -> None:
+    model, device = FailsInPieces(), Aside(full=False)
+
+    def full(module: nn.Module, args: Any) -> None:
+        if device.full:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model.net[3].register_forward_pre_hook(full)
+    forwards = Forwards(model.net[0])
+    wrapped(model, 5)
+    loss = PAST["scripted"](model(X))
+    forwards.sizes.clear()
+    device.full = True
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        loss.backward(retain_graph=True)
+    device.full = False
+    loss.backward()
+    assert forwards.sizes == [12, 12]
 
 
 def test_after_a_batch_whose_loss_raises_the_next_ones_are_cut() -> None:

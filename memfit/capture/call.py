@@ -308,7 +308,10 @@ class Call:
         return flat(self.output(tree))
 
     def checked(self, tree: Tree) -> list[Any]:
-        """Return the leaves of `output`. Raises Otherwise if they do not match what is known of the call's output."""
+        """Return the leaves of `output`. Raises Otherwise if they do not match what is known of the call's output. (What a call
+        that ran whole returns is the script's own affair.)"""
+        if self.whole is not None:
+            return self.run(tree)
         entries = Entries(tree) if self.attributes is not None and not _are_tensors(tree) else None
         output = self.watched(tree)
         if entries is not None and entries.changed():
@@ -323,7 +326,7 @@ class Call:
         """Return the arguments of one micro-batch; those that require gradients are leaf tensors of their own."""
         if self.whole_piece:
             return self.tree
-        if self.split is not None:
+        if self.split is not None and self.whole is None:
             return self._split(start, stop)
         piece = self.samples_of(start, stop)
         piece = copied_tensors(piece) if self.copies else piece
@@ -333,6 +336,8 @@ class Call:
         """Return views of these samples, for inspection."""
         if self.whole_piece:
             return self.tree
+        if self.whole is not None:  # as it ran
+            return with_new_containers(self.tree)
         if self.split is not None:
             with torch.no_grad():
                 return part_of_split(self.split, self.tree, start, stop, self.samples)
@@ -357,14 +362,27 @@ class Call:
         return piece
 
     def run_whole(self) -> None:
-        """Run the call as the script wrote it: its outputs are tensors with a graph of their own."""
+        """Run the call as the script wrote it: its outputs are tensors with a graph of their own. Gradients that arrive by
+        another way have a second pass, which repeats it in one piece."""
         for each in self.calls:
             each.check_unchanged()
             each.compare()
             if each.whole is None:
+                begun, tree = RandomState.begin(each.device, host=each.host_draws.kept), with_new_containers(each.tree)
+                each.tree = copied_tensors(each.tree) if each.copies else each.tree  # the forward writes into it
+                each.composition.begin_whole()
                 with each.as_called(), torch.enable_grad():
-                    each.whole = each.run(each.tree)
+                    each.whole = each.run(tree)
                 each.values = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in each.whole]
+                each.pieces, each.random, each.activate = (each.samples,), [begun], self.activate
+
+    def past_hooks(self, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Return gradients of the outputs as they leave hooks that the script registered on those of a call that ran whole."""
+        found = list(gradients)
+        for i, (leaf, gradient) in enumerate(zip(self.whole or (), gradients)):
+            if gradient is not None and leaf.requires_grad:
+                (found[i],) = torch.autograd.grad(leaf, leaf, gradient)
+        return tuple(found)
 
     def draw_from(self, index: int) -> None:
         """Restore the random state at the start of micro-batch `index`, or record it on the first pass."""

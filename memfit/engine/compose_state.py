@@ -223,6 +223,11 @@ class Composition:
             self._held.add(_FILLED)  # the next forward fills what this one has made
         self._after = []
 
+    def begin_whole(self) -> None:
+        """Note the state before a forward over the whole batch, which then moves it by itself: a second pass has to find it."""
+        self._there = [place.value() for place in self.moved]
+        self._before, self._after, self._sizes = [], [], []
+
     def _joined(self) -> list[Any]:
         values = list(zip(*self._after))
         for slot, (first, *others) in zip(self.slots, values):

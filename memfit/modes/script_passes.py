@@ -305,10 +305,9 @@ class ScriptPasses:
 
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
         """Return the gradients of the receivers, given those of the outputs, by running the call again."""
-        if call.values is None and call.whole is None:
+        if call.values is None:
             self.compute_values(call)
-        if call.whole is not None:
-            return self._backward_of_whole(call, gradients)
+        gradients = call.past_hooks(gradients)
         UNDERWAY.make_room(call)
         self._gathers(call)
         core = self._core
@@ -334,22 +333,13 @@ class ScriptPasses:
             return Total(value, receivers, staged, factor, weight=weight, samples=call.samples, unseen=True)
 
         with self.aside(), core.team.announcing(), call.as_called():
-            largest = max(call.pieces)
+            largest = max(call.pieces) if call.whole is None else 1  # it is not cut further where memory runs out
             with core.team.computing(again=True):
                 total = attempt(largest) if core.staging.parts is not None else core.accumulator.recovery.run(attempt, largest)
             self._losses.combine(total, BY_SAMPLES)
         self._ran(call)
         settle_looks(call.calls)
         return total
-
-    def _backward_of_whole(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
-        """Like `replayed`, for a call that ran whole after all: backward through its own graph."""
-        assert call.whole is not None
-        found = [(leaf, gradient) for leaf, gradient in zip(call.whole, gradients) if gradient is not None]
-        with self.aside():
-            torch.autograd.backward(*map(list, zip(*found)), retain_graph=graph_is_kept())
-        receivers = self.receivers(call)
-        return Total(torch.zeros((), device=self._core.device), receivers, [None] * len(receivers))
 
     def like_after(self, call: Call, following: Node, parents: Sequence[LazyTensor]) -> torch.Tensor | None:
         """Return a fake tensor like the result of an operation on stand-ins, or None if unknown."""
@@ -441,6 +431,7 @@ class ScriptPasses:
         call.undo_writes()
         with self.aside():
             call.run_whole()
+        self._ran(call)
         return True
 
     def _branches_freely(self, call: Call, error: BaseException, begun: Sequence[RandomState]) -> bool:
@@ -507,7 +498,10 @@ class ScriptPasses:
 
     def _replay(self, call: Call, largest: int) -> Replay:
         core = self._core
-        cut = partial(sizes, largest=largest, least=core.least)
+
+        def cut(size: int) -> Sequence[int]:
+            return sizes(size, largest, core.least) if call.whole is None else (size,)
+
         return Replay(call, core.staging, core.buffers, cut, core.in_force.heap.check)
 
     def _replay_plan(self, call: Call) -> Planned:
