@@ -199,8 +199,9 @@ def test_a_guard_that_changes_nothing_stays_cut(guard: str, mode: str) -> None:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Processes]:
-    with Processes(2) as processes:
-        yield processes
+    found = Processes(2)
+    yield found
+    found.end()
 
 
 def _on_one_of_two(guarded: bool) -> Gradients:
