@@ -2,8 +2,8 @@
 
 A forward or a loss may read values of the batch and branch on them: `if (out.argmax(1) == y).any(): loss = loss * 0.9`. Whole
 and parts of a proof may take the same branch where micro-batches of a later batch do not. So if a proof sees that values are
-read, all micro-batches of a batch have to make the same calls with the same numbers. Exempt are calls in which whole and parts
-differed with equal results: a mask that leaves nothing, a count that divides.
+read that may decide, all micro-batches of a batch have to make the same calls with the same numbers. Exempt are calls in which
+whole and parts differed with equal results: a mask that leaves nothing, a count that divides.
 
 Not covered: branches of installed packages and of compiled code; those that only select tensors, or integers for sizes; limits
 above 1 of what `len()` returns.
@@ -13,30 +13,24 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from memfit.batches import weights
-from memfit.batches.tree import flat, is_column
 from memfit.batches.weights import known_loss
 from memfit.engine import known_means
 from memfit.engine.call_context import is_faking
 from memfit.engine.known_means import answering
 from memfit.engine.user_line import is_of_script
 
-READING = frozenset(
-    "item bool int float index tolist numpy array contains is_nonzero equal allclose nonzero argwhere masked_select unique "
-    "unique_consecutive bincount repeat_interleave".split()
-)
-"""Functions that give values of a tensor to Python, or return a tensor whose shape depends on them."""
 ARITHMETIC = frozenset(
     "add radd iadd sub rsub isub subtract mul rmul imul multiply div rdiv idiv divide truediv rtruediv itruediv pow rpow "
     "ipow true_divide floordiv mod remainder".split()
@@ -46,75 +40,64 @@ _PASSING = tuple(map(str, (Path(torch.__file__).parent, known_means.__file__, we
 """Files whose functions call torch for the script."""
 _WORDS = (float, str, bool, type(None))
 
-
-class Site(NamedTuple):
-    """A place in the script's code that calls a function of torch."""
-
-    file: str
-    function: int
-    """The first line of the function."""
-    offset: int
-    """The offset of the instruction in it."""
-
-
+Site = tuple[str, int, int]
+"""A place in the script's code that calls torch: the file, the first line of the function, the offset of the instruction."""
 Made = tuple[Site, tuple[Any, ...]]
-"""A call: where it is made, and with which numbers."""
+"""A call: where it is made, and with which numbers. A bool that it returns is among them, as a tuple of one."""
 CallsMade = Mapping[Made, CodeType]
 """The calls of a run, with the code that makes each."""
 
 
 class Branches(TorchFunctionMode):
-    """Records the script's calls of torch in `made`. `reads` tells whether it can read values of the batch: it reads a tensor
-    that `depends` on it, or the batch that is `given` has numbers or texts in lists."""
+    """Records the script's calls of torch in `made`."""
 
-    def __init__(self, depends: Callable[[torch.Tensor], bool] | None = None, given: Any = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.made: dict[Made, CodeType] = {}
-        self.reads = any(map(is_column, flat(given)))
-        self._depends = depends
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.__name__ == "__get__" or (answering() and known_loss(func) is None):
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        name, computes = _about(func)
+        if name == "get" or (answering() and known_loss(func) is None):
             return result
-        if (frame := _frame_of_script(sys._getframe(1))) is not None:
-            name = func.__name__.strip("_")
+        frame = frame_of_script(sys._getframe(1))
+        if frame is not None:
             code = frame.f_code
-            numbers = _numbers(name, args, kwargs, result)
-            self.made[Site(code.co_filename, code.co_firstlineno, frame.f_lasti), numbers] = code
-            if self._depends is not None and not self.reads and _reads(name, args):
-                self.reads = any(self._depends(each) for each in args if isinstance(each, torch.Tensor))
+            site = code.co_filename, code.co_firstlineno, frame.f_lasti
+            self.made[site, _numbers(computes, args, kwargs, result)] = code
         return result
 
 
-def _frame_of_script(frame: FrameType | None) -> FrameType | None:
+@lru_cache(1 << 12)
+def _about(func: Any) -> tuple[str, bool]:
+    """Return the name of a function without underscores, and whether its integers are numbers to compute with."""
+    name = func.__name__.strip("_")
+    return name, name in ARITHMETIC
+
+
+def frame_of_script(frame: FrameType | None) -> FrameType | None:
     """Return the frame that calls torch, if it is the script's and not that of a package."""
-    while frame is not None and _passes_on(frame.f_code.co_filename, frame.f_code.co_name):
+    while frame is not None:
+        code = frame.f_code
+        if not (_passes(code.co_filename) or code.co_name == "__torch_function__"):
+            return frame if is_of_script(code.co_filename) else None
         frame = frame.f_back
-    return frame if frame is not None and is_of_script(frame.f_code.co_filename) else None
+    return None
 
 
 @cache
-def _passes_on(file: str, name: str) -> bool:
-    """Whether a function calls torch for the script, or is of a function mode."""
-    return file.startswith(_PASSING) or name == "__torch_function__"
+def _passes(file: str) -> bool:
+    """Whether functions of this file call torch for the script."""
+    return file.startswith(_PASSING)
 
 
-def _reads(name: str, args: tuple[Any, ...]) -> bool:
-    if name == "getitem":
-        picked = args[1] if type(args[1]) is tuple else (args[1],)
-        return any(isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8) for each in picked)
-    return name in READING or (name == "where" and len(args) == 1)
-
-
-def _numbers(name: str, args: tuple[Any, ...], kwargs: Any, result: Any) -> tuple[Any, ...]:
-    computes = name in ARITHMETIC
+def _numbers(computes: bool, args: tuple[Any, ...], kwargs: Any, result: Any) -> tuple[Any, ...]:
     found = [each for each in args if type(each) is float or (computes and type(each) in (int, bool))]
     if kwargs:
         found += [each for each in kwargs.values() if type(each) in _WORDS]
-    if type(result) is bool or (type(result) is int and args[0].dtype is torch.bool):
-        found.append(result)
-    return tuple("nan" if each != each else each for each in found)
+    if type(result) is bool or (type(result) is int and args and getattr(args[0], "dtype", None) is torch.bool):
+        found.append((result,))
+    return tuple("nan" if each != each else each for each in found) if found else ()
 
 
 @dataclass(frozen=True)
@@ -140,11 +123,9 @@ class Branching:
         }  # fmt: skip
 
 
-def branching_of(looks: Sequence[Branches]) -> Branching | None:
-    """Return what the whole and the parts of a proof show of branches, or None if there are none on values of the batch."""
-    if not any(look.reads for look in looks):
-        return None
-    seen = [look.made.keys() for look in looks]
+def branching_of(looks: Sequence[CallsMade]) -> Branching:
+    """Return what the calls of the whole and the parts of a proof show of branches."""
+    seen = [look.keys() for look in looks]
     varied = frozenset[Made]().union(*seen) - frozenset(seen[0]).intersection(*seen)
     return Branching(frozenset(site for site, _ in varied))
 
@@ -181,6 +162,6 @@ class BranchChecks:
         """Return the line that does not do the same in all micro-batches, or None."""
         if not self.differing:
             return None
-        (site, _), code = min(self.differing.items(), key=lambda each: each[0][0])
-        before = [line for offset, line in dis.findlinestarts(code) if offset <= site.offset and line is not None]
-        return f"{Path(site.file).name}:{before[-1] if before else site.function}"
+        ((file, first, offset), _), code = min(self.differing.items(), key=lambda each: each[0][0])
+        before = [line for start, line in dis.findlinestarts(code) if start <= offset and line is not None]
+        return f"{Path(file).name}:{before[-1] if before else first}"

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.engine.batch_limits import NO_LIMITS
-from memfit.engine.branches import Branches
+from memfit.engine.branches import CallsMade, Made, Site
 from memfit.engine.user_line import line_of_script
+from memfit.equivalence.value_reads import ValueReads
 
 Value = float | bool | int
 aten = torch.ops.aten
@@ -33,31 +34,32 @@ _COUNTING = frozenset((aten.sum, aten.count_nonzero))
 _READING = aten._local_scalar_dense
 COUNTED, DECIDING = 1, 2
 """Marks of a count of entries, and of a comparison of numbers. 0 marks anything else computed from the batch."""
-Replaced = tuple[frozenset[int], Callable[[Any], Value]]
+Read = tuple[tuple[Any, int], type]
+"""Reads of one kind: the code and the line that read, and the type of what is read."""
+Replaced = tuple[Read, Callable[[Any], Value]]
 """Which reads are replaced, and by what."""
 MOST = 4
 """Number of places that read, of which are tried. One place may read often (the argument checks of a distribution)."""
 FAR = 1e30
 """Replaces a number that is read, with either sign, to see whether the result depends on it."""
-MANY = 4096
-"""Is added to a count that is read. It may be the size of a tensor."""
+SOME, MANY = 64, 4096
+"""Are added to an integer that is read, and to one that counts entries. They may be sizes of tensors."""
 _OTHERS: dict[type, Sequence[Callable[[Any], Value]]] = {
     bool: (lambda held: not held,),
     float: (lambda _: FAR, lambda _: -FAR),
+    int: (lambda count: count + 1, lambda _: 0, lambda count: count + SOME),
 }
 
 
 class Reads(TorchDispatchMode):
-    """Records reads of batch values while active: `reads` has comparisons and numbers, `taken` (the comparison, the line that
-    reads it), `places` the code that reads each. `limits` and `branches` are those of the same run. `put` replaces some of
-    `reads`."""
+    """Records reads of batch values while active: `taken` has (a comparison, the line that reads it), `marks` what is read by
+    each place. `limits` and `branches` are those of the same run. `put` replaces some."""
 
     def __init__(self, put: Replaced | None = None) -> None:
         super().__init__()
         self.taken: list[tuple[bool, str]] = []
-        self.reads: list[Value] = []
-        self.places: list[tuple[Any, int]] = []
-        self.limits, self.branches = NO_LIMITS, Branches(self.may_tell)
+        self.marks = defaultdict[Read, set[int]](set)
+        self.limits, self.branches = NO_LIMITS, ValueReads(self.may_tell)
         self._left = False
         self._put = put
         self._of_batch = WeakTensorKeyDictionary()
@@ -93,14 +95,10 @@ class Reads(TorchDispatchMode):
     def _read(self, tensor: torch.Tensor, value: Any, mark: int) -> Any:
         if tensor.dtype is torch.bool and mark == DECIDING:
             self.taken.append((value, line_of_script()))
-        elif not (tensor.is_floating_point() or (mark == COUNTED and type(value) is int)):
-            return value
-        index, frame = len(self.reads), sys._getframe(2)
-        self.reads.append(value)
-        self.places.append((frame.f_code, frame.f_lineno))
-        if self._put is None or index not in self._put[0]:
-            return value
-        return self._put[1](value)
+        frame = sys._getframe(2)
+        read = (frame.f_code, frame.f_lineno), type(value)
+        self.marks[read].add(mark)
+        return value if self._put is None or self._put[0] != read else self._put[1](value)
 
 
 def _mark(packet: Any, args: Any, given: int) -> int:
@@ -122,23 +120,22 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [tensor for item in tree for tensor in _tensors(item)] if isinstance(tree, (list, tuple)) else []
 
 
-def decided(
-    whole: Reads, parts: Sequence[Reads], run: Callable[[Replaced], Any], same: Callable[[Any], bool]
-) -> str | None:
+def decided(whole: Reads, parts: Sequence[Reads], run: Callable[[Reads], Any], same: Callable[[Any], bool]) -> str | None:
     """Returns the line whose comparison of batch values decides, or a note for a number; None if whole and parts show none.
     `run` reruns the whole with some reads replaced. `same` tells whether its result is unchanged. A check that only raises
     decides nothing."""
     line = _compared(whole.taken, [part.taken for part in parts])
-    reads = defaultdict[Any, set[int]](set)
-    for index, (read, place) in enumerate(zip(whole.reads, whole.places)):
-        if line is not None or not isinstance(read, bool):
-            reads[place, type(read)].add(index)
-    for (_, kind), indices in list(reads.items())[:MOST]:
-        hangs_on = partial(_hangs_on, frozenset(indices), run, same)
-        if kind is int:  # what is divided by a count hangs on every other count as well
+
+    def is_tried(kind: type, mark: int) -> bool:
+        return (line is not None and mark == DECIDING) if kind is bool else mark == COUNTED if kind is int else kind is float
+
+    reads = [read for read, marks in whole.marks.items() if any(is_tried(read[1], mark) for mark in marks)]
+    for read in reads[:MOST]:
+        hangs_on = partial(_hangs_on, read, run, same)
+        if read[1] is int:  # what is divided by a count hangs on every other count as well
             decides = hangs_on(lambda count: count + MANY) and not hangs_on(lambda count: count + 1)
         else:
-            decides = any(map(hangs_on, _OTHERS[kind]))
+            decides = any(map(hangs_on, _OTHERS[read[1]]))
         if decides:
             return line or "a number that is read"
     return line if len(reads) > MOST else None
@@ -153,12 +150,47 @@ def _compared(mine: Sequence[tuple[bool, str]], theirs: Sequence[Sequence[tuple[
 
 
 def _hangs_on(
-    reads: frozenset[int], run: Callable[[Replaced], Any], same: Callable[[Any], bool], other: Callable[[Any], Value]
+    read: Read, run: Callable[[Reads], Any], same: Callable[[Any], bool], other: Callable[[Any], Value]
 ) -> bool:
     """Whether the result changes if other values are read. A run that fails tells nothing."""
+    return (found := _with_others(read, run, other)) is not None and not same(found[1])
+
+
+def _with_others(
+    read: Read, run: Callable[[Reads], Any], other: Callable[[Any], Value]
+) -> tuple[CallsMade, Any] | None:
+    """Return the calls and the result if other values are read, or None if that fails."""
+    look = Reads((read, other))
     try:
         with redirect_stdout(None), redirect_stderr(None):
-            made = run((reads, other))
-        return not same(made)
+            made = run(look)
     except (Exception, SystemExit):
-        return False
+        return None
+    return look.branches.made, made
+
+
+def may_branch(whole: Reads, run: Callable[[Reads], Any], same: Callable[[Any], bool]) -> bool:
+    """Whether a script may branch on values of the batch. `run` and `same` are as for `decided`, which finds floating-point
+    numbers that decide. A number that is only written down or divided by decides nothing."""
+    reads = [read for read in whole.marks if read[1] in (bool, int)]
+    if whole.branches.found or len(reads) > MOST:
+        return True
+    calls = _without_reads(whole.branches.made)
+    for read in reads:
+        looks = [_with_others(read, run, other) for other in _OTHERS[read[1]]]
+        known = [look for look in looks if look is not None]
+        if len(known) < len(looks) or any(_sites(made) != _sites(whole.branches.made) for made, _ in known):
+            return True
+        alike = [_without_reads(made) == calls and same(result) for made, result in known]
+        if not all(alike) if read[1] is bool else alike[0] and not all(alike):
+            return True
+    return False
+
+
+def _sites(made: CallsMade) -> set[Site]:
+    return {site for site, _ in made}
+
+
+def _without_reads(made: CallsMade) -> set[Made]:
+    """Return calls without what they return."""
+    return {(site, tuple(number for number in numbers if type(number) is not tuple)) for site, numbers in made}

@@ -27,7 +27,7 @@ from memfit.engine.random_slices import Draws
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import Weighting
 from memfit.engine.work import Work
-from memfit.equivalence.host_reads import Reads, Replaced, decided
+from memfit.equivalence.host_reads import Reads, decided, may_branch
 from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import MeasuredLoss, MeasureLoss, probes_of
@@ -116,9 +116,9 @@ def _inferred(
         with staging.swapped(), draws.sliced(start, stop, samples):
             return look.at(start, stop, reads)[0]
 
-    def once_more(read: Replaced | None = None) -> MeasuredLoss:
+    def once_more(reads: Reads | None = None) -> MeasuredLoss:
         with aside():
-            return measured(0, samples, Reads(read))
+            return measured(0, samples, reads or Reads())
 
     def in_parts(looks: list[Reads]) -> list[MeasuredLoss]:
         parts = []
@@ -134,8 +134,7 @@ def _inferred(
     moves, looks, parts, again = STILL, list[Reads](), list[MeasuredLoss](), list[MeasuredLoss]()
     if not moved:
         with aside() as traces:
-            parts = in_parts(looks)
-            moved = bool(traces.moved())  # the whole changes nothing if state kept by size already has its size
+            parts, moved = in_parts(looks), bool(traces.moved())  # state kept by size may have the whole's size already
     if moved:
         trials, looks = (Trial(run, sizes), *_twice(double, staging, aside)), []
         moves = composition_of(trials, aside, graphs=decides, draws=draws.drew)
@@ -153,7 +152,21 @@ def _inferred(
             moves = replace(moves, deviation=moves.misread())
     chosen, deviation = _choose(whole, parts, counts, arithmetic, floor)
     moves = replace(moves, decides=decided(reads, looks, once_more, partial(_same, whole)))
+    chosen = _with_branching(chosen, reads, looks, once_more, partial(_same, whole)) if decides else chosen
     return chosen, deviation, moves, _others(reached, staged)
+
+
+def _with_branching(
+    chosen: Weighting | None,
+    reads: Reads,
+    looks: Sequence[Reads],
+    run: Callable[[Reads], MeasuredLoss],
+    same: Callable[[MeasuredLoss], bool],
+) -> Weighting | None:
+    """Add to a weighting where whole and parts branch, if they may on values of the batch."""
+    if chosen is None or not may_branch(reads, run, same):
+        return chosen
+    return replace(chosen, branching=branching_of([look.branches.made for look in (reads, *looks)]))
 
 
 def _floor_of(
@@ -261,8 +274,7 @@ def _choose(
     idle = idle_in(whole.results, [part.results for part in parts], chosen.kind)
     limits = (whole.limits, [part.limits for part in parts])
     doubt = _doubt(looks, chosen.kind) or unreachable_in(*limits)
-    branching = branching_of([m.branches for m in (whole, *parts)])
-    return replace(chosen, doubt=doubt, idle=idle, limits=limits_in(*limits), branching=branching, alike=alike), deviation
+    return replace(chosen, doubt=doubt, idle=idle, limits=limits_in(*limits), alike=alike), deviation
 
 
 def _doubt(looks: Sequence[tuple[int, Decides]], kind: str) -> str | None:

@@ -16,7 +16,6 @@ from memfit._units import MiB
 from memfit.batches.tree import tensors
 from memfit.batches.weights import Count
 from memfit.engine.batch_limits import Limits, SeenLimits
-from memfit.engine.branches import Branches
 from memfit.engine.divisors import Number, divisors_of
 from memfit.engine.gradients import gradients_of, is_sharded
 from memfit.engine.idle_sums import Results, Seen
@@ -63,7 +62,6 @@ class MeasuredLoss:
     decides: Decides | None
     results: Seen
     limits: SeenLimits
-    branches: Branches
     of_batch: bool
     """Whether it may depend on values of the batch."""
 
@@ -99,11 +97,12 @@ class MeasureLoss:
 
         inputs, _ = self.work.inputs(start, stop, count)
         decides = None if self.called is None else Decides(self.called)
-        limits, branches = Limits(stop - start, tensors(inputs)), Branches(reads.may_tell, inputs)
+        limits = Limits(stop - start, tensors(inputs))
+        reads.branches.given(inputs)
         with reads.of(tensors(inputs)), limits, Results() as results:
-            with branches:
+            with reads.branches:
                 outputs = self.work.forward(inputs)
-            with Terms(alone=False, by_name=None if self.by_name else False) as terms, decides or nullcontext(), branches:
+            with Terms(alone=False, by_name=None if self.by_name else False) as terms, decides or nullcontext(), reads.branches:
                 loss = checked_loss(self.work.loss(outputs))
         divisors, made = divisors_of(loss, terms.given), results.of(loss, stop - start)
         given = {id(tensor) for tensor in (*tensors(inputs), *self.work.extra_receivers())}
@@ -123,7 +122,6 @@ class MeasureLoss:
             decides=decides,
             results=made,
             limits=limits.of([loss]),
-            branches=branches,
             of_batch=reads.may_tell(loss),
         )
         return measured, reached

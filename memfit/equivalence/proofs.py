@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import compress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -24,14 +24,14 @@ from memfit.capture.call import Call
 from memfit.capture.output_leaf import Leaf, name_in, turned
 from memfit.capture.outputs import Outputs
 from memfit.capture.size_dependence import SIZE
-from memfit.engine.batch_limits import Limits, limits_in, unreachable_in
-from memfit.engine.branches import Branches, branching_of
+from memfit.engine.batch_limits import Limits, SeenLimits, limits_in, unreachable_in
+from memfit.engine.branches import CallsMade, branching_of
 from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
 from memfit.engine.intercept import is_compiled
 from memfit.engine.random_slices import Draws
-from memfit.equivalence.host_reads import Reads, Replaced, decided
+from memfit.equivalence.host_reads import Reads, decided, may_branch
 from memfit.equivalence.same_values import same
 from memfit.equivalence.seen_effects import Trial
 from memfit.equivalence.side_effects import STILL, Moves, composition_of
@@ -47,8 +47,16 @@ from memfit.equivalence.tolerances import (
 )
 from memfit.tracing.sandbox import Traces, leave_no_trace
 
-Looks = tuple[Reads, list[Reads]]
-"""What was seen of the whole, and of the parts."""
+
+class Looks(NamedTuple):
+    """What was seen of the whole and of its parts."""
+
+    limits: SeenLimits
+    of_parts: list[SeenLimits]
+    made: Sequence[CallsMade]
+    """The script's calls of torch, if it may branch on values of the batch."""
+
+
 PROOF_SAMPLES = 5
 """Number of samples that proofs run on."""
 FLIPPED = 0.2
@@ -104,11 +112,10 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     A leaf without gradient that cannot be joined is marked opaque: using it is refused, training is not.
     """
     with full_precision(call.device) as arithmetic:
-        whole, parts, moves, line, nearby, (read, looks) = _whole_and_parts(frozen_norms(call), sizes)
-    limits = (read.limits, [look.limits for look in looks])
+        whole, parts, moves, line, nearby, seen = _whole_and_parts(frozen_norms(call), sizes)
     deviations = [] if moves.deviation is None else [moves.deviation]
     deviations += [] if line is None else [Deviation(line, 1.0, 0.0, by="reading")]
-    deviations += [] if unreachable_in(*limits) is None else [Deviation(SIZE, 1.0, 0.0, by="counting")]
+    deviations += [] if unreachable_in(*seen[:2]) is None else [Deviation(SIZE, 1.0, 0.0, by="counting")]
     outputs = call.outputs
     outputs.check_count(whole)
     if any(len(found) != len(outputs.leaves) for found in parts):
@@ -133,8 +140,8 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     deviations.sort(key=lambda each: each.relative / each.limit if each.limit else each.relative, reverse=True)
     outputs = replace(outputs, leaves=tuple(settled))
     if not any(map(is_compiled, call.model.modules())):  # (no function mode sees what it computes)
-        branching = branching_of([look.branches for look in (read, *looks)])
-        outputs = replace(outputs, limits=limits_in(*limits), branching=branching)
+        branching = branching_of(seen.made) if seen.made else None
+        outputs = replace(outputs, limits=limits_in(*seen[:2]), branching=branching)
     return outputs, deviations, moves.composition
 
 
@@ -296,9 +303,9 @@ def _parts_of(
         with torch.enable_grad(), draws.sliced(start, stop, samples):
             return _detached(call.run(given) if reads is None else _read(call, given, stop - start, reads))
 
-    def put(read: Replaced) -> list[Any]:
+    def once_more(reads: Reads) -> list[Any]:
         with aside():
-            return run(0, samples, Reads(read))
+            return run(0, samples, reads)
 
     def nearby() -> list[Any]:
         with full_precision(call.device), aside(), last_bits_flipped(call.model.parameters()):
@@ -340,13 +347,16 @@ def _parts_of(
     def same_as_whole(made: list[Any]) -> bool:
         return equal(whole, made)
 
-    return parts, moves, decided(reads, looks, put, same_as_whole), nearby, (reads, looks)
+    line = decided(reads, looks, once_more, same_as_whole)
+    branches = line is None and may_branch(reads, once_more, same_as_whole)
+    made = [look.branches.made for look in (reads, *looks)] if branches else []
+    return parts, moves, line, nearby, Looks(reads.limits, [look.limits for look in looks], made)
 
 
 def _read(call: Call, given: Any, samples: int, reads: Reads) -> list[Any]:
     """Run a call and note what it reads, where it may branch, and what it limits."""
     limits = Limits(samples, tensors(given))
-    reads.branches = Branches(reads.may_tell, given)
+    reads.branches.given(given)
     with reads.of(tensors(given)), limits, reads.branches:
         found = call.run(given)
     reads.limits = limits.of([leaf for leaf in found if isinstance(leaf, torch.Tensor)])
