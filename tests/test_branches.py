@@ -61,6 +61,8 @@ WAYS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "two branches": lambda value, held: value * 0.9 if held else value * 0.7,
     "a number": lambda value, held: value * (0.9 if held else 0.7),
     "an integer": lambda value, held: value * (2 if held else 1),
+    "a list": lambda value, held: value * torch.tensor([1.0, 0.9 if held else 1.0]).sum(),
+    "an only value": lambda value, held: value * torch.tensor(2 if held else 1),
     "a function": lambda value, held: torch.sin(value) if held else torch.tanh(value),
     "a word": lambda value, held: torch.clamp(value, max=0.1 if held else 0.2),
 }
@@ -202,6 +204,29 @@ def two() -> Iterator[Processes]:
     found = Processes(2)
     yield found
     found.end()
+
+
+def _in_a_forward_on_one_of_two(read: bool) -> list[Gradients]:
+    """The gradients of three steps in script mode, where micro-batches of the first process alone take a guard."""
+    model, found = Guarded(GUARDS["a masked term"]), list[Gradients]()
+    optimizer = SGD(model.parameters(), 0.0)
+    memfit.wrap(model, optimizer, micro_batch=3)
+    for step in (0, 1, 1):
+        out = model(_shares(step)[int(os.environ["RANK"])])
+        (out.flip(0) if read else out).pow(2).mean().backward()
+        optimizer.step()
+        found.append(gradients_of(model))
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_guard_in_a_forward_of_one_process_stays_cut(read: bool, two: Processes) -> None:
+    model = Guarded(GUARDS["a masked term"])
+    for share in _shares(1):
+        (model(share).pow(2).mean() / 2).backward()
+    for found in two.run(_in_a_forward_on_one_of_two, read):
+        assert all(relative_error(each, gradients_of(model)) < EXACT for each in found[1:])
 
 
 def _on_one_of_two(guarded: bool) -> Gradients:

@@ -33,9 +33,11 @@ from memfit.engine.user_line import is_of_script
 
 ARITHMETIC = frozenset(
     "add radd iadd sub rsub isub subtract mul rmul imul multiply div rdiv idiv divide truediv rtruediv itruediv pow rpow "
-    "ipow true_divide floordiv mod remainder".split()
+    "ipow true_divide floordiv mod remainder tensor as_tensor".split()
 )
 """Functions whose integers are numbers to compute with. Those of others are mostly sizes and dimensions."""
+LISTED = 64
+"""Numbers in a list that are looked at."""
 _PASSING = tuple(map(str, (Path(torch.__file__).parent, known_means.__file__, weights.__file__)))
 """Files whose functions call torch for the script."""
 _WORDS = (float, str, bool, type(None))
@@ -93,6 +95,9 @@ def _passes(file: str) -> bool:
 
 def _numbers(computes: bool, args: tuple[Any, ...], kwargs: Any, result: Any) -> tuple[Any, ...]:
     found = [each for each in args if type(each) is float or (computes and type(each) in (int, bool))]
+    for listed in args if computes else ():
+        if type(listed) is list:
+            found += [each for each in listed[:LISTED] if type(each) in (float, int, bool)]
     if kwargs:
         found += [each for each in kwargs.values() if type(each) in _WORDS]
     if type(result) is bool or (type(result) is int and args and getattr(args[0], "dtype", None) is torch.bool):

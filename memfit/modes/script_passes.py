@@ -437,7 +437,9 @@ class ScriptPasses:
     def _branches_freely(self, call: Call, error: BaseException, begun: Sequence[RandomState]) -> bool:
         """Whether a proof shows that branches in which the micro-batches of a first pass differed change nothing, so that the
         pass may be repeated."""
-        if not isinstance(error, BatchDependent) or not error.differing or len(call.calls) > 1 or not self.alone:
+        if not isinstance(error, BatchDependent) or not error.differing or len(call.calls) > 1:
+            return False
+        if self._core.staging.parts is not None:  # proofs of sharded parameters need all ranks
             return False
         self._core.staging.discard()
         for state in begun:
