@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memfit.engine.batch_limits import NO_LIMITS
 from memfit.engine.branches import CallsMade, Made, Site
 from memfit.engine.user_line import line_of_script
-from memfit.equivalence.value_reads import ValueReads
+from memfit.equivalence.value_reads import ValueReads, asking_frame
 
 Value = float | bool | int
 aten = torch.ops.aten
@@ -53,12 +53,14 @@ _OTHERS: dict[type, Sequence[Callable[[Any], Value]]] = {
 
 class Reads(TorchDispatchMode):
     """Records reads of batch values while active: `taken` has (a comparison, the line that reads it), `marks` what is read by
-    each place. `limits` and `branches` are those of the same run. `put` replaces some."""
+    each place, `by_script` the lines of the script that read. `limits` and `branches` are those of the same run. `put` replaces
+    some of what is read."""
 
     def __init__(self, put: Replaced | None = None) -> None:
         super().__init__()
         self.taken: list[tuple[bool, str]] = []
         self.marks = defaultdict[Read, set[int]](set)
+        self.by_script: set[Read] = set()
         self.limits, self.branches = NO_LIMITS, ValueReads(self.may_tell)
         self._left = False
         self._put = put
@@ -96,9 +98,13 @@ class Reads(TorchDispatchMode):
         if tensor.dtype is torch.bool and mark == DECIDING:
             self.taken.append((value, line_of_script()))
         frame = sys._getframe(2)
-        read = (frame.f_code, frame.f_lineno), type(value)
+        asking, read = asking_frame(frame), ((frame.f_code, frame.f_lineno), type(value))
         self.marks[read].add(mark)
-        return value if self._put is None or self._put[0] != read else self._put[1](value)
+        known = [read]
+        if asking is not None:
+            known.append(((asking.f_code, asking.f_lineno), type(value)))
+            self.by_script.add(known[-1])
+        return value if self._put is None or self._put[0] not in known else self._put[1](value)
 
 
 def _mark(packet: Any, args: Any, given: int) -> int:
@@ -120,14 +126,21 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [tensor for item in tree for tensor in _tensors(item)] if isinstance(tree, (list, tuple)) else []
 
 
-def decided(whole: Reads, parts: Sequence[Reads], run: Callable[[Reads], Any], same: Callable[[Any], bool]) -> str | None:
+def decided(
+    whole: Reads,
+    parts: Sequence[Reads],
+    run: Callable[[Reads], Any],
+    same: Callable[[Any], bool],
+    *,
+    counts: bool = True,
+) -> str | None:
     """Returns the line whose comparison of batch values decides, or a note for a number; None if whole and parts show none.
     `run` reruns the whole with some reads replaced. `same` tells whether its result is unchanged. A check that only raises
-    decides nothing."""
+    decides nothing. `counts`: counts that are read as integers are tried, too."""
     line = _compared(whole.taken, [part.taken for part in parts])
 
     def is_tried(kind: type, mark: int) -> bool:
-        return (line is not None and mark == DECIDING) if kind is bool else mark == COUNTED if kind is int else kind is float
+        return (line is not None and mark == DECIDING) if kind is bool else kind is float or (counts and mark == COUNTED)
 
     reads = [read for read, marks in whole.marks.items() if any(is_tried(read[1], mark) for mark in marks)]
     for read in reads[:MOST]:
@@ -169,11 +182,13 @@ def _with_others(
     return look.branches.made, made
 
 
-def may_branch(whole: Reads, run: Callable[[Reads], Any], same: Callable[[Any], bool]) -> bool:
+def may_branch(
+    whole: Reads, run: Callable[[Reads], Any], same: Callable[[Any], bool], *, tries: bool = True
+) -> bool:
     """Whether a script may branch on values of the batch. `run` and `same` are as for `decided`, which finds floating-point
-    numbers that decide. A number that is only written down or divided by decides nothing."""
-    reads = [read for read in whole.marks if read[1] in (bool, int)]
-    if whole.branches.found or len(reads) > MOST:
+    numbers that decide. A number that is only written down or divided by decides nothing; without `tries`, all do."""
+    reads = [read for read in whole.by_script if read[1] in (bool, int)]
+    if whole.branches.found or len(reads) > MOST or (reads and not tries):
         return True
     calls = _without_reads(whole.branches.made)
     for read in reads:

@@ -72,6 +72,8 @@ def infer_weighting(
         found = look(by_operations=False) or look(by_operations=True)
     assert found is not None  # the second look takes every draw
     weighting, deviation, moves, foreign = found
+    if weighting is not None and not decides:
+        weighting = replace(weighting, branching=None)  # the forward of a call is compared by itself
     if weighting is not None and moves.decides is not None:
         weighting = replace(weighting, doubt=f"{DECIDES} ({moves.decides})")
     if weighting is not None and any(map(is_compiled, model.modules())):  # no function mode sees what it computes
@@ -151,22 +153,25 @@ def _inferred(
         if (decides and moves.deviation is None and calls()) or _choose(later, again, counts, arithmetic, floor)[0] is None:
             moves = replace(moves, deviation=moves.misread())
     chosen, deviation = _choose(whole, parts, counts, arithmetic, floor)
-    moves = replace(moves, decides=decided(reads, looks, once_more, partial(_same, whole)))
-    chosen = _with_branching(chosen, reads, looks, once_more, partial(_same, whole)) if decides else chosen
+    chosen, moves = _with_decisions((chosen, moves), model, reads, looks, once_more, partial(_same, whole))
     return chosen, deviation, moves, _others(reached, staged)
 
 
-def _with_branching(
-    chosen: Weighting | None,
+def _with_decisions(
+    found: tuple[Weighting | None, Moves],
+    model: nn.Module,
     reads: Reads,
     looks: Sequence[Reads],
     run: Callable[[Reads], MeasuredLoss],
     same: Callable[[MeasuredLoss], bool],
-) -> Weighting | None:
-    """Add to a weighting where whole and parts branch, if they may on values of the batch."""
-    if chosen is None or not may_branch(reads, run, same):
-        return chosen
-    return replace(chosen, branching=branching_of([look.branches.made for look in (reads, *looks)]))
+) -> tuple[Weighting | None, Moves]:
+    """Add to what a proof found how the loss decides by values of the batch."""
+    chosen, moves = found
+    tries = not is_sharded(model)  # runs that depend on values would need all ranks
+    moves = replace(moves, decides=decided(reads, looks, run, same, counts=tries))
+    if chosen is not None and may_branch(reads, run, same, tries=tries):
+        chosen = replace(chosen, branching=branching_of([look.branches.made for look in (reads, *looks)]))
+    return chosen, moves
 
 
 def _floor_of(

@@ -347,8 +347,9 @@ def _parts_of(
     def same_as_whole(made: list[Any]) -> bool:
         return equal(whole, made)
 
-    line = decided(reads, looks, once_more, same_as_whole)
-    branches = line is None and may_branch(reads, once_more, same_as_whole)
+    tries = not is_sharded(call.model)  # runs that depend on values would need all ranks
+    line = decided(reads, looks, once_more, same_as_whole, counts=tries)
+    branches = line is None and may_branch(reads, once_more, same_as_whole, tries=tries)
     made = [look.branches.made for look in (reads, *looks)] if branches else []
     return parts, moves, line, nearby, Looks(reads.limits, [look.limits for look in looks], made)
 

@@ -55,17 +55,18 @@ class ValueReads(Branches):
         if name in READING:
             self.found = any(map(self._depends, given))
         elif is_picked and (name in SIZING or getattr(getattr(func, "__self__", None), "__name__", "") == "shape"):
-            self.found = _is_asked_by_script(sys._getframe(2))  # torch's functions ask for shapes, too
+            self.found = asking_frame(sys._getframe(2)) is not None  # torch's functions ask for shapes, too
         elif is_picked or (_picks(name, args) and any(map(self._depends, given))):
             for each in tensors(result):
                 self._picked[each] = True
 
 
-def _is_asked_by_script(frame: FrameType | None) -> bool:
-    """Whether the script itself calls a method of a tensor, and not a function of torch that it calls."""
-    while frame is not None and frame.f_code.co_filename in _METHODS:
+def asking_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the script's frame that calls a method of a tensor, or None if it calls a function of torch or of a package, which
+    does."""
+    while frame is not None and (frame.f_code.co_filename in _METHODS or frame.f_code.co_name == "__torch_function__"):
         frame = frame.f_back
-    return frame is not None and is_of_script(frame.f_code.co_filename)
+    return frame if frame is not None and is_of_script(frame.f_code.co_filename) else None
 
 
 def _picks(name: str, args: tuple[Any, ...]) -> bool:
