@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -264,3 +265,96 @@ def test_a_branch_of_one_process_is_that_of_ddp(guarded: bool, two: Processes) -
         ((_guarded if guarded else _branching)(model, share) / 2).backward()
     for found in two.run(_on_one_of_two, guarded):
         assert relative_error(found, gradients_of(model)) < EXACT
+
+
+def _layer_drop(x: Tensor, net: nn.Module) -> Tensor:
+    out = net(x)
+    if not bool(torch.isfinite(out).all()):
+        raise ValueError("not finite")
+    return out * 2 if random.random() < 0.5 else out
+
+
+def _random_scale(x: Tensor, net: nn.Module) -> Tensor:
+    scale = float(np.random.uniform(0.5, 1.0))
+    assert len(x[:, 0].tolist()) == len(x)
+    return net(x) * scale
+
+
+class Drawing(nn.Module):
+    """A net whose outputs are computed in one of two ways by chance, and which reads its input."""
+
+    def __init__(self, way: Any) -> None:
+        super().__init__()
+        self.net, self.way = mlp(), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(x, self.net)
+
+
+@pytest.mark.parametrize("way", [_layer_drop, _random_scale])
+@pytest.mark.parametrize("mode", ["loss", "forward"])
+def test_what_is_drawn_for_each_micro_batch_stays_cut(way: Any, mode: str) -> None:
+    model, x = mlp() if mode == "loss" else Drawing(way), torch.cat([_samples(1, BATCH)] * 3)
+    forwards = Forwards(next(each for each in model.modules() if type(each) is nn.Linear))
+    loss_fn = (lambda model, batch: way(batch, model).pow(2).mean()) if mode == "loss" else None
+    optimizer = SGD(model.parameters(), 0.01)
+    run = memfit.wrap(model, optimizer, micro_batch=3, loss_fn=loss_fn)
+    for start in range(0, len(x), BATCH):
+        if mode == "loss":
+            run.step(x[start : start + BATCH])
+            continue
+        model(x[start : start + BATCH]).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert max(forwards.sizes) == 3
+    assert len(forwards.sizes) <= 3 * (len(x) // BATCH) + 6
+
+
+class Logging(nn.Module):
+    """A model that computes its loss, checks it and writes it into a list of the script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.net(x), y)
+        if torch.isfinite(loss):
+            WRITTEN.append(loss.item())
+        return loss
+
+
+WRITTEN: list[float] = []
+
+
+def test_a_known_loss_that_a_forward_computes_and_reads_branches_nowhere() -> None:
+    model, x, y = Logging(), points(BATCH)[0], points(BATCH)[1]
+    plain = copy.deepcopy(model)
+    memfit.wrap(model, SGD(model.parameters(), 0.0), micro_batch=3)
+    for each in (model, plain):
+        for _ in range(3):
+            each.zero_grad()
+            each(x, y).backward()
+    assert relative_error(gradients_of(model), gradients_of(plain)) < EXACT
+
+
+OTHERS: dict[str, Callable[[Tensor, Tensor, bool], Tensor]] = {
+    "a loss function": lambda out, targets, held: (F.l1_loss if held else F.mse_loss)(out, targets),
+    "a limit": lambda out, targets, held: (out.clamp(min=0 if held else -1) - targets).pow(2).mean(),
+    "a weight in a loop": lambda out, targets, held: sum(
+        (2.0 if held else 1.0) * out[targets.argmax(1) == c].pow(2).sum() for c in range(4)
+    ),  # type: ignore[return-value]
+    "a text": lambda out, targets, held: out.pow(2).mean() * (2.0 if held else 1.0),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_ways_to_branch_on_a_later_batch(other: str) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        held = "1." in str(batch[0][:, 0]) if other == "a text" else 1 in batch[0][:, 0].tolist()
+        return OTHERS[other](model(batch[0]), batch[1], held)
+
+    model, x = mlp(), _samples(0, 1)
+    wanted = _in_plain(copy.deepcopy(model), loss_fn, x)
+    run = memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3, loss_fn=loss_fn)
+    assert relative_error(_parameters_after(lambda some, targets: run.step((some, targets)), model, x), wanted) < EXACT

@@ -192,7 +192,7 @@ def test_training_is_that_of_one_process(processes: Processes) -> None:
     want = plain(processes.size)
     found = processes.run(trained, True, {})
     for states, ran, _ in found:
-        assert ran == STEPS - 1  # all but the first
+        assert ran == STEPS - 2  # all but the first, and the first one where some micro-batches use `seldom`
         assert close(states, want) and states == found[0][0]
     for states, ran, _ in processes.run(trained, False, {}):
         assert ran == 0 and close(states, want)

@@ -401,6 +401,9 @@ class Call:
 
     def drawing_again(self) -> AbstractContextManager[None]:
         """Return the context manager for a repeated pass: it restores the current random state on exit."""
+        for each in (self, *self.several):
+            if each.shared is not None:
+                each.shared.begin_pass()
         return self.host_draws.repeated(self.device, self.random)
 
 

@@ -32,6 +32,10 @@ class SharedOutputs:
         self._unread: list[tuple[str, torch.Tensor]] = []
         self._branches = BranchChecks(outputs.branching)
 
+    def begin_pass(self) -> None:
+        """Begin another pass over the call."""
+        self._branches.begin_pass()
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The context of one micro-batch's forward, whose limits and branches are compared with those of the first. Raises

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -31,9 +32,10 @@ from memfit.engine.call_context import is_faking
 from memfit.engine.known_means import answering
 from memfit.engine.user_line import is_of_script
 
-ARITHMETIC = frozenset(
+COMPUTING = frozenset(
     "add radd iadd sub rsub isub subtract mul rmul imul multiply div rdiv idiv divide truediv rtruediv itruediv pow rpow "
-    "ipow true_divide floordiv mod remainder tensor as_tensor".split()
+    "ipow true_divide floordiv mod remainder tensor as_tensor clamp clamp_min clamp_max clip masked_fill where fill full_like "
+    "lerp threshold hardtanh eq ne lt le gt ge maximum minimum".split()
 )
 """Functions whose integers are numbers to compute with. Those of others are mostly sizes and dimensions."""
 LISTED = 64
@@ -45,7 +47,8 @@ _WORDS = (float, str, bool, type(None))
 Site = tuple[str, int, int]
 """A place in the script's code that calls torch: the file, the first line of the function, the offset of the instruction."""
 Made = tuple[Site, tuple[Any, ...]]
-"""A call: where it is made, and with which numbers. A bool that it returns is among them, as a tuple of one."""
+"""A call: where it is made, of which function, and with which numbers. A bool that it returns is among them, as a tuple of one.
+Calls by packages have only a place."""
 CallsMade = Mapping[Made, CodeType]
 """The calls of a run, with the code that makes each."""
 
@@ -60,13 +63,13 @@ class Branches(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
         name, computes = _about(func)
-        if name == "get" or (answering() and known_loss(func) is None):
+        if name == "get" or (answering() and known_loss(getattr(func, "__wrapped__", func)) is None):
             return result
-        frame = frame_of_script(sys._getframe(1))
+        frame, is_direct = _of_script(sys._getframe(1))
         if frame is not None:
             code = frame.f_code
             site = code.co_filename, code.co_firstlineno, frame.f_lasti
-            self.made[site, _numbers(computes, args, kwargs, result)] = code
+            self.made[site, (name, *_numbers(computes, args, kwargs, result)) if is_direct else ()] = code
         return result
 
 
@@ -74,17 +77,25 @@ class Branches(TorchFunctionMode):
 def _about(func: Any) -> tuple[str, bool]:
     """Return the name of a function without underscores, and whether its integers are numbers to compute with."""
     name = func.__name__.strip("_")
-    return name, name in ARITHMETIC
+    return name, name in COMPUTING
+
+
+def _of_script(frame: FrameType | None) -> tuple[FrameType | None, bool]:
+    """Return the innermost frame of the script, and whether it calls torch itself and not through a package."""
+    is_direct = True
+    while frame is not None:
+        code = frame.f_code
+        if is_of_script(code.co_filename):
+            return frame, is_direct
+        is_direct = is_direct and (_passes(code.co_filename) or code.co_name == "__torch_function__")
+        frame = frame.f_back
+    return None, False
 
 
 def frame_of_script(frame: FrameType | None) -> FrameType | None:
     """Return the frame that calls torch, if it is the script's and not that of a package."""
-    while frame is not None:
-        code = frame.f_code
-        if not (_passes(code.co_filename) or code.co_name == "__torch_function__"):
-            return frame if is_of_script(code.co_filename) else None
-        frame = frame.f_back
-    return None
+    frame, is_direct = _of_script(frame)
+    return frame if is_direct else None
 
 
 @cache
@@ -99,7 +110,7 @@ def _numbers(computes: bool, args: tuple[Any, ...], kwargs: Any, result: Any) ->
         if type(listed) is list:
             found += [each for each in listed[:LISTED] if type(each) in (float, int, bool)]
     if kwargs:
-        found += [each for each in kwargs.values() if type(each) in _WORDS]
+        found += [each for each in kwargs.values() if type(each) in _WORDS or (computes and type(each) is int)]
     if type(result) is bool or (type(result) is int and args and getattr(args[0], "dtype", None) is torch.bool):
         found.append((result,))
     return tuple("nan" if each != each else each for each in found) if found else ()
@@ -109,30 +120,33 @@ def _numbers(computes: bool, args: tuple[Any, ...], kwargs: Any, result: Any) ->
 class Branching:
     """What a proof shows of a script that reads values of the batch."""
 
-    free: frozenset[Site] = frozenset()
-    """Calls that some of whole and parts did not make, or with other numbers, with equal results."""
+    free: frozenset[Made] = frozenset()
+    """Calls that not all of whole and parts made, with equal results."""
+    varied: frozenset[Site] = frozenset()
+    """Places where they made such calls with several numbers."""
 
     def joined(self, other: Branching | None) -> Branching:
         """Return what both show."""
-        return self if other is None else Branching(self.free | other.free)
+        return self if other is None else Branching(self.free | other.free, self.varied | other.varied)
 
-    def allows(self, made: Iterable[Made]) -> bool:
-        """Whether micro-batches may differ in these calls."""
-        return all(site in self.free for site, _ in made)
+    def allows(self, made: Made) -> bool:
+        """Whether micro-batches may differ in a call."""
+        return made in self.free or made[0] in self.varied
 
     def differing(self, one: CallsMade, other: CallsMade) -> dict[Made, CodeType]:
         """Return the calls that only one of two micro-batches makes, and that may change what they give."""
         return {
             each: of[each] for of, not_of in ((one, other), (other, one)) for each in of
-            if each not in not_of and each[0] not in self.free
+            if each not in not_of and not self.allows(each)
         }  # fmt: skip
 
 
 def branching_of(looks: Sequence[CallsMade]) -> Branching:
     """Return what the calls of the whole and the parts of a proof show of branches."""
     seen = [look.keys() for look in looks]
-    varied = frozenset[Made]().union(*seen) - frozenset(seen[0]).intersection(*seen)
-    return Branching(frozenset(site for site, _ in varied))
+    free = frozenset[Made]().union(*seen) - frozenset(seen[0]).intersection(*seen)
+    numbers = Counter(site for site, _ in free)
+    return Branching(free, frozenset(site for site, count in numbers.items() if count > 1))
 
 
 class BranchChecks:
@@ -144,6 +158,10 @@ class BranchChecks:
         self._known = known
         self._now: Branches | None = None
         self._first: CallsMade | None = None
+
+    def begin_pass(self) -> None:
+        """Begin a pass, whose micro-batches are compared among themselves: memfit answers known losses in some passes only."""
+        self._first = None
 
     def begin(self) -> None:
         """Begin a micro-batch."""

@@ -75,6 +75,21 @@ def write_generator(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
+def reseed(seed: int) -> None:
+    """Let all known generators draw other numbers from now on."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed(seed)
+    for generator in [refer() for refer in list(_OWN.values())]:
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif hasattr(generator, "seed"):
+            generator.seed(seed)
+        elif hasattr(generator, "random"):
+            generator.random(seed + 1)
+
+
 @dataclass(frozen=True)
 class HostRandom:
     """The state of the generators outside torch's own that a forward may draw from (layer drop with `random.random()`)."""

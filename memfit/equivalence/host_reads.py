@@ -208,4 +208,4 @@ def _sites(made: CallsMade) -> set[Site]:
 
 def _without_reads(made: CallsMade) -> set[Made]:
     """Return calls without what they return."""
-    return {(site, tuple(number for number in numbers if type(number) is not tuple)) for site, numbers in made}
+    return {(site, tuple(each for each in numbers if type(each) is not tuple)) for site, numbers in made}

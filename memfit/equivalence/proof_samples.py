@@ -10,13 +10,15 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from memfit.batches.tree import Path, is_column, leaves
-from memfit.engine.branches import Branches, Made
+from memfit.engine.branches import Branches, Branching, Made, branching_of
+from memfit.engine.random_state import reseed
 
 LOOKED_AT = 48
 """Samples of a batch that are examined."""
@@ -24,6 +26,8 @@ SMALL = 1 << 16
 """Elements up to which a leaf of one sample is read; labels and masks are smaller."""
 TRIES = 200
 """Random choices that are compared."""
+REDRAWN = 16
+"""Runs with other random numbers, to find branches on those."""
 PAIRS = 24
 """Pairs of samples of one class or group that are tried."""
 
@@ -143,6 +147,27 @@ def branch_marks(run: Callable[[], Any], differing: Collection[Made]) -> Marks:
     except Exception:  # it cannot be run alone
         return {}
     return {each: float(each in look.made) for each in differing}
+
+
+def drawn(
+    run: Callable[[], Any], aside: Callable[[], AbstractContextManager[Any]], differing: Collection[Made]
+) -> Branching:
+    """Return which of these calls depend on random numbers: each micro-batch draws its own. `run` computes what the script
+    makes of some samples, in a context `aside` that restores what it changes."""
+    runs = []
+    for seed in range(REDRAWN):
+        try:
+            with aside():
+                reseed(seed)
+                with Branches() as look:
+                    run()
+        except Exception:
+            break
+        runs.append(look.made)
+    if not runs:
+        return Branching()
+    sites = {site for site, _ in branching_of(runs).free}
+    return Branching(varied=frozenset(site for site, _ in differing if site in sites))
 
 
 def most_telling(marks: Sequence[Marks], sizes: Sequence[int]) -> list[int]:

@@ -18,11 +18,13 @@ from memfit.engine.branches import Branches, frame_of_script
 from memfit.engine.known_means import answering
 from memfit.engine.user_line import is_of_script
 
-READING = frozenset("tolist numpy array equal allclose".split())
+READING = frozenset("tolist numpy array equal allclose repr str format dlpack reduce_ex".split())
 """Functions that give values of a tensor to Python."""
-PICKING = frozenset("nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave".split())
+PICKING = frozenset(
+    "nonzero argwhere masked_select unique unique_consecutive bincount repeat_interleave one_hot to_sparse".split()
+)
 """Functions that return tensors whose shape depends on values."""
-SIZING = frozenset("len size numel nelement iter unbind".split())
+SIZING = frozenset("len size numel nelement nnz iter unbind".split())
 """Functions that give the shape of a tensor to Python."""
 _METHODS = frozenset(map(str, (torch._tensor.__file__, torch.overrides.__file__)))
 """Files of torch between a script and a method of a tensor that it calls."""
@@ -46,11 +48,11 @@ class ValueReads(Branches):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
         if not self.found and not answering() and frame_of_script(sys._getframe(1)) is not None:
-            self._look(func, args, result)
+            self._look(func, args, kwargs, result)
         return result
 
-    def _look(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        name, given = func.__name__.strip("_"), tensors(args)
+    def _look(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        name, given = func.__name__.strip("_"), tensors((args, kwargs or {}))
         is_picked = any(each in self._picked for each in given)
         if name in READING:
             self.found = any(map(self._depends, given))

@@ -314,12 +314,18 @@ class CallKinds:
         """Prove a call again on samples that differ in these calls of torch, in which its micro-batches differ. Return whether
         they may."""
         kind = self._kinds[call.key]
-        kind.differing = differing
-        try:
-            proven = self._prover.prove(kind, call, call.shapes) is None
-        finally:
-            kind.differing = ()
-        return proven and kind.branching is not None and kind.branching.allows(differing)
+        while differing:
+            kind.differing = differing
+            try:
+                if self._prover.prove(kind, call, call.shapes) is not None or kind.branching is None:
+                    return False
+            finally:
+                kind.differing = ()
+            left = [each for each in differing if not kind.branching.allows(each)]
+            if len(left) == len(differing):
+                return False
+            differing = left
+        return True
 
     def say_whole(self, call: Call, error: BaseException) -> None:
         """Report that calls like this one, which failed in pieces, run whole from now on."""

@@ -6,7 +6,7 @@ Not covered: what the few samples do not show. Proofs are repeated on later batc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -25,7 +25,7 @@ from memfit.capture.size_dependence import FEW, SIZE
 from memfit.capture.workloads import CallWork
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
-from memfit.engine.branches import Branching, Made
+from memfit.engine.branches import Branching
 from memfit.engine.compose_state import with_written
 from memfit.engine.places import Place
 from memfit.engine.recovery import on_fewer, surviving
@@ -34,7 +34,7 @@ from memfit.engine.weighting import BY_SAMPLES
 from memfit.equivalence.backward_proof import backward_deviation
 from memfit.equivalence.infer_weighting import infer_weighting
 from memfit.equivalence.measured_loss import PROBED
-from memfit.equivalence.proof_samples import branch_marks, entries_of, marks_of, most_telling, pairs_in, spaced
+from memfit.equivalence.proof_samples import Marks, branch_marks, drawn, entries_of, marks_of, most_telling, pairs_in, spaced
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.equivalence.single_sample import call_alone
 from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
@@ -69,7 +69,7 @@ class Prover:
         """Proves that the call may be cut this way. Returns None if so, else the deviation of its parts from the whole."""
         few, blocks = self._provable(kind, call)
         with checkpointed(self._core.model, blocks), self._core.memory.sparing_kernels():
-            return self._on_fewer(lambda n: self._prove_on(self._chosen(call, n, kind.differing), kind, call, shapes), few)
+            return self._on_fewer(lambda n: self._prove_on(self._chosen(call, n, kind), kind, call, shapes), few)
 
     def weigh_again(self, kind: CallKind, call: Call) -> Deviation | None:
         """Infers the weighting of the call's own loss again. Returns the deviation of its parts if no weighting holds."""
@@ -183,20 +183,29 @@ class Prover:
     def _sizes(self, proof: Call) -> tuple[int, ...]:
         return parts_of(proof.samples, self._core.least)
 
-    def _chosen(self, call: Call, few: int, differing: Collection[Made] = ()) -> Call:
-        """Return a call on copies of the `few` most telling samples (more if the parts need more); with `differing`, of some
-        that make these calls and some that do not."""
+    def _chosen(self, call: Call, few: int, kind: CallKind | None = None) -> Call:
+        """Return a call on copies of the `few` most telling samples (more if the parts need more). If micro-batches of its
+        `kind` differed in calls of torch, some of these samples make those calls, and some do not."""
         few = max(few, min(2 * self._core.least, call.samples))
         if call.split is not None or not call.layout.cuts:
             return call.first(few)
         there = spaced(call.samples, pairs_in(entries_of(call.tree, call.samples)).values())
-        if differing:
-            with comparable(call.model, call.device), self._core.staging.swapped(), torch.enable_grad():
-                alone = [frozen_norms(call.chosen([i])) for i in there]
-                marks = [branch_marks(partial(each.run, each.arguments(0, 1)), differing) for each in alone]
+        if kind is not None and kind.differing:
+            marks = self._branch_marks(kind, call, there, few)
         else:
             marks = [marks_of(cut(call.tree, call.layout, i, i + 1)) for i in there]
         return call.chosen([there[i] for i in most_telling(marks, parts_of(few, self._core.least))])
+
+    def _branch_marks(self, kind: CallKind, call: Call, there: Sequence[int], few: int) -> list[Marks]:
+        """Return which of the calls of torch that micro-batches differed in these samples make, as marks. Those that depend on
+        random numbers are free from now on."""
+        differing = kind.differing
+        aside, some = partial(comparable, call.model, call.device), frozen_norms(call.chosen(there[:few]))
+        with self._core.staging.swapped(), torch.enable_grad():
+            kind.branching = drawn(partial(some.run, some.arguments(0, few)), aside, differing).joined(kind.branching)
+            with aside():
+                alone = [frozen_norms(call.chosen([i])) for i in there]
+                return [branch_marks(partial(each.run, each.arguments(0, 1)), differing) for each in alone]
 
     def has_new_pairs(self, kind: CallKind, call: Call) -> bool:
         """Whether the call has samples of one class or group, where no proof has had some in both parts. Entries on a device

@@ -200,7 +200,7 @@ class Stepper:
                 return self._accumulated(ordered)
             except WeightsChanged as changed:
                 self._weights.weigh_again(ordered, doubted, changed.differing)
-                doubted = True
+                doubted = not changed.differing  # (else each proof shows more of its branches, or is the last)
             except WholeShares:
                 self._weights.run_together("it does on another process")
             except BatchDependent as error:

@@ -34,7 +34,7 @@ from memfit.engine.work import Work, loss_of
 from memfit.equivalence.infer_weighting import DECIDES, infer_weighting
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import PROBED
-from memfit.equivalence.proof_samples import Apart, Marks, branch_marks, entries_of
+from memfit.equivalence.proof_samples import Apart, Marks, branch_marks, drawn, entries_of
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
 from memfit.equivalence.single_sample import loss_alone
 from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
@@ -316,8 +316,12 @@ class Weigher:
             work = self._tasks.work(lambda start, stop: sample, 1, "off", on_copies=True)
             return branch_marks(partial(loss_of, work, 1), differing)
 
-        with comparable(core.model, core.device), core.staging.swapped():
-            return batch.spread(parts, marks_of=marks_of)
+        some = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
+        with core.staging.swapped():
+            aside = partial(comparable, core.model, core.device)
+            self._branching = drawn(partial(loss_of, some, sum(parts)), aside, differing).joined(self._branching)
+            with aside():
+                return batch.spread(parts, marks_of=marks_of)
 
     def _accepts(self, deviation: Deviation) -> bool:
         return deviation.where in self._core.settings.allow_inexact
