@@ -338,6 +338,33 @@ def test_a_known_loss_that_a_forward_computes_and_reads_branches_nowhere() -> No
     assert relative_error(gradients_of(model), gradients_of(plain)) < EXACT
 
 
+class GuardedLoss(nn.Module):
+    """A model that computes its loss, with more weight on marked samples if there are some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        losses, marked = F.cross_entropy(self.net(x), y, reduction="none"), x[:, 0] == 1
+        if 1 in x[:, 0].tolist():
+            losses = torch.where(marked, losses * 5, losses)
+        return losses.mean()
+
+
+def test_a_guard_in_a_models_own_loss_stays_cut() -> None:
+    model, x, y = GuardedLoss(), _samples(0, 1), points(BATCH * STEPS)[1]
+    plain = copy.deepcopy(model)
+    forwards = Forwards(model.net[0])  # type: ignore[index]
+    memfit.wrap(model, SGD(model.parameters(), 0.0), micro_batch=3)
+    for start in range(0, len(x), BATCH):
+        for each in (model, plain):
+            each.zero_grad()
+            each(x[start : start + BATCH], y[start : start + BATCH]).backward()
+        assert relative_error(gradients_of(model), gradients_of(plain)) < EXACT
+    assert max(forwards.sizes) == 3
+
+
 OTHERS: dict[str, Callable[[Tensor, Tensor, bool], Tensor]] = {
     "a loss function": lambda out, targets, held: (F.l1_loss if held else F.mse_loss)(out, targets),
     "a limit": lambda out, targets, held: (out.clamp(min=0 if held else -1) - targets).pow(2).mean(),

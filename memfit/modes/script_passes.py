@@ -411,6 +411,7 @@ class ScriptPasses:
             failed = error
         try:
             if freely:
+                weighting = self._kinds.weighting(call) if consumer is OWN_LOSS else weighting  # proven again, too
                 return self._accumulated(call, consumer, weighting, weight)
             found = consumer.of_whole(call)  # raises an error that is the script's own: the next batch may have none
             self._kinds.say_whole(call, failed)
