@@ -5,8 +5,8 @@ and parts of a proof may take the same branch where micro-batches of a later bat
 read that may decide, all micro-batches of a batch have to make the same calls with the same numbers. Exempt are calls in which
 whole and parts differed with equal results: a mask that leaves nothing, a count that divides.
 
-Not covered: what a whole batch decides otherwise than all of its micro-batches; how often a line runs; branches of hooks, backward
-functions, installed packages and compiled code; those that only select tensors, modules, or integers for sizes.
+Not covered: what a whole batch decides otherwise than all of its micro-batches; how often a line runs; branches of hooks, of
+backward functions, of installed packages and of compiled code; those that only select tensors, modules, or integers for sizes.
 """
 
 from __future__ import annotations
