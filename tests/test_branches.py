@@ -385,3 +385,45 @@ def test_other_ways_to_branch_on_a_later_batch(other: str) -> None:
     wanted = _in_plain(copy.deepcopy(model), loss_fn, x)
     run = memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3, loss_fn=loss_fn)
     assert relative_error(_parameters_after(lambda some, targets: run.step((some, targets)), model, x), wanted) < EXACT
+
+
+def _until_it_is_small(x: Tensor, net: nn.Module) -> Tensor:
+    out = net(x)
+    while out.abs().max().item() > 0.1:
+        out = out * 0.5
+    return out
+
+
+def _while_some_are_active(x: Tensor, net: nn.Module) -> Tensor:
+    out = net(x)
+    while int((out.detach().abs() > 0.1).sum()) > 0:
+        out = torch.where(out.detach().abs() > 0.1, out * 0.5, out)
+    return out
+
+
+def _until_some_are_kept(x: Tensor, net: nn.Module) -> Tensor:
+    kept = torch.rand(len(x), 1, dtype=x.dtype) < 0.5
+    while not kept.any():
+        kept = torch.rand(len(x), 1, dtype=x.dtype) < 0.5
+    return net(x) * 2
+
+
+@pytest.mark.parametrize("way", [_until_it_is_small, _while_some_are_active, _until_some_are_kept])
+@pytest.mark.parametrize("mode", ["loss", "forward"])
+def test_loops_that_run_until_they_read_something_else_end(way: Any, mode: str) -> None:
+    model, x = mlp() if mode == "loss" else Drawing(way), _samples(1, BATCH)
+    plain = copy.deepcopy(model)
+    if mode == "loss":
+        run = memfit.wrap(
+            model, SGD(model.parameters(), 0.0), micro_batch=3, loss_fn=lambda model, x: way(x, model).pow(2).mean()
+        )
+        run.step(x[:BATCH])
+        return
+    memfit.wrap(model, SGD(model.parameters(), 0.0), micro_batch=3)
+    try:
+        model(x[:BATCH]).pow(2).mean().backward()
+    except memfit.Refused:
+        assert way is not _until_some_are_kept
+        return
+    plain(x[:BATCH]).pow(2).mean().backward()
+    assert relative_error(gradients_of(model), gradients_of(plain)) < EXACT

@@ -155,6 +155,7 @@ EVERY = {
     "test_state_moves.py::test_wherever_an_iterator_is_held": 3,
     "test_strays.py::test_they_are_the_mean_over_processes": 3,
     "test_takeover.py::test_a_script_for_distributed_data_parallel_trains_as_one_process_would": 4,
+    "test_uncut.py::test_c_plus_plus_uses_an_output_of_a_batch_that_runs_whole_after_all": 5,
     "test_untidy.py::test_it_is_as_without_memfit": 2,
     "test_untidy.py::test_parameters_that_are_added_or_replaced_are_planned_for_anew": 3,
     "test_untraceable.py::test_script_mode_cuts_it_all_the_same": 2,

@@ -403,7 +403,7 @@ class Call:
         """Return the context manager for a repeated pass: it restores the current random state on exit."""
         for each in (self, *self.several):
             if each.shared is not None:
-                each.shared.begin_pass()
+                each.shared.repeat()
         return self.host_draws.repeated(self.device, self.random)
 
 

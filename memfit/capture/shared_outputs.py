@@ -32,9 +32,9 @@ class SharedOutputs:
         self._unread: list[tuple[str, torch.Tensor]] = []
         self._branches = BranchChecks(outputs.branching)
 
-    def begin_pass(self) -> None:
-        """Begin another pass over the call."""
-        self._branches.begin_pass()
+    def repeat(self) -> None:
+        """Begin another pass over the call. Its branches are those of the first one, however it is cut."""
+        self._branches = BranchChecks(None)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -62,6 +62,8 @@ class Branches(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
+        if torch.compiler.is_compiling():  # a function of the script's
+            return result
         name, computes = _about(func)
         if name == "get" or (answering() and known_loss(getattr(func, "__wrapped__", func)) is None):
             return result
@@ -158,10 +160,6 @@ class BranchChecks:
         self._known = known
         self._now: Branches | None = None
         self._first: CallsMade | None = None
-
-    def begin_pass(self) -> None:
-        """Begin a pass, whose micro-batches are compared among themselves: memfit answers known losses in some passes only."""
-        self._first = None
 
     def begin(self) -> None:
         """Begin a micro-batch."""

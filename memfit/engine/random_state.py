@@ -75,9 +75,11 @@ def write_generator(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def reseed(seed: int) -> None:
-    """Let all known generators draw other numbers from now on."""
-    torch.manual_seed(seed)
+def reseed(seed: int, device: torch.device) -> None:
+    """Let the generators that `RandomState` restores draw other numbers from now on."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy.random")) is not None:
         numpy.seed(seed)

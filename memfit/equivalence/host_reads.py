@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.engine.batch_limits import NO_LIMITS
 from memfit.engine.branches import CallsMade, Made, Site
+from memfit.engine.gradients import is_sharded
 from memfit.engine.user_line import line_of_script
 from memfit.equivalence.value_reads import ValueReads, asking_frame
 
@@ -32,14 +33,17 @@ _COMPARING = frozenset(getattr(aten, name) for name in ("gt", "lt", "ge", "le"))
 _FINITE = frozenset(getattr(aten, name) for name in ("isnan", "isinf", "isfinite", "isposinf", "isneginf"))
 _COUNTING = frozenset((aten.sum, aten.count_nonzero))
 _READING = aten._local_scalar_dense
-COUNTED, DECIDING = 1, 2
-"""Marks of a count of entries, and of a comparison of numbers. 0 marks anything else computed from the batch."""
+FINITE, COUNTED, DECIDING = -1, 1, 2
+"""Marks of a check of numbers for being finite, of a count of entries, and of a comparison of numbers. 0 marks anything else
+computed from the batch."""
 Read = tuple[tuple[Any, int], type]
 """Reads of one kind: the code and the line that read, and the type of what is read."""
 Replaced = tuple[Read, Callable[[Any], Value]]
 """Which reads are replaced, and by what."""
 MOST = 4
 """Number of places that read, of which are tried. One place may read often (the argument checks of a distribution)."""
+AGAIN = 64
+"""Times that a place reads another value in one run."""
 FAR = 1e30
 """Replaces a number that is read, with either sign, to see whether the result depends on it."""
 SOME, MANY = 64, 4096
@@ -60,7 +64,8 @@ class Reads(TorchDispatchMode):
         super().__init__()
         self.taken: list[tuple[bool, str]] = []
         self.marks = defaultdict[Read, set[int]](set)
-        self.by_script: set[Read] = set()
+        self.by_script = defaultdict[Read, set[int]](set)
+        self._left_to_put = AGAIN
         self.limits, self.branches = NO_LIMITS, ValueReads(self.may_tell)
         self._left = False
         self._put = put
@@ -103,16 +108,19 @@ class Reads(TorchDispatchMode):
         known = [read]
         if asking is not None:
             known.append(((asking.f_code, asking.f_lineno), type(value)))
-            self.by_script.add(known[-1])
-        return value if self._put is None or self._put[0] not in known else self._put[1](value)
+            self.by_script[known[-1]].add(mark)
+        if self._put is None or self._put[0] not in known or not self._left_to_put:
+            return value
+        self._left_to_put -= 1  # a loop that runs until it reads something else has to end
+        return self._put[1](value)
 
 
 def _mark(packet: Any, args: Any, given: int) -> int:
     if packet in _FINITE:
-        return 0
+        return FINITE
     if packet in _COMPARING:
         infinite = any(type(value) is float and math.isinf(value) for value in args[1:])
-        return DECIDING if not infinite and (given or args[0].is_floating_point()) else 0
+        return DECIDING if not infinite and (given > 0 or args[0].is_floating_point()) else 0
     if packet in _COUNTING and not args[0].is_floating_point():
         return COUNTED
     return given
@@ -132,17 +140,18 @@ def decided(
     run: Callable[[Reads], Any],
     same: Callable[[Any], bool],
     *,
-    counts: bool = True,
+    tried: Collection[type] = (bool, int),
 ) -> str | None:
     """Returns the line whose comparison of batch values decides, or a note for a number; None if whole and parts show none.
     `run` reruns the whole with some reads replaced. `same` tells whether its result is unchanged. A check that only raises
-    decides nothing. `counts`: counts that are read as integers are tried, too."""
+    decides nothing. `tried` has int if counts that are read as integers may be replaced, too."""
     line = _compared(whole.taken, [part.taken for part in parts])
 
     def is_tried(kind: type, mark: int) -> bool:
-        return (line is not None and mark == DECIDING) if kind is bool else kind is float or (counts and mark == COUNTED)
+        return (line is not None and mark == DECIDING) if kind is bool else kind is float
 
     reads = [read for read, marks in whole.marks.items() if any(is_tried(read[1], mark) for mark in marks)]
+    reads += [read for read, marks in whole.by_script.items() if read[1] is int and int in tried and COUNTED in marks]
     for read in reads[:MOST]:
         hangs_on = partial(_hangs_on, read, run, same)
         if read[1] is int:  # what is divided by a count hangs on every other count as well
@@ -183,12 +192,13 @@ def _with_others(
 
 
 def may_branch(
-    whole: Reads, run: Callable[[Reads], Any], same: Callable[[Any], bool], *, tries: bool = True
+    whole: Reads, run: Callable[[Reads], Any], same: Callable[[Any], bool], tried: Collection[type] = (bool, int)
 ) -> bool:
     """Whether a script may branch on values of the batch. `run` and `same` are as for `decided`, which finds floating-point
-    numbers that decide. A number that is only written down or divided by decides nothing; without `tries`, all do."""
-    reads = [read for read in whole.by_script if read[1] in (bool, int)]
-    if whole.branches.found or len(reads) > MOST or (reads and not tries):
+    numbers that decide. A number that is only written down or divided by decides nothing; of types that are not `tried`, all
+    do. A check for finite numbers is not tried: what a script does about it may last."""
+    reads = [read for read, marks in whole.by_script.items() if read[1] in (bool, int) and marks != {FINITE}]
+    if whole.branches.found or len(reads) > MOST or any(kind not in tried for _, kind in reads):
         return True
     calls = _without_reads(whole.branches.made)
     for read in reads:
@@ -209,3 +219,9 @@ def _sites(made: CallsMade) -> set[Site]:
 def _without_reads(made: CallsMade) -> set[Made]:
     """Return calls without what they return."""
     return {(site, tuple(each for each in numbers if type(each) is not tuple)) for site, numbers in made}
+
+
+def tried_on(device: torch.device, model: torch.nn.Module) -> Collection[type]:
+    """Return the types of what may be replaced on this device. An index that is out of bounds ends a CUDA process; what runs
+    depending on values would have to run on all ranks of a sharded model."""
+    return () if is_sharded(model) else (bool, int) if device.type == "cpu" else (bool,)

@@ -6,7 +6,7 @@ It runs like the proofs of `proofs.py`, and keeps gradients of a bounded choice 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -27,7 +27,7 @@ from memfit.engine.random_slices import Draws
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import Weighting
 from memfit.engine.work import Work
-from memfit.equivalence.host_reads import Reads, decided, may_branch
+from memfit.equivalence.host_reads import Reads, decided, may_branch, tried_on
 from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import MeasuredLoss, MeasureLoss, probes_of
@@ -72,8 +72,6 @@ def infer_weighting(
         found = look(by_operations=False) or look(by_operations=True)
     assert found is not None  # the second look takes every draw
     weighting, deviation, moves, foreign = found
-    if weighting is not None and not decides:
-        weighting = replace(weighting, branching=None)  # the forward of a call is compared by itself
     if weighting is not None and moves.decides is not None:
         weighting = replace(weighting, doubt=f"{DECIDES} ({moves.decides})")
     if weighting is not None and any(map(is_compiled, model.modules())):  # no function mode sees what it computes
@@ -153,23 +151,24 @@ def _inferred(
         if (decides and moves.deviation is None and calls()) or _choose(later, again, counts, arithmetic, floor)[0] is None:
             moves = replace(moves, deviation=moves.misread())
     chosen, deviation = _choose(whole, parts, counts, arithmetic, floor)
-    chosen, moves = _with_decisions((chosen, moves), model, reads, looks, once_more, partial(_same, whole))
+    tried = decides, tried_on(work.device, model)
+    chosen, moves = _with_decisions((chosen, moves), *tried, reads, looks, once_more, partial(_same, whole))
     return chosen, deviation, moves, _others(reached, staged)
 
 
 def _with_decisions(
     found: tuple[Weighting | None, Moves],
-    model: nn.Module,
+    branches: bool,
+    tried: Collection[type],
     reads: Reads,
     looks: Sequence[Reads],
     run: Callable[[Reads], MeasuredLoss],
     same: Callable[[MeasuredLoss], bool],
 ) -> tuple[Weighting | None, Moves]:
-    """Add to what a proof found how the loss decides by values of the batch."""
+    """Add to what a proof found how the loss decides by values of the batch, and if asked which `branches` it has."""
     chosen, moves = found
-    tries = not is_sharded(model)  # runs that depend on values would need all ranks
-    moves = replace(moves, decides=decided(reads, looks, run, same, counts=tries))
-    if chosen is not None and may_branch(reads, run, same, tries=tries):
+    moves = replace(moves, decides=decided(reads, looks, run, same, tried=tried))
+    if chosen is not None and branches and may_branch(reads, run, same, tried):
         chosen = replace(chosen, branching=branching_of([look.branches.made for look in (reads, *looks)]))
     return chosen, moves
 

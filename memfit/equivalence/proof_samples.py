@@ -10,7 +10,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from itertools import pairwise
 from typing import Any
 
@@ -142,15 +142,18 @@ def _marks(leaf: torch.Tensor) -> dict[str, float]:
 def branch_marks(run: Callable[[], Any], differing: Collection[Made]) -> Marks:
     """Return which of these calls the script makes for one sample, as marks. `run` computes what it makes of the sample."""
     try:
-        with Branches() as look:
+        with Branches() as look, redirect_stdout(None), redirect_stderr(None):
             run()
-    except Exception:  # it cannot be run alone
+    except (Exception, SystemExit):  # it cannot be run alone
         return {}
     return {each: float(each in look.made) for each in differing}
 
 
 def drawn(
-    run: Callable[[], Any], aside: Callable[[], AbstractContextManager[Any]], differing: Collection[Made]
+    run: Callable[[], Any],
+    aside: Callable[[], AbstractContextManager[Any]],
+    differing: Collection[Made],
+    device: torch.device,
 ) -> Branching:
     """Return which of these calls depend on random numbers: each micro-batch draws its own. `run` computes what the script
     makes of some samples, in a context `aside` that restores what it changes."""
@@ -158,10 +161,10 @@ def drawn(
     for seed in range(REDRAWN):
         try:
             with aside():
-                reseed(seed)
-                with Branches() as look:
+                reseed(seed, device)
+                with Branches() as look, redirect_stdout(None), redirect_stderr(None):
                     run()
-        except Exception:
+        except (Exception, SystemExit):
             break
         runs.append(look.made)
     if not runs:

@@ -31,7 +31,7 @@ from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
 from memfit.engine.intercept import is_compiled
 from memfit.engine.random_slices import Draws
-from memfit.equivalence.host_reads import Reads, decided, may_branch
+from memfit.equivalence.host_reads import Reads, decided, may_branch, tried_on
 from memfit.equivalence.same_values import same
 from memfit.equivalence.seen_effects import Trial
 from memfit.equivalence.side_effects import STILL, Moves, composition_of
@@ -347,9 +347,9 @@ def _parts_of(
     def same_as_whole(made: list[Any]) -> bool:
         return equal(whole, made)
 
-    tries = not is_sharded(call.model)  # runs that depend on values would need all ranks
-    line = decided(reads, looks, once_more, same_as_whole, counts=tries)
-    branches = line is None and may_branch(reads, once_more, same_as_whole, tries=tries)
+    tried = tried_on(call.device, call.model)
+    line = decided(reads, looks, once_more, same_as_whole, tried=tried)
+    branches = line is None and may_branch(reads, once_more, same_as_whole, tried)
     made = [look.branches.made for look in (reads, *looks)] if branches else []
     return parts, moves, line, nearby, Looks(reads.limits, [look.limits for look in looks], made)
 

@@ -202,7 +202,8 @@ class Prover:
         differing = kind.differing
         aside, some = partial(comparable, call.model, call.device), frozen_norms(call.chosen(there[:few]))
         with self._core.staging.swapped(), torch.enable_grad():
-            kind.branching = drawn(partial(some.run, some.arguments(0, few)), aside, differing).joined(kind.branching)
+            by_chance = drawn(partial(some.run, some.arguments(0, few)), aside, differing, call.device)
+            kind.branching = by_chance.joined(kind.branching)
             with aside():
                 alone = [frozen_norms(call.chosen([i])) for i in there]
                 return [branch_marks(partial(each.run, each.arguments(0, 1)), differing) for each in alone]

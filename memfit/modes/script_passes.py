@@ -408,9 +408,9 @@ class ScriptPasses:
             freely = first and self._branches_freely(call, error, begun)
             if not freely and (not first or not self._runs_whole_after(call, error, begun, ran)):
                 raise
-            failed = error
+            failed = None if freely else error
         try:
-            if freely:
+            if failed is None:
                 weighting = self._kinds.weighting(call) if consumer is OWN_LOSS else weighting  # proven again, too
                 return self._accumulated(call, consumer, weighting, weight)
             found = consumer.of_whole(call)  # raises an error that is the script's own: the next batch may have none

@@ -199,6 +199,8 @@ class Stepper:
             try:
                 return self._accumulated(ordered)
             except WeightsChanged as changed:
+                if changed.differing and self._core.staging.parts is not None:  # a proof would need all ranks
+                    raise BatchDependent.of_loss(str(changed)) from None
                 self._weights.weigh_again(ordered, doubted, changed.differing)
                 doubted = not changed.differing  # (else each proof shows more of its branches, or is the last)
             except WholeShares:
@@ -315,9 +317,9 @@ class Stepper:
         while not self._weights.together and self._core.in_force.fixed is None:
             try:
                 return self._plan(batch, profile)
-            except WeightsChanged:  # from samples used for timing
-                self._weights.weigh_again(batch, doubted)
-                doubted = True
+            except WeightsChanged as changed:  # from samples used for timing
+                self._weights.weigh_again(batch, doubted, changed.differing)
+                doubted = not changed.differing
 
     def _plan(self, batch: Ordered, profile: Profile | None) -> None:
         known = next((planned for planned in reversed(self._plans) if planned.covers(batch)), None)

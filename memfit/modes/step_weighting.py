@@ -319,7 +319,7 @@ class Weigher:
         some = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
         with core.staging.swapped():
             aside = partial(comparable, core.model, core.device)
-            self._branching = drawn(partial(loss_of, some, sum(parts)), aside, differing).joined(self._branching)
+            self._branching = drawn(partial(loss_of, some, sum(parts)), aside, differing, core.device).joined(self._branching)
             with aside():
                 return batch.spread(parts, marks_of=marks_of)
 
