@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers import wrapped
 from stepping import plain, sgd
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from zoo import FAMILIES, first_batch
 from zoo.plain import gradients_of, relative_error
 
@@ -169,6 +170,48 @@ def test_blocks_are_computed_again_on_the_state_that_they_began_with(kind: str, 
 
     want = trained(lambda *_: None)
     got = trained(lambda *objects: memfit.wrap(*objects, checkpoint=("0", "1"), micro_batch=micro_batch))
+    assert all(torch.allclose(g, w, rtol=1e-12, atol=1e-14) for g, w in zip(got, want, strict=True))
+
+
+class OwnCheckpoint(nn.Module):
+    """Its own checkpoint is around blocks that memfit may checkpoint."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("place", ["the model", "the call", "the loss"])
+@pytest.mark.parametrize("lever", [("0",), ("0", "1"), ("1", "1.linear")])
+def test_in_the_scripts_own_checkpoint_state_moves_as_it_does_there(kind: str, place: str, lever: tuple[str, ...]) -> None:
+    """The script's recomputation moves it once more, and gradients are of what that computes."""
+
+    def trained(wrap: Any) -> list[Tensor]:
+        Moving.counted, Moving.shared = 0, {"calls": 0}
+        torch.manual_seed(0)
+        blocks = nn.Sequential(Moving(kind), Moving(kind), nn.Linear(7, 7).double())
+        model = OwnCheckpoint(blocks) if place == "the model" else blocks
+        names = tuple(f"inner.{name}" for name in lever) if place == "the model" else lever
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        wrap(model, optimizer, names)
+        for _ in range(4):
+            optimizer.zero_grad()
+            if place == "the loss":
+                loss = checkpoint(lambda x: (model(x) - x).square().mean().sqrt(), X, use_reentrant=False)
+            else:
+                out = checkpoint(model, X, use_reentrant=False) if place == "the call" else model(X)
+                loss = (out - X).square().mean().sqrt()
+            loss.backward()
+            optimizer.step()
+        state = [[*b.centre, *b.mean, *b.list, *b.array, b.counted, b.shared["calls"], next(b.shifts)] for b in blocks[:2]]
+        return [*(p.detach() for p in model.parameters()), torch.tensor(state)]
+
+    want = trained(lambda *_: None)
+    got = trained(lambda model, optimizer, names: memfit.wrap(model, optimizer, checkpoint=names, micro_batch="off"))
     assert all(torch.allclose(g, w, rtol=1e-12, atol=1e-14) for g, w in zip(got, want, strict=True))
 
 

@@ -78,6 +78,7 @@ EVERY = {
     "test_levers.py::test_blocks_are_computed_again_on_state_that_the_script_has_replaced": 3,
     "test_levers.py::test_blocks_are_computed_again_on_the_state_that_they_began_with": 14,
     "test_levers.py::test_blocks_are_computed_again_with_the_parameters_that_they_ran_with": 3,
+    "test_levers.py::test_in_the_scripts_own_checkpoint_state_moves_as_it_does_there": 17,
     "test_levers.py::test_recurrent_networks_train_where_blocks_are_checkpointed": 12,
     "test_levers.py::test_transformers_hand_a_cache_from_block_to_block": 2,
     "test_looks.py::test_a_loss_with_what_has_no_graph": 3,

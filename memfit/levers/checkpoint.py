@@ -2,7 +2,8 @@
 
 Blocks keep their names, types and state_dict keys: only the instance's `forward` is replaced. Uses torch's non-reentrant
 checkpoint, which preserves the RNG state. Recomputation runs on the state that the first forward began with, and restores the
-current one. Not covered: recomputing part of a block. Blocks called more than once per forward are left alone.
+current one. Inside the script's own checkpoint blocks run as they are: its recomputation repeats what their forwards write.
+Not covered: recomputing part of a block. Blocks called more than once per forward are left alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit._errors import UsageError
+from memfit.engine.call_context import in_checkpoint
 from memfit.engine.intercept import Interception
 from memfit.engine.random_state import RandomState
 from memfit.levers.arguments import as_it_was
@@ -83,12 +85,12 @@ class _Checkpointed:
         self._draws_on = next((p.device for p in block.parameters() if p.is_cuda), None) if drops else None
 
     def __call__(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (in_checkpoint() and not self._moving.in_block):
             return plain(*args, **kwargs)
         self._between()
         if self._draws_on is not None:
             RandomState.begin(self._draws_on, host=False)
-        run = _Repeatable(plain, args, kwargs)
+        run = _Repeatable(self._moving.within(plain), args, kwargs)
         again = RecomputeContext(self._moving.begun(self._block), self._between)
         output = checkpoint(run, *args, use_reentrant=False, context_fn=partial(_contexts, again), **kwargs)
         if not self._uninterrupted():

@@ -27,6 +27,7 @@ from memfit.engine.aside import aside
 from memfit.engine.gradients import AS_GIVEN, RESHARD, bytes_here
 from memfit.engine.modules import modules_of
 from memfit.engine.state_snapshot import StateSnapshot
+from memfit.engine.step_hooks import before_steps
 from memfit.levers.fsdp_guards import forget_gradients, refuse_numbers_of_shards
 from memfit.levers.fsdp_state import full_tensor, is_shard, load_as_shards, shard_like
 from memfit.levers.fsdp_units import ShardLayout, check_shardable, is_torchs, shard_units, unshard
@@ -78,9 +79,9 @@ class FullySharded:
         self._found: dict[Any, torch.Tensor] = {}
         self._root_forward()
         reshard_model = [] if whole_while_training else [unit for unit in units if unit is not model]
-        hooks = [unit.register_forward_hook(self._let_go) for unit in reshard_model]
-        hooks.append(optimizer.register_step_pre_hook(lambda *_: self.reshard()))
-        self._undo = [*self._answer_states(), *(hook.remove for hook in hooks), refuse_numbers_of_shards()]
+        hooks = [unit.register_forward_hook(self._let_go).remove for unit in reshard_model]
+        hooks.append(before_steps(optimizer, lambda *_: self.reshard()))
+        self._undo = [*self._answer_states(), *hooks, refuse_numbers_of_shards()]
 
     # ---- passes
 

@@ -41,6 +41,20 @@ class Moving:
         self._copies: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._versions: dict[int, int | None] = {}
         self._held: weakref.WeakKeyDictionary[nn.Module, set[int] | None] = weakref.WeakKeyDictionary()
+        self.in_block = False
+        """Whether a block that is checkpointed computes now. Blocks inside it are checkpointed, too, if that was asked for."""
+
+    def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a block's forward that sets `in_block` while it runs."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outer, self.in_block = self.in_block, True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.in_block = outer
+
+        return run
 
     def begun(self, block: nn.Module) -> Callable[[], AbstractContextManager[None]]:
         """Save the state before a block's forward. Returns a function that makes the context of its recomputation: the state is

@@ -293,7 +293,7 @@ class _Stepping:
     def _clear(self, at: str) -> None:
         """Does what the script's zero_grad does at this point of the step."""
         if self._loop.zero_grad == at:
-            self._optimizer.zero_grad(set_to_none=True)
+            self._optimizer.zero_grad()
         elif self._loop.zero_grad == TO_ZERO and at == BEFORE_FORWARD:
             self._optimizer.zero_grad(set_to_none=False)
 

@@ -17,6 +17,7 @@ from memfit.capture.workloads import LossFn
 from memfit.distributed.unwrap_ddp import TakenOver
 from memfit.engine.device_values import found_at_the_end
 from memfit.engine.intercept import Interception
+from memfit.engine.step_hooks import after_steps, before_steps
 from memfit.levers.precision import script_precision
 from memfit.loading.iterate import PassedThrough
 from memfit.loading.loader import BatchInfo, EffectiveLoader
@@ -125,7 +126,7 @@ class Run:
             return self._plain_step(batch)
         self._clock.begin()
         self._core.caches.trains()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_grad()
         loss = self._stepper.loss(batch)
         value = loss.detach()
         with self._core.team.announcing():
@@ -298,16 +299,13 @@ class Run:
 
     def follow(self, guard: AccumulationGuard | None, script: Script | None) -> None:
         """Hooks the optimizer's steps to count them."""
-        register = getattr(self.optimizer, "register_step_post_hook", None)
-        if register is None or not hasattr(self.optimizer, "_optimizer_step_post_hooks"):  # without the base's __init__
-            return
         self._guard, self._script = guard, script
-        self._undo.append(register(self._stepped).remove)
+        self._undo.append(after_steps(self.optimizer, self._stepped))
         if script is not None and self._stepper is None:
-            self._undo.append(self.optimizer.register_step_pre_hook(script.stepping).remove)
+            self._undo.append(before_steps(self.optimizer, script.stepping))
             self._undo.append(script.watch_strays())
         if self._core is not None and self._core.team.reduction is not None:
-            self._undo.append(self.optimizer.register_step_pre_hook(self._core.team.reduction.stepping).remove)
+            self._undo.append(before_steps(self.optimizer, self._core.team.reduction.stepping))
 
     def on_batch(self, info: BatchInfo) -> None:
         """Records a batch that the loader is about to yield."""
@@ -343,6 +341,12 @@ class Run:
         return loss
 
     # ---- internals
+
+    def _zero_grad(self) -> None:
+        self.optimizer.zero_grad()  # that of a wrapper may take no arguments, and may leave zeros
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
 
     def _take_step(self) -> None:
         core = self._core
@@ -451,7 +455,7 @@ class Run:
         from memfit.capture.workloads import moved
 
         self._clock.begin()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._zero_grad()
         whole = batch.collate() if isinstance(batch, SampleBatch) else batch
         device = next(self.model.parameters()).device
         loss = loss_fn(self.model, moved(whole, device))
