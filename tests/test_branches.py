@@ -427,3 +427,44 @@ def test_loops_that_run_until_they_read_something_else_end(way: Any, mode: str) 
         return
     plain(x[:BATCH]).pow(2).mean().backward()
     assert relative_error(gradients_of(model), gradients_of(plain)) < EXACT
+
+
+THRESHOLDS: dict[str, Callable[[Tensor], Any]] = {
+    "a sum": lambda marked: marked.sum() > 4,
+    "an int": lambda marked: int(marked.sum()) > 4,
+    "item": lambda marked: marked.sum().item() >= 5,
+    "count_nonzero": lambda marked: marked.count_nonzero().item() > 4,
+    "not fewer": lambda marked: not int(marked.sum()) < 5,
+    "of numbers": lambda marked: int(marked.double().sum()) > 4,
+    "len of nonzero": lambda marked: len(marked.nonzero()) > 4,
+    "a size": lambda marked: marked[marked].numel() > 4,
+    "a shape": lambda marked: marked.nonzero().shape[0] >= 5,
+    "size of": lambda marked: marked.nonzero().size(0) > 4,
+}
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("marked", [4, 5, 8])
+@pytest.mark.parametrize("mode", ["loss", "forward"])
+def test_a_count_that_only_a_whole_batch_has(threshold: str, marked: int, mode: str) -> None:
+    """Its first batches have exactly as many as change nothing, and micro-batches never have more."""
+    condition = THRESHOLDS[threshold]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        x, targets = batch
+        value = F.mse_loss(model(x), targets)
+        return value * 0.9 if mode == "loss" and condition(x[:, 0] == 1) else value
+
+    x = points(BATCH * STEPS)[0]
+    x[:, 0] = 0
+    for start in range(0, len(x), BATCH):
+        x[start : start + (4 if start < BATCH else marked), 0] = 1
+    model = Branching(condition, WAYS["a branch"]) if mode == "forward" else mlp()
+    wanted = _in_plain(copy.deepcopy(model), loss_fn, x)
+    run = memfit.wrap(model, SGD(model.parameters(), 0.1), micro_batch=3, loss_fn=loss_fn)
+    try:
+        found = _parameters_after(lambda some, targets: run.step((some, targets)), model, x)
+    except memfit.Refused as refused:
+        assert "branches on values" in str(refused) or "mixes samples" in str(refused)
+        return
+    assert relative_error(found, wanted) < EXACT

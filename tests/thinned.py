@@ -18,6 +18,7 @@ EVERY = {
     "test_backward_proof.py::test_rounding_is_not_taken_for_mixing": 3,
     "test_batch_limits.py::test_a_limit_is_that_of_the_batch_or_refused": 6,
     "test_batch_limits.py::test_a_limit_of_a_statistic_is_that_of_the_batch_or_refused": 6,
+    "test_branches.py::test_a_count_that_only_a_whole_batch_has": 7,
     "test_branches.py::test_a_forward_that_branches_on_a_later_batch": 13,
     "test_branches.py::test_a_loss_that_branches_on_a_later_batch": 31,
     "test_by_size.py::test_a_forward_that_decides_by_size_is_refused_under_a_loss_that_loops_over_samples": 4,

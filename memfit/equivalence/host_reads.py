@@ -3,8 +3,8 @@
 `if x.abs().max() > c`, `if loss > 1` or `if (y == 2).sum() > 2` may agree on a proof's few samples, and differ between the
 parts and the whole of a later batch. The sign is a read (`.item()`) of a comparison or number computed from the batch. Reads
 once per sample do not count, nor do those that differ between whole and parts while the results agree. Of integers, only counts
-of entries are looked at (`int(mask.sum()) > 2`). Whether there are any, and what else is read, is compared while training
-(`engine/branches.py`).
+of entries are looked at: whether results change past some count (`int(mask.sum()) > 2`, `len(mask.nonzero()) > 2`). Whether
+there are any, and what else is read, is compared while training (`engine/branches.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,6 +55,14 @@ _OTHERS: dict[type, Sequence[Callable[[Any], Value]]] = {
 }
 
 
+class Again(NamedTuple):
+    """The whole of a proof, to be run again with other reads: what it gave (`made`), and whether two results are the `same`."""
+
+    made: Any
+    run: Callable[[Reads], Any]
+    same: Callable[[Any, Any], bool]
+
+
 class Reads(TorchDispatchMode):
     """Records reads of batch values while active: `taken` has (a comparison, the line that reads it), `marks` what is read by
     each place, `by_script` the lines of the script that read. `limits` and `branches` are those of the same run. `put` replaces
@@ -66,7 +74,7 @@ class Reads(TorchDispatchMode):
         self.marks = defaultdict[Read, set[int]](set)
         self.by_script = defaultdict[Read, set[int]](set)
         self._left_to_put = AGAIN
-        self.limits, self.branches = NO_LIMITS, ValueReads(self.may_tell)
+        self.limits, self.branches = NO_LIMITS, ValueReads(self.may_tell, self._sized)
         self._left = False
         self._put = put
         self._of_batch = WeakTensorKeyDictionary()
@@ -109,6 +117,14 @@ class Reads(TorchDispatchMode):
         if asking is not None:
             known.append(((asking.f_code, asking.f_lineno), type(value)))
             self.by_script[known[-1]].add(mark)
+        return self._replaced(known, value)
+
+    def _sized(self, frame: FrameType, size: int) -> int:
+        read = (frame.f_code, frame.f_lineno), int
+        self.by_script[read].add(COUNTED)
+        return self._replaced([read], size)
+
+    def _replaced(self, known: Sequence[Read], value: Any) -> Any:
         if self._put is None or self._put[0] not in known or not self._left_to_put:
             return value
         self._left_to_put -= 1  # a loop that runs until it reads something else has to end
@@ -135,16 +151,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def decided(
-    whole: Reads,
-    parts: Sequence[Reads],
-    run: Callable[[Reads], Any],
-    same: Callable[[Any], bool],
-    *,
-    tried: Collection[type] = (bool, int),
+    whole: Reads, parts: Sequence[Reads], again: Again, *, tried: Collection[type] = (bool, int)
 ) -> str | None:
     """Returns the line whose comparison of batch values decides, or a note for a number; None if whole and parts show none.
-    `run` reruns the whole with some reads replaced. `same` tells whether its result is unchanged. A check that only raises
-    decides nothing. `tried` has int if counts that are read as integers may be replaced, too."""
+    A check that only raises decides nothing. `tried` has int if counts that are read as integers may be replaced, too."""
     line = _compared(whole.taken, [part.taken for part in parts])
 
     def is_tried(kind: type, mark: int) -> bool:
@@ -153,12 +163,8 @@ def decided(
     reads = [read for read, marks in whole.marks.items() if any(is_tried(read[1], mark) for mark in marks)]
     reads += [read for read, marks in whole.by_script.items() if read[1] is int and int in tried and COUNTED in marks]
     for read in reads[:MOST]:
-        hangs_on = partial(_hangs_on, read, run, same)
-        if read[1] is int:  # what is divided by a count hangs on every other count as well
-            decides = hangs_on(lambda count: count + MANY) and not hangs_on(lambda count: count + 1)
-        else:
-            decides = any(map(hangs_on, _OTHERS[read[1]]))
-        if decides:
+        hangs_on = _is_threshold if read[1] is int else _changes
+        if hangs_on(read, again):
             return line or "a number that is read"
     return line if len(reads) > MOST else None
 
@@ -171,11 +177,35 @@ def _compared(mine: Sequence[tuple[bool, str]], theirs: Sequence[Sequence[tuple[
     return mine[0][1] or "a comparison" if alike else None
 
 
-def _hangs_on(
-    read: Read, run: Callable[[Reads], Any], same: Callable[[Any], bool], other: Callable[[Any], Value]
-) -> bool:
+def _changes(read: Read, again: Again) -> bool:
     """Whether the result changes if other values are read. A run that fails tells nothing."""
-    return (found := _with_others(read, run, other)) is not None and not same(found[1])
+    results = (_result(read, again, other) for other in _OTHERS[read[1]])
+    return any(found is not None and not again.same(again.made, found) for found in results)
+
+
+def _is_threshold(read: Read, again: Again) -> bool:
+    """Whether the result changes once a count passes some number above 1, which that of a whole batch may do alone. What is
+    divided by a count changes with every count, and a guard (`if count:`) changes at 0."""
+
+    def result(value: Callable[[int], int]) -> Any:
+        return _result(read, again, value)
+
+    def same(one: Any, other: Any) -> bool:
+        return one is not None and other is not None and again.same(one, other)
+
+    many, more = result(lambda count: count + MANY), result(lambda count: count + 2 * MANY)
+    if not same(many, more):
+        return False
+    one = result(lambda _: 1)
+    if one is None or same(one, many):
+        return False
+    two = result(lambda _: 2)
+    return same(one, two) or same(two, result(lambda _: 3))
+
+
+def _result(read: Read, again: Again, other: Callable[[Any], Value]) -> Any:
+    found = _with_others(read, again.run, other)
+    return None if found is None else found[1]
 
 
 def _with_others(
@@ -191,22 +221,20 @@ def _with_others(
     return look.branches.made, made
 
 
-def may_branch(
-    whole: Reads, run: Callable[[Reads], Any], same: Callable[[Any], bool], tried: Collection[type] = (bool, int)
-) -> bool:
-    """Whether a script may branch on values of the batch. `run` and `same` are as for `decided`, which finds floating-point
-    numbers that decide. A number that is only written down or divided by decides nothing; of types that are not `tried`, all
-    do. A check for finite numbers is not tried: what a script does about it may last."""
+def may_branch(whole: Reads, again: Again, tried: Collection[type] = (bool, int)) -> bool:
+    """Whether a script may branch on values of the batch. `decided` finds floating-point numbers that decide. A number that is
+    only written down or divided by decides nothing; of types that are not `tried`, all do. A check for finite numbers is not
+    tried: what a script does about it may last."""
     reads = [read for read, marks in whole.by_script.items() if read[1] in (bool, int) and marks != {FINITE}]
     if whole.branches.found or len(reads) > MOST or any(kind not in tried for _, kind in reads):
         return True
     calls = _without_reads(whole.branches.made)
     for read in reads:
-        looks = [_with_others(read, run, other) for other in _OTHERS[read[1]]]
+        looks = [_with_others(read, again.run, other) for other in _OTHERS[read[1]]]
         known = [look for look in looks if look is not None]
         if len(known) < len(looks) or any(_sites(made) != _sites(whole.branches.made) for made, _ in known):
             return True
-        alike = [_without_reads(made) == calls and same(result) for made, result in known]
+        alike = [_without_reads(made) == calls and again.same(again.made, result) for made, result in known]
         if not all(alike) if read[1] is bool else alike[0] and not all(alike):
             return True
     return False

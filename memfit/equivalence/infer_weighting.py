@@ -27,7 +27,7 @@ from memfit.engine.random_slices import Draws
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import Weighting
 from memfit.engine.work import Work
-from memfit.equivalence.host_reads import Reads, decided, may_branch, tried_on
+from memfit.equivalence.host_reads import Again, Reads, decided, may_branch, tried_on
 from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import MeasuredLoss, MeasureLoss, probes_of
@@ -152,7 +152,7 @@ def _inferred(
             moves = replace(moves, deviation=moves.misread())
     chosen, deviation = _choose(whole, parts, counts, arithmetic, floor)
     tried = decides, tried_on(work.device, model)
-    chosen, moves = _with_decisions((chosen, moves), *tried, reads, looks, once_more, partial(_same, whole))
+    chosen, moves = _with_decisions((chosen, moves), *tried, reads, looks, Again(whole, once_more, _same))
     return chosen, deviation, moves, _others(reached, staged)
 
 
@@ -162,13 +162,12 @@ def _with_decisions(
     tried: Collection[type],
     reads: Reads,
     looks: Sequence[Reads],
-    run: Callable[[Reads], MeasuredLoss],
-    same: Callable[[MeasuredLoss], bool],
+    again: Again,
 ) -> tuple[Weighting | None, Moves]:
     """Add to what a proof found how the loss decides by values of the batch, and if asked which `branches` it has."""
     chosen, moves = found
-    moves = replace(moves, decides=decided(reads, looks, run, same, tried=tried))
-    if chosen is not None and branches and may_branch(reads, run, same, tried):
+    moves = replace(moves, decides=decided(reads, looks, again, tried=tried))
+    if chosen is not None and branches and may_branch(reads, again, tried):
         chosen = replace(chosen, branching=branching_of([look.branches.made for look in (reads, *looks)]))
     return chosen, moves
 

@@ -31,7 +31,7 @@ from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
 from memfit.engine.intercept import is_compiled
 from memfit.engine.random_slices import Draws
-from memfit.equivalence.host_reads import Reads, decided, may_branch, tried_on
+from memfit.equivalence.host_reads import Again, Reads, decided, may_branch, tried_on
 from memfit.equivalence.same_values import same
 from memfit.equivalence.seen_effects import Trial
 from memfit.equivalence.side_effects import STILL, Moves, composition_of
@@ -344,12 +344,9 @@ def _parts_of(
     if moved:
         moves = moves.unless(lambda: equal(parts[-1], run(samples - sizes[-1], samples)), aside)
 
-    def same_as_whole(made: list[Any]) -> bool:
-        return equal(whole, made)
-
-    tried = tried_on(call.device, call.model)
-    line = decided(reads, looks, once_more, same_as_whole, tried=tried)
-    branches = line is None and may_branch(reads, once_more, same_as_whole, tried)
+    tried, repeat = tried_on(call.device, call.model), Again(whole, once_more, equal)
+    line = decided(reads, looks, repeat, tried=tried)
+    branches = line is None and may_branch(reads, repeat, tried)
     made = [look.branches.made for look in (reads, *looks)] if branches else []
     return parts, moves, line, nearby, Looks(reads.limits, [look.limits for look in looks], made)
 

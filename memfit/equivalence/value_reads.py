@@ -1,5 +1,7 @@
-"""Finds out whether a script reads values of the batch in ways that cannot be tried with other values: as lists, as arrays, as
-the size of what a mask leaves."""
+"""Finds out whether a script reads values of the batch as lists, as arrays, or as the size of what a mask leaves.
+
+Of these, only sizes can be tried with other values.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,12 @@ _METHODS = frozenset(map(str, (torch._tensor.__file__, torch.overrides.__file__)
 
 class ValueReads(Branches):
     """Records the script's calls of torch in `made`, and in `found` whether it reads values of the batch. `depends` tells
-    whether a tensor depends on the batch."""
+    whether a tensor depends on the batch; `sized` returns what the script's frame is told of a size that depends on values."""
 
-    def __init__(self, depends: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, depends: Callable[[torch.Tensor], bool], sized: Callable[[FrameType, int], int]) -> None:
         super().__init__()
         self.found = False
-        self._depends = depends
+        self._depends, self._sized = depends, sized
         self._picked = WeakTensorKeyDictionary()
         """Tensors whose shapes depend on values."""
 
@@ -47,20 +49,26 @@ class ValueReads(Branches):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        if not self.found and not answering() and frame_of_script(sys._getframe(1)) is not None:
-            self._look(func, args, kwargs, result)
-        return result
-
-    def _look(self, func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        if answering() or frame_of_script(sys._getframe(1)) is None:
+            return result
         name, given = func.__name__.strip("_"), tensors((args, kwargs or {}))
         is_picked = any(each in self._picked for each in given)
         if name in READING:
-            self.found = any(map(self._depends, given))
+            self.found = self.found or any(map(self._depends, given))
         elif is_picked and (name in SIZING or getattr(getattr(func, "__self__", None), "__name__", "") == "shape"):
-            self.found = asking_frame(sys._getframe(2)) is not None  # torch's functions ask for shapes, too
+            return self._size(asking_frame(sys._getframe(1)), result)
         elif is_picked or (_picks(name, args) and any(map(self._depends, given))):
             for each in tensors(result):
                 self._picked[each] = True
+        return result
+
+    def _size(self, frame: FrameType | None, size: Any) -> Any:
+        if frame is None:  # torch's functions ask for shapes, too
+            return size
+        self.found = True
+        if type(size) is torch.Size and size:
+            return torch.Size((self._sized(frame, size[0]), *size[1:]))
+        return self._sized(frame, size) if type(size) is int else size
 
 
 def asking_frame(frame: FrameType | None) -> FrameType | None:

@@ -302,8 +302,7 @@ class Weigher:
                 return
             if math.isnan(deviation.relative):
                 self._refuse_not_finite(work, few)
-            unsure = again is not None and not again.watch  # known means are checked in every batch
-            late = "; steps since the last proof may have trained on gradients that are off by as much" if unsure else ""
+            late = "; steps since the last proof may have trained on gradients that are off by as much" if again else ""
             self.run_together(f"its parts differ from the whole by {deviation.relative:.2g}{late}")
 
     def _spread(self, batch: Ordered, parts: Sequence[int], before: Weighting | None) -> Callable[[int, int], Any]:

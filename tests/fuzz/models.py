@@ -145,6 +145,26 @@ h = sum(weight[..., i : i + 1] * expert(h) for i, expert in enumerate(self.exper
         forward="h = self.norm(h) if h.dim() == 2 else self.norm(h.transpose(1, 2)).transpose(1, 2)",
     ),
     "centred": piece("mixes", forward="h = h - h.mean(0)"),
+    "if_active": piece("decides", forward="if (h > 0.9).any():\n    h = h * 0.5"),
+    "if_small": piece("decides", forward="if (h.abs() < 1.5).all():\n    h = h + 0.1 * h.pow(2)"),
+    "if_hits": piece("decides", forward="if int((h > 0.5).sum()) > 6:\n    h = torch.tanh(h)"),
+    "if_row": piece("decides", forward="if max(h.flatten(1).mean(1).tolist()) > 0.4:\n    h = h * 0.5"),
+    "guarded_rows": piece(
+        "decides",
+        forward="""
+active = (h.flatten(1).mean(1) > 0.3).view(-1, *[1] * (h.dim() - 1))
+if active.any():
+    h = torch.where(active, h * 0.5, h)
+"""
+    ),
+    "guarded_indices": piece(
+        "decides",
+        forward="""
+chosen = (h.flatten(1).mean(1) > 0.2).nonzero().squeeze(1)
+if len(chosen):
+    h = h.index_add(0, chosen, 0.1 * h[chosen])
+"""
+    ),
     "by_value": piece("decides", forward="if h.abs().max() > 0.8:\n    h = h * 0.5"),
     "by_mean": piece("decides", forward="if h.mean() > 0:\n    h = h * 0.5"),
     "by_size": piece("decides", forward="h = h * (2.0 if len(x) > 4 else 1.0)"),
