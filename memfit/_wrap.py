@@ -34,6 +34,7 @@ from memfit.capture.workloads import LossFn
 from memfit.distributed.join import WRAPPING, beginning, beside, check_alike, check_share, start_alike
 from memfit.distributed.unwrap_ddp import TakenOver, loss_of_outer, refuse_synchronised_norms, taken_over
 from memfit.engine.intercept import interception_of, is_compiled
+from memfit.engine.step_hooks import hooks_after_steps
 from memfit.hardware.budget import Budget, budget_for, probe, shared_among
 from memfit.hardware.catalogue import Card
 from memfit.hardware.exhausted import free_unused
@@ -407,8 +408,7 @@ def _check_not_asked(asked: Asked | None) -> None:
 def _undo_earlier(model: nn.Module, optimizer: Optimizer, keep: Sequence[Run]) -> None:
     """Undo earlier wraps of this model and optimizer, so that wrapping again plans again."""
     found = [interception.owner for module in model.modules() if (interception := interception_of(module)) is not None]
-    hooks = getattr(optimizer, "_optimizer_step_post_hooks", None) or {}
-    found += [getattr(hook, "__self__", None) for hook in hooks.values()]
+    found += [getattr(hook, "__self__", None) for hook in hooks_after_steps(optimizer)]
     for owner in found:
         if isinstance(owner, Run) and owner not in keep:
             owner.undo()

@@ -17,10 +17,33 @@ from torch.optim import SGD
 
 import memfit
 
+
+class Pair(Scaled):
+    """It steps one optimizer after the other."""
+
+    def __init__(self, inner: Any) -> None:
+        first, *others = inner.param_groups[0]["params"]
+        super().__init__(inner)
+        self.both = SGD([first], lr=0.1), SGD(others, lr=0.1)
+        del self.inner
+
+    param_groups = property(lambda self: [group for each in self.both for group in each.param_groups])
+    state = property(lambda self: {p: held for each in self.both for p, held in each.state.items()})
+
+    def zero_grad(self) -> None:
+        for each in self.both:
+            each.zero_grad()
+
+    def step(self) -> None:
+        for each in self.both:
+            each.step()
+
+
 AROUND: dict[str, Callable[[Any], Any]] = {
     "without the base's __init__": Lookahead,
     "moves weights after the step": SlowByParameter,
     "no Optimizer": Scaled,
+    "no Optimizer, of two": Pair,
 }
 around = pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 
@@ -111,3 +134,31 @@ def test_schedulers_count_steps_as_before(first: str) -> None:
     optimizer.step()
     scheduler.step()
 
+
+class EverySecond(Lookahead):
+    """It steps the optimizer that it holds every second time, as accelerate does in `accumulate`."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.asked = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.asked += 1
+        return self.optimizer.step(closure) if self.asked % 2 == 0 else None
+
+
+def test_steps_that_do_not_happen_are_not_counted() -> None:
+    model, optimizer = made(EverySecond)
+    run = memfit.wrap(model, optimizer, micro_batch=2)
+    for step in range(4):
+        F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        optimizer.step()
+    assert run.state_dict(whole=False)["steps"] == 2
+
+
+def test_undone_hooks_of_a_wrapper_leave_nothing_behind() -> None:
+    model, optimizer = made(Pair)
+    run = memfit.wrap(model, optimizer, micro_batch=2)
+    assert "step" in vars(optimizer)
+    run.undo()
+    assert "step" not in vars(optimizer)

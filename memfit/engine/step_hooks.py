@@ -1,7 +1,8 @@
 """Hooks that run before and after an optimizer's steps, also those of wrappers without the hooks of `torch.optim.Optimizer`.
 
-A wrapper that does not call the base's `__init__` (Lookahead, SAM) or does not derive from it (LARC) has no hooks. It gets a
-`step` on the instance that calls them, as learning rate schedulers do to count steps. Copies and pickles of it have none.
+A wrapper that does not call the base's `__init__` (Lookahead, accelerate's) or does not derive from it (LARC) has no hooks.
+Those of the optimizer that it holds are used: it may step that one in some of its steps alone. If it holds several, it gets a
+`step` on the instance that calls hooks, as learning rate schedulers do to count steps. Copies and pickles of it have none.
 """
 
 from __future__ import annotations
@@ -26,16 +27,39 @@ def after_steps(optimizer: Any, hook: Callable[..., Any]) -> Callable[[], None]:
     return _registered(optimizer, Optimizer.register_step_post_hook, hook)
 
 
+def hooks_after_steps(optimizer: Any) -> list[Callable[..., Any]]:
+    """Return the hooks that are called after an optimizer's steps."""
+    return list((getattr(_followed(optimizer), _AFTER, None) or {}).values())
+
+
 def _registered(optimizer: Any, register: Callable[..., Any], hook: Callable[..., Any]) -> Callable[[], None]:
-    if not (hasattr(optimizer, _BEFORE) and hasattr(optimizer, _AFTER)):
-        _HookedStep.install(optimizer)
-    handle = register(optimizer, hook)
+    followed = _followed(optimizer)
+    if not _has_hooks(followed):
+        _HookedStep.install(followed)
+    handle = register(followed, hook)
 
     def remove() -> None:
         handle.remove()
-        _HookedStep.remove_unused(optimizer)
+        _HookedStep.remove_unused(followed)
 
     return remove
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    return hasattr(optimizer, _BEFORE) and hasattr(optimizer, _AFTER)
+
+
+def _followed(optimizer: Any) -> Any:
+    """Return the optimizer whose steps are those of this one: itself, or the one with the same parameters that it holds."""
+    if _has_hooks(optimizer):
+        return optimizer
+    trained = _parameters(optimizer)
+    held = (value for value in vars(optimizer).values() if isinstance(value, Optimizer) and _has_hooks(value))
+    return next((inner for inner in held if _parameters(inner) == trained), optimizer)
+
+
+def _parameters(optimizer: Any) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 class _Hooks(OrderedDict[int, Callable[..., Any]]):

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from memfit import Run
 
@@ -33,7 +32,7 @@ class Follower:
         self._run, self._trackers, self._processes = run, trackers, processes
         self._told: dict[str, tuple[str | None, int]] = {}
         self._steps = self._logged = 0
-        self._hook = Optimizer.register_step_post_hook(run.optimizer, self._stepped)  # of a wrapper, which may have no method
+        self._hook = run.optimizer.register_step_post_hook(self._stepped)
 
     def log(self) -> None:
         """Log the latest metrics, unless they are logged already."""
