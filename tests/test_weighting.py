@@ -463,3 +463,28 @@ def test_corrections_of_one_cut_are_not_those_of_another_of_as_many_pieces(monke
         steps = {name: (p - q) / 0.1 for (name, p), q in zip(before.named_parameters(), model.parameters())}
         assert relative_error(steps, want) <= EXACT
     assert seen.sizes[-4:] == [8, 4, 8, 4]  # found to differ, and once more
+
+
+SHARES = {
+    "times a share": lambda value, share: value * (1 + share.double().mean()),
+    "over a share": lambda value, share: value / (0.5 + share.double().mean()),
+    "a share more": lambda value, share: value + share.double().mean() * value.exp(),
+}
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("size", [8, 12, 40])
+def test_a_share_that_is_alike_in_the_samples_of_a_proof_is_that_of_the_whole_batch(share: str, size: int) -> None:
+    """The first samples, on which the loss is proven, all have the property; those after them do not."""
+    x, targets = points(size)[0], points(size, seed=3)[0][:, :4]
+    x[:6, 0], x[6:, 0] = 1.5, -1.5
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        given, wanted = batch
+        return torch.nan_to_num(SHARES[share](F.mse_loss(model(given), wanted), given[:, 0] > 0))
+
+    model = mlp()
+    _, wanted = plain(model, loss_fn, (x, targets))
+    run, seen = stepper(model, loss_fn, cut=3, share=size)
+    run.step((x, targets))
+    assert relative_error(seen.gradients[0], wanted) < EXACT

@@ -58,6 +58,7 @@ class Ordered:
         self.ragged = bool(sizes) and sum(together(extents)) > RAGGED * max(1, min(sizes))
         order = sorted(range(samples), key=lambda i: -sizes[i]) if self.ragged and by_size else range(samples)
         self._order = order
+        self._chosen: Sequence[int] = ()
         self._own = [extents[i] for i in order] if sizes else [()] * samples
         self.extents = of_those_after(self._own) if sizes else self._own
         self.sizes = [sum(extent) for extent in self.extents]
@@ -204,6 +205,16 @@ class Ordered:
             if self.ragged:
                 marks = [{**mark, "size": float(sum(self._own[i]))} for mark, i in zip(marks, looked_at)]
             chosen = [there[i] for i in most_telling(marks, parts)]
+        self._chosen = chosen
+        return lambda low, high: self._make(chosen[low:high])
+
+    def others(self, count: int) -> Callable[[int, int], Any]:
+        """Returns samples for one more proof, other ones than `spread` chose last as far as there are others."""
+        before = set(self._chosen)
+        others = [i for i in self._order if i not in before]
+        if len(others) > count:  # over all of the batch, also its last
+            others = [others[i * (len(others) - 1) // (count - 1)] for i in range(count)]
+        chosen = [*others, *self._chosen][:count]
         return lambda low, high: self._make(chosen[low:high])
 
     def twice(self, count: int) -> Callable[[int, int], Any]:

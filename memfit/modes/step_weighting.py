@@ -160,6 +160,7 @@ class Weigher:
         else:
             with checkpointed(core.model, blocks), core.memory.sparing_kernels():
                 self._weigh_by_proof(batch, few, before)
+                self._confirm(batch, few, before)
         decides = partial(self._size_that_decides, batch, max(share, batch.samples))
         if self.weighting is not None and (samples := retry_on_oom(decides, core.device)):
             self.run_together(f"it acts differently on {samples} samples than on few")
@@ -254,13 +255,27 @@ class Weigher:
             lambda text: self._weigh_unproven(batch),
         )
 
+    def _confirm(self, batch: Ordered, few: int, before: Weighting | None) -> None:
+        """Prove a weighting on other samples of its first batch: numbers such as the part of a mask that is set may agree by
+        chance. An error of the loss on these tells nothing. (Several processes have other samples each.)"""
+        proven, composition = self.weighting, self.composition
+        if not self._inferred or before is not None or batch.in_order or not self._core.team.alone:
+            return
+        try:
+            self._weigh_on(batch, few, None, again=proven, others=True)
+        except Exception:
+            self.weighting, self.composition = proven, composition
+        if proven is not None and self.weighting is not None:  # terms that were idle in one of both may sum otherwise later
+            self.weighting = replace(proven, branching=self.weighting.branching)
+
     def _weigh_on(
-        self, batch: Ordered, few: int, before: Weighting | None, *, again: Weighting | None = None
+        self, batch: Ordered, few: int, before: Weighting | None, *, again: Weighting | None = None, others: bool = False
     ) -> None:
-        """`again`: the weighting proven on an earlier batch. A loss that is not finite does not contradict it."""
+        """`again`: the weighting proven on an earlier batch, or with `others` on other samples of this one. A loss that is not
+        finite does not contradict it."""
         core = self._core
         parts = parts_of(few, core.least)
-        pieces = self._spread(batch, parts, before)
+        pieces = batch.others(few) if others else self._spread(batch, parts, before)
         work = self._tasks.work(pieces, few, "off", on_copies=True)
         within = PROVE_WITHIN if self._inferred else sys.maxsize
         self._prove_at = core.steps + (1 if again is None else max(1, min((PROVE_AGAIN - 1) * core.steps, within)))
@@ -302,7 +317,8 @@ class Weigher:
                 return
             if math.isnan(deviation.relative):
                 self._refuse_not_finite(work, few)
-            late = "; steps since the last proof may have trained on gradients that are off by as much" if again else ""
+            unsure = again is not None and core.steps
+            late = "; steps since the last proof may have trained on gradients that are off by as much" if unsure else ""
             self.run_together(f"its parts differ from the whole by {deviation.relative:.2g}{late}")
 
     def _spread(self, batch: Ordered, parts: Sequence[int], before: Weighting | None) -> Callable[[int, int], Any]:
