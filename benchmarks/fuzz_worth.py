@@ -176,7 +176,15 @@ def values_that_decide() -> Patch:
     """A comparison of the batch's values on the host is not seen to decide."""
     from memfit.equivalence import host_reads
 
-    yield host_reads, "decided", lambda *args: None
+    yield host_reads, "decided", lambda *args, **kwargs: None
+    yield host_reads, "may_branch", lambda *args, **kwargs: False
+
+
+def branches_of_micro_batches() -> Patch:
+    """What micro-batches decide otherwise than others is not compared."""
+    from memfit.equivalence import host_reads
+
+    yield host_reads, "may_branch", lambda *args, **kwargs: False
 
 
 def numbers_that_decide() -> Patch:
@@ -251,7 +259,7 @@ def arguments_of_later() -> Patch:
     import memfit.capture.call  # noqa: F401
     from memfit.batches import tree
 
-    yield tree, "with_new_containers", lambda given: given
+    yield tree, "with_new_containers", lambda given, copies=None: given
 
 
 def entries_are_lost() -> Patch:
@@ -283,7 +291,8 @@ FAULTS: dict[str, Callable[[], Patch]] = {
         in_place_on_a_loss_that_waits, in_place_on_a_plain_tensor, data_written_before_the_loss,
         planning_leaves_lists_and_counters, planning_leaves_tensors,
         every_micro_batch_moves_state, moving_state_is_not_seen, second_pass_moves_state,
-        values_that_decide, numbers_that_decide, losses_that_decide, hooks_on_saved_tensors, means_by_samples,
+        values_that_decide, branches_of_micro_batches, numbers_that_decide, losses_that_decide, hooks_on_saved_tensors,
+        means_by_samples,
         divisors_that_changed, draws_of_their_own, attributes_of_later, contents_of_later, globals_of_later,
         arguments_of_later, entries_are_lost, one_tensor_is_two, outputs_of_another_model_are_detached,
     )
