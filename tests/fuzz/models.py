@@ -347,7 +347,7 @@ PACKS = {
         suffix="",
     ),
     "rare_mean": piece(
-        "owns",
+        "owns", "values",
         returns="F.cross_entropy(out.reshape(-1, out.shape[-1]), y.reshape(-1)) + 0.1 * (out.reshape(len(x), -1).pow(2).sum(1) * (x.reshape(len(x), -1)[:, 0] > 1.3)).sum() / (x.reshape(len(x), -1)[:, 0] > 1.3).sum().clamp(min=1)",
         suffix="",
     ),

@@ -68,6 +68,10 @@ def outcome(choices: Choices, *, step: bool) -> Outcome:
     return Outcome(_how(choices, got))
 
 
+BY_VALUES = ("twist", "loss", "state", "pack")
+"""Dimensions with options that other values than a script's would have parts decide otherwise than the whole."""
+
+
 def _of_error(choices: Choices, got: running.Ran, source: str, want: running.Ran) -> Outcome:
     from memfit import MemfitError
 
@@ -80,7 +84,7 @@ def _of_error(choices: Choices, got: running.Ran, source: str, want: running.Ran
         return Outcome(CRASHED, words(got.error), got.trace[-3500:])
     said = f"{type(got.error).__name__}: {normal(got.error.asked)} / {normal(got.error.found)}"
     cut = running.cut_by_hand(source)
-    decides = any("decides" in the(choices, name).tags for name in ("twist", "loss"))  # by other values, parts would decide otherwise
+    decides = any(not {"decides", "values"}.isdisjoint(the(choices, name).tags) for name in BY_VALUES)
     decides = decides or ("fixed" in the(choices, "twist").tags and any(said in got.error.found for said in ON_FEW))
     same = not decides and cut.error is None and not any(value > TOLERANCE for value in apart(want.left, cut.left).values())
     whole = 'micro_batch="auto"' in source or "micro_batch='auto'" in source or "micro_batch='off'" in source
