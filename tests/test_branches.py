@@ -468,3 +468,79 @@ def test_a_count_that_only_a_whole_batch_has(threshold: str, marked: int, mode: 
         assert "branches on values" in str(refused) or "mixes samples" in str(refused)
         return
     assert relative_error(found, wanted) < EXACT
+
+
+class CountsMarked(nn.Module):
+    """Its scale grows with the batches that have a marked sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x) * (1 + 0.1 * self.seen)
+        if bool((x[:, 0] == 1).any()):
+            with torch.no_grad():
+                self.seen.add_(1)
+        return out
+
+
+@pytest.mark.parametrize("marked", [(0, 1), (0, 4, 7), (2, 3, 5), range(8)])
+@pytest.mark.parametrize("mode", ["loss", "forward"])
+def test_state_that_some_batches_move_is_moved_once(marked: Any, mode: str) -> None:
+    """Later proofs may be made on samples that move nothing."""
+    x = points(BATCH * 8)[0]
+    x[:, 0] = 0
+    for start in range(0, len(x), BATCH):
+        x[[start + i for i in (marked if start in (0, 3 * BATCH, 6 * BATCH) else ())], 0] = 1
+    targets = points(len(x), seed=3)[0][:, :4]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]) - batch[1]).pow(2).mean()
+
+    model = CountsMarked()
+    plain = copy.deepcopy(model)
+    wanted = _in_plain(plain, loss_fn, x, targets)
+    optimizer = SGD(model.parameters(), 0.1)
+    run = memfit.wrap(model, optimizer, micro_batch=3, loss_fn=loss_fn if mode == "loss" else None)
+
+    def step(some: Tensor, wanted: Tensor) -> None:
+        if mode == "loss":
+            run.step((some, wanted))
+            return
+        optimizer.zero_grad()
+        loss_fn(model, (some, wanted)).backward()
+        optimizer.step()
+
+    try:
+        found = _parameters_after(step, model, x, targets)
+    except memfit.Refused as refused:
+        assert any(said in str(refused) for said in ("at every call", "branches on", "mixes samples"))
+        return
+    assert relative_error(found, wanted) < EXACT
+    assert torch.equal(model.seen, plain.seen)
+
+
+@pytest.mark.parametrize("hidden", [0, 2, 4])
+def test_padding_that_is_cut_off_stays_in_one_pass(hidden: int) -> None:
+    """The first labels of each row are of the prompt and count nothing."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        words, mask = batch
+        longest = int(mask.sum(1).max())
+        words, mask = words[:, :longest], mask[:, :longest]
+        labels = words.masked_fill(~mask, -100).index_fill(1, torch.arange(hidden), -100)
+        return F.cross_entropy(model(words).transpose(1, 2), labels, ignore_index=-100)
+
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(0, 4, (BATCH, 16), generator=generator)
+    mask = torch.arange(16) < torch.randint(8, 13, (BATCH, 1), generator=generator)
+    model = nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 4)).double()
+    plain = copy.deepcopy(model)
+    loss_fn(plain, (words, mask)).backward()
+    optimizer, seen = SGD(model.parameters(), 0.1), Seen(model)
+    run = memfit.wrap(model, optimizer, micro_batch=3, loss_fn=loss_fn, before_step=seen)
+    run.step((words, mask))
+    assert relative_error(seen.gradients[0], gradients_of(plain)) < EXACT
+    assert not any("all samples together" in event.message for event in run.events)

@@ -162,3 +162,15 @@ def test_undone_hooks_of_a_wrapper_leave_nothing_behind() -> None:
     assert "step" in vars(optimizer)
     run.undo()
     assert "step" not in vars(optimizer)
+
+
+def test_a_copy_of_a_hooked_wrapper_is_followed_anew() -> None:
+    model, optimizer = made(Pair)
+    memfit.wrap(model, optimizer, micro_batch=2)
+    model, optimizer = copy.deepcopy((model, optimizer))
+    run = memfit.wrap(model, optimizer, micro_batch=2)
+    for step in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
+        optimizer.step()
+    assert run.state_dict(whole=False)["steps"] == 3

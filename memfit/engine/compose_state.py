@@ -306,14 +306,28 @@ class _Repeated(Composition):
         pass
 
 
-def with_written(composition: Composition, earlier: Composition, model: nn.Module) -> Composition:
-    """Adds the parameters that forwards write on some batches only: those that `earlier` proofs saw written."""
-    there = {p.untyped_storage()._cdata for p in model.parameters() if p.layout is torch.strided}
+def with_earlier(composition: Composition, earlier: Composition, model: nn.Module) -> Composition:
+    """Adds what forwards move on some batches only: what `earlier` proofs saw move. (Not tensors that the model has lost.)"""
+    there = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers()) if t.layout is torch.strided}
     known = composition.keys
-    tensors = [place for place in earlier.moved if isinstance(place, TensorPlace)]
-    more = {place.key: place for place in tensors if place.key not in known and place.key[0] in there}
+    more = {
+        place.key: place for place in earlier.moved
+        if place.key not in known and (not isinstance(place, TensorPlace) or place.key[0] in there)
+    }  # fmt: skip
     slots = [slot for slot in earlier.slots if slot.place.key in more]
-    return Composition((*composition.slots, *slots), (*composition.moved, *more.values()), draws=composition.draws)
+    draws = composition.draws or (bool(more) and earlier.draws)
+    return Composition((*composition.slots, *slots), (*composition.moved, *more.values()), draws=draws)
+
+
+def contradicted(composition: Composition, earlier: Composition) -> str | None:
+    """Returns the label of a place that an earlier proof composed by a rule that this one rules out: parts that leave the whole
+    batch's value in one, and add to it in the other, do so by values of their samples."""
+    before = {slot.place.key: slot.rule for slot in earlier.slots}
+    for slot in composition.slots:
+        rules = {type(slot.rule), type(before.get(slot.place.key, slot.rule))}
+        if Last in rules and not rules.isdisjoint((Added, SumOfParts)):
+            return slot.place.label
+    return None
 
 
 def is_number(value: Any) -> bool:

@@ -13,34 +13,37 @@ from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 _BEFORE, _AFTER = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
 def before_steps(optimizer: Any, hook: Callable[..., Any]) -> Callable[[], None]:
     """Call `hook(optimizer, args, kwargs)` before each of its steps. Returns a function that removes the hook."""
-    return _registered(optimizer, Optimizer.register_step_pre_hook, hook)
+    return _registered(optimizer, _BEFORE, hook)
 
 
 def after_steps(optimizer: Any, hook: Callable[..., Any]) -> Callable[[], None]:
     """Call `hook(optimizer, args, kwargs)` after each of its steps. Returns a function that removes the hook."""
-    return _registered(optimizer, Optimizer.register_step_post_hook, hook)
+    return _registered(optimizer, _AFTER, hook)
 
 
 def hooks_after_steps(optimizer: Any) -> list[Callable[..., Any]]:
     """Return the hooks that are called after an optimizer's steps."""
-    return list((getattr(_followed(optimizer), _AFTER, None) or {}).values())
+    holder = _holder(optimizer)
+    return [] if holder is None else list(getattr(holder, _AFTER).values())
 
 
-def _registered(optimizer: Any, register: Callable[..., Any], hook: Callable[..., Any]) -> Callable[[], None]:
-    followed = _followed(optimizer)
-    if not _has_hooks(followed):
-        _HookedStep.install(followed)
-    handle = register(followed, hook)
+def _registered(optimizer: Any, when: str, hook: Callable[..., Any]) -> Callable[[], None]:
+    holder = _holder(optimizer) or _HookedStep(optimizer)
+    hooks = getattr(holder, when)
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
 
     def remove() -> None:
         handle.remove()
-        _HookedStep.remove_unused(followed)
+        if isinstance(holder, _HookedStep):
+            holder.remove_unused()
 
     return remove
 
@@ -49,24 +52,20 @@ def _has_hooks(optimizer: Any) -> bool:
     return hasattr(optimizer, _BEFORE) and hasattr(optimizer, _AFTER)
 
 
-def _followed(optimizer: Any) -> Any:
-    """Return the optimizer whose steps are those of this one: itself, or the one with the same parameters that it holds."""
+def _holder(optimizer: Any) -> Any:
+    """Return what has hooks for the steps of an optimizer: itself, the only one with the same parameters that it holds, or its
+    step that was replaced. None: nothing yet."""
     if _has_hooks(optimizer):
         return optimizer
     trained = _parameters(optimizer)
     held = (value for value in vars(optimizer).values() if isinstance(value, Optimizer) and _has_hooks(value))
-    return next((inner for inner in held if _parameters(inner) == trained), optimizer)
+    alike = [inner for inner in held if _parameters(inner) == trained]
+    step = vars(optimizer).get("step")
+    return alike[0] if len(alike) == 1 else step if isinstance(step, _HookedStep) else None
 
 
 def _parameters(optimizer: Any) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-class _Hooks(OrderedDict[int, Callable[..., Any]]):
-    """Hooks of one object: a copy or a pickle of it has none."""
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()
 
 
 class _HookedStep:
@@ -76,34 +75,29 @@ class _HookedStep:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._plain = optimizer, optimizer.step
+        self._optimizer_step_pre_hooks = OrderedDict[int, Callable[..., Any]]()
+        self._optimizer_step_post_hooks = OrderedDict[int, Callable[..., Any]]()
         self._before = vars(optimizer).get("step")
+        vars(optimizer)["step"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = self._optimizer
-        for hook in list(getattr(own, _BEFORE).values()):
+        for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(own, args, kwargs)
         own._opt_called = True
         done = self._plain(*args, **kwargs)
-        for hook in list(getattr(own, _AFTER).values()):
+        for hook in list(self._optimizer_step_post_hooks.values()):
             hook(own, args, kwargs)
         return done
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # a copy of the optimizer has no hooks
         return partial, (type(self._optimizer).step, self._optimizer)
 
-    @classmethod
-    def install(cls, optimizer: Any) -> None:
-        step = cls(optimizer)
-        vars(optimizer).update({_BEFORE: _Hooks(), _AFTER: _Hooks(), "step": step})
-
-    @classmethod
-    def remove_unused(cls, optimizer: Any) -> None:
-        """Put the optimizer's own step back once it has no hooks, unless a scheduler has replaced it."""
-        held = vars(optimizer)
-        step = held.get("step")
-        if not isinstance(step, cls) or held[_BEFORE] or held[_AFTER]:
+    def remove_unused(self) -> None:
+        """Put the optimizer's own step back once there are no hooks, unless a scheduler has replaced it."""
+        held = vars(self._optimizer)
+        if held.get("step") is not self or self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return
-        for name in ("step", _BEFORE, _AFTER):
-            del held[name]
-        if step._before is not None:
-            held["step"] = step._before
+        del held["step"]
+        if self._before is not None:
+            held["step"] = self._before

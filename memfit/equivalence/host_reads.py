@@ -46,8 +46,8 @@ AGAIN = 64
 """Times that a place reads another value in one run."""
 FAR = 1e30
 """Replaces a number that is read, with either sign, to see whether the result depends on it."""
-SOME, MANY = 64, 4096
-"""Are added to an integer that is read, and to one that counts entries. They may be sizes of tensors."""
+SOME, MANY = 64, 256
+"""Are added to an integer that is read, and to one that counts entries. They may be sizes of tensors, in several dimensions."""
 _OTHERS: dict[type, Sequence[Callable[[Any], Value]]] = {
     bool: (lambda held: not held,),
     float: (lambda _: FAR, lambda _: -FAR),
@@ -185,7 +185,7 @@ def _changes(read: Read, again: Again) -> bool:
 
 def _is_threshold(read: Read, again: Again) -> bool:
     """Whether the result changes once a count passes some number above 1, which that of a whole batch may do alone. What is
-    divided by a count changes with every count, and a guard (`if count:`) changes at 0."""
+    divided by a count changes with every count, a guard (`if count:`) at 0, and a trim (`x[:, :count]`) with all lower ones."""
 
     def result(value: Callable[[int], int]) -> Any:
         return _result(read, again, value)
@@ -196,6 +196,10 @@ def _is_threshold(read: Read, again: Again) -> bool:
     many, more = result(lambda count: count + MANY), result(lambda count: count + 2 * MANY)
     if not same(many, more):
         return False
+    if same(again.made, many):
+        lower = result(lambda count: max(0, count - 1))
+        if not same(lower, many) and not same(result(lambda count: max(0, count - 2)), lower):
+            return False
     one = result(lambda _: 1)
     if one is None or same(one, many):
         return False

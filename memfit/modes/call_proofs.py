@@ -26,7 +26,7 @@ from memfit.capture.workloads import CallWork
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
 from memfit.engine.branches import Branching
-from memfit.engine.compose_state import with_written
+from memfit.engine.compose_state import contradicted, with_earlier
 from memfit.engine.places import Place
 from memfit.engine.recovery import on_fewer, surviving
 from memfit.engine.suspended_autocast import without_autocast
@@ -228,7 +228,9 @@ class Prover:
         if kind.branching or outputs.branching:
             kind.branching = (outputs.branching or Branching()).joined(kind.branching)
             outputs = replace(outputs, branching=kind.branching)
-        kind.composition = with_written(composition, kind.composition, core.model)  # (keeps nothing of the proof alive)
+        other = contradicted(composition, kind.composition)
+        deviations += [] if other is None else [Deviation(other, 1.0, 0.0, by="moving")]
+        kind.composition = with_earlier(composition, kind.composition, core.model)  # (keeps nothing of the proof alive)
         moved_in_blocks(core.model, kind.composition)
         deviations += self.by_size(kind, call)
         apart = [deviation for deviation in deviations if not deviation.agrees]

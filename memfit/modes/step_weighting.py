@@ -23,7 +23,7 @@ from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
 from memfit.engine.branches import Branching, Made
 from memfit.engine.call_context import uncompiled
-from memfit.engine.compose_state import Composition, with_written
+from memfit.engine.compose_state import Composition, contradicted, with_earlier
 from memfit.engine.known_means import Terms, is_only_term
 from memfit.engine.places import Place
 from memfit.engine.random_state import random_state_kept
@@ -258,13 +258,14 @@ class Weigher:
     def _confirm(self, batch: Ordered, few: int, before: Weighting | None) -> None:
         """Prove a weighting on other samples of its first batch: numbers such as the part of a mask that is set may agree by
         chance. An error of the loss on these tells nothing. (Several processes have other samples each.)"""
-        proven, composition = self.weighting, self.composition
-        if not self._inferred or before is not None or batch.in_order or not self._core.team.alone:
+        proven, composition, prove_at = self.weighting, self.composition, self._prove_at
+        if not self._inferred or before is not None or batch.in_order or batch.samples <= few or not self._core.team.alone:
             return
         try:
             self._weigh_on(batch, few, None, again=proven, others=True)
         except Exception:
             self.weighting, self.composition = proven, composition
+        self._prove_at = prove_at
         if proven is not None and self.weighting is not None:  # terms that were idle in one of both may sum otherwise later
             self.weighting = replace(proven, branching=self.weighting.branching)
 
@@ -289,7 +290,8 @@ class Weigher:
         if self.weighting is not None and (self.weighting.branching or self._branching):
             self._branching = (self.weighting.branching or Branching()).joined(self._branching)
             self.weighting = replace(self.weighting, branching=self._branching)
-        self.composition = with_written(moves.composition, self.composition, core.model)
+        other = contradicted(moves.composition, self.composition)
+        self.composition = with_earlier(moves.composition, self.composition, core.model)
         moved_in_blocks(core.model, self.composition)
         self._tasks.watch(work)
         self._apart.proven(entries_of(pieces(0, few), few), parts[0])
@@ -299,6 +301,8 @@ class Weigher:
             note_loose(deviation.limit, core.note)
         if self.weighting is not None and moves.deviation is not None and not self._accepts(moves.deviation):
             self.run_together(f"it updates state per call, differently in parts than as a whole: {moves.deviation.where}")
+        elif other is not None:
+            self.run_together(f"it updates state per call, depending on values of the samples: {other}")
         elif self.composition.trained:
             self.run_together(f"the forward writes {self.composition.trained[0].label}, which it may read beside its samples")
         elif self._stated is not None and moves.decides is not None:
