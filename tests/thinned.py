@@ -18,6 +18,7 @@ EVERY = {
     "test_backward_proof.py::test_rounding_is_not_taken_for_mixing": 3,
     "test_batch_limits.py::test_a_limit_is_that_of_the_batch_or_refused": 6,
     "test_batch_limits.py::test_a_limit_of_a_statistic_is_that_of_the_batch_or_refused": 6,
+    "test_branches.py::test_loops_that_run_until_they_read_something_else_end": 5,
     "test_branches.py::test_a_count_that_only_a_whole_batch_has": 7,
     "test_branches.py::test_a_forward_that_branches_on_a_later_batch": 13,
     "test_branches.py::test_a_loss_that_branches_on_a_later_batch": 31,

@@ -307,13 +307,11 @@ class _Repeated(Composition):
 
 
 def with_earlier(composition: Composition, earlier: Composition, model: nn.Module) -> Composition:
-    """Adds what forwards move on some batches only: what `earlier` proofs saw move. (Not tensors that the model has lost.)"""
+    """Adds the parameters and buffers that forwards move on some batches only: those that `earlier` proofs saw move."""
     there = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers()) if t.layout is torch.strided}
     known = composition.keys
-    more = {
-        place.key: place for place in earlier.moved
-        if place.key not in known and (not isinstance(place, TensorPlace) or place.key[0] in there)
-    }  # fmt: skip
+    tensors = [place for place in earlier.moved if isinstance(place, TensorPlace)]
+    more = {place.key: place for place in tensors if place.key not in known and place.key[0] in there}
     slots = [slot for slot in earlier.slots if slot.place.key in more]
     draws = composition.draws or (bool(more) and earlier.draws)
     return Composition((*composition.slots, *slots), (*composition.moved, *more.values()), draws=draws)

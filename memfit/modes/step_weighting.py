@@ -265,6 +265,8 @@ class Weigher:
             self._weigh_on(batch, few, None, again=proven, others=True)
         except Exception:
             self.weighting, self.composition = proven, composition
+        if self.composition.keys <= composition.keys:  # these samples may move nothing
+            self.composition = composition
         self._prove_at = prove_at
         if proven is not None and self.weighting is not None:  # terms that were idle in one of both may sum otherwise later
             self.weighting = replace(proven, branching=self.weighting.branching)
