@@ -200,7 +200,11 @@ class Call:
         return self._before_writes is not None
 
     def undo_writes(self) -> None:
-        """Restore the script's arguments before another attempt of a pass that writes into them."""
+        """Restore the script's arguments before another attempt of a pass that writes into them. What it wrote elsewhere, the
+        script did not write."""
+        for each in self.calls:
+            if each.attributes is not None:
+                each.attributes.contents.accept_writes()
         if self._before_writes is not None:
             restore_tensors(list(zip(tensors(self.tree), tensors(self._before_writes))))
             self.note_now()

@@ -32,7 +32,7 @@ def joint(calls: Sequence[Call]) -> Call:
     made = Call(first.model, plain, tree, layout, outputs, first.device, autocast=first.autocast)
     made.key = ("joint", *(call.key for call in calls))
     made.host_draws = first.host_draws
-    made.composition = next((call.composition for call in calls if call.composition.moved), Composition())
+    made.composition = next((call.composition for call in calls if call.composition.may_move), Composition())
     made.copies = any(call.copies for call in calls)
     made.several, made.offsets, offset = tuple(calls), {}, 0
     for call in calls:

@@ -194,14 +194,14 @@ class Attributes:
 
     def numbers(self, moved: Keys) -> Numbers:
         """Return `CallAttributes.numbers`."""
-        self._found = self._found or self._record()
+        self._found = self._found or self.now()
         if self._numbers is None or self._numbers[0] != moved:
             self._numbers = moved, self._found.numbers(moved)
         return self._numbers[1]
 
     def places(self, wanted: Iterable[Hashable]) -> dict[Hashable, Place]:
         """Return where these numbers are: `CallAttributes.places`."""
-        self._found = self._found or self._record()
+        self._found = self._found or self.now()
         return self._found.places(wanted)
 
     def have_graphs(self) -> bool:
@@ -216,9 +216,10 @@ class Attributes:
         """Return the record."""
         found = self._found
         self.forget()
-        return found or self._record()
+        return found or self.now()
 
-    def _record(self) -> CallAttributes:
+    def now(self) -> CallAttributes:
+        """Return a record of what is there now."""
         return CallAttributes(self._modules, self._reads, self._code, self._given)
 
     def forget(self) -> None:

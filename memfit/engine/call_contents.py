@@ -27,7 +27,7 @@ MOST = 2 * LONG
 
 class CallContents:
     """The containers and tensors inside these values of a model, and the places that its code names, as they were found.
-    `known` are ids of objects that are not looked into."""
+    `known` are ids of objects that are not looked into. `versions`: its tensors, each at its version."""
 
     def __init__(self, values: Iterable[Any], code: Iterable[Any], reads: ForwardReads, known: Iterable[int] = ()) -> None:
         self.tables: list[dict[Any, Any]] = []
@@ -48,23 +48,23 @@ class CallContents:
             self._walk.run()
         self.places = self._walk.places
         self._written: torch.Tensor | None = None
-        self._versions = [(tensor, tensor._version) for tensor in self._tensors.values()]
+        self.versions = [(tensor, tensor._version) for tensor in self._tensors.values()]
 
     def look(self, moved: Keys) -> None:
         """Remember a tensor that the script has written in place, other than at these places."""
-        for tensor, version in self._versions:
+        for tensor, version in self.versions:
             if tensor._version != version and not any(key in moved for key in keys_of_values(tensor, tensor)):
                 self._written = tensor
 
     def accept_writes(self) -> None:
         """Take the tensors as they are now: memfit wrote them."""
-        self._versions = [(tensor, tensor._version) for tensor, _ in self._versions]
+        self.versions = [(tensor, tensor._version) for tensor, _ in self.versions]
 
     def let_go(self) -> None:
         """Let go of graphs, which no gradient reaches any more."""
         self.places = {key: (place, without_graph(value)) for key, (place, value) in self.places.items()}
         self._tensors = {}
-        self._versions = [(tensor, version) for tensor, version in self._versions if tensor.grad_fn is None]
+        self.versions = [(tensor, version) for tensor, version in self.versions if tensor.grad_fn is None]
 
     def check(self, when: str, moved: Keys) -> None:
         """Raise Modified if the script has written a tensor in place."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -23,7 +23,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from memfit.engine.asked_numbers import Expected, value_of
 from memfit.engine.batch_dependent import BatchDependent, check_same
+from memfit.engine.call_context import is_faking
 from memfit.engine.places import MISSING, Place, TensorPlace
+from memfit.engine.unseen_moves import UnseenMoves
 from memfit.engine.user_code import is_installed
 
 
@@ -93,8 +95,8 @@ class Appended:
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
         drops, made = zip(*(appended(before, value) for value in values))
-        if len(set(drops)) > 1:
-            raise ValueError(f"parts drop different numbers of items: {drops}")
+        if len(set(drops)) > 1 or len(set(map(len, made))) > 1:
+            raise ValueError("parts drop or append different numbers of items")
         rules = enumerate(itertools.islice(itertools.cycle(self.rules), len(made[0])))
         items = [*before[drops[0] :], *(rule.joined(MISSING, [m[i] for m in made], sizes) for i, rule in rules)]
         return tuple(items) if isinstance(values[0], tuple) else items
@@ -162,11 +164,18 @@ class Composition:
         self._before: list[Any] = []
         self._after: list[list[Any]] = []
         self._sizes: list[int] = []
+        self._watch: Callable[[frozenset[tuple[Any, ...]]], UnseenMoves] | None = None
+        self._unseen: UnseenMoves | None = None
 
     @property
     def keys(self) -> frozenset[tuple[Any, ...]]:
         """Keys of the places that change."""
         return frozenset(place.key for place in self.moved)
+
+    @property
+    def may_move(self) -> bool:
+        """Whether a forward changes places, or may."""
+        return bool(self.moved) or self._watch is not None
 
     @property
     def in_sequence(self) -> bool:
@@ -194,16 +203,17 @@ class Composition:
             return False
         return True
 
-    def afresh(self) -> Composition:
-        """A copy for another call, without the values of this one."""
+    def afresh(self, watch: Callable[[frozenset[tuple[Any, ...]]], UnseenMoves] | None = None) -> Composition:
+        """A copy for another call, without the values of this one. `watch` begins to watch a pass for state that moves at other
+        places than those with these keys; None: no proof can have missed any."""
         made = Composition(self.slots, self.moved, draws=self.draws)
-        made._held = self._held
+        made._held, made._watch = self._held, watch
         return made
 
     @contextmanager
     def over_pass(self) -> Iterator[None]:
         """Context of a pass over all micro-batches. Restores the state if the pass fails."""
-        if not self.moved:
+        if not self.may_move:
             yield
             return
         if self.expected is not None and (name := self.expected.changed()) is not None:
@@ -211,14 +221,18 @@ class Composition:
         self._there = there = [place.value() for place in self.moved]
         at = {place.key: value for place, value in zip(self.moved, there)}
         self._before, self._after, self._sizes = [at[slot.place.key] for slot in self.slots], [], []
+        self._unseen = None if self._watch is None or is_faking() else self._watch(self.keys)
         try:
             yield
+            unseen = [] if self._unseen is None else self._unseen.checked()
             joined = self._joined() if len(self._sizes) > 1 else None
         except BaseException:
             _put(self.moved, there)
+            _put(*zip(*found)) if self._unseen is not None and (found := self._unseen.moved()) else None
             raise
         if joined is not None:
             _put([slot.place for slot in self.slots], joined)
+        self._add_moved(unseen)
         if any(before is MISSING and isinstance(slot.place.value(), _FILLED) for slot, before in zip(self.slots, self._before)):
             self._held.add(_FILLED)  # the next forward fills what this one has made
         self._after = []
@@ -233,7 +247,13 @@ class Composition:
         for slot, (first, *others) in zip(self.slots, values):
             for other in others if isinstance(slot.rule, Last) and not self.draws else ():
                 check_same(first, other, lambda place=slot.place: place.label)
-        return [slot.rule.joined(before, its, self._sizes) for slot, before, its in zip(self.slots, self._before, values)]
+        return [self._value_of(*each) for each in zip(self.slots, self._before, values)]
+
+    def _value_of(self, slot: ComposedPlace, before: Any, values: Sequence[Any]) -> Any:
+        try:
+            return slot.rule.joined(before, values, self._sizes)
+        except (RuntimeError, TypeError, ValueError, LookupError):  # of other shapes or lengths than parts of a proof
+            raise BatchDependent.of(slot.place.label) from None
 
     def before_micro_batch(self) -> None:
         """Reset the state to its value at the call."""
@@ -242,6 +262,8 @@ class Composition:
 
     def after_micro_batch(self, samples: int) -> None:
         """Record the state after the forward over `samples` samples and its backward, which may recompute parts of it."""
+        if self._unseen is not None:
+            self._unseen.after_micro_batch()
         if self.slots:
             self._after.append([slot.place.value() for slot in self.slots])
             self._sizes.append(samples)
@@ -272,8 +294,11 @@ class Composition:
 
     def add_later(self, later: Composition) -> None:
         """Take over what a later call has moved, and its values before: a second pass of this call has to find them."""
-        known, before = self.keys, later._there or ()
-        added = [(place, value) for place, value in zip(later.moved, before) if place.key not in known]
+        self._add_moved(list(zip(later.moved, later._there or ())))
+
+    def _add_moved(self, moves: Sequence[tuple[Place, Any]]) -> None:
+        known = self.keys
+        added = [(place, value) for place, value in moves if place.key not in known]
         self.moved = (*self.moved, *(place for place, _ in added))
         self._there = [*(self._there or ()), *(value for _, value in added)]
 

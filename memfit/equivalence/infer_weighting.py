@@ -6,7 +6,7 @@ It runs like the proofs of `proofs.py`, and keeps gradients of a bounded choice 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -33,7 +33,7 @@ from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import MeasuredLoss, MeasureLoss, probes_of
 from memfit.equivalence.proofs import comparable
 from memfit.equivalence.same_values import same
-from memfit.equivalence.seen_effects import Trial
+from memfit.equivalence.seen_effects import Trial, doubled
 from memfit.equivalence.side_effects import STILL, Moves, composition_of
 from memfit.equivalence.tolerances import (
     MOST,
@@ -58,14 +58,15 @@ def infer_weighting(
     model: nn.Module,
     *,
     decides: bool = False,
-    double: Work | None = None,
+    double: Callable[[int, int], Work] | None = None,
 ) -> tuple[Weighting | None, Deviation, Moves]:
     """Infers the weighting (reduction) that makes the whole's loss from the losses of parts of these sizes.
 
     Returns the weighting, the deviation, and how the state that the loss changes is composed. The weighting is None if none
     holds, or if all do (a mask leaves nothing of these samples), as the deviation tells. Parameters that only the loss uses are
     staged from now on. `decides`: doubts losses that decide by what the model computed, and treats tensors with a graph as
-    state, for works that call the model and not its forward. `double`: the same samples twice, to find how state changes.
+    state, for works that call the model and not its forward. `double(start, stop)`: work on these
+    samples twice, to find how state changes.
     """
     with full_precision(work.device) as arithmetic:
         look = partial(_inferred, work, sizes, staging, model, decides, double, arithmetic)
@@ -88,7 +89,7 @@ def _inferred(
     staging: Staging,
     model: nn.Module,
     decides: bool,
-    double: Work | None,
+    double: Callable[[int, int], Work] | None,
     arithmetic: Arithmetic,
     *,
     by_operations: bool,
@@ -136,8 +137,8 @@ def _inferred(
         with aside() as traces:
             parts, moved = in_parts(looks), bool(traces.moved())  # state kept by size may have the whole's size already
     if moved:
-        trials, looks = (Trial(run, sizes), *_twice(double, staging, aside)), []
-        moves = composition_of(trials, aside, graphs=decides, draws=draws.drew)
+        looks, doubles = [], _doubles(double, sizes, staging, aside)
+        moves = composition_of(Trial(run, sizes), doubles, aside, graphs=decides, draws=draws.drew)
         with aside():
             parts = in_parts(looks)
             moves, again = moves.repeated(partial(in_parts, []))
@@ -210,23 +211,21 @@ def _calls_twice(
     return watched.calls[id(model)] > 1
 
 
-def _twice(double: Work | None, staging: Staging, aside: Callable[[], AbstractContextManager[Any]]) -> tuple[Trial, ...]:
-    """Return a trial on the same samples twice."""
-    if double is None:
-        return ()
-    samples, draws = double.samples, Draws()
+def _doubles(
+    double: Callable[[int, int], Work] | None,
+    sizes: Sequence[int],
+    staging: Staging,
+    aside: Callable[[], AbstractContextManager[Any]],
+) -> Iterator[Trial]:
+    """Yield trials on the samples of each part twice."""
+    for start, stop in reversed(list(bounds(sizes))) if double is not None else ():
+        work = double(start, stop)
 
-    def run(start: int, stop: int) -> torch.Tensor:
-        return double.loss(double.forward(double.inputs(start, stop, None)[0]))
+        def run(low: int, high: int, work: Work = work) -> torch.Tensor:
+            with staging.swapped():
+                return work.loss(work.forward(work.inputs(low, high, None)[0]))
 
-    with aside(), staging.swapped(), draws.recording():
-        run(0, samples)
-
-    def sliced(start: int, stop: int) -> torch.Tensor:
-        with staging.swapped(), draws.sliced(start, stop, samples):
-            return run(start, stop)
-
-    return () if draws.unsliced else (Trial(sliced, (samples // 2, samples // 2)),)
+        yield from doubled(run, stop - start, aside)
 
 
 def _choose(

@@ -33,7 +33,7 @@ from memfit.engine.intercept import is_compiled
 from memfit.engine.random_slices import Draws
 from memfit.equivalence.host_reads import Again, Reads, decided, may_branch, tried_on
 from memfit.equivalence.same_values import same
-from memfit.equivalence.seen_effects import Trial
+from memfit.equivalence.seen_effects import Trial, doubled
 from memfit.equivalence.side_effects import STILL, Moves, composition_of
 from memfit.equivalence.tolerances import (
     MOST,
@@ -145,20 +145,18 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     return outputs, deviations, moves.composition
 
 
-def _twice(call: Call, sizes: Sequence[int], aside: Callable[[], AbstractContextManager[Traces]]) -> tuple[Trial, ...]:
-    """Return a trial on the same samples twice, or none if only `split` knows the samples."""
+def _doubles(call: Call, sizes: Sequence[int], aside: Callable[[], AbstractContextManager[Traces]]) -> Iterator[Trial]:
+    """Yield trials on the samples of each part twice; none if only `split` knows the samples."""
     if call.split is not None or not call.layout.cuts:
-        return ()
-    each = max(sizes)
-    double, draws = call.chosen([*range(each), *range(each)]), Draws()
-    with aside(), torch.enable_grad(), draws.recording():
-        double.run(double.arguments(0, 2 * each))
+        return
+    for start, stop in reversed(list(bounds(sizes))):
+        double = call.chosen([*range(start, stop), *range(start, stop)])
 
-    def run(start: int, stop: int) -> object:
-        with torch.enable_grad(), draws.sliced(start, stop, 2 * each):
-            return double.run(double.arguments(start, stop))
+        def run(low: int, high: int, double: Call = double) -> object:
+            with torch.enable_grad():
+                return double.run(double.arguments(low, high))
 
-    return () if draws.unsliced else (Trial(run, (each, each)),)
+        yield from doubled(run, stop - start, aside)
 
 
 def _differs_again(
@@ -327,7 +325,7 @@ def _parts_of(
             parts = in_parts(looks)
             moved = bool(traces.moved())  # the whole changes nothing if state kept by size already has its size
     if moved:
-        moves, looks = composition_of((Trial(run, sizes), *_twice(call, sizes, aside)), aside, draws=draws.drew), []
+        moves, looks = composition_of(Trial(run, sizes), _doubles(call, sizes, aside), aside, draws=draws.drew), []
         with aside():
             parts = in_parts(looks)
             moves, again = moves.repeated(partial(in_parts, []))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from memfit.batches.tree import tensors
 from memfit.capture.size_dependence import Positions, decides_by_position
 from memfit.engine.compose_state import Last, Rule
 from memfit.engine.places import MISSING, Place, TensorPlace, WithoutGraph, without_graph
+from memfit.engine.random_slices import Draws
 from memfit.equivalence.other_values import later_count, other_value
 from memfit.equivalence.same_values import same
 from memfit.hardware.exhausted import is_out_of_memory
@@ -64,6 +65,12 @@ class SeenEffects:
         """Whether any run changes this place."""
         return any(key in values for values in (self.whole, self.in_turn, *self.apart))
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether only some of the parts change a place."""
+        keys = [values.keys() for values in self.apart]
+        return any(each != keys[0] for each in keys)
+
     def obeys(self, key: tuple[Any, ...], rule: Rule, closely: float) -> bool:
         """Whether this rule makes the whole's value from the parts' values, if they change it."""
         if not self.moves(key):
@@ -92,6 +99,21 @@ def seen_of(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], g
     apart = [_values(watched, [piece], aside, graphs) for piece in pieces]
     returns = after_others, apart[-1][1]
     return SeenEffects(whole, in_turn, [part for part, _ in apart], trial.sizes, decides_by_position(looks), returns)
+
+
+def doubled(run: Run, samples: int, aside: Callable[[], AbstractContextManager[Traces]]) -> Iterator[Trial]:
+    """Yield a trial on some samples twice, which `run` runs; none if its draws cannot be sliced. A rule that holds by chance for
+    whole and parts fails there."""
+    draws = Draws()
+    with aside(), draws.recording():
+        run(0, 2 * samples)
+
+    def sliced(start: int, stop: int) -> object:
+        with draws.sliced(start, stop, 2 * samples):
+            return run(start, stop)
+
+    if not draws.unsliced:
+        yield Trial(sliced, (samples, samples))
 
 
 def places_of(seen: Sequence[SeenEffects]) -> dict[tuple[Any, ...], Place]:

@@ -7,7 +7,7 @@ State that is right when parts run in turn (a queue of samples) needs no rule. S
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from numbers import Rational
@@ -100,7 +100,8 @@ SOME = 3
 
 
 def composition_of(
-    trials: Sequence[Trial],
+    trial: Trial,
+    doubles: Iterable[Trial],
     aside: Callable[[], AbstractContextManager[Traces]],
     allowed: Sequence[str] = (),
     *,
@@ -108,13 +109,18 @@ def composition_of(
     draws: bool = False,
 ) -> Moves:
     """Finds how parts compose the state that a whole batch changes. `aside` gives contexts that leave no trace.
-    `allowed` names state that may stay uncomposed. One trial should repeat the same samples twice, where a rule that holds by
-    chance on some samples fails. `graphs`: tensors with a graph are state too; else they join like outputs (`side_outputs.py`).
+    `allowed` names state that may stay uncomposed. `doubles`: trials on the samples of each part twice, where a rule that holds
+    by chance for whole and parts fails: all of them are run if only some of the parts change something. `graphs`: tensors with a graph are state too; else they join like outputs (`side_outputs.py`).
     `draws`: whether the whole drew random numbers."""
-    shown = seen = [seen_of(trial, aside, graphs) for trial in trials]
+    seen = [seen_of(trial, aside, graphs)]
+    for double in doubles:
+        seen.append(seen_of(double, aside, graphs))
+        if not seen[0].is_uneven:
+            break
+    shown = seen
     moved = places_of(shown)
     still = [place for key, place in moved.items() if all(same(*each.ends(key), EXACT) for each in seen)]
-    elsewhere = from_other_values(still, list(shown[0].whole.values()), trials[0], aside, graphs)
+    elsewhere = from_other_values(still, list(shown[0].whole.values()), trial, aside, graphs)
     if elsewhere is not None:
         seen, moved = [*seen, elsewhere], {**places_of([elsewhere]), **moved}
     slots, named = [], None
@@ -128,7 +134,7 @@ def composition_of(
         nearly = all(same(*each.ends(key)) for each in seen)
         rule = next(_rules(place, key, seen, EXACT), None) or (None if nearly else next(_rules(place, key, seen), None))
         if isinstance(rule, (Added, SumOfParts)) and _is_nothing(seen[0].before(key)) and seen[0].moves(key):
-            rule = _told_apart(place, key, rule, trials[0], seen[0], aside)
+            rule = _told_apart(place, key, rule, trial, seen[0], aside)
         if rule is not None:
             slots.append(ComposedPlace(place, rule))
         elif not nearly and place.label not in allowed and named is None:

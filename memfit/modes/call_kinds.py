@@ -29,6 +29,7 @@ from memfit.engine.call_context import without_saved_tensors_hooks
 from memfit.engine.planning_scope import reaching
 from memfit.engine.read_numbers import Variants
 from memfit.engine.recovery import surviving
+from memfit.engine.unseen_moves import UnseenMoves
 from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
 from memfit.equivalence.tolerances import Deviation
 from memfit.hardware.exhausted import is_out_of_memory, said_by
@@ -154,9 +155,15 @@ class CallKinds:
         if call is not None:
             call.key = key if key in self._kinds else ("single", key)
             call.host_draws = self._core.accumulator.host_draws
-            call.composition = self._kinds[call.key].composition.afresh()
-            call.composition.expected = self._expected(call.key, self._kinds[call.key])
+            self._compose(call)
         return call, samples
+
+    def _compose(self, call: Call) -> None:
+        """Give a call the composition of the state that its kind moves."""
+        kind = self._kinds[call.key]
+        watch = partial(UnseenMoves, self._attributes, call.model) if kind.branching is not None else None
+        call.composition = kind.composition.afresh(watch)
+        call.composition.expected = self._expected(call.key, kind)
 
     def _drop(self, keys: Iterable[tuple[Any, ...]]) -> None:
         """Forget these kinds."""
@@ -315,6 +322,14 @@ class CallKinds:
         """Prove a call again on samples that differ in these calls of torch, in which its micro-batches differ. Return whether
         they may."""
         kind = self._kinds[call.key]
+        before = kind.composition, kind.branching
+        if self._proven_to_branch(kind, call, differing):
+            self._compose(call)
+            return True
+        kind.composition, kind.branching = before
+        return False
+
+    def _proven_to_branch(self, kind: CallKind, call: Call, differing: Collection[Made]) -> bool:
         while differing:
             kind.differing = differing
             try:

@@ -214,12 +214,12 @@ class Ordered:
         others = [i for i in self._order if i not in before]
         if len(others) > count:  # over all of the batch, also its last
             others = [others[i * (len(others) - 1) // (count - 1)] for i in range(count)]
-        chosen = [*others, *self._chosen][:count]
+        self._chosen = chosen = [*others, *self._chosen][:count]
         return lambda low, high: self._make(chosen[low:high])
 
-    def twice(self, count: int) -> Callable[[int, int], Any]:
-        """Returns the first `count` samples, twice."""
-        chosen = [self._order[i % self.samples] for i in range(count)] * 2
+    def twice(self, start: int, stop: int) -> Callable[[int, int], Any]:
+        """Returns the samples `start:stop` of those chosen last for a proof, twice."""
+        chosen = [*self._chosen[start:stop]] * 2
         return lambda low, high: self._make(chosen[low:high])
 
     def _with_order(self, order: Sequence[int]) -> Ordered:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from memfit.engine.modules import modules_of
 from memfit.engine.planning_scope import reaching
 from memfit.engine.read_numbers import Variants
 from memfit.engine.recovery import surviving
+from memfit.engine.unseen_moves import UnseenMoves
 from memfit.engine.weighting import BY_SAMPLES, Weighting, WeightsChanged
 from memfit.engine.work import checked_loss
 from memfit.equivalence.infer_weighting import without_idle_rivals
@@ -215,8 +217,9 @@ class Stepper:
         core, plan = self._core, self._core.plan
         assert plan is not None
         work = self._tasks.work(batch.piece, batch.samples, plan.precision, there=batch.devices == {core.device})
-
-        work.composition = self._weights.composition
+        weighting = self._weights.of(batch)
+        watch = partial(UnseenMoves, self._attributes(), core.model) if weighting.branching else None
+        work.composition = self._weights.composition.afresh(watch)
 
         def pieces_for(largest: int, tuner: Tuner | None) -> Sequence[int]:
             pieces = self._pieces(batch, largest, plan, tuner)
@@ -240,7 +243,6 @@ class Stepper:
 
         begin_again = core.accumulator.beginning(work.composition, unsure=self._weights.mute)
         with core.staging.also(batch.wanted):
-            weighting = self._weights.of(batch)
             total = gathered(weighting)
             if self._weights.mute and bool(total.value != 0):
                 begin_again()

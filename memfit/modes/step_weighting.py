@@ -282,10 +282,13 @@ class Weigher:
         work = self._tasks.work(pieces, few, "off", on_copies=True)
         within = PROVE_WITHIN if self._inferred else sys.maxsize
         self._prove_at = core.steps + (1 if again is None else max(1, min((PROVE_AGAIN - 1) * core.steps, within)))
-        double = self._tasks.work(batch.twice(max(parts)), 2 * max(parts), "off", on_copies=True)
         self.mute = False
-        double = None if batch.in_order else double
-        infer = partial(infer_weighting, work, parts, core.staging, core.model, decides=True, double=double)
+
+        def double(start: int, stop: int) -> Work:
+            return self._tasks.work(batch.twice(start, stop), 2 * (stop - start), "off", on_copies=True)
+
+        twice = None if batch.in_order else double
+        infer = partial(infer_weighting, work, parts, core.staging, core.model, decides=True, double=twice)
         self.weighting, deviation, moves = infer()
         if self.weighting is not None and deviation.limit >= LOOSE and (exact := without_autocast(infer)) is not None:
             self.weighting, deviation, moves = exact

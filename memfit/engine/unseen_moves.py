@@ -1,0 +1,67 @@
+"""Finds state that the micro-batches of a pass move and no proof has seen move, in scripts that branch on values of the batch:
+`if rare.any(): self.seen += 1`. It is put back if the pass fails. All that any micro-batch moves, the first one has to move, and
+the others have to leave: a flag, a table that is made when it is first needed.
+
+Not covered: state that `CallAttributes` does not find; writes through `.data`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.engine.batch_dependent import BatchDependent
+from memfit.engine.call_attributes import Attributes
+from memfit.engine.modules import modules_of
+from memfit.engine.places import Place, TensorPlace
+from memfit.engine.version_checks import Keys, keys_of_values
+
+Moves = list[tuple[Place, Any]]
+"""Places, each with its value before."""
+
+
+class UnseenMoves:
+    """What of these `attributes` of a model moves from now on, but at the places that are `known` to move. (Batch norms are
+    accounted for elsewhere.)"""
+
+    def __init__(self, attributes: Attributes, model: nn.Module, known: Keys) -> None:
+        self._held, self._known = attributes.now(), known
+        norms = (module for module in modules_of(model) if isinstance(module, nn.modules.batchnorm._BatchNorm))
+        own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        tensors = [each for each in self._held.contents.versions if id(each[0]) not in own and not each[0].requires_grad]
+        self._tensors = [(t, version, t.detach().clone()) for t, version in tensors if known.isdisjoint(keys_of_values(t, t))]
+        self._after_first: dict[tuple[Any, ...], Any] | None = None
+
+    def moved(self) -> Moves:
+        """Return what moved."""
+        written = [(TensorPlace(t, "a tensor"), copy) for t, version, copy in self._tensors if t._version != version]
+        return [*(move for move in self._held.written() if move[0].key not in self._known), *written]
+
+    def after_micro_batch(self) -> None:
+        """Note what the first micro-batch has moved."""
+        if self._after_first is None:
+            self._after_first = {place.key: _state_of(place) for place, _ in self.moved()}
+
+    def checked(self) -> Moves:
+        """Return what moved. Raises BatchDependent if micro-batches after the first have moved something."""
+        found = self.moved()
+        for place, _ in found:
+            if self._after_first is None or not _is_left(self._after_first.get(place.key), _state_of(place)):
+                raise BatchDependent.of(place.label)
+        return found
+
+
+def _state_of(place: Place) -> Any:
+    """Return what tells a place's state from an earlier one."""
+    return [place.tensor._version] if isinstance(place, TensorPlace) else [place.value()]
+
+
+def _is_left(before: list[Any] | None, now: list[Any]) -> bool:
+    if before is None:
+        return False
+    (one,), (other,) = before, now
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(a is b for a, b in zip(one, other))
+    return one is other or (type(one) is type(other) is int and one == other)
