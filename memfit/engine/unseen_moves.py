@@ -1,6 +1,6 @@
-"""Finds state that the micro-batches of a pass move and no proof has seen move, in scripts that branch on values of the batch:
-`if rare.any(): self.seen += 1`. It is put back if the pass fails. All that any micro-batch moves, the first one has to move, and
-the others have to leave: a flag, a table that is made when it is first needed.
+"""Finds state that micro-batches move although no proof has seen it move, in scripts that branch on values of the batch:
+`if rare.any(): self.seen += 1`. It is put back if the pass fails. What any micro-batch moves, the first one has to move and the
+others have to leave: a flag, a table that is made when it is first needed.
 
 Not covered: state that `CallAttributes` does not find; writes through `.data`.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from memfit.engine.batch_dependent import BatchDependent

@@ -218,7 +218,9 @@ def _doubles(
     aside: Callable[[], AbstractContextManager[Any]],
 ) -> Iterator[Trial]:
     """Yield trials on the samples of each part twice."""
-    for start, stop in reversed(list(bounds(sizes))) if double is not None else ():
+    for start, stop in reversed(list(bounds(sizes))):
+        if double is None:
+            return
         work = double(start, stop)
 
         def run(low: int, high: int, work: Work = work) -> torch.Tensor:

@@ -102,8 +102,8 @@ def seen_of(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], g
 
 
 def doubled(run: Run, samples: int, aside: Callable[[], AbstractContextManager[Traces]]) -> Iterator[Trial]:
-    """Yield a trial on some samples twice, which `run` runs; none if its draws cannot be sliced. A rule that holds by chance for
-    whole and parts fails there."""
+    """Yield a trial on some samples twice, which `run` runs; none if its draws cannot be sliced. Rules that hold for whole and
+    parts by chance fail there."""
     draws = Draws()
     with aside(), draws.recording():
         run(0, 2 * samples)

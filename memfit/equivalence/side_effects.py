@@ -109,8 +109,9 @@ def composition_of(
     draws: bool = False,
 ) -> Moves:
     """Finds how parts compose the state that a whole batch changes. `aside` gives contexts that leave no trace.
-    `allowed` names state that may stay uncomposed. `doubles`: trials on the samples of each part twice, where a rule that holds
-    by chance for whole and parts fails: all of them are run if only some of the parts change something. `graphs`: tensors with a graph are state too; else they join like outputs (`side_outputs.py`).
+    `allowed` names state that may stay uncomposed. `doubles`: trials on the samples of each part twice, where rules that hold
+    for whole and parts by chance fail: all of them are run if only some parts change something. `graphs`: tensors with a graph
+    are state too; else they join like outputs (`side_outputs.py`).
     `draws`: whether the whole drew random numbers."""
     seen = [seen_of(trial, aside, graphs)]
     for double in doubles:
