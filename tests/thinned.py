@@ -159,6 +159,7 @@ EVERY = {
     "test_strays.py::test_they_are_the_mean_over_processes": 3,
     "test_takeover.py::test_a_script_for_distributed_data_parallel_trains_as_one_process_would": 4,
     "test_uncut.py::test_c_plus_plus_uses_an_output_of_a_batch_that_runs_whole_after_all": 5,
+    "test_unseen_moves.py::test_state_that_rare_samples_move": 4,
     "test_untidy.py::test_it_is_as_without_memfit": 2,
     "test_untidy.py::test_parameters_that_are_added_or_replaced_are_planned_for_anew": 3,
     "test_untraceable.py::test_script_mode_cuts_it_all_the_same": 2,

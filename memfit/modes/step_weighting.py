@@ -49,6 +49,7 @@ from memfit.modes.user_weight import counted_by
 from memfit.planning.search import Demand, with_blocks
 from memfit.profiling.profile import Profile
 from memfit.runtime.core import KEPT_SAMPLES, Core, MadeReference
+from memfit.runtime.faults import is_fault, strict
 from memfit.tracing.failures import TraceFailed, is_ours
 from memfit.tracing.fake import ZeroArrays
 from memfit.tracing.fake_twins import on_twins
@@ -263,7 +264,9 @@ class Weigher:
             return
         try:
             self._weigh_on(batch, few, None, again=proven, others=True)
-        except Exception:
+        except Exception as error:
+            if strict() and is_fault(error):
+                raise
             self.weighting, self.composition = proven, composition
         if self.composition.keys <= composition.keys:  # these samples may move nothing
             self.composition = composition

@@ -1,0 +1,182 @@
+"""Forwards that move state if a batch holds a rare sample. Each batch moves it as plain PyTorch does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import Forwards, mlp, points
+from torch import Tensor, nn
+from torch.optim import SGD
+from zoo.plain import relative_error
+
+import memfit
+
+EXACT, BATCH = 1e-12, 8
+LOG: list[int] = []
+
+
+def _added(model: Any, rare: Tensor) -> None:
+    model.seen.add_(1)
+
+
+def _replaced(model: Any, rare: Tensor) -> None:
+    model.seen = model.seen + 1
+
+
+def _averaged(model: Any, rare: Tensor) -> None:
+    model.seen.mul_(0.5).add_(0.5)
+
+
+def _hits(model: Any, rare: Tensor) -> None:
+    model.hits.add_(rare.sum())
+
+
+def _counted(model: Any, rare: Tensor) -> None:
+    model.count += 1
+
+
+def _listed(model: Any, rare: Tensor) -> None:
+    model.items.append(1)
+
+
+def _logged(model: Any, rare: Tensor) -> None:
+    LOG.append(1)
+
+
+def _entered(model: Any, rare: Tensor) -> None:
+    model.table["count"] += 1
+
+
+def _flagged(model: Any, rare: Tensor) -> None:
+    model.count = 1
+
+
+MOVES = (_added, _replaced, _averaged, _hits, _counted, _listed, _logged, _entered, _flagged)
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "any": lambda rare: bool(rare.any()),
+    "tolist": lambda rare: True in rare.tolist(),
+    "len": lambda rare: len(rare.nonzero()) > 0,
+}
+RARE: dict[str, list[Any]] = {
+    "one late in its batch": [(5,), (5,), (0, 4, 7), (6,)],
+    "one, then none": [(6,), (), (0, 4, 7), (6,)],
+    "two in one piece": [(5, 6), (), (0, 4, 7), (6,)],
+    "none, then all": [(), range(8), (0, 4, 7), ()],
+    "the last": [(7,), (0, 7), (), (2, 3)],
+    "some": [(2, 3, 5), (0,), range(8), (0, 7)],
+}
+"""Rare samples of each batch."""
+WORDS = ("at every call", "branches on", "mixes samples", "not the same in all")
+
+
+class Moving(nn.Module):
+    """A net that moves state if there is a rare sample, and scales its output by what it has moved."""
+
+    def __init__(self, move: Any, read: str) -> None:
+        super().__init__()
+        self.net, self.move, self.read = mlp(), move, READS[read]
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("hits", torch.zeros((), dtype=torch.float64))
+        self.count, self.items, self.table = 0, list[int](), {"count": 0}
+
+    @property
+    def moved(self) -> Tensor:
+        """All that it moves but `hits`."""
+        return self.seen + self.count + len(self.items) + len(LOG) + self.table["count"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, rare = self.net(x) * (1 + 0.1 * self.moved), x[:, 0] == 1
+        if self.read(rare):
+            with torch.no_grad():
+                self.move(self, rare)
+        return out
+
+
+def _trained(model: Moving, rare: list[Any], mode: str, wrapped: bool) -> dict[str, Tensor]:
+    """Parameters and state after a step on each batch."""
+    LOG.clear()
+    x, targets = points(BATCH * len(rare))[0], points(BATCH * len(rare), seed=3)[0][:, :4]
+    x[:, 0] = 0
+    x[[i * BATCH + each for i, some in enumerate(rare) for each in some], 0] = 1
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        out = model(batch[0])
+        return ((out.flip(0).flip(0) if mode == "replayed" else out) - batch[1]).pow(2).mean()
+
+    optimizer = SGD(model.parameters(), 0.1)
+    step_mode = wrapped and mode == "loss"
+    run = memfit.wrap(model, optimizer, micro_batch=3, loss_fn=loss_fn if step_mode else None) if wrapped else None
+    for batch in zip(x.split(BATCH), targets.split(BATCH)):
+        if step_mode:
+            assert run is not None
+            run.step(batch)
+            continue
+        optimizer.zero_grad()
+        loss_fn(model, batch).backward()
+        optimizer.step()
+    return {**{n: p.detach() for n, p in model.named_parameters()}, "moved": model.moved.detach(), "hits": model.hits.detach()}
+
+
+@pytest.mark.parametrize("mode", ["loss", "accumulated", "replayed"])
+@pytest.mark.parametrize("rare", RARE)
+@pytest.mark.parametrize("move", MOVES)
+def test_state_that_rare_samples_move(move: Any, rare: str, mode: str) -> None:
+    read = list(READS)[(MOVES.index(move) + list(RARE).index(rare)) % len(READS)]
+    model = Moving(move, read)
+    wanted = _trained(copy.deepcopy(model), RARE[rare], mode, wrapped=False)
+    try:
+        found = _trained(model, RARE[rare], mode, wrapped=True)
+    except memfit.Refused as refused:
+        assert any(said in str(refused) for said in WORDS)
+        assert rare not in ("one late in its batch", "one, then none", "two in one piece") or mode == "loss"
+        return
+    assert all(relative_error({name: found[name]}, {name: wanted[name]}) < EXACT for name in wanted)
+
+
+class Caching(nn.Module):
+    """A net that makes a table when a batch first has a rare sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.table = mlp(), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        if bool((x[:, 0] == 1).any()):
+            if self.table is None:
+                self.table = torch.linspace(0, 1, 4, dtype=x.dtype)
+            out = out + (x[:, :1] == 1) * self.table
+        return out
+
+
+@pytest.mark.parametrize("mode", ["loss", "accumulated", "replayed"])
+def test_a_table_that_is_made_when_it_is_first_needed_stays_cut(mode: str) -> None:
+    model, rare = Caching(), [(), range(8), (0, 4, 7), ()]
+    plain = copy.deepcopy(model)
+    forwards = Forwards(model.net[0])  # type: ignore[index]
+    x = points(BATCH * len(rare))[0]
+    x[:, 0] = 0
+    x[[i * BATCH + each for i, some in enumerate(rare) for each in some], 0] = 1
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        return (out.flip(0).flip(0) if mode == "replayed" else out).pow(2).mean()
+
+    optimizer, other = SGD(model.parameters(), 0.1), SGD(plain.parameters(), 0.1)
+    run = memfit.wrap(model, optimizer, micro_batch=3, loss_fn=loss_fn if mode == "loss" else None)
+    for batch in x.split(BATCH):
+        if mode == "loss":
+            run.step(batch)
+        else:
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+        other.zero_grad()
+        loss_fn(plain, batch).backward()
+        other.step()
+    assert relative_error(*({n: p.detach() for n, p in each.named_parameters()} for each in (model, plain))) < EXACT
+    assert max(forwards.sizes) == 3
