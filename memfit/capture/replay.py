@@ -51,6 +51,7 @@ class Replay:
                     call.composition.before_micro_batch()
                     with torch.set_grad_enabled(kept):
                         found = self._forward_of(start + low, start + high)
+                    call.composition.after_forward()
                     call.composition.after_micro_batch(high - low)
                     if kept and self.staging.versions != written:  # the next forward would invalidate the graph
                         keep, kept = 0, False

@@ -134,6 +134,7 @@ class Pass:
             del inputs
             loss, weight = self._loss(outputs, stop - start, count, shares)
         self._branches.end()
+        self._work.composition.after_forward()
         del outputs
         self._dtype = self._dtype or loss.dtype
         self._losses.append(_value(loss))
@@ -220,10 +221,11 @@ class Pass:
         """Run a micro-batch with nothing to count for its side effects. If the weighting was inferred, its loss must be zero
         or not finite (a loss that divides by max(count, 1) can be otherwise)."""
         composition, inferred = self._work.composition, self._weighting.inferred
-        if not inferred and not composition.moved:
+        if not inferred and not composition.may_move:
             return
         with torch.no_grad():
             loss = self._work.loss(self._work.forward(inputs)).detach()
+        composition.after_forward()
         composition.after_micro_batch(samples)
         if inferred and bool((loss.isfinite() & (loss != 0)).any()):
             raise WeightsChanged("a micro-batch without anything to count still has a loss")

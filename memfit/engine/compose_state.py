@@ -224,15 +224,15 @@ class Composition:
         self._unseen = None if self._watch is None or is_faking() else self._watch(self.keys)
         try:
             yield
-            unseen = [] if self._unseen is None else self._unseen.checked()
             joined = self._joined() if len(self._sizes) > 1 else None
         except BaseException:
             _put(self.moved, there)
-            _put(*zip(*found)) if self._unseen is not None and (found := self._unseen.moved()) else None
+            if self._unseen is not None:
+                self._unseen.undo()
             raise
         if joined is not None:
             _put([slot.place for slot in self.slots], joined)
-        self._add_moved(unseen)
+        self._add_moved([] if self._unseen is None else self._unseen.of_forwards())
         if any(before is MISSING and isinstance(slot.place.value(), _FILLED) for slot, before in zip(self.slots, self._before)):
             self._held.add(_FILLED)  # the next forward fills what this one has made
         self._after = []
@@ -252,18 +252,23 @@ class Composition:
     def _value_of(self, slot: ComposedPlace, before: Any, values: Sequence[Any]) -> Any:
         try:
             return slot.rule.joined(before, values, self._sizes)
-        except (RuntimeError, TypeError, ValueError, LookupError):  # of other shapes or lengths than parts of a proof
+        except (RuntimeError, TypeError, ValueError):  # of other shapes or lengths than parts of a proof
             raise BatchDependent.of(slot.place.label) from None
 
     def before_micro_batch(self) -> None:
         """Reset the state to its value at the call."""
         if self._sizes:
             _put([slot.place for slot in self.slots], self._before)
+        if self._unseen is not None:
+            self._unseen.before_forward()
+
+    def after_forward(self) -> None:
+        """Look for state that the forward has moved and no proof has seen move."""
+        if self._unseen is not None:
+            self._unseen.after_forward()
 
     def after_micro_batch(self, samples: int) -> None:
         """Record the state after the forward over `samples` samples and its backward, which may recompute parts of it."""
-        if self._unseen is not None:
-            self._unseen.after_micro_batch()
         if self.slots:
             self._after.append([slot.place.value() for slot in self.slots])
             self._sizes.append(samples)

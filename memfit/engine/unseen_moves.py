@@ -31,25 +31,42 @@ class UnseenMoves:
         own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
         tensors = [each for each in self._held.contents.versions if id(each[0]) not in own and not each[0].requires_grad]
         self._tensors = [(t, version, t.detach().clone()) for t, version in tensors if known.isdisjoint(keys_of_values(t, t))]
-        self._after_first: dict[tuple[Any, ...], Any] | None = None
+        self._found: dict[tuple[Any, ...], Any] | None = None
+        self._moved_by_forwards: set[tuple[Any, ...]] = set()
+        self._is_first = True
 
-    def moved(self) -> Moves:
-        """Return what moved."""
+    def before_forward(self) -> None:
+        """Begin a micro-batch's forward."""
+        self._found = {place.key: _state_of(place) for place, _ in self._moves()}
+
+    def after_forward(self) -> None:
+        """End a micro-batch's forward. Raises BatchDependent if it is not the first one and moved something."""
+        moved, is_first = self._moved_since(), self._is_first
+        self._moved_by_forwards |= {place.key for place in moved}
+        self._found, self._is_first = None, False
+        if moved and not is_first:
+            raise BatchDependent.of(moved[0].label)
+
+    def of_forwards(self) -> Moves:
+        """Return what forwards have moved. (Backward may move something, too: it is not put back.)"""
+        return [move for move in self._moves() if move[0].key in self._moved_by_forwards]
+
+    def undo(self) -> None:
+        """Put back what forwards have moved, also one that failed."""
+        self._moved_by_forwards |= {place.key for place in self._moved_since()}
+        for place, before in self.of_forwards():
+            place.put(before)
+
+    def _moves(self) -> Moves:
         written = [(TensorPlace(t, "a tensor"), copy) for t, version, copy in self._tensors if t._version != version]
         return [*(move for move in self._held.written() if move[0].key not in self._known), *written]
 
-    def after_micro_batch(self) -> None:
-        """Note what the first micro-batch has moved."""
-        if self._after_first is None:
-            self._after_first = {place.key: _state_of(place) for place, _ in self.moved()}
-
-    def checked(self) -> Moves:
-        """Return what moved. Raises BatchDependent if micro-batches after the first have moved something."""
-        found = self.moved()
-        for place, _ in found:
-            if self._after_first is None or not _is_left(self._after_first.get(place.key), _state_of(place)):
-                raise BatchDependent.of(place.label)
-        return found
+    def _moved_since(self) -> list[Place]:
+        """What moved since the forward began, which runs now."""
+        found = self._found
+        if found is None:
+            return []
+        return [place for place, _ in self._moves() if not _is_left(found.get(place.key), _state_of(place))]
 
 
 def _state_of(place: Place) -> Any:
