@@ -180,3 +180,10 @@ def test_a_table_that_is_made_when_it_is_first_needed_stays_cut(mode: str) -> No
         other.step()
     assert relative_error(*({n: p.detach() for n, p in each.named_parameters()} for each in (model, plain))) < EXACT
     assert max(forwards.sizes) == 3
+
+
+@pytest.mark.parametrize("mode", ["loss", "accumulated"])
+def test_a_large_tensor_that_is_written_on_some_batches_is_refused_by_name(mode: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("memfit.engine.unseen_moves.LARGE", 4)
+    with pytest.raises(memfit.Refused, match="DoubleTensor"):
+        _trained(Moving(_hits, "any"), [(), (), (), (1, 4, 7)], mode, wrapped=True)

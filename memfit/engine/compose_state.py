@@ -216,7 +216,7 @@ class Composition:
         if not self.may_move:
             yield
             return
-        if self.expected is not None and (name := self.expected.changed()) is not None:
+        if self.moved and self.expected is not None and (name := self.expected.changed()) is not None:
             raise BatchDependent.of_number(name)
         self._there = there = [place.value() for place in self.moved]
         at = {place.key: value for place, value in zip(self.moved, there)}
