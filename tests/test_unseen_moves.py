@@ -47,6 +47,10 @@ def _logged(model: Any, rare: Tensor) -> None:
     LOG.append(1)
 
 
+def _sized(model: Any, rare: Tensor) -> None:
+    model.count += rare.shape[0]
+
+
 def _entered(model: Any, rare: Tensor) -> None:
     model.table["count"] += 1
 
@@ -55,7 +59,7 @@ def _flagged(model: Any, rare: Tensor) -> None:
     model.count = 1
 
 
-MOVES = (_added, _replaced, _averaged, _hits, _counted, _listed, _logged, _entered, _flagged)
+MOVES = (_added, _replaced, _averaged, _hits, _counted, _sized, _listed, _logged, _entered, _flagged)
 READS: dict[str, Callable[[Tensor], Any]] = {
     "any": lambda rare: bool(rare.any()),
     "tolist": lambda rare: True in rare.tolist(),
@@ -187,3 +191,17 @@ def test_a_large_tensor_that_is_written_on_some_batches_is_refused_by_name(mode:
     monkeypatch.setattr("memfit.engine.unseen_moves.LARGE", 4)
     with pytest.raises(memfit.Refused, match="DoubleTensor"):
         _trained(Moving(_hits, "any"), [(), (), (), (1, 4, 7)], mode, wrapped=True)
+
+
+@pytest.mark.parametrize("rare", [(7,), (0,), (0, 3, 7)])
+@pytest.mark.parametrize("move", [_counted, _sized, _listed, _entered])
+@pytest.mark.parametrize("mode", ["loss", "accumulated", "replayed"])
+def test_state_that_is_moved_without_a_call_of_torch(move: Any, rare: tuple[int, ...], mode: str) -> None:
+    model = Moving(move, "any")
+    wanted = _trained(copy.deepcopy(model), [(), (), rare, ()], mode, wrapped=False)
+    try:
+        found = _trained(model, [(), (), rare, ()], mode, wrapped=True)
+    except memfit.Refused as refused:
+        assert any(said in str(refused) for said in WORDS)
+        return
+    assert all(relative_error({name: found[name]}, {name: wanted[name]}) < EXACT for name in wanted)

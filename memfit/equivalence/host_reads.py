@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +27,7 @@ from memfit.engine.gradients import is_sharded
 from memfit.engine.user_line import line_of_script
 from memfit.equivalence.value_reads import ValueReads, asking_frame
 
+T = TypeVar("T")
 Value = float | bool | int
 aten = torch.ops.aten
 _COMPARING = frozenset(getattr(aten, name) for name in ("gt", "lt", "ge", "le"))
@@ -65,8 +66,8 @@ class Again(NamedTuple):
 
 class Reads(TorchDispatchMode):
     """Records reads of batch values while active: `taken` has (a comparison, the line that reads it), `marks` what is read by
-    each place, `by_script` the lines of the script that read. `limits` and `branches` are those of the same run. `put` replaces
-    some of what is read."""
+    each place, `by_script` the lines of the script that read. `limits`, `branches` and the places that `moved` are those of the
+    same run. `put` replaces some of what is read."""
 
     def __init__(self, put: Replaced | None = None) -> None:
         super().__init__()
@@ -74,6 +75,7 @@ class Reads(TorchDispatchMode):
         self.marks = defaultdict[Read, set[int]](set)
         self.by_script = defaultdict[Read, set[int]](set)
         self._left_to_put = AGAIN
+        self.moved = frozenset[tuple[Any, ...]]()
         self.limits, self.branches = NO_LIMITS, ValueReads(self.may_tell, self._sized)
         self._left = False
         self._put = put
@@ -129,6 +131,12 @@ class Reads(TorchDispatchMode):
             return value
         self._left_to_put -= 1  # a loop that runs until it reads something else has to end
         return self._put[1](value)
+
+
+def noting_moves(reads: Reads, made: T, moved: Iterable[tuple[Any, ...]]) -> T:
+    """Return what a run made, after noting the places that it moved."""
+    reads.moved = frozenset(moved)
+    return made
 
 
 def _mark(packet: Any, args: Any, given: int) -> int:
@@ -212,17 +220,15 @@ def _result(read: Read, again: Again, other: Callable[[Any], Value]) -> Any:
     return None if found is None else found[1]
 
 
-def _with_others(
-    read: Read, run: Callable[[Reads], Any], other: Callable[[Any], Value]
-) -> tuple[CallsMade, Any] | None:
-    """Return the calls and the result if other values are read, or None if that fails."""
+def _with_others(read: Read, run: Callable[[Reads], Any], other: Callable[[Any], Value]) -> tuple[Reads, Any] | None:
+    """Return what a run shows and its result if other values are read, or None if that fails."""
     look = Reads((read, other))
     try:
         with redirect_stdout(None), redirect_stderr(None):
             made = run(look)
     except (Exception, SystemExit):
         return None
-    return look.branches.made, made
+    return look, made
 
 
 def may_branch(whole: Reads, again: Again, tried: Collection[type] = (bool, int)) -> bool:
@@ -236,9 +242,11 @@ def may_branch(whole: Reads, again: Again, tried: Collection[type] = (bool, int)
     for read in reads:
         looks = [_with_others(read, again.run, other) for other in _OTHERS[read[1]]]
         known = [look for look in looks if look is not None]
-        if len(known) < len(looks) or any(_sites(made) != _sites(whole.branches.made) for made, _ in known):
+        if len(known) < len(looks) or any(_sites(each.branches.made) != _sites(whole.branches.made) for each, _ in known):
             return True
-        alike = [_without_reads(made) == calls and again.same(again.made, result) for made, result in known]
+        if any(each.moved != whole.moved for each, _ in known):  # by Python alone
+            return True
+        alike = [_without_reads(each.branches.made) == calls and again.same(again.made, made) for each, made in known]
         if not all(alike) if read[1] is bool else alike[0] and not all(alike):
             return True
     return False

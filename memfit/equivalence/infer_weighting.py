@@ -27,7 +27,7 @@ from memfit.engine.random_slices import Draws
 from memfit.engine.staged import Staging
 from memfit.engine.weighting import Weighting
 from memfit.engine.work import Work
-from memfit.equivalence.host_reads import Again, Reads, decided, may_branch, tried_on
+from memfit.equivalence.host_reads import Again, Reads, decided, may_branch, noting_moves, tried_on
 from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import MeasuredLoss, MeasureLoss, probes_of
@@ -104,7 +104,7 @@ def _inferred(
             whole, reached = look.at(0, samples, reads)
         if draws.unsliced and not by_operations:
             return None
-        moved = bool(traces.moved())
+        reads.moved = frozenset(traces.moved())
 
     def run(start: int, stop: int) -> torch.Tensor:
         given = work.inputs(start, stop, None)[0]
@@ -118,8 +118,8 @@ def _inferred(
             return look.at(start, stop, reads)[0]
 
     def once_more(reads: Reads | None = None) -> MeasuredLoss:
-        with aside():
-            return measured(0, samples, reads or Reads())
+        with aside() as traces:
+            return noting_moves(reads := reads or Reads(), measured(0, samples, reads), traces.moved())
 
     def in_parts(looks: list[Reads]) -> list[MeasuredLoss]:
         parts = []
@@ -131,7 +131,7 @@ def _inferred(
                 moves.composition.after_micro_batch(stop - start)
         return parts
 
-    floor = _floor_of(whole, once_more, model, staged)
+    floor, moved = _floor_of(whole, once_more, model, staged), bool(reads.moved)
     moves, looks, parts, again = STILL, list[Reads](), list[MeasuredLoss](), list[MeasuredLoss]()
     if not moved:
         with aside() as traces:

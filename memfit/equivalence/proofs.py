@@ -31,7 +31,7 @@ from memfit.engine.compose_state import Composition
 from memfit.engine.gradients import is_sharded
 from memfit.engine.intercept import is_compiled
 from memfit.engine.random_slices import Draws
-from memfit.equivalence.host_reads import Again, Reads, decided, may_branch, tried_on
+from memfit.equivalence.host_reads import Again, Reads, decided, may_branch, noting_moves, tried_on
 from memfit.equivalence.same_values import same
 from memfit.equivalence.seen_effects import Trial, doubled
 from memfit.equivalence.side_effects import STILL, Moves, composition_of
@@ -284,9 +284,9 @@ def _whole_and_parts(
             given = call.arguments(0, sum(sizes))
             with draws.recording():
                 whole = _detached(_read(call, given, sum(sizes), reads))
-            moved = bool(traces.moved())
+            reads.moved = frozenset(traces.moved())
         if not draws.unsliced or by_operations:
-            return whole, *_parts_of(call, sizes, draws, reads, whole, moved)
+            return whole, *_parts_of(call, sizes, draws, reads, whole, bool(reads.moved))
     raise AssertionError("unreachable: the second round always returns")
 
 
@@ -302,8 +302,8 @@ def _parts_of(
             return _detached(call.run(given) if reads is None else _read(call, given, stop - start, reads))
 
     def once_more(reads: Reads) -> list[Any]:
-        with aside():
-            return run(0, samples, reads)
+        with aside() as traces:
+            return noting_moves(reads, run(0, samples, reads), traces.moved())
 
     def nearby() -> list[Any]:
         with full_precision(call.device), aside(), last_bits_flipped(call.model.parameters()):
