@@ -80,9 +80,9 @@ WORDS = ("at every call", "branches on", "mixes samples", "not the same in all")
 class Moving(nn.Module):
     """A net that moves state if there is a rare sample, and scales its output by what it has moved."""
 
-    def __init__(self, move: Any, read: str) -> None:
+    def __init__(self, move: Any, read: str, scale: float = 0.1) -> None:
         super().__init__()
-        self.net, self.move, self.read = mlp(), move, READS[read]
+        self.net, self.move, self.read, self.scale = mlp(), move, READS[read], scale
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
         self.register_buffer("hits", torch.zeros((), dtype=torch.float64))
         self.count, self.items, self.table = 0, list[int](), {"count": 0}
@@ -93,10 +93,10 @@ class Moving(nn.Module):
         return self.seen + self.count + len(self.items) + len(LOG) + self.table["count"]
 
     def forward(self, x: Tensor) -> Tensor:
-        out, rare = self.net(x) * (1 + 0.1 * self.moved), x[:, 0] == 1
+        rare = x[:, 0] == 1
+        out = self.net(x) * (1 + self.scale * self.moved) if self.scale else self.net(x)
         if self.read(rare):
-            with torch.no_grad():
-                self.move(self, rare)
+            self.move(self, rare)
         return out
 
 
@@ -136,7 +136,8 @@ def test_state_that_rare_samples_move(move: Any, rare: str, mode: str) -> None:
         found = _trained(model, RARE[rare], mode, wrapped=True)
     except memfit.Refused as refused:
         assert any(said in str(refused) for said in WORDS)
-        assert rare not in ("one late in its batch", "one, then none", "two in one piece") or mode == "loss"
+        # The whole adds its 8 samples and parts add those of some: truly no sum.
+        assert move is _sized or mode == "loss" or rare not in ("one late in its batch", "one, then none", "two in one piece")
         return
     assert all(relative_error({name: found[name]}, {name: wanted[name]}) < EXACT for name in wanted)
 
@@ -197,7 +198,7 @@ def test_a_large_tensor_that_is_written_on_some_batches_is_refused_by_name(mode:
 @pytest.mark.parametrize("move", [_counted, _sized, _listed, _entered])
 @pytest.mark.parametrize("mode", ["loss", "accumulated", "replayed"])
 def test_state_that_is_moved_without_a_call_of_torch(move: Any, rare: tuple[int, ...], mode: str) -> None:
-    model = Moving(move, "any")
+    model = Moving(move, "any", scale=0)
     wanted = _trained(copy.deepcopy(model), [(), (), rare, ()], mode, wrapped=False)
     try:
         found = _trained(model, [(), (), rare, ()], mode, wrapped=True)
