@@ -64,6 +64,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "any": lambda rare: bool(rare.any()),
     "tolist": lambda rare: True in rare.tolist(),
     "len": lambda rare: len(rare.nonzero()) > 0,
+    "count": lambda rare: int(rare.sum()),
 }
 RARE: dict[str, list[Any]] = {
     "one late in its batch": [(5,), (5,), (0, 4, 7), (6,)],
@@ -194,14 +195,18 @@ def test_a_large_tensor_that_is_written_on_some_batches_is_refused_by_name(mode:
         _trained(Moving(_hits, "any"), [(), (), (), (1, 4, 7)], mode, wrapped=True)
 
 
-@pytest.mark.parametrize("rare", [(7,), (0,), (0, 3, 7)])
-@pytest.mark.parametrize("move", [_counted, _sized, _listed, _entered])
+@pytest.mark.parametrize("rare", [(7,), (0,), (0, 2), (0, 3, 7)])
+@pytest.mark.parametrize("move", [_counted, _sized, _listed, _entered, _added, _replaced, _flagged])
 @pytest.mark.parametrize("mode", ["loss", "accumulated", "replayed"])
-def test_state_that_is_moved_without_a_call_of_torch(move: Any, rare: tuple[int, ...], mode: str) -> None:
-    model = Moving(move, "any", scale=0)
-    wanted = _trained(copy.deepcopy(model), [(), (), rare, ()], mode, wrapped=False)
+@pytest.mark.parametrize("read", ["any", "count"])
+@pytest.mark.parametrize("others", [(), range(BATCH)])
+def test_state_that_is_moved_without_a_call_of_torch(
+    others: Any, read: str, move: Any, rare: tuple[int, ...], mode: str
+) -> None:
+    model, batches = Moving(move, read, scale=0), [others, others, rare, others]
+    wanted = _trained(copy.deepcopy(model), batches, mode, wrapped=False)
     try:
-        found = _trained(model, [(), (), rare, ()], mode, wrapped=True)
+        found = _trained(model, batches, mode, wrapped=True)
     except memfit.Refused as refused:
         assert any(said in str(refused) for said in WORDS)
         return

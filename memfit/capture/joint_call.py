@@ -11,7 +11,6 @@ from typing import Any
 from memfit.batches.cut import Layout
 from memfit.capture.call import Call, Tree
 from memfit.capture.outputs import Outputs
-from memfit.engine.compose_state import Composition
 
 
 def joint(calls: Sequence[Call]) -> Call:
@@ -32,7 +31,7 @@ def joint(calls: Sequence[Call]) -> Call:
     made = Call(first.model, plain, tree, layout, outputs, first.device, autocast=first.autocast)
     made.key = ("joint", *(call.key for call in calls))
     made.host_draws = first.host_draws
-    made.composition = next((call.composition for call in calls if call.composition.may_move), Composition())
+    made.composition = max((call.composition for call in calls), key=lambda each: (bool(each.moved), each.may_move))
     made.copies = any(call.copies for call in calls)
     made.several, made.offsets, offset = tuple(calls), {}, 0
     for call in calls:

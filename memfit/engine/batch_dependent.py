@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memfit._errors import Refused
-from memfit.engine.branches import Made
+from memfit.engine.branches import Act, Made, MovedPlace
 from memfit.engine.device_values import few_of, read_later
 from memfit.hardware.clock import has_events
 
@@ -25,8 +25,8 @@ CLOSE = 1e-3
 class BatchDependent(Refused):
     """Raised if something is not the same in all micro-batches, or not 0, as it was where it was proven."""
 
-    differing: frozenset[Made] = frozenset()
-    """Calls that only some micro-batches made."""
+    differing: frozenset[Act] = frozenset()
+    """What only some micro-batches did."""
 
     @classmethod
     def of(cls, name: str) -> BatchDependent:
@@ -56,6 +56,17 @@ class BatchDependent(Refused):
             next_move="use a mask, branch outside the model, or give it a budget in which the batch runs whole",
         )
         made.differing = frozenset(differing)
+        return made
+
+    @classmethod
+    def of_moves(cls, label: str, keys: Collection[tuple[Any, ...]]) -> BatchDependent:
+        """Return the error for state that no proof has seen move, at places with these keys, one of which has this label."""
+        made = cls(
+            "running a call of the model in micro-batches",
+            found=f"the forward moves {label} on some batches only",
+            next_move="update it outside the forward, or give it a budget in which the batch runs whole",
+        )
+        made.differing = frozenset(map(MovedPlace, keys))
         return made
 
     @classmethod

@@ -53,6 +53,17 @@ CallsMade = Mapping[Made, CodeType]
 """The calls of a run, with the code that makes each."""
 
 
+@dataclass(frozen=True)
+class MovedPlace:
+    """A place that a run moves."""
+
+    key: tuple[Any, ...]
+
+
+Act = Made | MovedPlace
+"""What only some micro-batches do."""
+
+
 class Branches(TorchFunctionMode):
     """Records the script's calls of torch in `made`."""
 

@@ -27,6 +27,7 @@ from memfit.engine.call_context import is_faking
 from memfit.engine.places import MISSING, Place, TensorPlace
 from memfit.engine.unseen_moves import UnseenMoves
 from memfit.engine.user_code import is_installed
+from memfit.engine.version_checks import Keys
 
 
 class Rule(Protocol):
@@ -154,21 +155,29 @@ def _is_counted(value: Any) -> bool:
 
 class Composition:
     """State over the micro-batches of one pass: `slots` are composed, `moved` are all places that a forward changes. `draws`:
-    whether it draws random numbers, so that what parts leave alike in a proof may differ."""
+    whether it draws random numbers, so that what parts leave alike in a proof may differ. `steady`: keys of the places that all
+    parts of a proof moved."""
 
-    def __init__(self, slots: Sequence[ComposedPlace] = (), moved: Sequence[Place] = (), *, draws: bool = False) -> None:
-        self.slots, self.moved, self.draws = tuple(slots), tuple(moved), draws
+    def __init__(
+        self,
+        slots: Sequence[ComposedPlace] = (),
+        moved: Sequence[Place] = (),
+        *,
+        draws: bool = False,
+        steady: Keys = frozenset(),
+    ) -> None:
+        self.slots, self.moved, self.draws, self.steady = tuple(slots), tuple(moved), draws, steady
         self.expected: Expected | None = None
         self._there: list[Any] | None = None
         self._held: set[Hashable] = set()
         self._before: list[Any] = []
         self._after: list[list[Any]] = []
         self._sizes: list[int] = []
-        self._watch: Callable[[frozenset[tuple[Any, ...]]], UnseenMoves] | None = None
+        self._watch: Callable[[Keys, Keys], UnseenMoves] | None = None
         self._unseen: UnseenMoves | None = None
 
     @property
-    def keys(self) -> frozenset[tuple[Any, ...]]:
+    def keys(self) -> Keys:
         """Keys of the places that change."""
         return frozenset(place.key for place in self.moved)
 
@@ -203,10 +212,11 @@ class Composition:
             return False
         return True
 
-    def afresh(self, watch: Callable[[frozenset[tuple[Any, ...]]], UnseenMoves] | None = None) -> Composition:
-        """A copy for another call, without the values of this one. `watch` begins to watch a pass for state that moves at other
-        places than those with these keys; None: no proof can have missed any."""
-        made = Composition(self.slots, self.moved, draws=self.draws)
+    def afresh(self, watch: Callable[[Keys, Keys], UnseenMoves] | None = None) -> Composition:
+        """A copy for another call, without the values of this one. `watch` begins to watch a pass for state that moves
+        otherwise than a proof has seen, given the keys of the places that move, and of those that are steady; None: no proof
+        can have missed any."""
+        made = Composition(self.slots, self.moved, draws=self.draws, steady=self.steady)
         made._held, made._watch = self._held, watch
         return made
 
@@ -221,9 +231,11 @@ class Composition:
         self._there = there = [place.value() for place in self.moved]
         at = {place.key: value for place, value in zip(self.moved, there)}
         self._before, self._after, self._sizes = [at[slot.place.key] for slot in self.slots], [], []
-        self._unseen = None if self._watch is None or is_faking() else self._watch(self.keys)
+        self._unseen = None if self._watch is None or is_faking() else self._watch(self.keys, self.steady)
         try:
             yield
+            if self._unseen is not None:
+                self._unseen.check()
             joined = self._joined() if len(self._sizes) > 1 else None
         except BaseException:
             _put(self.moved, there)
@@ -344,7 +356,9 @@ def with_earlier(composition: Composition, earlier: Composition, model: nn.Modul
     more = {place.key: place for place in tensors if place.key not in known and place.key[0] in there}
     slots = [slot for slot in earlier.slots if slot.place.key in more]
     draws = composition.draws or (bool(more) and earlier.draws)
-    return Composition((*composition.slots, *slots), (*composition.moved, *more.values()), draws=draws)
+    unsteady = earlier.keys - earlier.steady
+    steady = (composition.steady - unsteady) | (earlier.steady & more.keys())
+    return Composition((*composition.slots, *slots), (*composition.moved, *more.values()), draws=draws, steady=steady)
 
 
 def contradicted(composition: Composition, earlier: Composition) -> str | None:

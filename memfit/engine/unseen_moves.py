@@ -1,6 +1,6 @@
 """Finds state that micro-batches move although no proof has seen it move, in scripts that branch on values of the batch:
-`if rare.any(): self.seen += 1`. It is put back if the pass fails. What any micro-batch moves, the first one has to move and the
-others have to leave: a flag, a table that is made when it is first needed.
+`if rare.any(): self.seen += 1`. It is put back, and the pass fails. A proof on samples that move it may show how parts
+compose it.
 
 Not covered: state that `CallAttributes` does not find; writes through `.data`.
 """
@@ -26,31 +26,40 @@ Moves = list[tuple[Place, Any]]
 
 
 class UnseenMoves:
-    """What of these `attributes` of a model moves from now on, but at the places that are `known` to move. (Batch norms are
-    accounted for elsewhere.)"""
+    """What of these `attributes` of a model moves from now on, but at the places that are `known` to move. Of those, all
+    micro-batches or none have to move each `steady` one, which all parts of a proof moved. (Batch norms are accounted for
+    elsewhere.)"""
 
-    def __init__(self, attributes: Attributes, model: nn.Module, known: Keys) -> None:
-        self._held, self._known = attributes.now(), known
+    def __init__(self, attributes: Attributes, model: nn.Module, known: Keys, steady: Keys) -> None:
+        self._held, self._steady, self._known = attributes.now(), steady, known - steady
         norms = (module for module in modules_of(model) if isinstance(module, nn.modules.batchnorm._BatchNorm))
         own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
         tensors = [each for each in self._held.contents.versions if id(each[0]) not in own and not each[0].requires_grad]
-        tensors = [each for each in tensors if known.isdisjoint(keys_of_values(each[0], each[0]))]
-        self._tensors = [(t, version, t.detach().clone() if _bytes_of(t) <= LARGE else None) for t, version in tensors]
+        tensors = [each for each in tensors if self._known.isdisjoint(keys_of_values(each[0], each[0]))]
+        self._tensors = [(t, version, t.detach().clone() if self._is_copied(t) else None) for t, version in tensors]
         self._found: dict[tuple[Any, ...], Any] | None = None
-        self._moved_by_forwards: set[tuple[Any, ...]] = set()
-        self._is_first = True
+        self._moved: list[dict[tuple[Any, ...], str]] = []
 
     def before_forward(self) -> None:
         """Begin a micro-batch's forward."""
         self._found = {place.key: _state_of(place) for place, _ in self._moves()}
 
     def after_forward(self) -> None:
-        """End a micro-batch's forward. Raises BatchDependent if it is not the first one and moved something."""
-        moved, is_first = self._moved_since(), self._is_first
-        self._moved_by_forwards |= {place.key for place in moved}
-        self._found, self._is_first = None, False
-        if moved and not is_first:
-            raise BatchDependent.of(moved[0].label)
+        """End a micro-batch's forward."""
+        self._moved.append(self._moved_since())
+        self._found = None
+
+    def check(self) -> None:
+        """Raise BatchDependent if there are several micro-batches, and some of them move what no proof has seen some move."""
+        if len(self._moved) < 2:
+            return
+        moved: dict[tuple[Any, ...], str] = {}
+        for look in self._moved:
+            moved |= look
+        in_all = frozenset(self._steady).intersection(*self._moved)
+        differing = {key: label for key, label in moved.items() if key not in in_all}
+        if differing:
+            raise BatchDependent.of_moves(next(iter(differing.values())), differing)
 
     def of_forwards(self) -> Moves:
         """Return what forwards have moved and can be put back. (What backward has moved is not.)"""
@@ -58,7 +67,7 @@ class UnseenMoves:
 
     def undo(self) -> None:
         """Put back what forwards have moved, also one that failed. Raises Refused if there is no copy of it."""
-        self._moved_by_forwards |= {place.key for place in self._moved_since()}
+        self._moved.append(self._moved_since())
         for place, before in self._of_forwards():
             if _has_no_copy(place, before):
                 raise Refused(
@@ -68,27 +77,30 @@ class UnseenMoves:
                 )
             place.put(before)
 
+    def _is_copied(self, tensor: torch.Tensor) -> bool:
+        is_steady = not self._steady.isdisjoint(keys_of_values(tensor, tensor))
+        return not is_steady and tensor.numel() * tensor.element_size() <= LARGE
+
     def _of_forwards(self) -> Moves:
-        return [move for move in self._moves() if move[0].key in self._moved_by_forwards]
+        """What is put back here: the places that are steady are composed."""
+        moved = set[tuple[Any, ...]]().union(*self._moved) - self._steady
+        return [move for move in self._moves() if move[0].key in moved]
 
     def _moves(self) -> Moves:
         written = [(TensorPlace(t, named(t)), copy) for t, version, copy in self._tensors if t._version != version]
         return [*(move for move in self._held.written() if move[0].key not in self._known), *written]
 
-    def _moved_since(self) -> list[Place]:
-        """What moved since the forward began, which runs now."""
+    def _moved_since(self) -> dict[tuple[Any, ...], str]:
+        """What moved since the forward began, which runs now: keys and labels."""
         found = self._found
         if found is None:
-            return []
-        return [place for place, _ in self._moves() if not _is_left(found.get(place.key), _state_of(place))]
+            return {}
+        places = [place for place, _ in self._moves() if not _is_left(found.get(place.key), _state_of(place))]
+        return {place.key: place.label for place in places}
 
 
 def _has_no_copy(place: Place, before: Any) -> bool:
     return before is None and isinstance(place, TensorPlace)
-
-
-def _bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _state_of(place: Place) -> Any:

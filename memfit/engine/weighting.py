@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from memfit.batches.weights import Count
 from memfit.engine.batch_limits import LimitedCall
-from memfit.engine.branches import Branching, Made
+from memfit.engine.branches import Act, Branching
 from memfit.engine.divisors import How
 from memfit.engine.idle_sums import Idle
 
@@ -61,8 +61,8 @@ BY_TOLD_TERM = Weighting("term", "by its mean's denominator", told=True)
 
 class WeightsChanged(Exception):
     """The loss no longer has the form its weighting was proven for. No gradients were handed over. `unshown`: a few samples
-    would not show it. `differing`: calls that only some micro-batches made."""
+    would not show it. `differing`: what only some micro-batches did."""
 
-    def __init__(self, what: str, *, unshown: bool = False, differing: Collection[Made] = ()) -> None:
+    def __init__(self, what: str, *, unshown: bool = False, differing: Collection[Act] = ()) -> None:
         super().__init__(what)
         self.unshown, self.differing = unshown, frozenset(differing)

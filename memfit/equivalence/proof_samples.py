@@ -10,15 +10,16 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from memfit.batches.tree import Path, is_column, leaves
-from memfit.engine.branches import Branches, Branching, Made, branching_of
+from memfit.engine.branches import Act, Branches, Branching, MovedPlace, branching_of
 from memfit.engine.random_state import reseed
+from memfit.tracing.sandbox import Traces
 
 LOOKED_AT = 48
 """Samples of a batch that are examined."""
@@ -139,20 +140,25 @@ def _marks(leaf: torch.Tensor) -> dict[str, float]:
     return found | {"value": value} | ({KEY: value} if of_kind else {})
 
 
-def branch_marks(run: Callable[[], Any], differing: Collection[Made]) -> Marks:
-    """Return which of these calls the script makes for one sample, as marks. `run` computes what it makes of the sample."""
+def act_marks(run: Callable[[], Any], differing: Collection[Act], aside: Callable[[], AbstractContextManager[Traces]]) -> Marks:
+    """Return which of these acts the script does for one sample, as marks. `run` computes what it makes of the sample; `aside`
+    gives contexts that restore what it moves."""
+    moves = any(isinstance(each, MovedPlace) for each in differing)
     try:
-        with Branches() as look, redirect_stdout(None), redirect_stderr(None):
-            run()
+        with aside() if moves else nullcontext() as traces:
+            with Branches() as look, redirect_stdout(None), redirect_stderr(None):
+                run()
+            moved = () if traces is None else traces.moved().keys()
     except (Exception, SystemExit):  # it cannot be run alone
         return {}
-    return {each: float(each in look.made) for each in differing}
+    done = {*look.made, *map(MovedPlace, moved)}
+    return {each: float(each in done) for each in differing}
 
 
 def drawn(
     run: Callable[[], Any],
     aside: Callable[[], AbstractContextManager[Any]],
-    differing: Collection[Made],
+    differing: Collection[Act],
     device: torch.device,
 ) -> Branching:
     """Return which of these calls depend on random numbers: each micro-batch draws its own. `run` computes what the script
@@ -170,7 +176,8 @@ def drawn(
     if not runs:
         return Branching()
     sites = {site for site, _ in branching_of(runs).free}
-    return Branching(varied=frozenset(site for site, _ in differing if site in sites))
+    calls = [each for each in differing if not isinstance(each, MovedPlace)]
+    return Branching(varied=frozenset(site for site, _ in calls if site in sites))
 
 
 def most_telling(marks: Sequence[Marks], sizes: Sequence[int]) -> list[int]:

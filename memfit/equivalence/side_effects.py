@@ -144,7 +144,8 @@ def composition_of(
     slots += _decided(slots, kept, seen)
     if named is None and any(each.by_position for each in shown):
         named = next((Deviation(p.label, 1.0, 0.0, by="moving") for p in kept if p.label not in allowed), None)
-    return Moves(Composition(slots, kept, draws=draws), named)
+    steady = frozenset(place.key for place in kept if all(place.key in part for part in shown[0].apart))
+    return Moves(Composition(slots, kept, draws=draws, steady=steady), named)
 
 
 def _is_same_in_all(place: Place, seen: Sequence[SeenEffects]) -> bool:

@@ -13,7 +13,7 @@ from memfit.batches.shapes import Shapes
 from memfit.capture.call import Call
 from memfit.capture.infer_layout import outputs_of
 from memfit.capture.outputs import Outputs
-from memfit.engine.branches import Branching, Made
+from memfit.engine.branches import Act, Branching, MovedPlace
 from memfit.engine.compose_state import Composition
 from memfit.engine.weighting import BY_SAMPLES, Weighting
 from memfit.equivalence.proof_samples import Apart
@@ -60,8 +60,8 @@ class CallKind:
     """The arguments that say to which class or group samples belong, of which no proof has had two in both parts."""
     branching: Branching | None = None
     """What all proofs show of branches on values of the batch, if there may be some."""
-    differing: Collection[Made] = ()
-    """Calls of torch that a proof's samples are to differ in, if possible."""
+    differing: Collection[Act] = ()
+    """What a proof's samples are to differ in, if possible."""
     alike: int = 0
     """Samples up to which its forward was seen to do the same as with few."""
     composition: Composition = field(default_factory=Composition)
@@ -84,6 +84,12 @@ class CallKind:
         same = self.outputs[shapes].looks_like(other.outputs[shapes]) and self.writes_input == other.writes_input
         same = same and not other.mute and agree(self.weighting, other.weighting)
         return same and self.composition.agrees_with(other.composition)
+
+    def allows(self, act: Act) -> bool:
+        """Whether only some micro-batches may do this."""
+        if isinstance(act, MovedPlace):
+            return act.key in self.composition.keys - self.composition.steady
+        return self.branching is not None and self.branching.allows(act)
 
     def outputs_of(self, call: Call, shapes: Shapes) -> Outputs:
         """Return the call's outputs, learned if these shapes are new, and joined as proven for other shapes, if possible."""

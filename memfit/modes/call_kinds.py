@@ -23,7 +23,7 @@ from memfit.capture.outputs import Otherwise, Outputs
 from memfit.capture.side_outputs import Door, Doorway
 from memfit.engine.asked_numbers import Expected, Notes, is_asked_of
 from memfit.engine.batch_dependent import BatchDependent
-from memfit.engine.branches import Made
+from memfit.engine.branches import Act
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.call_context import without_saved_tensors_hooks
 from memfit.engine.planning_scope import reaching
@@ -318,24 +318,24 @@ class CallKinds:
         needs = [bound.peak(c.samples, accumulates=False).upper for c, bound in zip(call.calls, bounds) if bound is not None]
         return sum(needs) <= self._core.memory.budget().room
 
-    def branches_freely(self, call: Call, differing: Collection[Made]) -> bool:
-        """Prove a call again on samples that differ in these calls of torch, in which its micro-batches differ. Return whether
-        they may."""
+    def may_differ(self, call: Call, differing: Collection[Act]) -> bool:
+        """Prove a call again on samples that differ in these acts, in which its micro-batches differ. Return whether they
+        may."""
         kind = self._kinds[call.key]
         before = kind.composition, kind.branching
-        if self._proven_to_branch(kind, call, differing):
+        if self._proven_to_differ(kind, call, differing):
             self._compose(call)
             return True
         kind.composition, kind.branching = before
         return False
 
-    def _proven_to_branch(self, kind: CallKind, call: Call, differing: Collection[Made]) -> bool:
+    def _proven_to_differ(self, kind: CallKind, call: Call, differing: Collection[Act]) -> bool:
         while differing:
             kind.differing = differing
             try:
                 prove = partial(self._prover.prove, kind, call, call.shapes)
                 deviation = surviving(prove, self._core.device, lambda text: Deviation(text, float("inf"), 0.0))
-                if deviation is not None or kind.branching is None:
+                if deviation is not None:
                     return False
             except Exception as error:  # (then the batch runs whole, and raises what is the script's own)
                 if strict() and is_fault(error):
@@ -343,7 +343,7 @@ class CallKinds:
                 return False
             finally:
                 kind.differing = ()
-            left = [each for each in differing if not kind.branching.allows(each)]
+            left = [each for each in differing if not kind.allows(each)]
             if len(left) == len(differing):
                 return False
             differing = left

@@ -34,7 +34,7 @@ from memfit.engine.weighting import BY_SAMPLES
 from memfit.equivalence.backward_proof import backward_deviation
 from memfit.equivalence.infer_weighting import infer_weighting
 from memfit.equivalence.measured_loss import PROBED
-from memfit.equivalence.proof_samples import Marks, branch_marks, drawn, entries_of, marks_of, most_telling, pairs_in, spaced
+from memfit.equivalence.proof_samples import Marks, act_marks, drawn, entries_of, marks_of, most_telling, pairs_in, spaced
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.equivalence.single_sample import call_alone
 from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
@@ -185,20 +185,20 @@ class Prover:
 
     def _chosen(self, call: Call, few: int, kind: CallKind | None = None) -> Call:
         """Return a call on copies of the `few` most telling samples (more if the parts need more). If micro-batches of its
-        `kind` differed in calls of torch, some of these samples make those calls, and some do not."""
+        `kind` differed in what they do, some of these samples do that, and some do not."""
         few = max(few, min(2 * self._core.least, call.samples))
         if call.split is not None or not call.layout.cuts:
             return call.first(few)
         there = spaced(call.samples, pairs_in(entries_of(call.tree, call.samples)).values())
         if kind is not None and kind.differing:
-            marks = self._branch_marks(kind, call, there, few)
+            marks = self._act_marks(kind, call, there, few)
         else:
             marks = [marks_of(cut(call.tree, call.layout, i, i + 1)) for i in there]
         return call.chosen([there[i] for i in most_telling(marks, parts_of(few, self._core.least))])
 
-    def _branch_marks(self, kind: CallKind, call: Call, there: Sequence[int], few: int) -> list[Marks]:
-        """Return which of the calls of torch that micro-batches differed in these samples make, as marks. Those that depend on
-        random numbers are free from now on."""
+    def _act_marks(self, kind: CallKind, call: Call, there: Sequence[int], few: int) -> list[Marks]:
+        """Return what of that in which micro-batches differed these samples do, as marks. Calls of torch that depend on random
+        numbers are free from now on."""
         differing = kind.differing
         aside, some = partial(comparable, call.model, call.device), frozen_norms(call.chosen(there[:few]))
         with self._core.staging.swapped(), torch.enable_grad():
@@ -206,7 +206,7 @@ class Prover:
             kind.branching = by_chance.joined(kind.branching)
             with aside():
                 alone = [frozen_norms(call.chosen([i])) for i in there]
-                return [branch_marks(partial(each.run, each.arguments(0, 1)), differing) for each in alone]
+                return [act_marks(partial(each.run, each.arguments(0, 1)), differing, aside) for each in alone]
 
     def has_new_pairs(self, kind: CallKind, call: Call) -> bool:
         """Whether the call has samples of one class or group, where no proof has had some in both parts. Entries on a device

@@ -295,7 +295,7 @@ class ScriptPasses:
             begun, ran = call.random[:1], call.values is not None
             if not repeated:
                 call.forget_pass()
-            freely = not repeated and self._branches_freely(call, error, begun)
+            freely = not repeated and self._may_differ(call, error, begun)
             if not freely and (repeated or not self._runs_whole_after(call, error, begun, ran)):
                 raise
             if not freely:
@@ -405,7 +405,7 @@ class ScriptPasses:
             begun, ran = call.random[:1], total is not None
             if first:
                 call.forget_pass()
-            freely = first and self._branches_freely(call, error, begun)
+            freely = first and self._may_differ(call, error, begun)
             if not freely and (not first or not self._runs_whole_after(call, error, begun, ran)):
                 raise
             failed = None if freely else error
@@ -435,9 +435,9 @@ class ScriptPasses:
         self._ran(call)
         return True
 
-    def _branches_freely(self, call: Call, error: BaseException, begun: Sequence[RandomState]) -> bool:
-        """Whether a proof shows that branches in which the micro-batches of a first pass differed change nothing, so that the
-        pass may be repeated."""
+    def _may_differ(self, call: Call, error: BaseException, begun: Sequence[RandomState]) -> bool:
+        """Whether a proof shows that what only some micro-batches of a first pass did changes nothing, or how it is composed,
+        so that the pass may be repeated."""
         if not isinstance(error, BatchDependent) or not error.differing or len(call.calls) > 1:
             return False
         if self._core.staging.parts is not None:  # proofs of sharded parameters need all ranks
@@ -448,7 +448,7 @@ class ScriptPasses:
         call.undo_writes()
         call.gathered = False
         with self.aside():
-            return self._kinds.branches_freely(call, error.differing)
+            return self._kinds.may_differ(call, error.differing)
 
     def _pass(self, call: Call, consumer: Consumer, weighting: Weighting, first: bool) -> Total:
         core = self._core

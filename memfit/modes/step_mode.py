@@ -208,7 +208,10 @@ class Stepper:
             except WholeShares:
                 self._weights.run_together("it does on another process")
             except BatchDependent as error:
-                self._weights.run_together(error.found)
+                if not error.differing or self._core.staging.parts is not None:
+                    self._weights.run_together(error.found)
+                    continue
+                self._weights.weigh_again(ordered, doubted, error.differing)
             except SharesDiffer:
                 self._weights.run_together("its terms divide by counts of their own, over all samples")
         return self._all_at_once(batch)

@@ -21,7 +21,7 @@ from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
-from memfit.engine.branches import Branching, Made
+from memfit.engine.branches import Act, Branching
 from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition, contradicted, with_earlier
 from memfit.engine.known_means import Terms, is_only_term
@@ -29,12 +29,13 @@ from memfit.engine.places import Place
 from memfit.engine.random_state import random_state_kept
 from memfit.engine.recovery import on_fewer, surviving
 from memfit.engine.suspended_autocast import without_autocast
+from memfit.engine.version_checks import Keys
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting
 from memfit.engine.work import Work, loss_of
 from memfit.equivalence.infer_weighting import DECIDES, infer_weighting
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import PROBED
-from memfit.equivalence.proof_samples import Apart, Marks, branch_marks, drawn, entries_of
+from memfit.equivalence.proof_samples import Apart, Marks, act_marks, drawn, entries_of
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
 from memfit.equivalence.single_sample import loss_alone
 from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
@@ -77,7 +78,7 @@ class Weigher:
         self._alone: Weighting | None = None
         self._proven_ragged = self.mute = False
         self._apart = Apart()
-        self._differing: Collection[Made] = ()
+        self._differing: Collection[Act] = ()
         self._branching: Branching | None = None
         self._prove_at = 0
 
@@ -341,11 +342,11 @@ class Weigher:
 
         def marks_of(sample: Any) -> Marks:
             work = self._tasks.work(lambda start, stop: sample, 1, "off", on_copies=True)
-            return branch_marks(partial(loss_of, work, 1), differing)
+            return act_marks(partial(loss_of, work, 1), differing, aside)
 
         some = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
+        aside = partial(comparable, core.model, core.device)
         with core.staging.swapped():
-            aside = partial(comparable, core.model, core.device)
             self._branching = drawn(partial(loss_of, some, sum(parts)), aside, differing, core.device).joined(self._branching)
             with aside():
                 return batch.spread(parts, marks_of=marks_of)
@@ -403,10 +404,10 @@ class Weigher:
             with world.entered():
                 yield work
 
-    def weigh_again(self, batch: Ordered, doubted: bool, differing: Collection[Made] = ()) -> None:
-        """Prove a failed weighting again, on samples that tell its rivals apart, or that make calls which not all of its
-        micro-batches made."""
-        before, self._differing = self.weighting, differing
+    def weigh_again(self, batch: Ordered, doubted: bool, differing: Collection[Act] = ()) -> None:
+        """Prove a failed weighting again, on samples that tell its rivals apart, or that do what not all of its
+        micro-batches did."""
+        before, moves, self._differing = self.weighting, self._moves, differing
         if before is None and self._alone is not None:
             self._alone = None
             return
@@ -414,8 +415,13 @@ class Weigher:
             with random_state_kept(self._core.device):
                 self._weigh(batch, batch.samples, before)
         self._differing = ()
-        if doubted or self.weighting == before:
+        if doubted or (self.weighting == before and self._moves == moves):
             self.run_together("its weighting did not hold for a later batch")
+
+    @property
+    def _moves(self) -> tuple[Keys, Keys]:
+        """Which places move, and which of them are steady."""
+        return self.composition.keys, self.composition.steady
 
     def run_together(self, why: str) -> None:
         self.weighting, self.together = None, True
