@@ -24,7 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from memfit.engine.asked_numbers import Expected, value_of
 from memfit.engine.batch_dependent import BatchDependent, check_same
 from memfit.engine.call_context import is_faking
-from memfit.engine.places import MISSING, Place, TensorPlace
+from memfit.engine.places import MISSING, Place, TensorPlace, contents_of, refilled
 from memfit.engine.unseen_moves import UnseenMoves
 from memfit.engine.user_code import is_installed
 from memfit.engine.version_checks import Keys
@@ -147,6 +147,9 @@ class ComposedPlace:
 
 
 _FILLED = (list, dict, deque)
+_Value = tuple[Any, Any]
+"""A value at a place, and its contents if it is a container: an attribute may be replaced by a part of the list that it was,
+after items were appended to that."""
 
 
 def _is_counted(value: Any) -> bool:
@@ -168,9 +171,9 @@ class Composition:
     ) -> None:
         self.slots, self.moved, self.draws, self.steady = tuple(slots), tuple(moved), draws, steady
         self.expected: Expected | None = None
-        self._there: list[Any] | None = None
+        self._there: list[_Value] | None = None
         self._held: set[Hashable] = set()
-        self._before: list[Any] = []
+        self._before: list[_Value] = []
         self._after: list[list[Any]] = []
         self._sizes: list[int] = []
         self._watch: Callable[[Keys, Keys], UnseenMoves] | None = None
@@ -228,7 +231,7 @@ class Composition:
             return
         if self.moved and self.expected is not None and (name := self.expected.changed()) is not None:
             raise BatchDependent.of_number(name)
-        self._there = there = [place.value() for place in self.moved]
+        self._there = there = _values_at(self.moved)
         at = {place.key: value for place, value in zip(self.moved, there)}
         self._before, self._after, self._sizes = [at[slot.place.key] for slot in self.slots], [], []
         self._unseen = None if self._watch is None or is_faking() else self._watch(self.keys, self.steady)
@@ -243,15 +246,17 @@ class Composition:
                 self._unseen.undo()
             raise
         if joined is not None:
-            _put([slot.place for slot in self.slots], joined)
-        self._add_moved([] if self._unseen is None else self._unseen.of_forwards())
-        if any(before is MISSING and isinstance(slot.place.value(), _FILLED) for slot, before in zip(self.slots, self._before)):
+            for slot, value in zip(self.slots, joined):
+                slot.place.put(value)
+        self._add_moved([] if self._unseen is None else [(place, (value, None)) for place, value in self._unseen.of_forwards()])
+        ends = ((before, slot.place.value()) for (before, _), slot in zip(self._before, self.slots))
+        if any(before is MISSING and isinstance(value, _FILLED) for before, value in ends):
             self._held.add(_FILLED)  # the next forward fills what this one has made
         self._after = []
 
     def begin_whole(self) -> None:
         """Note the state before a forward over the whole batch, which then moves it by itself: a second pass has to find it."""
-        self._there = [place.value() for place in self.moved]
+        self._there = _values_at(self.moved)
         self._before, self._after, self._sizes = [], [], []
 
     def _joined(self) -> list[Any]:
@@ -261,9 +266,10 @@ class Composition:
                 check_same(first, other, lambda place=slot.place: place.label)
         return [self._value_of(*each) for each in zip(self.slots, self._before, values)]
 
-    def _value_of(self, slot: ComposedPlace, before: Any, values: Sequence[Any]) -> Any:
+    def _value_of(self, slot: ComposedPlace, before: _Value, values: Sequence[Any]) -> Any:
+        value, items = before
         try:
-            return slot.rule.joined(before, values, self._sizes)
+            return slot.rule.joined(value if items is None else items, values, self._sizes)
         except (RuntimeError, TypeError, ValueError):  # of other shapes or lengths than parts of a proof
             raise BatchDependent.of(slot.place.label) from None
 
@@ -292,7 +298,7 @@ class Composition:
         if not wanted:
             yield
             return
-        now = [place.value() for place in self.moved]
+        now = _values_at(self.moved)
         with ExitStack() as versions:  # graphs that saved a parameter must not see a newer version of it
             for place in self.trained:
                 versions.enter_context(_unsafe_preserve_version_counter(place.tensor))
@@ -305,7 +311,7 @@ class Composition:
 
     def recount(self) -> None:
         """Put counters of forwards back to where the latest pass found them."""
-        for slot, before in zip(self.slots, self._before):
+        for slot, (before, _) in zip(self.slots, self._before):
             if isinstance(slot.rule, Last) and type(value_of(before)) in (int, bool):
                 slot.place.put(before)
 
@@ -313,7 +319,7 @@ class Composition:
         """Take over what a later call has moved, and its values before: a second pass of this call has to find them."""
         self._add_moved(list(zip(later.moved, later._there or ())))
 
-    def _add_moved(self, moves: Sequence[tuple[Place, Any]]) -> None:
+    def _add_moved(self, moves: Sequence[tuple[Place, _Value]]) -> None:
         known = self.keys
         added = [(place, value) for place, value in moves if place.key not in known]
         self.moved = (*self.moved, *(place for place, _ in added))
@@ -377,6 +383,13 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _put(places: Sequence[Place], values: Sequence[Any]) -> None:
-    for place, value in zip(places, values):
+def _values_at(places: Sequence[Place]) -> list[_Value]:
+    values = [place.value() for place in places]
+    return [(value, contents_of(value)) for value in values]
+
+
+def _put(places: Sequence[Place], values: Sequence[_Value]) -> None:
+    for place, (value, contents) in zip(places, values):
         place.put(value)
+        if contents is not None:
+            refilled(value, contents)

@@ -126,6 +126,11 @@ def refill(container: list[Any] | deque[Any], items: Sequence[Any]) -> None:
         kind.extend(container, items)
 
 
+def contents_of(value: Any) -> Any:
+    """Return a copy of what a list, a deque or a dictionary holds; None for others."""
+    return list(value) if isinstance(value, (list, deque)) else dict(value) if isinstance(value, dict) else None
+
+
 def refilled(container: Any, items: Any) -> None:
     """Restore the contents of a container if they changed."""
     if isinstance(container, (list, deque)):
