@@ -144,24 +144,25 @@ def test_state_that_rare_samples_move(move: Any, rare: str, mode: str) -> None:
 
 
 class Caching(nn.Module):
-    """A net that makes a table when a batch first has a rare sample."""
+    """A net that makes a table of this many numbers when a batch first has a rare sample."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: int) -> None:
         super().__init__()
-        self.net, self.table = mlp(), None
+        self.net, self.table, self.numbers = mlp(), None, numbers
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.net(x)
         if bool((x[:, 0] == 1).any()):
             if self.table is None:
-                self.table = torch.linspace(0, 1, 4, dtype=x.dtype)
-            out = out + (x[:, :1] == 1) * self.table
+                self.table = torch.linspace(0, 1, self.numbers, dtype=x.dtype)
+            out = out + (x[:, :1] == 1) * self.table[:4]
         return out
 
 
+@pytest.mark.parametrize("numbers", [4, 8192])
 @pytest.mark.parametrize("mode", ["loss", "accumulated", "replayed"])
-def test_a_table_that_is_made_when_it_is_first_needed_stays_cut(mode: str) -> None:
-    model, rare = Caching(), [(), range(8), (0, 4, 7), ()]
+def test_a_table_that_is_made_when_it_is_first_needed_stays_cut(mode: str, numbers: int) -> None:
+    model, rare = Caching(numbers), [(), range(8), (0, 4, 7), ()]
     plain = copy.deepcopy(model)
     forwards = Forwards(model.net[0])  # type: ignore[index]
     x = points(BATCH * len(rare))[0]
@@ -207,6 +208,76 @@ def test_state_that_is_moved_without_a_call_of_torch(
     wanted = _trained(copy.deepcopy(model), batches, mode, wrapped=False)
     try:
         found = _trained(model, batches, mode, wrapped=True)
+    except memfit.Refused as refused:
+        assert any(said in str(refused) for said in WORDS)
+        return
+    assert all(relative_error({name: found[name]}, {name: wanted[name]}) < EXACT for name in wanted)
+
+
+class Classes(nn.Module):
+    """Counts samples by class, and where it is in a ring of as many places as a batch has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.table, self.place = mlp(), dict[int, int](), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in x[:, 0].tolist():
+            self.table[int(each)] = self.table.get(int(each), 0) + 1
+        self.place = (self.place + len(x)) % BATCH
+        return self.net(x)
+
+
+@pytest.mark.parametrize("mode", ["loss", "accumulated", "replayed"])
+@pytest.mark.parametrize("classes", [2, 5, 6, 8])
+def test_more_places_than_a_proof_has_samples(classes: int, mode: str) -> None:
+    def trained(model: Classes, wrapped: bool) -> dict[str, Any]:
+        x, optimizer = points(3 * BATCH)[0], SGD(model.parameters(), 0.1)
+        x[:, 0] = torch.arange(3 * BATCH) % classes
+
+        def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+            out = model(x)
+            return (out.flip(0).flip(0) if mode == "replayed" else out).pow(2).mean()
+
+        step_mode = wrapped and mode == "loss"
+        run = memfit.wrap(model, optimizer, micro_batch=3, loss_fn=loss_fn if step_mode else None) if wrapped else None
+        for batch in x.split(BATCH):
+            if run is not None and step_mode:
+                run.step(batch)
+                continue
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+        return {"table": model.table, "place": model.place, **{n: p.detach() for n, p in model.named_parameters()}}
+
+    model = Classes()
+    wanted = trained(copy.deepcopy(model), wrapped=False)
+    torch.testing.assert_close(trained(model, wrapped=True), wanted, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("read", ["any", "count"])
+def test_two_calls_with_losses_of_their_own(read: str, move: Any) -> None:
+    def trained(model: Moving, wrapped: bool) -> dict[str, Tensor]:
+        LOG.clear()
+        x, optimizer, rare = points(5 * BATCH)[0], SGD(model.parameters(), 0.1), [(), (5,), (0, 4, 7), (), (1,)]
+        x[:, 0] = 0
+        x[[i * BATCH + each for i, some in enumerate(rare) for each in some], 0] = 1
+        if wrapped:
+            memfit.wrap(model, optimizer, micro_batch=3)
+        for batch in x.split(BATCH):
+            optimizer.zero_grad()
+            one, other = model(batch), model(batch + 0.0)
+            one.pow(2).mean().backward()
+            other.abs().mean().backward()
+            optimizer.step()
+        state = {"moved": model.moved.detach(), "hits": model.hits.detach()}
+        return {**{n: p.detach() for n, p in model.named_parameters()}, **state}
+
+    model = Moving(move, read, scale=0)
+    wanted = trained(copy.deepcopy(model), wrapped=False)
+    try:
+        found = trained(model, wrapped=True)
     except memfit.Refused as refused:
         assert any(said in str(refused) for said in WORDS)
         return

@@ -160,6 +160,8 @@ EVERY = {
     "test_strays.py::test_they_are_the_mean_over_processes": 3,
     "test_takeover.py::test_a_script_for_distributed_data_parallel_trains_as_one_process_would": 4,
     "test_uncut.py::test_c_plus_plus_uses_an_output_of_a_batch_that_runs_whole_after_all": 5,
+    "test_unseen_moves.py::test_two_calls_with_losses_of_their_own": 4,
+    "test_unseen_moves.py::test_state_that_is_moved_without_a_call_of_torch": 11,
     "test_unseen_moves.py::test_state_that_rare_samples_move": 4,
     "test_untidy.py::test_it_is_as_without_memfit": 2,
     "test_untidy.py::test_parameters_that_are_added_or_replaced_are_planned_for_anew": 3,

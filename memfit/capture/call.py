@@ -21,6 +21,7 @@ from memfit.batches.tree import copied_tensors, flat, leaves, rebuild, tensors, 
 from memfit.capture.input_gradients import InputGradients
 from memfit.capture.outputs import Outputs, otherwise
 from memfit.capture.shared_outputs import SharedOutputs
+from memfit.engine.branches import Act
 from memfit.engine.call_attributes import CallAttributes, Since
 from memfit.engine.call_context import (
     Autocast,
@@ -92,6 +93,7 @@ class Call:
         self.whole: list[Any] | None = None
         self.activate: Callable[[], object] | None = None
         self.composition = Composition()
+        self.proven_for: frozenset[Act] = frozenset()
         self.host_draws = HostDraws(lambda: None)
         self.values: list[torch.Tensor | None] | None = None
         self.kept: dict[int, tuple[list[Any], dict[int, torch.Tensor]]] = {}

@@ -37,12 +37,12 @@ class UnseenMoves:
         tensors = [each for each in self._held.contents.versions if id(each[0]) not in own and not each[0].requires_grad]
         tensors = [each for each in tensors if self._known.isdisjoint(keys_of_values(each[0], each[0]))]
         self._tensors = [(t, version, t.detach().clone() if self._is_copied(t) else None) for t, version in tensors]
-        self._found: dict[tuple[Any, ...], Any] | None = None
+        self._found: dict[tuple[Any, ...], tuple[Any, str]] | None = None
         self._moved: list[dict[tuple[Any, ...], str]] = []
 
     def before_forward(self) -> None:
         """Begin a micro-batch's forward."""
-        self._found = {place.key: _state_of(place) for place, _ in self._moves()}
+        self._found = {place.key: (_state_of(place), place.label) for place, _ in self._moves()}
 
     def after_forward(self) -> None:
         """End a micro-batch's forward."""
@@ -95,8 +95,10 @@ class UnseenMoves:
         found = self._found
         if found is None:
             return {}
-        places = [place for place, _ in self._moves() if not _is_left(found.get(place.key), _state_of(place))]
-        return {place.key: place.label for place in places}
+        now = {place.key: (_state_of(place), place.label) for place, _ in self._moves()}
+        back = {key: label for key, (_, label) in found.items() if key not in now}  # as it was when the pass began
+        there = {key: found.get(key, (None, ""))[0] for key in now}
+        return back | {key: label for key, (state, label) in now.items() if not _is_left(there[key], state)}
 
 
 def _has_no_copy(place: Place, before: Any) -> bool:

@@ -6,7 +6,7 @@ It runs like the proofs of `proofs.py`, and keeps gradients of a bounded choice 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.batches.pieces import bounds
 from memfit.capture.size_dependence import Positions
 from memfit.engine.batch_limits import limits_in, unreachable_in
 from memfit.engine.branches import branching_of
@@ -31,10 +30,11 @@ from memfit.equivalence.host_reads import Again, Reads, decided, may_branch, not
 from memfit.equivalence.leaf_counts import LeafCount, candidate_counts
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import MeasuredLoss, MeasureLoss, probes_of
+from memfit.equivalence.proof_rounds import rounds_of
 from memfit.equivalence.proofs import comparable
 from memfit.equivalence.same_values import same
-from memfit.equivalence.seen_effects import Trial, doubled
-from memfit.equivalence.side_effects import STILL, Moves, composition_of
+from memfit.equivalence.seen_effects import Run, Trial, doubled
+from memfit.equivalence.side_effects import Moves
 from memfit.equivalence.tolerances import (
     MOST,
     Arithmetic,
@@ -121,39 +121,19 @@ def _inferred(
         with aside() as traces:
             return noting_moves(reads := reads or Reads(), measured(0, samples, reads), traces.moved())
 
-    def in_parts(looks: list[Reads]) -> list[MeasuredLoss]:
-        parts = []
-        with staging.swapped(), moves.composition.over_pass():
-            for start, stop in bounds(sizes):
-                moves.composition.before_micro_batch()
-                looks.append(Reads())
-                parts.append(measured(start, stop, looks[-1]))
-                moves.composition.after_micro_batch(stop - start)
-        return parts
-
-    floor, moved = _floor_of(whole, once_more, model, staged), bool(reads.moved)
-    moves, looks, parts, again = STILL, list[Reads](), list[MeasuredLoss](), list[MeasuredLoss]()
-    if not moved:
-        with aside() as traces:
-            parts, moved = in_parts(looks), bool(traces.moved())  # state kept by size may have the whole's size already
-    if moved:
-        looks, doubles = [], _doubles(double, sizes, staging, aside)
-        moves = composition_of(Trial(run, sizes), doubles, aside, graphs=decides, draws=draws.drew)
-        with aside():
-            parts = in_parts(looks)
-            moves, again = moves.repeated(partial(in_parts, []))
-        moves = moves.unless(lambda: _same(parts[-1], measured(samples - sizes[-1], samples, Reads())), aside)
-    if again:
-        with aside():
-            run(0, samples)
-            moves.composition.recount()
-            later = measured(0, samples, Reads())
+    floor = _floor_of(whole, once_more, model, staged)
+    doubles = () if double is None else doubled(partial(_twice, double, staging), sizes, aside)
+    rounds = rounds_of(
+        reads, measured, Trial(run, sizes), doubles, aside, staging.swapped, _same, graphs=decides, draws=draws.drew
+    )
+    parts, moves = rounds.parts, rounds.moves
+    if rounds.later is not None:
         calls = partial(_calls_twice, moves, model, partial(run, 0, samples), aside)
-        if (decides and moves.deviation is None and calls()) or _choose(later, again, counts, arithmetic, floor)[0] is None:
+        if (decides and moves.deviation is None and calls()) or _choose(*rounds.later, counts, arithmetic, floor)[0] is None:
             moves = replace(moves, deviation=moves.misread())
     chosen, deviation = _choose(whole, parts, counts, arithmetic, floor)
     tried = decides, tried_on(work.device, model)
-    chosen, moves = _with_decisions((chosen, moves), *tried, reads, looks, Again(whole, once_more, _same))
+    chosen, moves = _with_decisions((chosen, moves), *tried, reads, rounds.looks, Again(whole, once_more, _same))
     return chosen, deviation, moves, _others(reached, staged)
 
 
@@ -211,23 +191,15 @@ def _calls_twice(
     return watched.calls[id(model)] > 1
 
 
-def _doubles(
-    double: Callable[[int, int], Work] | None,
-    sizes: Sequence[int],
-    staging: Staging,
-    aside: Callable[[], AbstractContextManager[Any]],
-) -> Iterator[Trial]:
-    """Yield trials on the samples of each part twice."""
-    for start, stop in reversed(list(bounds(sizes))):
-        if double is None:
-            return
-        work = double(start, stop)
+def _twice(double: Callable[[int, int], Work], staging: Staging, start: int, stop: int) -> Run:
+    """Return what runs these samples twice."""
+    work = double(start, stop)
 
-        def run(low: int, high: int, work: Work = work) -> torch.Tensor:
-            with staging.swapped():
-                return work.loss(work.forward(work.inputs(low, high, None)[0]))
+    def run(low: int, high: int) -> torch.Tensor:
+        with staging.swapped():
+            return work.loss(work.forward(work.inputs(low, high, None)[0]))
 
-        yield from doubled(run, stop - start, aside)
+    return run
 
 
 def _choose(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import compress
@@ -32,9 +32,9 @@ from memfit.engine.gradients import is_sharded
 from memfit.engine.intercept import is_compiled
 from memfit.engine.random_slices import Draws
 from memfit.equivalence.host_reads import Again, Reads, decided, may_branch, noting_moves, tried_on
+from memfit.equivalence.proof_rounds import Rounds, rounds_of
 from memfit.equivalence.same_values import same
-from memfit.equivalence.seen_effects import Trial, doubled
-from memfit.equivalence.side_effects import STILL, Moves, composition_of
+from memfit.equivalence.seen_effects import Run, Trial, doubled
 from memfit.equivalence.tolerances import (
     MOST,
     Arithmetic,
@@ -112,7 +112,8 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     A leaf without gradient that cannot be joined is marked opaque: using it is refused, training is not.
     """
     with full_precision(call.device) as arithmetic:
-        whole, parts, moves, line, nearby, seen = _whole_and_parts(frozen_norms(call), sizes)
+        whole, rounds, line, nearby, seen = _whole_and_parts(frozen_norms(call), sizes)
+    parts, moves = rounds.parts, rounds.moves
     deviations = [] if moves.deviation is None else [moves.deviation]
     deviations += [] if line is None else [Deviation(line, 1.0, 0.0, by="reading")]
     deviations += [] if unreachable_in(*seen[:2]) is None else [Deviation(SIZE, 1.0, 0.0, by="counting")]
@@ -135,7 +136,7 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
             deviation = replace(deviation, limit=max(deviation.limit, floor(i)))
         settled.append(leaf)
         deviations += [deviation] if leaf.differentiable else []
-    if moves.again is not None and _differs_again(settled, outputs.loss, moves.again, sizes, arithmetic, floor):
+    if rounds.later is not None and _differs_again(settled, outputs.loss, rounds.later, sizes, arithmetic, floor):
         deviations.append(moves.misread())
     deviations.sort(key=lambda each: each.relative / each.limit if each.limit else each.relative, reverse=True)
     outputs = replace(outputs, leaves=tuple(settled))
@@ -145,18 +146,15 @@ def joined_outputs(call: Call, sizes: Sequence[int]) -> tuple[Outputs, list[Devi
     return outputs, deviations, moves.composition
 
 
-def _doubles(call: Call, sizes: Sequence[int], aside: Callable[[], AbstractContextManager[Traces]]) -> Iterator[Trial]:
-    """Yield trials on the samples of each part twice; none if only `split` knows the samples."""
-    if call.split is not None or not call.layout.cuts:
-        return
-    for start, stop in reversed(list(bounds(sizes))):
-        double = call.chosen([*range(start, stop), *range(start, stop)])
+def _twice(call: Call, start: int, stop: int) -> Run:
+    """Return what runs these samples twice."""
+    double = call.chosen([*range(start, stop), *range(start, stop)])
 
-        def run(low: int, high: int, double: Call = double) -> object:
-            with torch.enable_grad():
-                return double.run(double.arguments(low, high))
+    def run(low: int, high: int) -> object:
+        with torch.enable_grad():
+            return double.run(double.arguments(low, high))
 
-        yield from doubled(run, stop - start, aside)
+    return run
 
 
 def _differs_again(
@@ -273,10 +271,10 @@ def _module_difference(
 
 def _whole_and_parts(
     call: Call, sizes: Sequence[int]
-) -> tuple[list[Any], list[list[Any]], Moves, str | None, Callable[[], list[Any]], Looks]:
-    """Run the call on the whole and on its parts. Return both outputs, how changed state is composed, the line whose control
-    flow depends on batch values, a function: the whole's outputs from parameters that differ in their last bits, and what was
-    seen of both."""
+) -> tuple[list[Any], Rounds[list[Any]], str | None, Callable[[], list[Any]], Looks]:
+    """Run the call on the whole and on its parts. Return the whole's outputs, what the parts gave, the line whose control flow
+    depends on batch values, a function: the whole's outputs from parameters that differ in their last bits, and what was seen
+    of both."""
     for by_operations in (False, True):
         draws, reads = Draws(by_operations=by_operations), Reads()
         # With grad enabled as in training, because models check for it and may register hooks.
@@ -286,67 +284,47 @@ def _whole_and_parts(
                 whole = _detached(_read(call, given, sum(sizes), reads))
             reads.moved = frozenset(traces.moved())
         if not draws.unsliced or by_operations:
-            return whole, *_parts_of(call, sizes, draws, reads, whole, bool(reads.moved))
+            return whole, *_parts_of(call, sizes, draws, reads, whole)
     raise AssertionError("unreachable: the second round always returns")
 
 
 def _parts_of(
-    call: Call, sizes: Sequence[int], draws: Draws, reads: Reads, whole: list[Any], moved: bool
-) -> tuple[list[list[Any]], Moves, str | None, Callable[[], list[Any]], Looks]:
+    call: Call, sizes: Sequence[int], draws: Draws, reads: Reads, whole: list[Any]
+) -> tuple[Rounds[list[Any]], str | None, Callable[[], list[Any]], Looks]:
     """Do `_whole_and_parts` for the parts, after the whole has run."""
     samples, aside = sum(sizes), partial(comparable, call.model, call.device)
 
-    def run(start: int, stop: int, reads: Reads | None = None) -> list[Any]:
+    def run(start: int, stop: int) -> list[Any]:
         given = call.arguments(start, stop)
         with torch.enable_grad(), draws.sliced(start, stop, samples):
-            return _detached(call.run(given) if reads is None else _read(call, given, stop - start, reads))
+            return _detached(call.run(given))
+
+    def measure(start: int, stop: int, reads: Reads) -> list[Any]:
+        given = call.arguments(start, stop)
+        with torch.enable_grad(), draws.sliced(start, stop, samples):
+            return _detached(_read(call, given, stop - start, reads))
 
     def once_more(reads: Reads) -> list[Any]:
         with aside() as traces:
-            return noting_moves(reads, run(0, samples, reads), traces.moved())
+            return noting_moves(reads, measure(0, samples, reads), traces.moved())
 
     def nearby() -> list[Any]:
         with full_precision(call.device), aside(), last_bits_flipped(call.model.parameters()):
             return run(0, samples)
 
-    def in_parts(looks: list[Reads]) -> list[list[Any]]:
-        parts = []
-        with moves.composition.over_pass():
-            for start, stop in bounds(sizes):
-                moves.composition.before_micro_batch()
-                looks.append(Reads())
-                parts.append(run(start, stop, looks[-1]))
-                moves.composition.after_micro_batch(stop - start)
-        return parts
-
-    moves, looks, parts, again = STILL, list[Reads](), list[list[Any]](), list[list[Any]]()
-    if not moved:
-        with aside() as traces:
-            parts = in_parts(looks)
-            moved = bool(traces.moved())  # the whole changes nothing if state kept by size already has its size
-    if moved:
-        moves, looks = composition_of(Trial(run, sizes), _doubles(call, sizes, aside), aside, draws=draws.drew), []
-        with aside():
-            parts = in_parts(looks)
-            moves, again = moves.repeated(partial(in_parts, []))
-    if again:
-        with aside():
-            run(0, samples)
-            moves.composition.recount()
-            moves = replace(moves, again=(run(0, samples), again))
     used = [leaf.differentiable for leaf in call.outputs.leaves] if len(call.outputs.leaves) == len(whole) else ()
 
     def equal(wanted: list[Any], made: list[Any]) -> bool:
         return len(made) == len(wanted) and all(map(same, compress(wanted, used), compress(made, used)))
 
-    if moved:
-        moves = moves.unless(lambda: equal(parts[-1], run(samples - sizes[-1], samples)), aside)
-
+    knows_samples = call.split is None and bool(call.layout.cuts)
+    doubles = doubled(partial(_twice, call), sizes, aside) if knows_samples else ()
+    rounds = rounds_of(reads, measure, Trial(run, sizes), doubles, aside, nullcontext, equal, draws=draws.drew)
     tried, repeat = tried_on(call.device, call.model), Again(whole, once_more, equal)
-    line = decided(reads, looks, repeat, tried=tried)
+    line = decided(reads, rounds.looks, repeat, tried=tried)
     branches = line is None and may_branch(reads, repeat, tried)
-    made = [look.branches.made for look in (reads, *looks)] if branches else []
-    return parts, moves, line, nearby, Looks(reads.limits, [look.limits for look in looks], made)
+    made = [look.branches.made for look in (reads, *rounds.looks)] if branches else []
+    return rounds, line, nearby, Looks(reads.limits, [look.limits for look in rounds.looks], made)
 
 
 def _read(call: Call, given: Any, samples: int, reads: Reads) -> list[Any]:

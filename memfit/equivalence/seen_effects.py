@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,12 @@ class SeenEffects:
         """Whether any run changes this place."""
         return any(key in values for values in (self.whole, self.in_turn, *self.apart))
 
+    def all_move(self, key: tuple[Any, ...], *, reset: bool) -> bool:
+        """Whether each of two parts changes this place, which is `reset` between them or not."""
+        if not all(key in part for part in self.apart):
+            return False
+        return reset or not same(after(self.in_turn, key, self.before(key)), after(self.apart[0], key, self.before(key)), 0.0)
+
     @property
     def is_uneven(self) -> bool:
         """Whether only some of the parts change a place."""
@@ -101,19 +108,22 @@ def seen_of(trial: Trial, aside: Callable[[], AbstractContextManager[Traces]], g
     return SeenEffects(whole, in_turn, [part for part, _ in apart], trial.sizes, decides_by_position(looks), returns)
 
 
-def doubled(run: Run, samples: int, aside: Callable[[], AbstractContextManager[Traces]]) -> Iterator[Trial]:
-    """Yield a trial on some samples twice, which `run` runs; none if its draws cannot be sliced. Rules that hold for whole and
-    parts by chance fail there."""
-    draws = Draws()
-    with aside(), draws.recording():
-        run(0, 2 * samples)
+def doubled(
+    twice: Callable[[int, int], Run], sizes: Sequence[int], aside: Callable[[], AbstractContextManager[Traces]]
+) -> Iterator[Trial]:
+    """Yield trials on the samples of each part twice, the last one first, unless draws cannot be sliced. Rules that hold for
+    whole and parts by chance fail there. `twice(start, stop)` returns what runs these samples twice."""
+    for start, stop in reversed(list(bounds(sizes))):
+        run, draws, samples = twice(start, stop), Draws(), stop - start
+        with aside(), draws.recording():
+            run(0, 2 * samples)
+        if not draws.unsliced:
+            yield Trial(partial(_sliced, run, draws, 2 * samples), (samples, samples))
 
-    def sliced(start: int, stop: int) -> object:
-        with draws.sliced(start, stop, 2 * samples):
-            return run(start, stop)
 
-    if not draws.unsliced:
-        yield Trial(sliced, (samples, samples))
+def _sliced(run: Run, draws: Draws, samples: int, start: int, stop: int) -> object:
+    with draws.sliced(start, stop, samples):
+        return run(start, stop)
 
 
 def places_of(seen: Sequence[SeenEffects]) -> dict[tuple[Any, ...], Place]:

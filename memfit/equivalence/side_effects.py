@@ -55,8 +55,6 @@ class Moves:
     composition: Composition
     deviation: Deviation | None
     """The first place without a rule."""
-    again: tuple[list[Any], list[list[Any]]] | None = None
-    """If state is composed: what the whole and the parts return in a second run, from the state left by the first."""
     decides: str | None = None
     """The source line whose control flow depends on values that it reads from the batch."""
 
@@ -144,7 +142,8 @@ def composition_of(
     slots += _decided(slots, kept, seen)
     if named is None and any(each.by_position for each in shown):
         named = next((Deviation(p.label, 1.0, 0.0, by="moving") for p in kept if p.label not in allowed), None)
-    steady = frozenset(place.key for place in kept if all(place.key in part for part in shown[0].apart))
+    reset = {slot.place.key for slot in slots}
+    steady = frozenset(place.key for place in kept if shown[0].all_move(place.key, reset=place.key in reset))
     return Moves(Composition(slots, kept, draws=draws, steady=steady), named)
 
 

@@ -330,8 +330,9 @@ class CallKinds:
         return False
 
     def _proven_to_differ(self, kind: CallKind, call: Call, differing: Collection[Act]) -> bool:
-        while differing:
-            kind.differing = differing
+        left: Collection[Act] = differing
+        while left:
+            kind.differing = before = left
             try:
                 prove = partial(self._prover.prove, kind, call, call.shapes)
                 deviation = surviving(prove, self._core.device, lambda text: Deviation(text, float("inf"), 0.0))
@@ -343,11 +344,10 @@ class CallKinds:
                 return False
             finally:
                 kind.differing = ()
-            left = [each for each in differing if not kind.allows(each)]
-            if len(left) == len(differing):
+            left = [each for each in before if not kind.allows(each)]
+            if len(left) == len(before):
                 return False
-            differing = left
-        return True
+        return all(kind.allows(each) for each in differing)  # a proof forgets what its samples do not move
 
     def say_whole(self, call: Call, error: BaseException) -> None:
         """Report that calls like this one, which failed in pieces, run whole from now on."""

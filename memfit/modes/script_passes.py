@@ -84,19 +84,25 @@ class ScriptPasses:
         """Context for micro-batches of a call. The script's hooks for saved tensors (a checkpoint around a loss counts them)
         do not see theirs, which are not part of the script's graph."""
         with self.aside(), call.as_called(), without_saved_tensors_hooks():
-            others = [other for other in self.waiting if other.attributes is not None and other not in call.calls]
-            before = CallAttributes(modules_of(call.model), self.reads) if others else None
             try:
-                yield
+                with self._telling_others(call):
+                    yield
             except BaseException:
                 self._with_state.clear()  # what failed is not run again because somebody reads what it left
                 self._awaited.release()
                 raise
-            written = before.written() if before is not None else []
+        self.await_state()
+
+    @contextmanager
+    def _telling_others(self, call: Call) -> Iterator[None]:
+        """Context in which a call runs: others that wait take over what it leaves in attributes."""
+        others = [other for other in self.waiting if other.attributes is not None and other not in call.calls]
+        before = CallAttributes(modules_of(call.model), self.reads) if others else None
+        yield
+        written = before.written() if before is not None else []
         for other in others if written else ():
             assert other.attributes is not None
             other.attributes.accept(written)
-        self.await_state()
 
     @contextmanager
     def going_through(self) -> Iterator[None]:
@@ -430,7 +436,7 @@ class ScriptPasses:
         for state in begun:
             state.restore(core.device)
         call.undo_writes()
-        with self.aside():
+        with self.aside(), self._telling_others(call):
             call.run_whole()
         self._ran(call)
         return True
@@ -438,8 +444,9 @@ class ScriptPasses:
     def _may_differ(self, call: Call, error: BaseException, begun: Sequence[RandomState]) -> bool:
         """Whether a proof shows that what only some micro-batches of a first pass did changes nothing, or how it is composed,
         so that the pass may be repeated."""
-        if not isinstance(error, BatchDependent) or not error.differing or len(call.calls) > 1:
+        if not isinstance(error, BatchDependent) or error.differing <= call.proven_for or len(call.calls) > 1:
             return False
+        call.proven_for |= error.differing
         if self._core.staging.parts is not None:  # proofs of sharded parameters need all ranks
             return False
         self._core.staging.discard()

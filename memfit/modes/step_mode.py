@@ -27,6 +27,7 @@ from memfit.capture.workloads import LossFn, moved
 from memfit.distributed.reduction import WholeShares
 from memfit.engine.accumulate import SharesDiffer
 from memfit.engine.batch_dependent import BatchDependent
+from memfit.engine.branches import Act
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.gradients import is_sharded
@@ -196,7 +197,7 @@ class Stepper:
             self._is_state_elsewhere()  # (remembers where it is)
         if ordered.ragged and self._weights.composition.in_sequence:
             ordered = self.ordered(batch)
-        doubted = False
+        doubted, proven_for = False, set[Act]()
         while not self._weights.together:
             try:
                 return self._accumulated(ordered)
@@ -208,9 +209,10 @@ class Stepper:
             except WholeShares:
                 self._weights.run_together("it does on another process")
             except BatchDependent as error:
-                if not error.differing or self._core.staging.parts is not None:
+                if error.differing <= proven_for or self._core.staging.parts is not None:
                     self._weights.run_together(error.found)
                     continue
+                proven_for |= error.differing
                 self._weights.weigh_again(ordered, doubted, error.differing)
             except SharesDiffer:
                 self._weights.run_together("its terms divide by counts of their own, over all samples")
