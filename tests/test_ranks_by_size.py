@@ -4,7 +4,7 @@ DistributedDataParallel computes of its share, and that it is not one process's 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -98,11 +98,17 @@ def of_two_calls(sizes: tuple[int, int]) -> list[Gradients] | str:
     return found
 
 
-def plain(model: nn.Module, loss_fn: LossFn, sizes: tuple[int, int]) -> Gradients:
-    """What DistributedDataParallel computes, weighted by samples."""
-    for rank, size in enumerate(sizes):
-        (loss_fn(model, share(sizes, rank)) * size / sum(sizes)).backward()
-    return gradients_of(model)
+def plain(model: nn.Module, loss_fn: LossFn, sizes: tuple[int, int], weights: Sequence[float] = ()) -> Gradients:
+    """What DistributedDataParallel computes, weighted by samples, or by other weights. (A gradient that the loss rounds is not
+    scaled before.)"""
+    weights, summed = weights or sizes, {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for rank, weight in enumerate(weights):
+        model.zero_grad()
+        loss_fn(model, share(sizes, rank)).backward()
+        for name, gradient in gradients_of(model).items():
+            assert gradient is not None
+            summed[name] += gradient * (weight / sum(weights))
+    return {**summed}
 
 
 def divided(model: nn.Module, sizes: tuple[int, int]) -> Gradients:
@@ -116,7 +122,9 @@ def divided(model: nn.Module, sizes: tuple[int, int]) -> Gradients:
 @pytest.mark.parametrize("how", LOSSES)
 def test_a_loss_fn_is_computed_of_each_share(two: Processes, how: str, sizes: tuple[int, int]) -> None:
     (found, said, _), (other, its, _) = two.run(stepped, how, "mlp", sizes)
-    want = divided(mlp(), sizes) if how == "a divisor with a limit" else plain(mlp(), LOSSES[how], sizes)
+    # A mean over entries is over those of all processes: of 3 classes in a large share, and of 4 in a small one.
+    entries = [size * (3 if size > MOST else 4) for size in sizes] if how == "classes" else sizes
+    want = divided(mlp(), sizes) if how == "a divisor with a limit" else plain(mlp(), LOSSES[how], sizes, entries)
     assert relative_error(found, want) <= EXACT
     assert relative_error(other, found) == 0
     for messages in (said, its):
