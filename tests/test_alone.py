@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,13 @@ def test_step_mode_refuses_single_samples_that_were_prescribed() -> None:
     run, _ = stepper(Normed(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), 1)
     with pytest.raises(Refused, match="cannot run one sample as it runs several"):
         run.step(points())
+
+
+def test_a_loss_that_needs_two_samples_is_that_of_the_batch_where_single_ones_were_prescribed() -> None:
+    def hardest(m: nn.Module, b: Any) -> Tensor:
+        return F.cross_entropy(m(b[0]), b[1], reduction="none").topk(2).values.mean()
+
+    assert error_of_step(mlp(), hardest, points(), 1) <= 1e-12
 
 
 def test_verifying_leaves_no_sample_by_itself() -> None:

@@ -151,6 +151,8 @@ class Weigher:
             if self.together:
                 return None
         self._look_alone(batch)
+        if self.together:
+            return None
         if batch.samples < 2 * core.least:
             if self._stated is None and not core.team.alone and batch.samples and self._is_one_mean(batch):
                 self._alone = BY_TERM  # its weight among the ranks is seen without a proof
@@ -189,7 +191,8 @@ class Weigher:
             self.run_together(refused.found)
 
     def _look_alone(self, batch: Ordered) -> None:
-        """Check whether the loss of a single sample can be computed. Raises Refused if not and the user fixed micro_batch=1."""
+        """Check whether the loss of a single sample can be computed. If not and the user fixed micro_batch=1, the model runs
+        alone, and is refused there if it cannot run one."""
         core = self._core
         if core.least > 1 or batch.samples < 2:
             return
@@ -197,7 +200,9 @@ class Weigher:
         with core.staging.swapped():  # does not call the user's hooks
             why = loss_alone(work, core.model, partial(self._on_twins, batch))
         self._tasks.watch(work)
-        if why is not None:
+        if why is not None and core.in_force.prescribed == 1:
+            self.run_together(f"it cannot be computed on one sample: {why}")
+        elif why is not None:
             core.forbid_single_samples(why)
 
     def asks(self, batch: Ordered, places: Mapping[Hashable, Place]) -> Mapping[Hashable, Notes]:
