@@ -2,6 +2,8 @@
 
     python benchmarks/fuzz_worth.py [--most 2000] [--first 600000] [--workers 2] [--only NAME ...] [--save]
 
+`--save` writes each row when it is known, beside the rows of other faults that were written on the same day.
+
 Each fault is one function of memfit replaced by what it was before the fault was mended, or by nothing where a check was
 missing. A fault is found when a script differs from plain PyTorch or crashes. The seeds begin at `--first`, the same for all.
 """
@@ -16,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import Any
 
-from common import ROOT, save, table
+from common import ROOT, result_of_today, save, table
 
 sys.path[:0] = [str(ROOT / "tests")]
 
@@ -28,7 +30,7 @@ def main() -> None:
     arguments.add_argument("--first", type=int, default=600_000, help="the first seed")
     arguments.add_argument("--workers", type=int, default=1)
     arguments.add_argument("--only", nargs="*", choices=[*FAULTS])
-    arguments.add_argument("--save", action="store_true", help="write a dated result")
+    arguments.add_argument("--save", action="store_true", help="write each row into a dated result")
     given = arguments.parse_args()
     names = given.only or [*FAULTS]
     context = multiprocessing.get_context("spawn")
@@ -37,10 +39,15 @@ def main() -> None:
         for done in as_completed([pool.submit(tried, name, given.first, given.most) for name in names]):
             rows.append(done.result())
             print(rows[-1], flush=True)
+            if given.save:
+                _saved_with(rows[-1], given.most)
     rows.sort(key=lambda row: names.index(row["fault"]))
     print(table("faults put back", [*rows[0]], [[*row.values()] for row in rows]))
-    if given.save:
-        print(save("fuzz_worth", {"most": given.most, "rows": rows}))
+
+
+def _saved_with(row: dict[str, Any], most: int) -> None:
+    before = [one for one in result_of_today("fuzz_worth").get("rows", ()) if one["fault"] != row["fault"]]
+    save("fuzz_worth", {"most": most, "rows": [*before, row]})
 
 
 def tried(name: str, first: int, most: int) -> dict[str, Any]:
