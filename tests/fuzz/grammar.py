@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from fuzz import loaders, loops, losses, models, outside, training
+from fuzz import loaders, loops, losses, models, outside, states, training
 from fuzz.pieces import Piece
 
 Choices = dict[str, str]
@@ -13,7 +13,7 @@ Choices = dict[str, str]
 TABLES: dict[str, dict[str, Piece]] = {
     "body": models.BODIES,
     "twist": models.TWISTS,
-    "state": models.STATES,
+    "state": states.STATES,
     "pack": models.PACKS,
     "inputs": models.INPUTS,
     "calls": loops.CALLS,
