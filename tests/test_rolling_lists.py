@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import mlp, points
+from stateful import MODES, trained
 from torch import Tensor, nn
-from torch.optim import SGD
-
-import memfit
 
 KEPT, STEPS, BATCH = 3, 6, 7
 
@@ -38,6 +36,12 @@ def _appended_and_deleted(model: Any, value: Any) -> None:
     del model.log[:-KEPT]
 
 
+def _replaced_now_and_then(model: Any, value: Any) -> None:
+    model.log.append(value)
+    if len(model.log) > KEPT + 1:
+        model.log = model.log[-KEPT:]
+
+
 def _put_into_a_copy(model: Any, value: Any) -> None:
     model.table["log"] = [*model.log, value]
     model.table = dict(model.table)
@@ -48,6 +52,10 @@ def _in_a_queue(model: Any, value: Any) -> None:
     model.queue.append(value)
 
 
+KEEPS = (
+    _appended_and_replaced, _replaced, _replaced_now_and_then, _appended_and_popped, _appended_and_deleted,
+    _put_into_a_copy, _in_a_queue,
+)  # fmt: skip
 VALUES: dict[str, Callable[[Tensor], Any]] = {
     "mean": lambda x: float(x.mean()),
     "size": len,
@@ -68,37 +76,15 @@ class Rolling(nn.Module):
         return self.net(x)
 
 
-def _trained(model: Rolling, mode: str, wrapped: bool) -> list[Tensor]:
-    """What the model holds after each batch, and its parameters."""
-    x, found = points(BATCH * STEPS)[0], list[Tensor]()
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        out = model(x)
-        return (out.flip(0).flip(0) if mode == "replayed" else out).pow(2).mean()
-
-    optimizer = SGD(model.parameters(), 0.1)
-    step_mode = wrapped and mode == "loss"
-    run = memfit.wrap(model, optimizer, micro_batch=3, loss_fn=loss_fn if step_mode else None) if wrapped else None
-    for batch in x.split(BATCH):
-        if run is not None and step_mode:
-            run.step(batch)
-        else:
-            optimizer.zero_grad()
-            loss_fn(model, batch).backward()
-            optimizer.step()
-        items = [*model.log, *model.queue, *model.table.get("log", ())]
-        found += [torch.as_tensor(item, dtype=torch.float64) for item in items]
-    return [*found, *(parameter.detach() for parameter in model.parameters())]
+def _items(model: Any) -> list[Any]:
+    return [*model.log, *model.queue, *model.table.get("log", ())]
 
 
-@pytest.mark.parametrize("mode", ["loss", "accumulated", "replayed"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize(
-    "keep",
-    [_appended_and_replaced, _replaced, _appended_and_popped, _appended_and_deleted, _put_into_a_copy, _in_a_queue],
-)
+@pytest.mark.parametrize("keep", KEEPS)
 def test_the_latest_items_are_those_of_plain_training(keep: Any, value: str, mode: str) -> None:
-    model = Rolling(keep, value)
-    wanted = _trained(copy.deepcopy(model), mode, wrapped=False)
-    found = _trained(model, mode, wrapped=True)
+    model, batches = Rolling(keep, value), points(BATCH * STEPS)[0].split(BATCH)
+    wanted = trained(copy.deepcopy(model), batches, mode, _items, wrapped=False)
+    found = trained(model, batches, mode, _items, wrapped=True)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from helpers import Forwards, mlp, points
+from stateful import MODES, trained
 from torch import Tensor, nn
 from torch.optim import SGD
-from zoo.plain import relative_error
 
 import memfit
 
@@ -101,32 +101,33 @@ class Moving(nn.Module):
         return out
 
 
-def _trained(model: Moving, rare: list[Any], mode: str, wrapped: bool) -> dict[str, Tensor]:
-    """Parameters and state after a step on each batch."""
-    LOG.clear()
-    x, targets = points(BATCH * len(rare))[0], points(BATCH * len(rare), seed=3)[0][:, :4]
+def _batches(rare: list[Any]) -> Sequence[Tensor]:
+    """Batches with these rare samples."""
+    x = points(BATCH * len(rare))[0]
     x[:, 0] = 0
     x[[i * BATCH + each for i, some in enumerate(rare) for each in some], 0] = 1
-
-    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        out = model(batch[0])
-        return ((out.flip(0).flip(0) if mode == "replayed" else out) - batch[1]).pow(2).mean()
-
-    optimizer = SGD(model.parameters(), 0.1)
-    step_mode = wrapped and mode == "loss"
-    run = memfit.wrap(model, optimizer, micro_batch=3, loss_fn=loss_fn if step_mode else None) if wrapped else None
-    for batch in zip(x.split(BATCH), targets.split(BATCH)):
-        if step_mode:
-            assert run is not None
-            run.step(batch)
-            continue
-        optimizer.zero_grad()
-        loss_fn(model, batch).backward()
-        optimizer.step()
-    return {**{n: p.detach() for n, p in model.named_parameters()}, "moved": model.moved.detach(), "hits": model.hits.detach()}
+    return x.split(BATCH)
 
 
-@pytest.mark.parametrize("mode", ["loss", "accumulated", "replayed"])
+def _to_targets(out: Tensor, x: Tensor) -> Tensor:
+    return (out - x[:, 3:]).pow(2).mean()
+
+
+def _state(model: Any) -> list[Tensor]:
+    return [model.moved.detach(), model.hits]
+
+
+def _trained(model: Moving, rare: list[Any], mode: str, wrapped: bool) -> Any:
+    """The state after a step on each batch, and the parameters."""
+    LOG.clear()
+    return trained(model, _batches(rare), mode, _state, wrapped=wrapped, loss=_to_targets)
+
+
+def _is_close(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rare", RARE)
 @pytest.mark.parametrize("move", MOVES)
 def test_state_that_rare_samples_move(move: Any, rare: str, mode: str) -> None:
@@ -140,7 +141,7 @@ def test_state_that_rare_samples_move(move: Any, rare: str, mode: str) -> None:
         # The whole adds its 8 samples and parts add those of some: truly no sum.
         assert move is _sized or mode == "loss" or rare not in ("one late in its batch", "one, then none", "two in one piece")
         return
-    assert all(relative_error({name: found[name]}, {name: wanted[name]}) < EXACT for name in wanted)
+    _is_close(found, wanted)
 
 
 class Caching(nn.Module):
@@ -160,32 +161,12 @@ class Caching(nn.Module):
 
 
 @pytest.mark.parametrize("numbers", [4, 8192])
-@pytest.mark.parametrize("mode", ["loss", "accumulated", "replayed"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_table_that_is_made_when_it_is_first_needed_stays_cut(mode: str, numbers: int) -> None:
-    model, rare = Caching(numbers), [(), range(8), (0, 4, 7), ()]
+    model, batches = Caching(numbers), _batches([(), range(8), (0, 4, 7), ()])
     plain = copy.deepcopy(model)
     forwards = Forwards(model.net[0])  # type: ignore[index]
-    x = points(BATCH * len(rare))[0]
-    x[:, 0] = 0
-    x[[i * BATCH + each for i, some in enumerate(rare) for each in some], 0] = 1
-
-    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-        out = model(x)
-        return (out.flip(0).flip(0) if mode == "replayed" else out).pow(2).mean()
-
-    optimizer, other = SGD(model.parameters(), 0.1), SGD(plain.parameters(), 0.1)
-    run = memfit.wrap(model, optimizer, micro_batch=3, loss_fn=loss_fn if mode == "loss" else None)
-    for batch in x.split(BATCH):
-        if mode == "loss":
-            run.step(batch)
-        else:
-            optimizer.zero_grad()
-            loss_fn(model, batch).backward()
-            optimizer.step()
-        other.zero_grad()
-        loss_fn(plain, batch).backward()
-        other.step()
-    assert relative_error(*({n: p.detach() for n, p in each.named_parameters()} for each in (model, plain))) < EXACT
+    _is_close(*(trained(each, batches, mode, lambda model: model.table, wrapped=each is model) for each in (model, plain)))
     assert max(forwards.sizes) == 3
 
 
@@ -198,7 +179,7 @@ def test_a_large_tensor_that_is_written_on_some_batches_is_refused_by_name(mode:
 
 @pytest.mark.parametrize("rare", [(7,), (0,), (0, 2), (0, 3, 7)])
 @pytest.mark.parametrize("move", [_counted, _sized, _listed, _entered, _added, _replaced, _flagged])
-@pytest.mark.parametrize("mode", ["loss", "accumulated", "replayed"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("read", ["any", "count"])
 @pytest.mark.parametrize("others", [(), range(BATCH)])
 def test_state_that_is_moved_without_a_call_of_torch(
@@ -211,7 +192,7 @@ def test_state_that_is_moved_without_a_call_of_torch(
     except memfit.Refused as refused:
         assert any(said in str(refused) for said in WORDS)
         return
-    assert all(relative_error({name: found[name]}, {name: wanted[name]}) < EXACT for name in wanted)
+    _is_close(found, wanted)
 
 
 class Classes(nn.Module):
@@ -228,57 +209,40 @@ class Classes(nn.Module):
         return self.net(x)
 
 
-@pytest.mark.parametrize("mode", ["loss", "accumulated", "replayed"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("classes", [2, 5, 6, 8])
 def test_more_places_than_a_proof_has_samples(classes: int, mode: str) -> None:
-    def trained(model: Classes, wrapped: bool) -> dict[str, Any]:
-        x, optimizer = points(3 * BATCH)[0], SGD(model.parameters(), 0.1)
-        x[:, 0] = torch.arange(3 * BATCH) % classes
+    model, x = Classes(), points(3 * BATCH)[0]
+    x[:, 0] = torch.arange(3 * BATCH) % classes
+    both = (copy.deepcopy(model), model)
+    _is_close(*(trained(each, x.split(BATCH), mode, _of_classes, wrapped=each is model) for each in both))
 
-        def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
-            out = model(x)
-            return (out.flip(0).flip(0) if mode == "replayed" else out).pow(2).mean()
 
-        step_mode = wrapped and mode == "loss"
-        run = memfit.wrap(model, optimizer, micro_batch=3, loss_fn=loss_fn if step_mode else None) if wrapped else None
-        for batch in x.split(BATCH):
-            if run is not None and step_mode:
-                run.step(batch)
-                continue
-            optimizer.zero_grad()
-            loss_fn(model, batch).backward()
-            optimizer.step()
-        return {"table": model.table, "place": model.place, **{n: p.detach() for n, p in model.named_parameters()}}
-
-    model = Classes()
-    wanted = trained(copy.deepcopy(model), wrapped=False)
-    torch.testing.assert_close(trained(model, wrapped=True), wanted, rtol=EXACT, atol=EXACT)
+def _of_classes(model: Any) -> Any:
+    return model.table, model.place
 
 
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("read", ["any", "count"])
 def test_two_calls_with_losses_of_their_own(read: str, move: Any) -> None:
-    def trained(model: Moving, wrapped: bool) -> dict[str, Tensor]:
+    def ran(model: Moving, wrapped: bool) -> Any:
         LOG.clear()
-        x, optimizer, rare = points(5 * BATCH)[0], SGD(model.parameters(), 0.1), [(), (5,), (0, 4, 7), (), (1,)]
-        x[:, 0] = 0
-        x[[i * BATCH + each for i, some in enumerate(rare) for each in some], 0] = 1
+        optimizer = SGD(model.parameters(), 0.1)
         if wrapped:
             memfit.wrap(model, optimizer, micro_batch=3)
-        for batch in x.split(BATCH):
+        for batch in _batches([(), (5,), (0, 4, 7), (), (1,)]):
             optimizer.zero_grad()
             one, other = model(batch), model(batch + 0.0)
             one.pow(2).mean().backward()
             other.abs().mean().backward()
             optimizer.step()
-        state = {"moved": model.moved.detach(), "hits": model.hits.detach()}
-        return {**{n: p.detach() for n, p in model.named_parameters()}, **state}
+        return _state(model), {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     model = Moving(move, read, scale=0)
-    wanted = trained(copy.deepcopy(model), wrapped=False)
+    wanted = ran(copy.deepcopy(model), wrapped=False)
     try:
-        found = trained(model, wrapped=True)
+        found = ran(model, wrapped=True)
     except memfit.Refused as refused:
         assert any(said in str(refused) for said in WORDS)
         return
-    assert all(relative_error({name: found[name]}, {name: wanted[name]}) < EXACT for name in wanted)
+    _is_close(found, wanted)

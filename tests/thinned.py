@@ -58,6 +58,8 @@ EVERY = {
     "test_guest_accelerate.py::test_the_loop_of_its_documentation_trains_as_one_process_would": 2,
     "test_guest_trainer.py::test_the_trainer_trains_a_wrapped_model_as_it_trains_a_plain_one": 4,
     "test_idioms.py::test_it_trains_as_without_memfit": 3,
+    "test_idle_state.py::test_state_stays_where_a_counter_does_not_replace_it": 7,
+    "test_idle_state.py::test_state_stays_where_no_sample_replaces_it": 10,
     "test_idle_sums.py::test_a_term_of_the_models_own_loss_is_that_of_the_batch": 6,
     "test_idle_sums.py::test_a_term_that_few_samples_do_not_show_is_that_of_the_batch_in_step_mode": 6,
     "test_idle_sums.py::test_a_term_that_one_process_meets_weighs_as_under_ddp": 4,

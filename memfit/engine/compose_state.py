@@ -24,6 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from memfit.engine.asked_numbers import Expected, value_of
 from memfit.engine.batch_dependent import BatchDependent, check_same
 from memfit.engine.call_context import is_faking
+from memfit.engine.idle_places import IdlePlaces, unless_same
 from memfit.engine.places import MISSING, Place, TensorPlace, contents_of, refilled
 from memfit.engine.unseen_moves import UnseenMoves
 from memfit.engine.user_code import is_installed
@@ -75,13 +76,15 @@ class SumOfParts:
 
 @dataclass(frozen=True)
 class Rows:
-    """Concatenation along a dimension: the outputs of the last forward."""
+    """Concatenation along a dimension: the outputs of the last forward. Lists and tuples have one."""
 
     dim: int
 
     def joined(self, before: Any, values: Sequence[Any], sizes: Sequence[int]) -> Any:
         if isinstance(values[0], torch.Tensor):
             return torch.cat(list(values), self.dim)
+        if isinstance(values[0], (list, tuple)):
+            return type(values[0])(itertools.chain.from_iterable(values))
         import numpy as np
 
         return np.concatenate(list(values), self.dim)
@@ -176,6 +179,7 @@ class Composition:
         self._before: list[_Value] = []
         self._after: list[list[Any]] = []
         self._sizes: list[int] = []
+        self._idle = IdlePlaces()
         self._watch: Callable[[Keys, Keys], UnseenMoves] | None = None
         self._unseen: UnseenMoves | None = None
 
@@ -234,6 +238,7 @@ class Composition:
         self._there = there = _values_at(self.moved)
         at = {place.key: value for place, value in zip(self.moved, there)}
         self._before, self._after, self._sizes = [at[slot.place.key] for slot in self.slots], [], []
+        self._idle = IdlePlaces([slot.place for slot in self.slots])
         self._unseen = None if self._watch is None or is_faking() else self._watch(self.keys, self.steady)
         try:
             yield
@@ -264,19 +269,29 @@ class Composition:
         for slot, (first, *others) in zip(self.slots, values):
             for other in others if isinstance(slot.rule, Last) and not self.draws else ():
                 check_same(first, other, lambda place=slot.place: place.label)
-        return [self._value_of(*each) for each in zip(self.slots, self._before, values)]
+        return [self._value_of(i, *each) for i, each in enumerate(zip(self.slots, self._before, values))]
 
-    def _value_of(self, slot: ComposedPlace, before: _Value, values: Sequence[Any]) -> Any:
+    def _value_of(self, index: int, slot: ComposedPlace, before: _Value, values: Sequence[Any]) -> Any:
         value, items = before
+        if self._idle.is_idle(index) and self._idle.is_certain(index):
+            return value
         try:
-            return slot.rule.joined(value if items is None else items, values, self._sizes)
+            joined = slot.rule.joined(value if items is None else items, values, self._sizes)
         except (RuntimeError, TypeError, ValueError):  # of other shapes or lengths than parts of a proof
             raise BatchDependent.of(slot.place.label) from None
+        if not self._idle.is_idle(index) or not isinstance(slot.rule, SumOfParts):
+            return joined
+        if isinstance(joined, torch.Tensor):
+            return unless_same(value, values, joined)
+        if self._watch is not None:  # moved or not: it may be either
+            raise BatchDependent.of(slot.place.label)
+        return joined
 
     def before_micro_batch(self) -> None:
         """Reset the state to its value at the call."""
         if self._sizes:
             _put([slot.place for slot in self.slots], self._before)
+        self._idle.begin()
         if self._unseen is not None:
             self._unseen.before_forward()
 
@@ -288,6 +303,7 @@ class Composition:
     def after_micro_batch(self, samples: int) -> None:
         """Record the state after the forward over `samples` samples and its backward, which may recompute parts of it."""
         if self.slots:
+            self._idle.end()
             self._after.append([slot.place.value() for slot in self.slots])
             self._sizes.append(samples)
 

@@ -67,7 +67,8 @@ class ForwardReads:
 
 
 class _Kinds(dict[type, str]):
-    """What is to be looked at in values of a type: a "tensor", "items", "code", memfit's "ours", or "" for nothing."""
+    """What is to be looked at in values of a type: a "tensor", an "array", "items", "code", memfit's "ours", or ""
+    for nothing."""
 
     def __missing__(self, kind: type) -> str:
         found = _look_of(kind)
@@ -82,6 +83,8 @@ def _look_of(kind: type) -> str:
         return "" if issubclass(kind, nn.Parameter) else ours
     if issubclass(kind, (types.FunctionType, types.MethodType, functools.partial)):
         return "code"
+    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+        return "array"
     if issubclass(kind, LRScheduler):
         return "items"
     if kind in SIMPLE or issubclass(kind, _PLAIN) or kind.__module__.startswith("memfit."):

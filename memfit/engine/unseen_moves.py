@@ -2,7 +2,7 @@
 `if rare.any(): self.seen += 1`. It is put back, and the pass fails. A proof on samples that move it may show how parts
 compose it.
 
-Not covered: state that `CallAttributes` does not find; writes through `.data`.
+Not covered: state that `CallAttributes` does not find; writes through `.data` of large tensors, or on an accelerator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from memfit._errors import Refused
 from memfit.engine.batch_dependent import BatchDependent
 from memfit.engine.call_attributes import Attributes
 from memfit.engine.modules import modules_of
-from memfit.engine.places import Place, TensorPlace
+from memfit.engine.place_marks import is_at, is_tensor_at, mark_of, mark_of_tensor
+from memfit.engine.places import ArrayPlace, Place, TensorPlace
 from memfit.engine.version_checks import Keys, keys_of_values, named
 
 LARGE = 16 << 20
@@ -34,15 +35,17 @@ class UnseenMoves:
         self._held, self._steady, self._known = attributes.now(), steady, known - steady
         norms = (module for module in modules_of(model) if isinstance(module, nn.modules.batchnorm._BatchNorm))
         own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-        tensors = [each for each in self._held.contents.versions if id(each[0]) not in own and not each[0].requires_grad]
-        tensors = [each for each in tensors if self._known.isdisjoint(keys_of_values(each[0], each[0]))]
-        self._tensors = [(t, version, t.detach().clone() if self._is_copied(t) else None) for t, version in tensors]
-        self._found: dict[tuple[Any, ...], tuple[Any, str]] | None = None
+        tensors = [t for t, _ in self._held.contents.versions if id(t) not in own and not t.requires_grad]
+        tensors = [t for t in tensors if self._known.isdisjoint(keys_of_values(t, t))]
+        self._tensors = [(t, mark_of_tensor(t), t.detach().clone() if self._is_copied(t) else None) for t in tensors]
+        arrays = [ArrayPlace(array, "an array") for array in self._held.contents.arrays if array.nbytes <= LARGE]
+        self._arrays = [(place, place.value()) for place in arrays if place.key not in self._known]
+        self._found: dict[tuple[Any, ...], tuple[Place, Any]] | None = None
         self._moved: list[dict[tuple[Any, ...], str]] = []
 
     def before_forward(self) -> None:
         """Begin a micro-batch's forward."""
-        self._found = {place.key: (_state_of(place), place.label) for place, _ in self._moves()}
+        self._found = {place.key: (place, mark_of(place)) for place, _ in self._moves()}
 
     def after_forward(self) -> None:
         """End a micro-batch's forward."""
@@ -87,33 +90,31 @@ class UnseenMoves:
         return [move for move in self._moves() if move[0].key in moved]
 
     def _moves(self) -> Moves:
-        written = [(TensorPlace(t, named(t)), copy) for t, version, copy in self._tensors if t._version != version]
-        return [*(move for move in self._held.written() if move[0].key not in self._known), *written]
+        """Return the places that moved since the pass began, but those that are known to, each with its value before."""
+        written = [(TensorPlace(t, named(t)), copy) for t, mark, copy in self._tensors if not is_tensor_at(t, mark)]
+        arrays = [(place, before) for place, before in self._arrays if not is_at(place, before)]
+        return [*(move for move in self._held.written() if move[0].key not in self._known), *written, *arrays]
 
     def _moved_since(self) -> dict[tuple[Any, ...], str]:
         """What moved since the forward began, which runs now: keys and labels."""
         found = self._found
         if found is None:
             return {}
-        now = {place.key: (_state_of(place), place.label) for place, _ in self._moves()}
-        back = {key: label for key, (_, label) in found.items() if key not in now}  # as it was when the pass began
-        there = {key: found.get(key, (None, ""))[0] for key in now}
-        return back | {key: label for key, (state, label) in now.items() if not _is_left(there[key], state)}
+        now = {place.key: place for place, _ in self._moves()}
+        back = {key: place.label for key, (place, _) in found.items() if key not in now}  # as it was when the pass began
+        moved = {key: place for key, place in now.items() if key not in found or not _is_left(place, found[key][1])}
+        return back | {key: place.label for key, place in moved.items()}
 
 
 def _has_no_copy(place: Place, before: Any) -> bool:
     return before is None and isinstance(place, TensorPlace)
 
 
-def _state_of(place: Place) -> Any:
-    """Return what tells a place's state from an earlier one."""
-    return [place.tensor._version] if isinstance(place, TensorPlace) else [place.value()]
-
-
-def _is_left(before: list[Any] | None, now: list[Any]) -> bool:
-    if before is None:
-        return False
-    (one,), (other,) = before, now
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(a is b for a, b in zip(one, other))
-    return one is other or (type(one) is type(other) is int and one == other)
+def _is_left(place: Place, before: Any) -> bool:
+    """Whether a place is as it was when its mark was made."""
+    if is_at(place, before):
+        return True
+    now = place.value() if isinstance(before, (list, int)) else None
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(a is b for a, b in zip(before, now))
+    return type(before) is type(now) is int and before == now

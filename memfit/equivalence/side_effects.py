@@ -282,6 +282,9 @@ def _candidates(before: Any, whole: Any, parts: Sequence[Any]) -> Iterator[Rule]
         if is_number(before):
             yield Added()
         yield SumOfParts()
+    elif type(whole) in (list, tuple) and all(type(part) is type(whole) for part in parts):
+        if len(whole) == sum(map(len, parts)):
+            yield Rows(0)
 
 
 def _inside(whole: Any, parts: Sequence[Any], sizes: Sequence[int], closely: float) -> Rule | None:

@@ -1,0 +1,44 @@
+"""What tells a place's state from an earlier one: the object that is there, the version of a tensor, the items of an array.
+
+Not covered: writes through `.data` into tensors on an accelerator, where comparing waits for the device, or of many entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memfit.engine.batch_dependent import ENTRIES
+from memfit.engine.places import ArrayPlace, AssignedPlace, Place, TensorPlace
+
+TensorMark = tuple[int, int, torch.Tensor | None]
+
+
+def mark_of(place: Place) -> Any:
+    """Return the mark of a place's state now."""
+    return mark_of_tensor(place.tensor) if isinstance(place, (TensorPlace, AssignedPlace)) else place.value()
+
+
+def mark_of_tensor(tensor: torch.Tensor) -> TensorMark:
+    """Return the mark of a tensor: its version, its storage, and a copy of a small one on the host."""
+    small = tensor.device.type == "cpu" and tensor.numel() <= ENTRIES and tensor.layout is torch.strided
+    return tensor._version, tensor.untyped_storage()._cdata, tensor.detach().clone() if small else None
+
+
+def is_at(place: Place, mark: Any) -> bool:
+    """Whether a place is as it was at a mark."""
+    if isinstance(place, (TensorPlace, AssignedPlace)):
+        return is_tensor_at(place.tensor, mark)
+    now = place.value()
+    if isinstance(place, ArrayPlace):
+        return mark.shape == now.shape and mark.tobytes() == now.tobytes()
+    return mark is now
+
+
+def is_tensor_at(tensor: torch.Tensor, mark: TensorMark) -> bool:
+    """Whether a tensor is as it was at a mark."""
+    version, storage, copy = mark
+    if tensor._version != version or tensor.untyped_storage()._cdata != storage:
+        return False
+    return copy is None or torch.equal(tensor, copy) or bool(((tensor == copy) | (tensor.isnan() & copy.isnan())).all())
