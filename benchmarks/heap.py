@@ -23,7 +23,7 @@ def run_case(family_name: str, micro: int, checkpoint: str) -> dict:
     from zoo import FAMILIES as ZOO
 
     import memfit
-    from memfit.planning.search import with_blocks
+    from memfit.planning.checkpointed import with_blocks
     from memfit.profiling.allocator import heap_peak
 
     family = ZOO[family_name]

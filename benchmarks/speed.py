@@ -130,7 +130,7 @@ def adamw(model):
 def candidates(profile, budget: int, precision: str) -> list[Way]:
     """What may fit: every size, with no blocks checkpointed or, where that does not fit, with all (which computes the same and
     the blocks once more, so it is slower where both fit), in every precision that is allowed."""
-    from memfit.planning.search import with_blocks
+    from memfit.planning.checkpointed import with_blocks
 
     def fits(size: int, blocks: tuple[str, ...]) -> bool:
         return with_blocks(profile, blocks).peak(size, accumulates=size < TARGET).allocated <= budget

@@ -20,7 +20,7 @@ from memfit.autotune.settings import Settings
 from memfit.hardware.budget import probe
 from memfit.levers.checkpoint import candidate_blocks
 from memfit.modes.step_mode import Stepper
-from memfit.planning.search import with_blocks
+from memfit.planning.checkpointed import with_blocks
 from memfit.profiling.profile import Profile
 from memfit.runtime.core import Core
 

@@ -37,7 +37,7 @@ from memfit.engine.work import Work
 from memfit.hardware.heap import give_back_free_heap
 from memfit.hardware.meter import Meter
 from memfit.kernels.onednn import stages
-from memfit.planning.search import with_blocks
+from memfit.planning.checkpointed import with_blocks
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import Timing
 from memfit.tracing.ledger import Ledger

@@ -24,8 +24,8 @@ from memfit.hardware.device import query_device
 from memfit.hardware.exhausted import release_workspaces
 from memfit.hardware.heap import free_heap, give_back_free_heap
 from memfit.hardware.meter import Meter
+from memfit.planning.checkpointed import with_blocks
 from memfit.planning.plan import Plan
-from memfit.planning.search import with_blocks
 from memfit.profiling.allocator import HEAP_WASTE, HIGH_HEAP_WASTE, heap_peak, mapped_swing, thresholds_pinned
 from memfit.profiling.profile import Profile
 from memfit.tracing.build_profile import state_bytes, state_there

@@ -28,8 +28,9 @@ from memfit.hardware.exhausted import is_out_of_memory
 from memfit.levers.checkpoint import candidate_blocks, checkpointed
 from memfit.levers.fsdp import FullySharded
 from memfit.levers.precision import PRECISIONS, lower_precisions, script_precision
+from memfit.planning.checkpointed import with_blocks
 from memfit.planning.plan import Plan
-from memfit.planning.search import Demand, search, with_blocks
+from memfit.planning.search import Demand, search
 from memfit.profiling.allocator import thresholds_pinned
 from memfit.profiling.profile import Profile
 from memfit.tracing.build_profile import CHECK, Subject, measured_profile, state_bytes, state_there, traced_profile

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from memfit.engine.asked_numbers import Expected, value_of
@@ -368,30 +367,6 @@ class _Repeated(Composition):
 
     def after_micro_batch(self, samples: int) -> None:
         pass
-
-
-def with_earlier(composition: Composition, earlier: Composition, model: nn.Module) -> Composition:
-    """Adds the parameters and buffers that forwards move on some batches only: those that `earlier` proofs saw move."""
-    there = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers()) if t.layout is torch.strided}
-    known = composition.keys
-    tensors = [place for place in earlier.moved if isinstance(place, TensorPlace)]
-    more = {place.key: place for place in tensors if place.key not in known and place.key[0] in there}
-    slots = [slot for slot in earlier.slots if slot.place.key in more]
-    draws = composition.draws or (bool(more) and earlier.draws)
-    unsteady = earlier.keys - earlier.steady
-    steady = (composition.steady - unsteady) | (earlier.steady & more.keys())
-    return Composition((*composition.slots, *slots), (*composition.moved, *more.values()), draws=draws, steady=steady)
-
-
-def contradicted(composition: Composition, earlier: Composition) -> str | None:
-    """Returns the label of a place that an earlier proof composed by a rule that this one rules out: parts that leave the whole
-    batch's value in one, and add to it in the other, do so by values of their samples."""
-    before = {slot.place.key: slot.rule for slot in earlier.slots}
-    for slot in composition.slots:
-        rules = {type(slot.rule), type(before.get(slot.place.key, slot.rule))}
-        if Last in rules and not rules.isdisjoint((Added, SumOfParts)):
-            return slot.place.label
-    return None
 
 
 def is_number(value: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +12,9 @@ from memfit.batches.shapes import Shapes
 from memfit.capture.call import Call
 from memfit.capture.infer_layout import outputs_of
 from memfit.capture.outputs import Outputs
-from memfit.engine.branches import Act, Branching, MovedPlace
 from memfit.engine.compose_state import Composition
 from memfit.engine.weighting import BY_SAMPLES, Weighting
-from memfit.equivalence.proof_samples import Apart
+from memfit.equivalence.findings import Findings
 from memfit.equivalence.weighting_codes import agree
 from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
@@ -56,16 +54,10 @@ class CallKind:
     """Its outputs as the proof on real samples found them."""
     prove_at: int = 0
     """Optimizer steps after which the next batch proves cutting again."""
-    apart: Apart = field(default_factory=Apart)
-    """The arguments that say to which class or group samples belong, of which no proof has had two in both parts."""
-    branching: Branching | None = None
-    """What all proofs show of branches on values of the batch, if there may be some."""
-    differing: Collection[Act] = ()
-    """What a proof's samples are to differ in, if possible."""
+    findings: Findings = field(default_factory=Findings)
+    """What all its proofs show of its state and its branches."""
     alike: int = 0
     """Samples up to which its forward was seen to do the same as with few."""
-    composition: Composition = field(default_factory=Composition)
-    """How the state that its forward moves is composed over micro-batches."""
     writes_input: bool = False
     """Whether its forward writes into its input tensors."""
     weighting: Weighting = BY_SAMPLES
@@ -79,17 +71,16 @@ class CallKind:
     planned: dict[str, PlannedCall] = field(default_factory=dict)
     """Plans, by consumer of the output."""
 
+    @property
+    def composition(self) -> Composition:
+        """How the state that its forward moves is composed over micro-batches."""
+        return self.findings.composition
+
     def agrees_with(self, other: CallKind, shapes: Shapes) -> bool:
         """Whether a proof on a call of these shapes found the same of `other`."""
         same = self.outputs[shapes].looks_like(other.outputs[shapes]) and self.writes_input == other.writes_input
         same = same and not other.mute and agree(self.weighting, other.weighting)
         return same and self.composition.agrees_with(other.composition)
-
-    def allows(self, act: Act) -> bool:
-        """Whether only some micro-batches may do this."""
-        if isinstance(act, MovedPlace):
-            return act.key in self.composition.keys - self.composition.steady
-        return self.branching is not None and self.branching.allows(act)
 
     def outputs_of(self, call: Call, shapes: Shapes) -> Outputs:
         """Return the call's outputs, learned if these shapes are new, and joined as proven for other shapes, if possible."""

@@ -161,7 +161,7 @@ class CallKinds:
     def _compose(self, call: Call) -> None:
         """Give a call the composition of the state that its kind moves."""
         kind = self._kinds[call.key]
-        watch = partial(UnseenMoves, self._attributes, call.model) if kind.branching is not None else None
+        watch = partial(UnseenMoves, self._attributes, call.model) if kind.findings.branching is not None else None
         call.composition = kind.composition.afresh(watch)
         call.composition.expected = self._expected(call.key, kind)
 
@@ -233,7 +233,7 @@ class CallKinds:
         shapes = shapes_per_sample(tree, kind.layout, samples)
         call, graphs = self._call_of(kind, plain, tree, samples, shapes), self._attributes.have_graphs()
         self._attributes.forget()
-        known, trial = kind.proven, replace(kind, outputs={}, alike=0, planned={})
+        known, trial = kind.proven, replace(kind, outputs={}, alike=0, planned={}, findings=replace(kind.findings))
 
         def same() -> bool:
             if graphs:
@@ -322,17 +322,17 @@ class CallKinds:
         """Prove a call again on samples that differ in these acts, in which its micro-batches differ. Return whether they
         may."""
         kind = self._kinds[call.key]
-        before = kind.composition, kind.branching
+        before = replace(kind.findings)
         if self._proven_to_differ(kind, call, differing):
             self._compose(call)
             return True
-        kind.composition, kind.branching = before
+        kind.findings = before
         return False
 
     def _proven_to_differ(self, kind: CallKind, call: Call, differing: Collection[Act]) -> bool:
         left: Collection[Act] = differing
         while left:
-            kind.differing = before = left
+            kind.findings.differing = before = left
             try:
                 prove = partial(self._prover.prove, kind, call, call.shapes)
                 deviation = surviving(prove, self._core.device, lambda text: Deviation(text, float("inf"), 0.0))
@@ -343,11 +343,11 @@ class CallKinds:
                     raise
                 return False
             finally:
-                kind.differing = ()
-            left = [each for each in before if not kind.allows(each)]
+                kind.findings.differing = ()
+            left = [each for each in before if not kind.findings.allows(each)]
             if len(left) == len(before):
                 return False
-        return all(kind.allows(each) for each in differing)  # a proof forgets what its samples do not move
+        return all(kind.findings.allows(each) for each in differing)  # a proof forgets what its samples do not move
 
     def say_whole(self, call: Call, error: BaseException) -> None:
         """Report that calls like this one, which failed in pieces, run whole from now on."""

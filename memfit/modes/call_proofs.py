@@ -25,8 +25,6 @@ from memfit.capture.size_dependence import FEW, SIZE
 from memfit.capture.workloads import CallWork
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
-from memfit.engine.branches import Branching
-from memfit.engine.compose_state import contradicted, with_earlier
 from memfit.engine.places import Place
 from memfit.engine.recovery import on_fewer, surviving
 from memfit.engine.suspended_autocast import without_autocast
@@ -34,7 +32,7 @@ from memfit.engine.weighting import BY_SAMPLES
 from memfit.equivalence.backward_proof import backward_deviation
 from memfit.equivalence.infer_weighting import infer_weighting
 from memfit.equivalence.measured_loss import PROBED
-from memfit.equivalence.proof_samples import Marks, act_marks, drawn, entries_of, marks_of, most_telling, pairs_in, spaced
+from memfit.equivalence.proof_samples import Marks, entries_of, marks_of, most_telling, pairs_in, spaced
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, frozen_norms, joined_outputs, mixing_module, parts_of
 from memfit.equivalence.single_sample import call_alone
 from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
@@ -42,7 +40,7 @@ from memfit.levers.checkpoint import checkpointed
 from memfit.levers.recomputed import moved_in_blocks
 from memfit.modes.ask_numbers import asked_by
 from memfit.modes.call_kind import CallKind
-from memfit.planning.search import with_blocks
+from memfit.planning.checkpointed import most_fitting
 from memfit.runtime.core import Core
 
 T = TypeVar("T")
@@ -173,12 +171,9 @@ class Prover:
         room = core.memory.budget().room - 2 * min(PROBED, kind.bound.model.gradient_bytes)
         each = OUTPUTS_HELD * call.outputs.bytes_per_sample
         applied = () if core.plan is None else core.plan.checkpoint
-        for blocks in (applied,) if applied else ((), kind.bound.blocks):
-            cheaper = with_blocks(kind.bound, blocks)
-            fitting = [n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper + n * each <= room]
-            if fitting:
-                return max(fitting), () if applied else blocks
-        return min(2, most), () if applied else kind.bound.blocks
+        few, blocks = most_fitting(kind.bound, most, room, (applied,) if applied else ((), kind.bound.blocks), each)
+        few, blocks = (few, blocks) if few else (min(2, most), kind.bound.blocks)
+        return few, () if applied else blocks
 
     def _sizes(self, proof: Call) -> tuple[int, ...]:
         return parts_of(proof.samples, self._core.least)
@@ -190,31 +185,26 @@ class Prover:
         if call.split is not None or not call.layout.cuts:
             return call.first(few)
         there = spaced(call.samples, pairs_in(entries_of(call.tree, call.samples)).values())
-        if kind is not None and kind.differing:
+        if kind is not None and kind.findings.differing:
             marks = self._act_marks(kind, call, there, few)
         else:
             marks = [marks_of(cut(call.tree, call.layout, i, i + 1)) for i in there]
         return call.chosen([there[i] for i in most_telling(marks, parts_of(few, self._core.least))])
 
     def _act_marks(self, kind: CallKind, call: Call, there: Sequence[int], few: int) -> list[Marks]:
-        """Return what of that in which micro-batches differed these samples do, as marks. Calls of torch that depend on random
-        numbers are free from now on."""
-        differing = kind.differing
+        """Return what of that in which micro-batches differed these samples do, as marks."""
         aside, some = partial(comparable, call.model, call.device), frozen_norms(call.chosen(there[:few]))
         with self._core.staging.swapped(), torch.enable_grad():
-            by_chance = drawn(partial(some.run, some.arguments(0, few)), aside, differing, call.device)
-            kind.branching = by_chance.joined(kind.branching)
+            marks_of = kind.findings.marks_of(partial(some.run, some.arguments(0, few)), aside, call.device)
             with aside():
                 alone = [frozen_norms(call.chosen([i])) for i in there]
-                return [act_marks(partial(each.run, each.arguments(0, 1)), differing, aside) for each in alone]
+                return [marks_of(partial(each.run, each.arguments(0, 1))) for each in alone]
 
     def has_new_pairs(self, kind: CallKind, call: Call) -> bool:
-        """Whether the call has samples of one class or group, where no proof has had some in both parts. Entries on a device
-        are read only if the forward moves state by sample, as a table of them: reading waits for the device. (Several processes
+        """Whether the call has samples of one class or group, where no proof has had some in both parts. (Several processes
         prove together, and each sees its own samples.)"""
-        if not kind.apart.left or call.split is not None or not self._core.team.alone:
-            return False
-        return kind.apart.pairs_in(call.tree, call.samples, waits=kind.composition.in_sequence)
+        alone = call.split is None and self._core.team.alone
+        return alone and kind.findings.has_new_pairs(call.tree, call.samples)
 
     # ---- proofs
 
@@ -225,12 +215,9 @@ class Prover:
         if (exact := self._exactly(deviations, lambda: joined_outputs(proof, sizes))) is not None:
             deviations = [each for each in deviations if not each.agrees] + exact[1]
             composition = exact[2] if exact[2].keys == composition.keys else composition
-        if kind.branching or outputs.branching:
-            kind.branching = (outputs.branching or Branching()).joined(kind.branching)
-            outputs = replace(outputs, branching=kind.branching)
-        other = contradicted(composition, kind.composition)
+        other = kind.findings.add(composition, outputs.branching, core.model)
+        outputs = replace(outputs, branching=kind.findings.branching)
         deviations += [] if other is None else [Deviation(other, 1.0, 0.0, by="moving")]
-        kind.composition = with_earlier(composition, kind.composition, core.model)  # (keeps nothing of the proof alive)
         moved_in_blocks(core.model, kind.composition)
         deviations += self.by_size(kind, call)
         apart = [deviation for deviation in deviations if not deviation.agrees]
@@ -245,7 +232,7 @@ class Prover:
         entrances = look_for_side_doors(proof, proof.samples)
         core.staging.stage_also(entrances.parameters)
         kind.writes_input = call.copies = entrances.writes_input
-        kind.apart.proven(entries_of(proof.tree, proof.samples), sizes[0])
+        kind.findings.apart.proven(entries_of(proof.tree, proof.samples), sizes[0])
         if entrances.watches:
             core.tell("hooks of tensors inside the forward, and gradients that it retains, are those of one micro-batch")
         if len(sizes) < 2:

@@ -21,9 +21,9 @@ from memfit.capture.installed_once import InstalledOnce
 from memfit.capture.size_dependence import FEW, MORE, first_that_decides
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
-from memfit.engine.branches import Act, Branching
+from memfit.engine.branches import Act
 from memfit.engine.call_context import uncompiled
-from memfit.engine.compose_state import Composition, contradicted, with_earlier
+from memfit.engine.compose_state import Composition
 from memfit.engine.known_means import Terms, is_only_term
 from memfit.engine.places import Place
 from memfit.engine.random_state import random_state_kept
@@ -32,10 +32,11 @@ from memfit.engine.suspended_autocast import without_autocast
 from memfit.engine.version_checks import Keys
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting
 from memfit.engine.work import Work, loss_of
+from memfit.equivalence.findings import Findings
 from memfit.equivalence.infer_weighting import DECIDES, infer_weighting
 from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import PROBED
-from memfit.equivalence.proof_samples import Apart, Marks, act_marks, drawn, entries_of
+from memfit.equivalence.proof_samples import Marks, entries_of
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
 from memfit.equivalence.single_sample import loss_alone
 from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
@@ -47,7 +48,8 @@ from memfit.modes.ask_numbers import asked_by
 from memfit.modes.ordered_batch import Ordered
 from memfit.modes.step_workload import Tasks
 from memfit.modes.user_weight import counted_by
-from memfit.planning.search import Demand, with_blocks
+from memfit.planning.checkpointed import most_fitting
+from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
 from memfit.runtime.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.runtime.faults import is_fault, strict
@@ -65,22 +67,24 @@ PROVE_WITHIN = 256
 
 class Weigher:
     """Finds the weighting of a loss. Attributes: `weighting` (None: unknown), `mute` (whether it is unknown because the
-    samples had zero loss), `together` (whether the loss needs all samples together instead), `composition` (how side effects
-    of the loss are composed)."""
+    samples had zero loss), `together` (whether the loss needs all samples together instead), `findings` (what its proofs show
+    of state and branches)."""
 
     def __init__(self, core: Core, tasks: Tasks) -> None:
         self.weighting: Weighting | None = None
         self.together = False
-        self.composition = Composition()
+        self.findings = Findings()
         self._core, self._tasks = core, tasks
         by_hand = core.settings.weight
         self._stated = by_hand and Weighting("count", "by weight=", count=counted_by(by_hand, core.device))
         self._alone: Weighting | None = None
         self._proven_ragged = self.mute = False
-        self._apart = Apart()
-        self._differing: Collection[Act] = ()
-        self._branching: Branching | None = None
         self._prove_at = 0
+
+    @property
+    def composition(self) -> Composition:
+        """How the state that the loss moves is composed over micro-batches."""
+        return self.findings.composition
 
     @property
     def known(self) -> bool:
@@ -106,9 +110,9 @@ class Weigher:
     def _has_new_pairs(self, batch: Ordered) -> bool:
         """Whether the batch has samples of one class or group, where no proof has had some in both parts. (Several processes
         prove together, and each sees its own samples.)"""
-        if not self._apart.left or batch.tree is None or not self._core.team.alone:
+        if batch.tree is None or not self._core.team.alone:
             return False
-        return self._apart.pairs_in(batch.tree, batch.samples, waits=self.composition.in_sequence)
+        return self.findings.has_new_pairs(batch.tree, batch.samples)
 
     @property
     def _inferred(self) -> bool:
@@ -238,8 +242,7 @@ class Weigher:
         most = min(PROOF_SAMPLES, batch.samples, max(largest, PROOF_SAMPLES if core.profile else 2 * core.least))
         if core.profile is not None:
             room = core.memory.budget().room - 2 * min(PROBED, core.profile.model.gradient_bytes)
-            cheaper = with_blocks(core.profile, core.plan.checkpoint)
-            most = max((n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room), default=0)
+            most, _ = most_fitting(core.profile, most, room, (core.plan.checkpoint,))
         return most
 
     def _prove_again(self, batch: Ordered) -> None:
@@ -273,9 +276,9 @@ class Weigher:
         except Exception as error:
             if strict() and is_fault(error):
                 raise
-            self.weighting, self.composition = proven, composition
+            self.weighting, self.findings.composition = proven, composition
         if self.composition.keys <= composition.keys:  # these samples may move nothing
-            self.composition = composition
+            self.findings.composition = composition
         self._prove_at = prove_at
         if proven is not None and self.weighting is not None:  # terms that were idle in one of both may sum otherwise later
             self.weighting = replace(proven, branching=self.weighting.branching)
@@ -301,14 +304,12 @@ class Weigher:
         self.weighting, deviation, moves = infer()
         if self.weighting is not None and deviation.limit >= LOOSE and (exact := without_autocast(infer)) is not None:
             self.weighting, deviation, moves = exact
-        if self.weighting is not None and (self.weighting.branching or self._branching):
-            self._branching = (self.weighting.branching or Branching()).joined(self._branching)
-            self.weighting = replace(self.weighting, branching=self._branching)
-        other = contradicted(moves.composition, self.composition)
-        self.composition = with_earlier(moves.composition, self.composition, core.model)
+        other = self.findings.add(moves.composition, self.weighting.branching if self.weighting else None, core.model)
+        if self.weighting is not None:
+            self.weighting = replace(self.weighting, branching=self.findings.branching)
         moved_in_blocks(core.model, self.composition)
         self._tasks.watch(work)
-        self._apart.proven(entries_of(pieces(0, few), few), parts[0])
+        self.findings.apart.proven(entries_of(pieces(0, few), few), parts[0])
         if self._stated is not None:
             self.weighting = self._stated  # taken as given; only the composition of state is proven
         elif self.weighting is not None and again is None:
@@ -341,20 +342,20 @@ class Weigher:
 
     def _spread(self, batch: Ordered, parts: Sequence[int], before: Weighting | None) -> Callable[[int, int], Any]:
         """Return samples for a proof. `before`: the weighting that failed."""
-        core, differing = self._core, self._differing
-        if not differing:
+        core, found = self._core, self.findings
+        if not found.differing:
             return batch.spread(parts) if before is None else batch.spread(parts, before.rivals, before.count)
-
-        def marks_of(sample: Any) -> Marks:
-            work = self._tasks.work(lambda start, stop: sample, 1, "off", on_copies=True)
-            return act_marks(partial(loss_of, work, 1), differing, aside)
-
         some = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
         aside = partial(comparable, core.model, core.device)
+
+        def of_sample(sample: Any) -> Marks:
+            work = self._tasks.work(lambda start, stop: sample, 1, "off", on_copies=True)
+            return marks_of(partial(loss_of, work, 1))
+
         with core.staging.swapped():
-            self._branching = drawn(partial(loss_of, some, sum(parts)), aside, differing, core.device).joined(self._branching)
+            marks_of = found.marks_of(partial(loss_of, some, sum(parts)), aside, core.device)
             with aside():
-                return batch.spread(parts, marks_of=marks_of)
+                return batch.spread(parts, marks_of=of_sample)
 
     def _accepts(self, deviation: Deviation) -> bool:
         return deviation.where in self._core.settings.allow_inexact
@@ -412,14 +413,15 @@ class Weigher:
     def weigh_again(self, batch: Ordered, doubted: bool, differing: Collection[Act] = ()) -> None:
         """Prove a failed weighting again, on samples that tell its rivals apart, or that do what not all of its
         micro-batches did."""
-        before, moves, self._differing = self.weighting, self._moves, differing
+        before, moves = self.weighting, self._moves
         if before is None and self._alone is not None:
             self._alone = None
             return
+        self.findings.differing = differing
         if not doubted and before is not None:
             with random_state_kept(self._core.device):
                 self._weigh(batch, batch.samples, before)
-        self._differing = ()
+        self.findings.differing = ()
         if doubted or (self.weighting == before and self._moves == moves):
             self.run_together("its weighting did not hold for a later batch")
 
@@ -459,12 +461,7 @@ class Weigher:
             return (most if plan is None else min(most, max(2 * self._core.least, plan.micro_batch))), ()
         kept = 2 * min(PROBED, profile.model.gradient_bytes)
         room = self._core.memory.budget().room - kept
-        for blocks in ((), profile.blocks):
-            cheaper = with_blocks(profile, blocks)
-            fitting = [n for n in range(2, most + 1) if cheaper.peak(n, accumulates=False).upper <= room]
-            if fitting:
-                return max(fitting), blocks
-        return 0, ()
+        return most_fitting(profile, most, room, ((), profile.blocks))
 
     def _remember(self, batch: Ordered) -> None:
         """Keep a few samples for verification."""

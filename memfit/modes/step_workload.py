@@ -13,8 +13,9 @@ from memfit.capture.workloads import LossFn, StepWork
 from memfit.engine.weighting import BY_SAMPLES, Weighting
 from memfit.engine.work import Work
 from memfit.modes.ordered_batch import Ordered
+from memfit.planning.checkpointed import with_blocks
 from memfit.planning.plan import Plan
-from memfit.planning.search import Demand, search, with_blocks
+from memfit.planning.search import Demand, search
 from memfit.planning.sizes import by_size, peak_of, peaks_of, profile_between, with_padding
 from memfit.profiling.profile import Profile
 from memfit.runtime.core import Core

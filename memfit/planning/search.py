@@ -14,7 +14,8 @@ from memfit._units import format_bytes, parse_bytes
 from memfit.batches.pieces import Runs, count_of, equal_size_runs, size_runs
 from memfit.hardware.budget import Budget
 from memfit.planning.blocks import choose_blocks
-from memfit.planning.compose import Recompute, recomputable, with_checkpoint
+from memfit.planning.checkpointed import with_blocks
+from memfit.planning.compose import Recompute, recomputable
 from memfit.planning.plan import Cost, Option, Plan
 from memfit.profiling.allocator import HEAP_TENSOR, HEAP_WASTE, Peak
 from memfit.profiling.profile import Profile
@@ -139,18 +140,6 @@ def kept_bytes(timeline: Timeline, samples: int, device: str = "cpu") -> int:
     if device != "cpu":
         return int(sizes.sum())
     return int(sizes.sum() + HEAP_WASTE * sizes[sizes < HEAP_TENSOR].sum() + NODE * len(sizes))
-
-
-def with_blocks(profile: Profile, blocks: tuple[str, ...]) -> Profile:
-    """Return the profile of the same step with these blocks checkpointed."""
-    if profile.timeline is None or not blocks:
-        return profile
-    half = profile.precision in ("bfloat16", "float16")
-    whole, single = (
-        None if timeline is None else with_checkpoint(timeline, blocks, autocast=half)
-        for timeline in (profile.timeline, profile.single)
-    )
-    return replace(profile, timeline=whole, single=single, blocks=(), checkpoint=blocks)
 
 
 class Prices:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from memfit.batches.pieces import count_of, size_runs
+from memfit.planning.checkpointed import with_blocks
 from memfit.planning.compose import recomputable
 from memfit.planning.plan import Option, Plan
-from memfit.planning.search import micro_batch_sizes, step_seconds, with_blocks
+from memfit.planning.search import micro_batch_sizes, step_seconds
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import timing_at
 from memfit.reporting.facts import Offer

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from memfit.hardware.budget import Budget
+from memfit.planning.checkpointed import with_blocks
 from memfit.planning.plan import Plan
-from memfit.planning.search import with_blocks
 from memfit.profiling.profile import Profile
 from memfit.profiling.seconds import timing_at
 from memfit.profiling.timeline import Timeline

@@ -24,6 +24,7 @@ from memfit.engine.weighting import CountOf
 from memfit.engine.work import Work, checked_loss
 from memfit.equivalence.proofs import comparable
 from memfit.equivalence.tolerances import FLOORS, full_precision, last_bits_flipped
+from memfit.planning.checkpointed import most_fitting
 from memfit.reporting.verification import Verification
 from memfit.runtime.core import Core, Reference
 
@@ -144,8 +145,7 @@ def _fitting(core: Core, reference: Reference) -> int:
     if profile is None:
         return most
     room = core.memory.budget().room - 2 * profile.model.gradient_bytes
-    fitting = [n for n in range(2, most + 1) if profile.peak(n, accumulates=False).upper <= room]
-    return max(fitting, default=min(2, most))
+    return most_fitting(profile, most, room)[0] or min(2, most)
 
 
 def _compare(
