@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from memfit._errors import MemfitError, Refused, UsageError, first_line
-from memfit.batches.cut import layout_from_two, like_first
 from memfit.capture.earlier_graphs import refuse_earlier_graphs
-from memfit.capture.infer_layout import comparable_sizes, twins_of
-from memfit.capture.installed_once import InstalledOnce
-from memfit.capture.size_dependence import FEW, MORE, first_that_decides
+from memfit.capture.size_dependence import FEW
 from memfit.distributed.reduction import OF_SHARES
 from memfit.engine.asked_numbers import Notes
 from memfit.engine.branches import Act
-from memfit.engine.call_context import uncompiled
 from memfit.engine.compose_state import Composition
-from memfit.engine.known_means import Terms, is_only_term
 from memfit.engine.places import Place
 from memfit.engine.random_state import random_state_kept
 from memfit.engine.recovery import on_fewer, surviving
@@ -34,11 +27,9 @@ from memfit.engine.weighting import BY_SAMPLES, BY_TERM, Weighting
 from memfit.engine.work import Work, loss_of
 from memfit.equivalence.findings import Findings
 from memfit.equivalence.infer_weighting import DECIDES, infer_weighting
-from memfit.equivalence.loss_branches import Decides, told_by
 from memfit.equivalence.measured_loss import PROBED
 from memfit.equivalence.proof_samples import Marks, entries_of
 from memfit.equivalence.proofs import PROOF_SAMPLES, comparable, parts_of
-from memfit.equivalence.single_sample import loss_alone
 from memfit.equivalence.tolerances import LOOSE, Deviation, note_loose
 from memfit.equivalence.weighting_codes import agree
 from memfit.hardware.exhausted import is_out_of_memory, retry_on_oom
@@ -46,17 +37,14 @@ from memfit.levers.checkpoint import checkpointed
 from memfit.levers.recomputed import moved_in_blocks
 from memfit.modes.ask_numbers import asked_by
 from memfit.modes.ordered_batch import Ordered
+from memfit.modes.step_looks import LossLooks
 from memfit.modes.step_workload import Tasks
 from memfit.modes.user_weight import counted_by
 from memfit.planning.checkpointed import most_fitting
-from memfit.planning.search import Demand
 from memfit.profiling.profile import Profile
 from memfit.runtime.core import KEPT_SAMPLES, Core, MadeReference
 from memfit.runtime.faults import is_fault, strict
-from memfit.tracing.failures import TraceFailed, is_ours
-from memfit.tracing.fake import ZeroArrays
-from memfit.tracing.fake_twins import on_twins
-from memfit.tracing.sandbox import leave_no_trace
+from memfit.tracing.failures import is_ours
 
 PROVE_AGAIN = 4
 """A proof is repeated at the next batch, then whenever the number of steps has grown by this factor."""
@@ -74,7 +62,7 @@ class Weigher:
         self.weighting: Weighting | None = None
         self.together = False
         self.findings = Findings()
-        self._core, self._tasks = core, tasks
+        self._core, self._tasks, self._looks = core, tasks, LossLooks(core, tasks)
         by_hand = core.settings.weight
         self._stated = by_hand and Weighting("count", "by weight=", count=counted_by(by_hand, core.device))
         self._alone: Weighting | None = None
@@ -110,9 +98,8 @@ class Weigher:
     def _has_new_pairs(self, batch: Ordered) -> bool:
         """Whether the batch has samples of one class or group, where no proof has had some in both parts. (Several processes
         prove together, and each sees its own samples.)"""
-        if batch.tree is None or not self._core.team.alone:
-            return False
-        return self.findings.has_new_pairs(batch.tree, batch.samples)
+        alone = batch.tree is not None and self._core.team.alone
+        return alone and self.findings.has_new_pairs(batch.tree, batch.samples)
 
     @property
     def _inferred(self) -> bool:
@@ -126,7 +113,7 @@ class Weigher:
         except Exception as error:
             if isinstance(error, MemfitError) or is_out_of_memory(error) or is_ours(error):
                 raise
-            failed = self._failure(batch, share)
+            failed = self._looks.failure(batch, share)
             if failed is not None and type(failed.__cause__) is type(error):
                 raise  # fails for any number of samples
             if not self._core.team.alone:
@@ -136,29 +123,22 @@ class Weigher:
         self.run_together(f"it cannot be computed on a few: {said}")
         return None
 
-    def _failure(self, batch: Ordered, samples: int) -> TraceFailed | None:
-        """The error of the loss of this many samples on fake tensors, or None."""
-        try:
-            with self._on_twins(batch, samples) as work, ZeroArrays():
-                loss_of(work, samples)
-        except TraceFailed as failed:
-            return failed
-        return None
-
     def _weigh(self, batch: Ordered, share: int, before: Weighting | None = None) -> Profile | None:
         """Prove a weighting on a few samples, chosen to tell `before` from its rivals. Returns the profile made to know how
         many fit."""
         core = self._core
         self._proven_ragged = self._proven_ragged or batch.ragged
         if not self._prove_at:
-            self._keep_installed(batch)
-            if self.together:
+            try:
+                self._looks.keep_installed(batch)
+            except Refused as refused:
+                self.run_together(refused.found)
                 return None
         self._look_alone(batch)
         if self.together:
             return None
         if batch.samples < 2 * core.least:
-            if self._stated is None and not core.team.alone and batch.samples and self._is_one_mean(batch):
+            if self._stated is None and not core.team.alone and batch.samples and self._looks.is_one_mean(batch):
                 self._alone = BY_TERM  # its weight among the ranks is seen without a proof
             return None  # one micro-batch needs no weighting; the next batch decides
         profile = self._tasks.profile(batch, share)
@@ -169,41 +149,18 @@ class Weigher:
             with checkpointed(core.model, blocks), core.memory.sparing_kernels():
                 self._weigh_by_proof(batch, few, before)
                 self._confirm(batch, few, before)
-        decides = partial(self._size_that_decides, batch, max(share, batch.samples))
+        decides = partial(self._looks.size_that_decides, batch, max(share, batch.samples))
         if self.weighting is not None and (samples := retry_on_oom(decides, core.device)):
             self.run_together(f"it acts differently on {samples} samples than on few")
         if not self.together:
             self._remember(batch)
         return profile
 
-    def _keep_installed(self, batch: Ordered) -> None:
-        """Install what the first forward installs for good, such as hooks. Most install nothing: then it runs once."""
-        samples, model, before = min(FEW, batch.samples), self._core.model, RemovableHandle.next_id
-        try:
-            installs = InstalledOnce(model)
-            try:
-                with self._on_twins(batch, samples) as work:
-                    _look(installs, work, samples)
-            except TraceFailed:
-                if RemovableHandle.next_id == before:
-                    return
-                installs, work = InstalledOnce(model), self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
-                with leave_no_trace(model, self._core.device), uncompiled():
-                    surviving(partial(_look, installs, work, samples), self._core.device, lambda text: None)
-            installs.keep()
-        except Refused as refused:
-            self.run_together(refused.found)
-
     def _look_alone(self, batch: Ordered) -> None:
         """Check whether the loss of a single sample can be computed. If not and the user fixed micro_batch=1, the model runs
         alone, and is refused there if it cannot run one."""
         core = self._core
-        if core.least > 1 or batch.samples < 2:
-            return
-        work = self._tasks.work(batch.piece, batch.samples, "off", on_copies=True)
-        with core.staging.swapped():  # does not call the user's hooks
-            why = loss_alone(work, core.model, partial(self._on_twins, batch))
-        self._tasks.watch(work)
+        why = None if core.least > 1 or batch.samples < 2 else self._looks.why_not_alone(batch)
         if why is not None and core.in_force.prescribed == 1:
             self.run_together(f"it cannot be computed on one sample: {why}")
         elif why is not None:
@@ -362,53 +319,11 @@ class Weigher:
 
     def _weigh_unproven(self, batch: Ordered) -> None:
         """Two samples do not fit at once. Only a loss that is one known mean needs no proof."""
-        if self._stated is None and not self._is_one_mean(batch):
+        if self._stated is None and not self._looks.is_one_mean(batch):
             self.run_together("two samples do not fit at once, so another way could not be proven")
             return
         self.weighting = self._stated or BY_TERM
         self._core.note("note", "two samples do not fit at once, so it is unproven that samples do not mix")
-
-    def _is_one_mean(self, batch: Ordered) -> bool:
-        """Whether the loss is one known mean and no call seems to mix samples, according to fake tensors."""
-        looks: list[tuple[int, Decides]] = []
-        for samples in (PROOF_SAMPLES, *parts_of(PROOF_SAMPLES, self._core.least)):
-            try:
-                with self._on_twins(batch, samples) as work, Terms(alone=False) as terms, Decides(self._core.model) as decides:
-                    loss = loss_of(work, samples)
-                    if len(terms.found) != 1 or not is_only_term(loss, terms.found[0]):
-                        return False
-            except TraceFailed:
-                return False
-            looks.append((samples, decides))
-        return told_by(looks) is None
-
-    def _size_that_decides(self, batch: Ordered, samples: int) -> int | None:
-        """`samples`, or those of all ranks together, if the loss behaves differently with that many than with few."""
-        core = self._core
-        sizes: Sequence[int] = (samples, core.samples_of_all(samples))
-        if batch.in_order:
-            first = partial(batch.piece, 0)
-            sizes = comparable_sizes(first, batch.samples, sizes)
-        else:
-            large = batch.alike(MORE)
-            try:
-                layout = layout_from_two(batch.alike(FEW), FEW, large, MORE)
-            except Refused:
-                return None
-            first = partial(like_first, large, layout)
-
-        def prepared(twin: Callable[[torch.Tensor], torch.Tensor], count: int) -> Callable[[], Any]:
-            return partial(loss_of, self._tasks.work(_given(twins_of(first(count), twin)), count, "off"), count)
-
-        return first_that_decides(core.model, core.device, prepared, sizes, alike=not batch.in_order)
-
-    @contextmanager
-    def _on_twins(self, batch: Ordered, samples: int) -> Iterator[Work]:
-        """Context in which the loss of this many samples can be computed on fake tensors. Raises TraceFailed."""
-        with on_twins(self._core.model, self._core.device) as world:
-            work = self._tasks.task(batch, 0, Demand(samples), BY_SAMPLES).make_work("off")(world.twin, samples)
-            with world.entered():
-                yield work
 
     def weigh_again(self, batch: Ordered, doubted: bool, differing: Collection[Act] = ()) -> None:
         """Prove a failed weighting again, on samples that tell its rivals apart, or that do what not all of its
@@ -483,15 +398,3 @@ def _say_on_few(error: BaseException) -> None:
             "memfit: raised by loss_fn on a few samples of a batch, while planning; where it needs more of them at once, "
             "wrap without loss_fn and compute the loss in your own loop"
         )
-
-
-def _given(tree: Any) -> Callable[[int, int], Any]:
-    return lambda start, stop: tree
-
-
-def _look(installs: InstalledOnce, work: Work, samples: int) -> None:
-    """Look at what the forward over `samples` samples installs. It runs again only if it registers hooks."""
-    before = RemovableHandle.next_id
-    installs.ran(loss_of(work, samples))
-    if RemovableHandle.next_id != before:
-        installs.ran(loss_of(work, samples))
