@@ -33,7 +33,7 @@ class CallContents:
         self.tables: list[dict[Any, Any]] = []
         self.objects: list[dict[str, Any]] = []
         self.lists: list[list[Any] | deque[Any]] = []
-        self.arrays: list[Any] = []
+        self.arrays: dict[int, Any] = {}
         self._kinds, self._walk = reads.kinds, CodeWalk(reads)
         self._tensors: dict[int, torch.Tensor] = {}
         self._seen = set(known)
@@ -90,7 +90,7 @@ class CallContents:
         elif kind == "code":
             self._walk.add(value)
         elif kind == "array":
-            self.arrays.append(value)
+            self.arrays[id(value)] = value
         elif id(value) not in self._seen:
             self._seen.add(id(value))
             found = self._inside(value)

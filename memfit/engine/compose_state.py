@@ -23,7 +23,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from memfit.engine.asked_numbers import Expected, value_of
 from memfit.engine.batch_dependent import BatchDependent, check_same
 from memfit.engine.call_context import is_faking
-from memfit.engine.idle_places import IdlePlaces, unless_same
+from memfit.engine.idle_places import IdlePlaces
+from memfit.engine.place_marks import same_entries
 from memfit.engine.places import MISSING, Place, TensorPlace, contents_of, refilled
 from memfit.engine.unseen_moves import UnseenMoves
 from memfit.engine.user_code import is_installed
@@ -100,6 +101,8 @@ class Appended:
         drops, made = zip(*(appended(before, value) for value in values))
         if len(set(drops)) > 1 or len(set(map(len, made))) > 1:
             raise ValueError("parts drop or append different numbers of items")
+        if before and not made[0] and all(item is before[0] for item in before):  # a full queue of one item, or no part appends
+            raise ValueError("nothing tells whether parts append what is there")
         rules = enumerate(itertools.islice(itertools.cycle(self.rules), len(made[0])))
         items = [*before[drops[0] :], *(rule.joined(MISSING, [m[i] for m in made], sizes) for i, rule in rules)]
         return tuple(items) if isinstance(values[0], tuple) else items
@@ -249,9 +252,11 @@ class Composition:
             if self._unseen is not None:
                 self._unseen.undo()
             raise
-        if joined is not None:
-            for slot, value in zip(self.slots, joined):
-                slot.place.put(value)
+        for i, (slot, (before, _)) in enumerate(zip(self.slots, self._before)):
+            if joined is not None:
+                slot.place.put(joined[i])
+            elif self._idle.is_idle(i) and self._idle.is_certain(i):
+                slot.place.put(before)
         self._add_moved([] if self._unseen is None else [(place, (value, None)) for place, value in self._unseen.of_forwards()])
         ends = ((before, slot.place.value()) for (before, _), slot in zip(self._before, self.slots))
         if any(before is MISSING and isinstance(value, _FILLED) for before, value in ends):
@@ -272,16 +277,18 @@ class Composition:
 
     def _value_of(self, index: int, slot: ComposedPlace, before: _Value, values: Sequence[Any]) -> Any:
         value, items = before
-        if self._idle.is_idle(index) and self._idle.is_certain(index):
+        is_idle = self._idle.is_idle(index)
+        if is_idle and self._idle.is_certain(index):
             return value
         try:
             joined = slot.rule.joined(value if items is None else items, values, self._sizes)
-        except (RuntimeError, TypeError, ValueError):  # of other shapes or lengths than parts of a proof
+        except (RuntimeError, TypeError, ValueError, LookupError):  # of other shapes or lengths than parts of a proof
             raise BatchDependent.of(slot.place.label) from None
-        if not self._idle.is_idle(index) or not isinstance(slot.rule, SumOfParts):
+        if not is_idle or isinstance(slot.rule, (Last, Mean, Added, Appended)):
             return joined
-        if isinstance(joined, torch.Tensor):
-            return unless_same(value, values, joined)
+        if isinstance(slot.place, TensorPlace):  # written through `.data`, or not
+            stays = torch.stack([same_entries(each, value).all() for each in values]).all()
+            return torch.where(stays, value, joined)
         if self._watch is not None:  # moved or not: it may be either
             raise BatchDependent.of(slot.place.label)
         return joined

@@ -179,7 +179,8 @@ class CodeWalk:
 
 def _names_in(code: types.CodeType) -> Names:
     codes = list(_inner(code))
-    found = {each.argval for one in codes for each in dis.get_instructions(one) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    opened = (each for one in codes for each in dis.get_instructions(one))
+    found = {each.argval for each in opened if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")}
     words = {each for one in codes for each in one.co_consts if type(each) is str and each.isidentifier()}
     return Names(tuple(sorted(found)), frozenset(words.union(*(one.co_names for one in codes))))
 

@@ -1,7 +1,8 @@
 """Tells which places no micro-batch of a pass moves, because its samples have nothing to count or to keep: `if rare.any():
 self.last = out`. They keep their value. Rules for parts that move a place (rows, a sum over parts) would repeat it.
 
-Not covered: entries of arrays and tensors that are written through NumPy or `.data` with the values that they had.
+What is assigned may be the object that was there before: a small integer, an entry of a table. So each micro-batch finds a
+stand-in, which is equal and another object.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 
 from memfit.engine.place_marks import is_at, mark_of
-from memfit.engine.places import ArrayPlace, AssignedPlace, Place, TensorPlace, with_graph
+from memfit.engine.places import MISSING, AttributePlace, ItemPlace, Place, VariablePlace, with_graph
 
 INTERNED = range(-5, 257)
-"""Integers of which CPython keeps one object each: the same object does not say that nothing was assigned."""
+"""Integers of which CPython keeps one object each."""
 
 
 class IdlePlaces:
@@ -23,11 +24,15 @@ class IdlePlaces:
 
     def __init__(self, places: Sequence[Place] = ()) -> None:
         self._places = [with_graph(place) for place in places]
-        self._begun: list[Any] = []
+        self._detached = [place is not self._places[i] for i, place in enumerate(places)]
+        self._certain = [True] * len(self._places)
         self._moved = [False] * len(self._places)
+        self._begun: list[Any] = []
 
     def begin(self) -> None:
         """Begin a micro-batch."""
+        for i, place in enumerate(self._places):
+            self._certain[i] = self._certain[i] and _put_stand_in(place, self._detached[i])
         self._begun = [mark_of(place) for place in self._places]
 
     def end(self) -> None:
@@ -40,16 +45,20 @@ class IdlePlaces:
         return not self._moved[index]
 
     def is_certain(self, index: int) -> bool:
-        """Whether that is certain: something that is assigned there would be another object."""
-        place, value = self._places[index], self._begun[index]
-        return not isinstance(place, (TensorPlace, AssignedPlace, ArrayPlace)) and not _is_interned(value)
+        """Whether that can be told."""
+        return self._certain[index]
 
 
-def unless_same(before: torch.Tensor, values: Sequence[torch.Tensor], joined: torch.Tensor) -> torch.Tensor:
-    """Return `before` if all values are the same, else `joined`, without waiting for the device."""
-    same = torch.stack([(value == before).all() for value in values]).all()
-    return torch.where(same, before, joined)
-
-
-def _is_interned(value: Any) -> bool:
-    return type(value) is int and value in INTERNED
+def _put_stand_in(place: Place, detached: bool) -> bool:
+    """Put an equal value into a place, as another object. Return whether a place that keeps it was not written. `detached`:
+    whether the value may lose its graph."""
+    if not isinstance(place, (ItemPlace, AttributePlace, VariablePlace)):
+        return False
+    value = place.value()
+    if value is None or value is MISSING or isinstance(value, (bool, str)):
+        return True  # parts that leave these leave what the whole batch does
+    if type(value) is torch.Tensor and (detached or not value.requires_grad) and not value.is_inference():
+        place.put(value.detach())
+    elif type(value) is float or (type(value) is int and value not in INTERNED):
+        place.put(value * 1)
+    return place.value() is not value

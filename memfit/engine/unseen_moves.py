@@ -7,6 +7,8 @@ Not covered: state that `CallAttributes` does not find; writes through `.data` o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from memfit.engine.places import ArrayPlace, Place, TensorPlace
 from memfit.engine.version_checks import Keys, keys_of_values, named
 
 LARGE = 16 << 20
-"""Bytes up to which a tensor is copied."""
+"""Bytes up to which a tensor is copied, and all arrays together."""
 Moves = list[tuple[Place, Any]]
 """Places, each with its value before."""
 
@@ -38,7 +40,7 @@ class UnseenMoves:
         tensors = [t for t, _ in self._held.contents.versions if id(t) not in own and not t.requires_grad]
         tensors = [t for t in tensors if self._known.isdisjoint(keys_of_values(t, t))]
         self._tensors = [(t, mark_of_tensor(t), t.detach().clone() if self._is_copied(t) else None) for t in tensors]
-        arrays = [ArrayPlace(array, "an array") for array in self._held.contents.arrays if array.nbytes <= LARGE]
+        arrays = [ArrayPlace(array, "an array") for array in _up_to(LARGE, self._held.contents.arrays.values())]
         self._arrays = [(place, place.value()) for place in arrays if place.key not in self._known]
         self._found: dict[tuple[Any, ...], tuple[Place, Any]] | None = None
         self._moved: list[dict[tuple[Any, ...], str]] = []
@@ -106,15 +108,16 @@ class UnseenMoves:
         return back | {key: place.label for key, place in moved.items()}
 
 
+def _up_to(most: int, arrays: Iterable[Any]) -> list[Any]:
+    """Return the first arrays of this many bytes in all, without those of Python objects."""
+    plain = [array for array in arrays if not array.dtype.hasobject]
+    return [array for array, size in zip(plain, accumulate(array.nbytes for array in plain)) if size <= most]
+
+
 def _has_no_copy(place: Place, before: Any) -> bool:
     return before is None and isinstance(place, TensorPlace)
 
 
 def _is_left(place: Place, before: Any) -> bool:
-    """Whether a place is as it was when its mark was made."""
-    if is_at(place, before):
-        return True
-    now = place.value() if isinstance(before, (list, int)) else None
-    if isinstance(before, list) and isinstance(now, list):
-        return len(before) == len(now) and all(a is b for a, b in zip(before, now))
-    return type(before) is type(now) is int and before == now
+    """Whether a place is as it was when its mark was made, or is a number again that it was."""
+    return is_at(place, before) or (type(before) is int and type(now := place.value()) is int and before == now)

@@ -72,12 +72,6 @@ class SeenEffects:
             return False
         return reset or not same(after(self.in_turn, key, self.before(key)), after(self.apart[0], key, self.before(key)), 0.0)
 
-    @property
-    def is_uneven(self) -> bool:
-        """Whether only some of the parts change a place."""
-        keys = [values.keys() for values in self.apart]
-        return any(each != keys[0] for each in keys)
-
     def obeys(self, key: tuple[Any, ...], rule: Rule, closely: float) -> bool:
         """Whether this rule makes the whole's value from the parts' values, if they change it."""
         if not self.moves(key):

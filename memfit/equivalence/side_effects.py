@@ -32,6 +32,7 @@ from memfit.engine.compose_state import (
     items_of,
 )
 from memfit.engine.places import (
+    LONG,
     MISSING,
     AttributePlace,
     ContentsPlace,
@@ -108,15 +109,9 @@ def composition_of(
 ) -> Moves:
     """Finds how parts compose the state that a whole batch changes. `aside` gives contexts that leave no trace.
     `allowed` names state that may stay uncomposed. `doubles`: trials on the samples of each part twice, where rules that hold
-    for whole and parts by chance fail: all of them are run if only some parts change something. `graphs`: tensors with a graph
-    are state too; else they join like outputs (`side_outputs.py`).
-    `draws`: whether the whole drew random numbers."""
-    seen = [seen_of(trial, aside, graphs)]
-    for double in doubles:
-        seen.append(seen_of(double, aside, graphs))
-        if not seen[0].is_uneven:
-            break
-    shown = seen
+    for whole and parts by chance fail. `graphs`: tensors with a graph are state too; else they join like outputs
+    (`side_outputs.py`). `draws`: whether the whole drew random numbers."""
+    seen = shown = [seen_of(each, aside, graphs) for each in (trial, *doubles)]
     moved = places_of(shown)
     still = [place for key, place in moved.items() if all(same(*each.ends(key), EXACT) for each in seen)]
     elsewhere = from_other_values(still, list(shown[0].whole.values()), trial, aside, graphs)
@@ -167,7 +162,10 @@ def _decided(slots: Sequence[ComposedPlace], kept: Sequence[Place], seen: Sequen
 
 def _is_compared(value: Any) -> bool:
     """Whether it is compared over micro-batches, where it is the same in all parts (`Composition`)."""
-    return isinstance(value, (float, int, str)) or (isinstance(value, torch.Tensor) and value.numel() <= ENTRIES)
+    if isinstance(value, (list, tuple, dict)):
+        return len(value) <= LONG
+    small = isinstance(value, torch.Tensor) and value.numel() <= ENTRIES
+    return small or value is None or isinstance(value, (float, int, str))
 
 
 def _may_matter(key: tuple[Any, ...], shown: Sequence[SeenEffects], elsewhere: SeenEffects) -> bool:

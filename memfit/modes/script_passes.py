@@ -32,13 +32,13 @@ from memfit.engine.call_context import outside_transforms, without_inference_mod
 from memfit.engine.forward_reads import ForwardReads
 from memfit.engine.handover import Factor, Total, graph_is_kept, hand_over
 from memfit.engine.modules import modules_of
-from memfit.engine.random_state import RandomState
 from memfit.engine.user_line import line_of_script
 from memfit.engine.weighting import BY_SAMPLES, BY_TERM, BY_TOLD_TERM, Weighting, WeightsChanged
 from memfit.engine.work import Work
 from memfit.modes.awaited_state import AwaitedState
 from memfit.modes.call_kinds import CallKinds
 from memfit.modes.call_plans import OWN_LOSS
+from memfit.modes.failed_passes import FailedPasses
 from memfit.modes.kept_outputs import waiting_losses, worth_keeping
 from memfit.modes.losses_over_ranks import LossesOverRanks
 from memfit.modes.pending_calls import UNDERWAY
@@ -70,6 +70,7 @@ class ScriptPasses:
         self._lines = {""}
         self._joint: Callable[[], Call | None] = lambda: None
         self._with_state: list[Call] = []  # waits even if the script drops its output
+        self._failed = FailedPasses(core, kinds, self.aside, self._run_whole)
         self._awaited = AwaitedState(core.model, self._run_for_state, lambda: self.busy)
 
     @contextmanager
@@ -291,22 +292,19 @@ class ScriptPasses:
             with nullcontext() if repeated else core.accumulator.norms_of(len(pieces)):
                 self._replay(call, largest).compute_values(pieces, keep)
 
-        freely = False
+        then = None
         try:
             with core.team.computing():
                 core.accumulator.recovery.run(attempt, core.in_force.limit(planned.plan))
             call.check_limits()
             core.accumulator.apply_norms()
         except BaseException as error:
-            begun, ran = call.random[:1], call.values is not None
-            if not repeated:
-                call.forget_pass()
-            freely = not repeated and self._may_differ(call, error, begun)
-            if not freely and (repeated or not self._runs_whole_after(call, error, begun, ran)):
+            then = None if repeated else self._failed.after(call, error, ran=call.values is not None)
+            if then is None:
                 raise
-            if not freely:
+            if then == "whole":
                 self._kinds.say_whole(call, error)
-        if freely:
+        if then == "again":
             self._first_pass(call)
 
     def replayed(self, call: Call, gradients: tuple[torch.Tensor | None, ...]) -> Total:
@@ -408,13 +406,10 @@ class ScriptPasses:
                     total.combine = self._losses.combining(total, combined)
                 return hand_over(total)
         except BaseException as error:
-            begun, ran = call.random[:1], total is not None
-            if first:
-                call.forget_pass()
-            freely = first and self._may_differ(call, error, begun)
-            if not freely and (not first or not self._runs_whole_after(call, error, begun, ran)):
+            then = self._failed.after(call, error, ran=total is not None) if first else None
+            if then is None:
                 raise
-            failed = None if freely else error
+            failed = None if then == "again" else error
         try:
             if failed is None:
                 weighting = self._kinds.weighting(call) if consumer is OWN_LOSS else weighting  # proven again, too
@@ -425,37 +420,10 @@ class ScriptPasses:
             del failed  # (its traceback holds this frame)
         return found
 
-    def _runs_whole_after(self, call: Call, error: BaseException, begun: Sequence[RandomState], ran: bool) -> bool:
-        """Whether a call runs whole, as the script wrote it, because its first pass in micro-batches failed before the
-        handover. If the model raises then, too, the error is the script's own. `begun`: the random state at the start, if it
-        started; `ran`: whether its micro-batches finished, so that no state was restored."""
-        core = self._core
-        if not self._kinds.runs_whole_after(call, error) or (ran and (call.composition.moved or core.buffers.written)):
-            return False
-        core.staging.discard()
-        for state in begun:
-            state.restore(core.device)
-        call.undo_writes()
+    def _run_whole(self, call: Call) -> None:
         with self.aside(), self._telling_others(call):
             call.run_whole()
         self._ran(call)
-        return True
-
-    def _may_differ(self, call: Call, error: BaseException, begun: Sequence[RandomState]) -> bool:
-        """Whether a proof shows that what only some micro-batches of a first pass did changes nothing, or how it is composed,
-        so that the pass may be repeated."""
-        if not isinstance(error, BatchDependent) or error.differing <= call.proven_for or len(call.calls) > 1:
-            return False
-        call.proven_for |= error.differing
-        if self._core.staging.parts is not None:  # proofs of sharded parameters need all ranks
-            return False
-        self._core.staging.discard()
-        for state in begun:
-            state.restore(self._core.device)
-        call.undo_writes()
-        call.gathered = False
-        with self.aside():
-            return self._kinds.may_differ(call, error.differing)
 
     def _pass(self, call: Call, consumer: Consumer, weighting: Weighting, first: bool) -> Total:
         core = self._core
