@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -79,10 +79,6 @@ def _pair_from_a_table(model: Any, out: Tensor) -> None:
     model.kept = PAIRS[len(out)]
 
 
-def _in_a_queue(model: Any, out: Tensor) -> None:
-    model.queue.append(len(out))
-
-
 def _not_a_number(model: Any, out: Tensor) -> None:
     model.sums.copy_(out.detach().sum(0))
     model.sums[0] = torch.nan
@@ -94,7 +90,7 @@ def _counter(model: Any, out: Tensor) -> None:
 
 TABLE, ONES = [100.0 * n for n in range(10)], [torch.ones(n) for n in range(10)]
 PAIRS = [(float(n), 2.0 * n) for n in range(10)]
-NOT_COMPOSED = (_pair_from_a_table, _in_a_queue, _counter)
+NOT_COMPOSED = (_pair_from_a_table, _counter)
 """May be refused: their parts do not always tell what the whole batch leaves."""
 KEEPS = (
     _rows, _pair, _entries, _items, _samples, _many, _total, _in_place, _through_data, _in_an_array, _mean,
@@ -116,7 +112,6 @@ class Keeping(nn.Module):
         super().__init__()
         self.net, self.keep, self.when = mlp(), keep, when
         self.kept, self.calls, self.array = None, 0, torch.zeros(4, dtype=torch.float64).numpy()
-        self.queue = deque[int](maxlen=1)
         self.register_buffer("number", torch.zeros((), dtype=torch.long))
         self.register_buffer("sums", torch.zeros(4, dtype=torch.float64))
         self.register_buffer("edges", torch.eye(3).to_sparse())
@@ -130,7 +125,7 @@ class Keeping(nn.Module):
 
 
 def _state(model: Any) -> Any:
-    return [model.kept, model.number, model.array, model.calls, list(model.queue), model.sums]
+    return [model.kept, model.number, model.array, model.calls, model.sums]
 
 
 def _batches(rare: list[Any], short: bool) -> list[Tensor]:

@@ -16,8 +16,6 @@ from memfit.hardware.clock import has_events
 
 ENTRIES = 4096
 """Entries up to which all are compared; of larger tensors, a few are."""
-LISTED = 64
-"""Items of a list that are compared."""
 APART = {torch.bfloat16: 6e-2, torch.float16: 2e-2}
 """Relative L2 difference above which tensors are not the same, by dtype; 1e-3 for others. Kernels with atomic additions do not
 repeat to the bit."""
@@ -82,31 +80,20 @@ class BatchDependent(Refused):
 
 
 def check_same(first: Any, other: Any, name: Callable[[], str]) -> None:
-    """Raise BatchDependent if two values differ: numbers, texts, tensors, items of lists. Others count as the same. Tensors on
+    """Raise BatchDependent if two values differ: numbers, texts, tensors, sizes of lists. Others count as the same. Tensors on
     an accelerator are compared there, and the error is raised where its result has arrived
     (`device_values.found_different`)."""
     if _is_plain(first) and _is_plain(other):
         _check_tensors(first.detach(), other.detach(), name)
-    elif (items := _items_of(first, other)) is not None:
-        if len(items[0]) != len(items[1]):
-            raise BatchDependent.of(name())
-        for one, another in zip(*items):
-            check_same(one, another, name)
-    elif _numbers_differ(first, other) or _shapes_differ(first, other):
+    elif _numbers_differ(first, other) or _sizes_differ(first, other):
         raise BatchDependent.of(name())
 
 
-def _items_of(first: Any, other: Any) -> tuple[list[Any], list[Any]] | None:
-    """Return the first items of two lists or tuples, or keys and values of two dictionaries; None for others."""
-    if first is other or not (isinstance(first, (list, tuple, dict)) and isinstance(other, (list, tuple, dict))):
-        return None
-    flat = ([*each, *each.values()] if isinstance(each, dict) else [*each] for each in (first, other))
-    one, another = flat
-    return (one[:LISTED], another[:LISTED]) if len(one) == len(another) else (one, another)
-
-
-def _shapes_differ(first: Any, other: Any) -> bool:
-    return isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor) and first.shape != other.shape
+def _sizes_differ(first: Any, other: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+        return first.shape != other.shape
+    lists = (list, tuple, dict)
+    return isinstance(first, lists) and isinstance(other, lists) and len(first) != len(other)
 
 
 def _check_tensors(first: torch.Tensor, other: torch.Tensor, name: Callable[[], str]) -> None:
@@ -150,8 +137,6 @@ def differ(first: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers_differ(first: Any, other: Any) -> bool:
-    if (first is None) != (other is None):
-        return True
     if isinstance(first, float) or isinstance(other, float):
         if not (isinstance(first, (int, float)) and isinstance(other, (int, float))):
             return False

@@ -101,8 +101,6 @@ class Appended:
         drops, made = zip(*(appended(before, value) for value in values))
         if len(set(drops)) > 1 or len(set(map(len, made))) > 1:
             raise ValueError("parts drop or append different numbers of items")
-        if before and not made[0] and all(item is before[0] for item in before):  # a full queue of one item, or no part appends
-            raise ValueError("nothing tells whether parts append what is there")
         rules = enumerate(itertools.islice(itertools.cycle(self.rules), len(made[0])))
         items = [*before[drops[0] :], *(rule.joined(MISSING, [m[i] for m in made], sizes) for i, rule in rules)]
         return tuple(items) if isinstance(values[0], tuple) else items
@@ -272,6 +270,8 @@ class Composition:
         values = list(zip(*self._after))
         for slot, (first, *others) in zip(self.slots, values):
             for other in others if isinstance(slot.rule, Last) and not self.draws else ():
+                if (first is None) != (other is None):
+                    raise BatchDependent.of(slot.place.label)
                 check_same(first, other, lambda place=slot.place: place.label)
         return [self._value_of(i, *each) for i, each in enumerate(zip(self.slots, self._before, values))]
 
@@ -282,7 +282,7 @@ class Composition:
             return value
         try:
             joined = slot.rule.joined(value if items is None else items, values, self._sizes)
-        except (RuntimeError, TypeError, ValueError, LookupError):  # of other shapes or lengths than parts of a proof
+        except (RuntimeError, TypeError, ValueError):  # of other shapes or lengths than parts of a proof
             raise BatchDependent.of(slot.place.label) from None
         if not is_idle or isinstance(slot.rule, (Last, Mean, Added, Appended)):
             return joined

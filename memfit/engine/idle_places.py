@@ -7,6 +7,7 @@ stand-in, which is equal and another object.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,6 +58,8 @@ def _put_stand_in(place: Place, detached: bool) -> bool:
     value = place.value()
     if value is None or value is MISSING or isinstance(value, (bool, str)):
         return True  # parts that leave these leave what the whole batch does
+    if isinstance(value, (list, dict, set, deque)) or (hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)):
+        return True  # what such an object holds are places of their own
     if type(value) is torch.Tensor and (detached or not value.requires_grad) and not value.is_inference():
         place.put(value.detach())
     elif type(value) is float or (type(value) is int and value not in INTERNED):

@@ -72,6 +72,14 @@ class SeenEffects:
             return False
         return reset or not same(after(self.in_turn, key, self.before(key)), after(self.apart[0], key, self.before(key)), 0.0)
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether only some of the parts change a place, or leave nothing there."""
+        first, *others = self.apart
+        if any(part.keys() != first.keys() for part in others):
+            return True
+        return any(_is_empty(part[key][2]) != _is_empty(first[key][2]) for part in others for key in first)
+
     def obeys(self, key: tuple[Any, ...], rule: Rule, closely: float) -> bool:
         """Whether this rule makes the whole's value from the parts' values, if they change it."""
         if not self.moves(key):
@@ -159,6 +167,13 @@ def is_trained(place: Place) -> bool:
 def after(values: Values, key: tuple[Any, ...], before: Any) -> Any:
     """Return a place's value after the run, or its old value if it did not change."""
     return values[key][2] if key in values else before
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it is a container or a tensor without anything in it."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 0
+    return isinstance(value, (list, tuple, dict)) and not value
 
 
 def _values(

@@ -109,9 +109,15 @@ def composition_of(
 ) -> Moves:
     """Finds how parts compose the state that a whole batch changes. `aside` gives contexts that leave no trace.
     `allowed` names state that may stay uncomposed. `doubles`: trials on the samples of each part twice, where rules that hold
-    for whole and parts by chance fail. `graphs`: tensors with a graph are state too; else they join like outputs
-    (`side_outputs.py`). `draws`: whether the whole drew random numbers."""
-    seen = shown = [seen_of(each, aside, graphs) for each in (trial, *doubles)]
+    for whole and parts by chance fail: all of them are run if parts differ in what they change or leave empty. `graphs`:
+    tensors with a graph are state too; else they join like outputs (`side_outputs.py`). `draws`: whether the whole drew random
+    numbers."""
+    seen = [seen_of(trial, aside, graphs)]
+    for double in doubles:
+        seen.append(seen_of(double, aside, graphs))
+        if not seen[0].is_uneven:
+            break
+    shown = seen
     moved = places_of(shown)
     still = [place for key, place in moved.items() if all(same(*each.ends(key), EXACT) for each in seen)]
     elsewhere = from_other_values(still, list(shown[0].whole.values()), trial, aside, graphs)
